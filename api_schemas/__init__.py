@@ -1,0 +1,92 @@
+"""The contracts of Octet: everything that crosses a boundary. Imports only pydantic and the standard library.
+
+This is the one import path for other packages; `tests/api_schemas/test_surface.py` freezes it.
+"""
+
+from api_schemas.attempt import Attempt, Checkpoint, Event, LogLine, MetricPoint
+from api_schemas.base import Contract, JsonScalar, Timestamp, refusal
+from api_schemas.data import DataSpec
+from api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes
+from api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
+from api_schemas.model import PRESETS, ModelSizes, ModelSpec
+from api_schemas.page import Page
+from api_schemas.precision import PrecisionSpec
+from api_schemas.problem import ErrorCode, Problem, Violation, explain
+from api_schemas.report import (
+    MAX_REPORTS_PER_BATCH,
+    CheckpointReport,
+    EvaluationReport,
+    EventReport,
+    FinishedReport,
+    LogReport,
+    PhaseReport,
+    Report,
+    ReportBatch,
+    ReportBody,
+    ReportReply,
+    StartedReport,
+    StepReport,
+)
+from api_schemas.resources import ParallelismSpec, Pool, PoolConfig, ResourceSpec
+from api_schemas.states import AttemptState, Blame, DesiredState, FailureReason, JobState
+from api_schemas.training import OptimizerSpec, ScheduleSpec, TrainingSpec
+
+__all__ = [
+    "MAX_REPORTS_PER_BATCH",
+    "PRESETS",
+    "Attempt",
+    "AttemptRef",
+    "AttemptState",
+    "Blame",
+    "Checkpoint",
+    "CheckpointRef",
+    "CheckpointReport",
+    "Contract",
+    "DataSpec",
+    "DesiredState",
+    "ErrorCode",
+    "EvaluationReport",
+    "Event",
+    "EventReport",
+    "FailureReason",
+    "FinishedReport",
+    "Job",
+    "JobSpec",
+    "JobState",
+    "JobSummary",
+    "JsonScalar",
+    "LaunchOrder",
+    "LogLine",
+    "LogReport",
+    "MetricPoint",
+    "ModelSizes",
+    "ModelSpec",
+    "OptimizerSpec",
+    "Page",
+    "ParallelismSpec",
+    "PhaseReport",
+    "Pool",
+    "PoolCapacity",
+    "PoolConfig",
+    "PrecisionSpec",
+    "Probe",
+    "ProbeState",
+    "Problem",
+    "Progress",
+    "QueuePlace",
+    "Report",
+    "ReportBatch",
+    "ReportBody",
+    "ReportReply",
+    "ResourceSpec",
+    "RetrySpec",
+    "ScheduleSpec",
+    "StartTimes",
+    "StartedReport",
+    "StepReport",
+    "Timestamp",
+    "TrainingSpec",
+    "Violation",
+    "explain",
+    "refusal",
+]

@@ -1,0 +1,61 @@
+"""What every contract has in common.
+
+Strict when a user or a peer writes (`Contract` refuses unknown fields), tolerant when we read back what
+we stored (`read_stored` drops fields that this version no longer knows, so an old row still loads).
+"""
+
+import types
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Self, Union, get_args, get_origin
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, PlainSerializer
+from pydantic_core import PydanticCustomError
+
+JsonScalar = str | int | float | bool | None
+
+
+def _rfc3339(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+Timestamp = Annotated[AwareDatetime, PlainSerializer(_rfc3339, return_type=str, when_used="json")]
+"""A moment in time; RFC 3339 in UTC on the wire."""
+
+
+class Contract(BaseModel):
+    """Base of everything that crosses a boundary: frozen, and unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null")
+
+    @classmethod
+    def read_stored(cls, stored: Mapping[str, Any]) -> Self:
+        """Read a document that some version of us wrote: fields this version does not know are dropped."""
+        return cls.model_validate(_known_fields(cls, stored))
+
+
+def refusal(field: str, *, got: Any, allowed: str, change: str) -> PydanticCustomError:
+    """The error of a rule of ours. `field` is the path to blame, seen from the model that checks."""
+    context = {"field": field, "got": got, "allowed": allowed, "change": change}
+    return PydanticCustomError("refused", "got {got}; allowed: {allowed}. {change}", context)
+
+
+def _known_fields(annotation: Any, value: Any) -> Any:
+    model = contract_in(annotation)
+    if model is not None and isinstance(value, Mapping):
+        known = {key: item for key, item in value.items() if key in model.model_fields}
+        return {key: _known_fields(model.model_fields[key].annotation, item) for key, item in known.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        element = next(iter(get_args(annotation)), Any)
+        return [_known_fields(element, item) for item in value]
+    return value
+
+
+def contract_in(annotation: Any) -> type[BaseModel] | None:
+    """The one model class in an annotation such as `X`, `X | None` or `Annotated[X, …]`; None if none or several."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        found = [model for model in map(contract_in, get_args(annotation)) if model is not None]
+        return found[0] if len(found) == 1 else None
+    return None

@@ -1,0 +1,44 @@
+"""What a job trains on."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from api_schemas.base import Contract, refusal
+
+Glob = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class DataSpec(Contract):
+    """Text files read as bytes (256 tokens). Evaluation files are never trained on.
+
+    `path` is a file or a folder. In a folder, the files that match `include` and not `exclude` are ordered by the hash of
+    their relative path and the first `evaluation_fraction` of them (at least one) are kept for evaluation; of a single
+    file, the last part. Binary files (a zero byte in the first 8 KiB) are left out and counted in an event.
+    """
+
+    source: Literal["text"] = "text"
+    path: str = Field(
+        min_length=1, max_length=4096, description="absolute path of a file or folder, as the workers see it"
+    )
+    include: tuple[Glob, ...] = Field(default=("**/*",), min_length=1, max_length=64)
+    exclude: tuple[Glob, ...] = Field(default=(), max_length=64)
+    evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, path: str) -> str:
+        if "\0" in path or not path.startswith("/"):
+            raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.path.")
+        return path
+
+    @model_validator(mode="after")
+    def _globs_stay_inside(self) -> Self:
+        for field, globs in (("include", self.include), ("exclude", self.exclude)):
+            for position, glob in enumerate(globs):
+                if glob.startswith("/") or ".." in glob.split("/") or "\0" in glob:
+                    allowed = "a glob relative to data.path that does not leave it, such as **/*.py"
+                    raise refusal(
+                        f"{field}.{position}", got=glob, allowed=allowed, change="Remove '/' at its start and '..'."
+                    )
+        return self

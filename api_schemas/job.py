@@ -1,0 +1,157 @@
+"""A job: what is asked (`JobSpec`) and what is shown (`Job`)."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from api_schemas.base import Contract, Timestamp, refusal
+from api_schemas.data import DataSpec
+from api_schemas.model import ModelSpec
+from api_schemas.precision import PrecisionSpec
+from api_schemas.resources import LabelKey, ParallelismSpec, ResourceSpec
+from api_schemas.states import DesiredState, FailureReason, JobState
+from api_schemas.training import TrainingSpec
+
+BYTE_VOCABULARY = 256
+
+JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Labels = dict[LabelKey, Annotated[str, Field(max_length=256)]]
+
+
+class RetrySpec(Contract):
+    """How many failures that are the job's own (a rank that dies) are followed by another attempt."""
+
+    max_failures: int = Field(default=0, ge=0, le=1000)
+
+
+class JobSpec(Contract):
+    """What a user asks for. Rules that tie two parts together are all in `_parts_fit`."""
+
+    name: JobName
+    model: ModelSpec
+    precision: PrecisionSpec = PrecisionSpec()
+    data: DataSpec
+    training: TrainingSpec
+    parallelism: ParallelismSpec = ParallelismSpec()
+    resources: ResourceSpec = ResourceSpec()
+    priority: int = Field(default=50, ge=0, le=100, description="100 goes first")
+    retry: RetrySpec = RetrySpec()
+    labels: Labels = Field(default_factory=dict, max_length=64)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences per rank and forward pass."""
+        return self.training.micro_batch_size or self.training.global_batch_size // self.resources.workers
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        training, sizes, workers = self.training, self.model.sizes, self.resources.workers
+        if training.sequence_length > sizes.max_sequence_length:
+            raise refusal(
+                "training.sequence_length",
+                got=training.sequence_length,
+                allowed=f"at most the model's max_sequence_length, {sizes.max_sequence_length}",
+                change="Shorten training.sequence_length or raise model.max_sequence_length.",
+            )
+        if sizes.vocab_size < BYTE_VOCABULARY:
+            raise refusal(
+                "model.vocab_size",
+                got=sizes.vocab_size,
+                allowed=f"at least {BYTE_VOCABULARY}: text is read as bytes",
+                change="Raise model.vocab_size.",
+            )
+        if training.global_batch_size % workers:
+            raise refusal(
+                "training.global_batch_size",
+                got=training.global_batch_size,
+                allowed=f"a multiple of resources.workers, {workers}",
+                change="Change training.global_batch_size or resources.workers.",
+            )
+        if training.global_batch_size % (self.micro_batch_size * workers):
+            raise refusal(
+                "training.micro_batch_size",
+                got=self.micro_batch_size,
+                allowed=f"a divisor of global_batch_size / workers, {training.global_batch_size // workers}",
+                change="Change training.micro_batch_size.",
+            )
+        if training.schedule.warmup_steps >= training.steps and training.schedule.warmup_steps > 0:
+            raise refusal(
+                "training.schedule.warmup_steps",
+                got=training.schedule.warmup_steps,
+                allowed=f"fewer than training.steps, {training.steps}",
+                change="Shorten the warm-up or train for more steps.",
+            )
+        return self
+
+
+class QueuePlace(Contract):
+    """Where a queued job stands and what it waits for."""
+
+    position: int = Field(description="1 is next, within the pool")
+    why: str
+
+
+class Progress(Contract):
+    """The last that was heard of a job's training."""
+
+    step: int
+    steps: int
+    loss: float | None
+    tokens_per_s: float | None
+    remaining_s: float | None
+    reported_at: Timestamp
+
+
+class StartTimes(Contract):
+    """When each phase of the current attempt's start was reached: submit → accepted → placed → process up → torch imported → first step."""
+
+    accepted_at: Timestamp
+    placed_at: Timestamp | None = None
+    process_up_at: Timestamp | None = None
+    torch_imported_at: Timestamp | None = None
+    model_built_at: Timestamp | None = None
+    first_step_at: Timestamp | None = None
+
+
+class JobSummary(Contract):
+    """The result of a job that succeeded. Losses in nats per token; bytes as counted from live tensors on rank 0."""
+
+    steps: int
+    final_loss: float = Field(description="mean training loss of the last tenth of the steps, 10 at least")
+    evaluation_loss: float
+    evaluation_perplexity: float = Field(description="exp(evaluation_loss)")
+    tokens: int
+    tokens_per_s: float = Field(description="median over the steps")
+    train_time_s: float
+    num_parameters: int
+    num_converted_parameters: int
+    memory_bytes: dict[str, int] = Field(description="by class, as worker.memory_report counts them")
+    converted_memory_bytes: dict[str, int] = Field(description="the same, of the converted layers' weights alone")
+    peak_memory_bytes: int | None = Field(description="device peak on cuda; null on cpu")
+    data: dict[str, float] = Field(description="facts of the data: bytes, files, unigram entropy in nats per byte")
+
+
+class Job(Contract):
+    """A job as the API shows it."""
+
+    object: Literal["job"] = "job"
+    id: str
+    name: str
+    state: JobState
+    desired_state: DesiredState
+    priority: int
+    labels: dict[str, str]
+    created_at: Timestamp
+    started_at: Timestamp | None
+    finished_at: Timestamp | None
+    reason: FailureReason | None
+    message: str | None
+    hint: str | None
+    num_attempts: int
+    num_failures: int
+    current_attempt_id: str | None
+    queue: QueuePlace | None
+    progress: Progress | None
+    start: StartTimes | None
+    summary: JobSummary | None
+    spec: JobSpec

@@ -1,0 +1,109 @@
+"""The one shape of every answer that is not 2xx: RFC 9457, with a stable `code` and one entry per field to change."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from api_schemas.base import Contract, contract_in
+
+CONTENT_TYPE = "application/problem+json"
+_LONGEST_ECHO = 200
+
+
+class ErrorCode(StrEnum):
+    """Stable names of what went wrong; programs branch on these."""
+
+    INVALID_REQUEST = "invalid_request"
+    INVALID_JSON = "invalid_json"
+    UNAUTHENTICATED = "unauthenticated"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    ILLEGAL_TRANSITION = "illegal_transition"
+    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
+    STALE_ATTEMPT = "stale_attempt"
+    SEQUENCE_GAP = "sequence_gap"
+    PAYLOAD_TOO_LARGE = "payload_too_large"
+    WRONG_HOST = "wrong_host"
+    NOT_READY = "not_ready"
+    INTERNAL = "internal"
+
+
+class Violation(Contract):
+    """One field that has to change."""
+
+    field: str = Field(description="path of the field, such as training.steps; empty for the whole document")
+    got: str
+    allowed: str | None
+    message: str
+
+
+class Problem(Contract):
+    """RFC 9457 problem document."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: ErrorCode
+    instance: str | None = None
+    errors: tuple[Violation, ...] = ()
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> tuple[Violation, ...]:
+    """Say of each error in a document of type `root`: which field, what was got, what is allowed, what to change."""
+    return tuple(_explain_one(detail, root) for detail in error.errors(include_url=False))
+
+
+def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
+    context = detail.get("ctx", {})
+    path = [str(part) for part in detail["loc"]]
+    got, allowed, message = _echo(detail.get("input")), None, str(detail["msg"])
+    match detail["type"]:
+        case "refused":
+            path += [context["field"]] if context["field"] else []
+            got, allowed, message = _echo(context["got"]), context["allowed"], context["change"]
+        case "extra_forbidden":
+            known = sorted(_fields_at(root, path[:-1]))
+            allowed = ", ".join(known)
+            message = f"unknown field {path[-1]!r}.{_did_you_mean(path[-1], known)} Remove it or correct its name."
+        case "literal_error" | "enum":
+            choices = [choice.strip("' ") for choice in str(context["expected"]).replace(" or ", ", ").split(", ")]
+            allowed = ", ".join(choices)
+            message = f"not one of the allowed values.{_did_you_mean(str(detail.get('input')), choices)} Change {'.'.join(path)}."
+        case "missing":
+            got, allowed, message = "nothing", "a value: the field is required", f"Set {'.'.join(path)}."
+        case _:
+            allowed = str(detail["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+            message = f"Change {'.'.join(path) or 'the document'}."
+    return Violation(field=".".join(path), got=got, allowed=allowed, message=message)
+
+
+def _fields_at(root: type[BaseModel], path: list[str]) -> list[str]:
+    model: type[BaseModel] | None = root
+    for part in path:
+        if model is None or part not in model.model_fields:
+            return []
+        model = contract_in(model.model_fields[part].annotation)
+    return list(model.model_fields) if model else []
+
+
+def _did_you_mean(got: str, choices: list[str]) -> str:
+    by_folded = {choice.casefold(): choice for choice in choices}
+    folded = got.casefold()
+    letter_o = folded.replace("0", "o", 1)
+    if folded not in by_folded and letter_o in by_folded:
+        return f" Did you mean {by_folded[letter_o]!r}, with the letter O?"
+    # YAML reads an unquoted 02 as the number 2.
+    if got.isdigit() and f"o{got.lstrip('0')}" in by_folded:
+        return f" Did you mean {by_folded['o' + got.lstrip('0')]!r}, the letter O and a digit?"
+    close = difflib.get_close_matches(folded, list(by_folded), n=1, cutoff=0.5)
+    return f" Did you mean {by_folded[close[0]]!r}?" if close else ""
+
+
+def _echo(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_ECHO else f"{text[:_LONGEST_ECHO]}… ({len(text)} characters)"

@@ -1,0 +1,134 @@
+"""What a rank tells the control plane, and what it hears back: `POST /internal/v1/attempts/{id}/reports`.
+
+A rank's reports are one ordered stream. Each has a sequence number that rises by one; the control plane applies a batch in
+one transaction and skips what it has already applied, so a rank may send again whatever was not acknowledged. An empty
+batch is a heartbeat. Every reply renews the lease and carries the desired state.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from api_schemas.base import Contract, JsonScalar, Timestamp
+from api_schemas.job import JobSummary
+from api_schemas.states import DesiredState, FailureReason
+
+StartPhase = Literal["placed", "process_up", "torch_imported", "model_built", "first_step"]
+MAX_REPORTS_PER_BATCH = 1000
+
+
+class PhaseReport(Contract):
+    """A phase of the start was reached."""
+
+    kind: Literal["phase"] = "phase"
+    phase: StartPhase
+
+
+class StartedReport(Contract):
+    """Training begins after `resumed_from_step` (0: from the beginning). The job's curve after that step is dropped."""
+
+    kind: Literal["started"] = "started"
+    resumed_from_step: int = Field(ge=0)
+    node: str
+    device: str
+    world_size: int
+    num_parameters: int
+    num_layers_converted: int
+    num_layers_skipped: int
+
+
+class StepReport(Contract):
+    """One optimizer step, over all ranks. A loss or norm that is not finite is null."""
+
+    kind: Literal["step"] = "step"
+    step: int = Field(ge=1)
+    loss: float | None
+    gradient_norm: float | None
+    learning_rate: float
+    tokens: int
+    step_time_s: float
+    data_wait_s: float
+
+
+class EvaluationReport(Contract):
+    """The mean loss over the evaluation batches after `step`, in nats per token."""
+
+    kind: Literal["evaluation"] = "evaluation"
+    step: int = Field(ge=1)
+    loss: float | None
+    tokens: int
+
+
+class CheckpointReport(Contract):
+    """A checkpoint is complete on disk under `name`, inside the job's own folder."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    step: int = Field(ge=1)
+    name: str = Field(pattern=r"^step_[0-9]{10}$")
+    num_bytes: int
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    loss: float | None
+
+
+class LogReport(Contract):
+    """One line of this rank's log."""
+
+    kind: Literal["log"] = "log"
+    level: str = Field(max_length=16)
+    message: str = Field(max_length=16_384)
+
+
+class EventReport(Contract):
+    """Something a person should know: a checkpoint that failed its check, a step that was skipped."""
+
+    kind: Literal["event"] = "event"
+    type: str = Field(pattern=r"^[a-z_]+(\.[a-z_]+)*$", max_length=64)
+    message: str = Field(max_length=4096)
+    data: dict[str, JsonScalar] = Field(default_factory=dict)
+
+
+class FinishedReport(Contract):
+    """The last report of an attempt."""
+
+    kind: Literal["finished"] = "finished"
+    outcome: Literal["succeeded", "failed", "cancelled"]
+    reason: FailureReason | None = None
+    message: str | None = Field(default=None, max_length=16_384)
+    summary: JobSummary | None = None
+
+
+ReportBody = Annotated[
+    PhaseReport
+    | StartedReport
+    | StepReport
+    | EvaluationReport
+    | CheckpointReport
+    | LogReport
+    | EventReport
+    | FinishedReport,
+    Field(discriminator="kind"),
+]
+
+
+class Report(Contract):
+    """One entry of a rank's stream."""
+
+    seq: int = Field(ge=1)
+    at: Timestamp
+    body: ReportBody
+
+
+class ReportBatch(Contract):
+    """Consecutive reports of one rank. Only rank 0 renews the lease."""
+
+    epoch: int = Field(ge=1)
+    rank: int = Field(ge=0)
+    reports: tuple[Report, ...] = Field(default=(), max_length=MAX_REPORTS_PER_BATCH)
+
+
+class ReportReply(Contract):
+    """`lease_s` counts from the moment at which the batch was sent: a rank that hears nothing for that long stops itself."""
+
+    desired: DesiredState
+    lease_s: float
+    acknowledged_seq: int

@@ -1,0 +1,58 @@
+"""Where a job runs: pools of like nodes, and how much of one a job asks for."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from api_schemas.base import Contract
+
+PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+LabelKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./-]{0,61}[a-z0-9])?$")]
+
+
+class ResourceSpec(Contract):
+    """`workers` ranks in one pool, started together or not at all; each takes one slot."""
+
+    pool: PoolName = "cpu"
+    workers: int = Field(default=1, ge=1, le=65_536)
+
+
+class ParallelismSpec(Contract):
+    """How the ranks share the work. Today all of them are data parallel; the fields name what that means."""
+
+    zero_stage: Literal[0] = 0
+    tensor: Literal[1] = 1
+    pipeline: Literal[1] = 1
+    sequence: Literal[False] = False
+
+
+class PoolConfig(Contract):
+    """A pool as the operator configures it. One slot is one rank; on a GPU pool, one device."""
+
+    name: PoolName
+    node_label: tuple[LabelKey, LabelValue] = Field(
+        description="key and value of the Ray node label that marks the pool's nodes"
+    )
+    slots: int = Field(ge=1, le=1_000_000, description="ranks that the whole pool can ever run at once")
+    accelerator: Literal["cpu", "cuda"] = "cpu"
+    min_compute_capability: tuple[int, int] | None = Field(
+        default=None,
+        description="a cuda worker on an older device refuses to start; (8, 9) is the first with FP8 matrix units",
+    )
+    memory_per_device_bytes: int | None = Field(default=None, ge=1)
+    threads_per_worker: int = Field(default=1, ge=1, le=1024)
+
+
+class Pool(Contract):
+    """A pool as the API shows it."""
+
+    object: Literal["pool"] = "pool"
+    name: str
+    accelerator: str
+    slots: int
+    slots_used: int
+    jobs_queued: int
+    jobs_live: int
+    memory_per_device_bytes: int | None
+    threads_per_worker: int

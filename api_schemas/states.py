@@ -1,0 +1,106 @@
+"""States of jobs and attempts, and why either ended. The flags of a state live on the enum, nowhere else."""
+
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    CANCELLING = "cancelling"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
+
+
+class DesiredState(StrEnum):
+    """What the user wants, kept apart from what is."""
+
+    RUN = "run"
+    CANCEL = "cancel"
+
+
+class AttemptState(StrEnum):
+    RESERVED = "reserved"
+    LAUNCHING = "launching"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in {AttemptState.SUCCEEDED, AttemptState.FAILED, AttemptState.CANCELLED}
+
+
+class Blame(StrEnum):
+    """Whose budget a failure is taken from."""
+
+    JOB = "job"
+    PLATFORM = "platform"
+
+
+class FailureReason(StrEnum):
+    """Why an attempt failed. `retryable`: the same spec can succeed another time. `blame`: whose budget pays for it."""
+
+    INVALID_CONFIG = "invalid_config"
+    DATA_ERROR = "data_error"
+    OUT_OF_MEMORY = "out_of_memory"
+    NON_FINITE_LOSS = "non_finite_loss"
+    WRONG_NODE = "wrong_node"
+    WORKER_LOST = "worker_lost"
+    WORKER_ERROR = "worker_error"
+    STALLED = "stalled"
+    LAUNCH_FAILED = "launch_failed"
+    START_TIMEOUT = "start_timeout"
+    CLUSTER_LOST = "cluster_lost"
+    LEASE_EXPIRED = "lease_expired"
+
+    @property
+    def retryable(self) -> bool:
+        return _TRAITS[self][0]
+
+    @property
+    def blame(self) -> Blame:
+        return _TRAITS[self][1]
+
+    @property
+    def hint(self) -> str:
+        return _TRAITS[self][2]
+
+
+_TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
+    FailureReason.INVALID_CONFIG: (False, Blame.JOB, "Change the spec as the message says and submit it again."),
+    FailureReason.DATA_ERROR: (False, Blame.JOB, "Check that data.path holds the files that the spec names."),
+    FailureReason.OUT_OF_MEMORY: (
+        False,
+        Blame.JOB,
+        "Lower training.micro_batch_size, choose a level that stores less, or use more workers.",
+    ),
+    FailureReason.NON_FINITE_LOSS: (False, Blame.JOB, "Lower the learning rate or lengthen the warm-up."),
+    FailureReason.WRONG_NODE: (
+        True,
+        Blame.PLATFORM,
+        "A worker found a node or device that is not its pool's: check the pool's labels.",
+    ),
+    FailureReason.WORKER_LOST: (
+        True,
+        Blame.JOB,
+        "A worker process died. Set retry.max_failures to resume from the last checkpoint.",
+    ),
+    FailureReason.WORKER_ERROR: (True, Blame.JOB, "A worker raised an error; its traceback is in the logs."),
+    FailureReason.STALLED: (True, Blame.JOB, "No step was finished for too long; look at the logs of all ranks."),
+    FailureReason.LAUNCH_FAILED: (True, Blame.PLATFORM, "The cluster refused the attempt; the event has its words."),
+    FailureReason.START_TIMEOUT: (True, Blame.PLATFORM, "The workers did not come up in time; check the pool's nodes."),
+    FailureReason.CLUSTER_LOST: (True, Blame.PLATFORM, "The Ray cluster that ran the attempt is gone."),
+    FailureReason.LEASE_EXPIRED: (
+        True,
+        Blame.PLATFORM,
+        "The attempt could not reach the control plane for longer than its lease.",
+    ),
+}
