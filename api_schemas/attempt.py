@@ -80,7 +80,7 @@ class MetricPoint(Contract):
 
 
 class Checkpoint(Contract):
-    """A checkpoint that was written whole. Its manifest has each file's size and SHA-256; `sha256` is the manifest's."""
+    """A checkpoint written whole. Its manifest has each file's size and SHA-256; `sha256` is the manifest's."""
 
     object: Literal["checkpoint"] = "checkpoint"
     id: str

@@ -12,9 +12,9 @@ Glob = Annotated[str, Field(min_length=1, max_length=256)]
 class DataSpec(Contract):
     """Text files read as bytes (256 tokens). Evaluation files are never trained on.
 
-    `path` is a file or a folder. In a folder, the files that match `include` and not `exclude` are ordered by the hash of
-    their relative path and the first `evaluation_fraction` of them (at least one) are kept for evaluation; of a single
-    file, the last part. Binary files (a zero byte in the first 8 KiB) are left out and counted in an event.
+    `path` is a file or a folder, as the workers see it. In a folder, the files that match `include` and not `exclude`
+    are ordered by the hash of their relative path, and the first `evaluation_fraction` of them (at least one) is kept
+    for evaluation; of a single file, the last part. Binary files (a zero byte in the first 8 KiB) are left out.
     """
 
     source: Literal["text"] = "text"

@@ -103,7 +103,7 @@ class Progress(Contract):
 
 
 class StartTimes(Contract):
-    """When each phase of the current attempt's start was reached: submit → accepted → placed → process up → torch imported → first step."""
+    """When each phase of the current attempt's start was reached, in the order of the fields."""
 
     accepted_at: Timestamp
     placed_at: Timestamp | None = None

@@ -1,4 +1,4 @@
-"""What the dispatcher hands to a launcher, and what a launcher answers: the seam between the control plane and a cluster."""
+"""What the dispatcher hands to a launcher and what that answers: the seam between control plane and cluster."""
 
 from enum import StrEnum
 

@@ -73,7 +73,8 @@ def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
         case "literal_error" | "enum":
             choices = [choice.strip("' ") for choice in str(context["expected"]).replace(" or ", ", ").split(", ")]
             allowed = ", ".join(choices)
-            message = f"not one of the allowed values.{_did_you_mean(str(detail.get('input')), choices)} Change {'.'.join(path)}."
+            hint = _did_you_mean(str(detail.get("input")), choices)
+            message = f"not one of the allowed values.{hint} Change {'.'.join(path)}."
         case "missing":
             got, allowed, message = "nothing", "a value: the field is required", f"Set {'.'.join(path)}."
         case _:

@@ -1,8 +1,8 @@
 """What a rank tells the control plane, and what it hears back: `POST /internal/v1/attempts/{id}/reports`.
 
-A rank's reports are one ordered stream. Each has a sequence number that rises by one; the control plane applies a batch in
-one transaction and skips what it has already applied, so a rank may send again whatever was not acknowledged. An empty
-batch is a heartbeat. Every reply renews the lease and carries the desired state.
+A rank's reports are one ordered stream. Each has a sequence number that rises by one; the control plane applies a batch
+in one transaction and skips what it has already applied, so a rank may send again whatever was not acknowledged. An
+empty batch is a heartbeat. Every reply renews the lease and carries the desired state.
 """
 
 from typing import Annotated, Literal
@@ -127,7 +127,7 @@ class ReportBatch(Contract):
 
 
 class ReportReply(Contract):
-    """`lease_s` counts from the moment at which the batch was sent: a rank that hears nothing for that long stops itself."""
+    """`lease_s` counts from when the batch was sent: a rank that hears nothing for that long stops itself."""
 
     desired: DesiredState
     lease_s: float
