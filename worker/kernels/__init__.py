@@ -1,0 +1,31 @@
+"""The public operations on codes and scales. `value = codes × dequant_scale`, always.
+
+Arguments are checked against CUDA's rules on every device, so that what passes on a CPU runs on a GPU. The work is
+done by the implementation for the tensor's device (`dispatch.py`); `reference.py` is the specification that each
+equals bit for bit.
+"""
+
+from worker.kernels.gemm import matmul
+from worker.kernels.quantization import (
+    all_finite,
+    compute_amax,
+    dequant_scale_from_amax,
+    dequantize,
+    encode,
+    quantize,
+)
+from worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
+
+__all__ = [
+    "all_finite",
+    "compute_amax",
+    "dequant_scale_from_amax",
+    "dequantize",
+    "encode",
+    "matmul",
+    "quantize",
+    "random_bits",
+    "split_decode",
+    "split_encode",
+    "stochastic_round",
+]
