@@ -1,0 +1,25 @@
+"""The Python client of Octet: `Client` and the errors it raises. The `octet` command is `client.cli`."""
+
+from client.api import Client
+from client.errors import (
+    ApiError,
+    ConnectionFailed,
+    JobFileError,
+    OctetError,
+    ServerFailed,
+    SpecRefused,
+    UnexpectedAnswer,
+    WaitTimeout,
+)
+
+__all__ = [
+    "ApiError",
+    "Client",
+    "ConnectionFailed",
+    "JobFileError",
+    "OctetError",
+    "ServerFailed",
+    "SpecRefused",
+    "UnexpectedAnswer",
+    "WaitTimeout",
+]

@@ -1,0 +1,200 @@
+"""`Client`: Octet's REST API as Python calls. Every answer is a model of `api_schemas`.
+
+    with Client("http://127.0.0.1:8000") as octet:
+        job = octet.submit({"name": "first", "model": {"preset": "gpt-tiny"}, ...})
+        job = octet.wait(job.id, on_progress=lambda job: print(job.state, job.progress))
+
+Any call may be repeated without harm (a submission carries an Idempotency-Key), so each is: after a lost connection
+or a 5xx it is sent again for `patience_s`. What follows a job (`wait`, `follow=True`) outlives a server that is away
+for `reconnect_s`, which covers its restart.
+"""
+
+import itertools
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from api_schemas import Attempt, Checkpoint, Contract, Event, Job, JobSpec, LogLine, MetricPoint, Page, Pool
+from api_schemas.levels import Level
+from client.connection import WORTH_ANOTHER_TRY, Connection, delays_s, read, read_message
+from client.errors import WaitTimeout
+
+Item = TypeVar("Item")
+Shown = TypeVar("Shown", bound=Contract)
+
+LARGEST_PAGE = 100
+
+
+class Client:
+    """One server. Not to be shared between threads."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float = 10.0,
+        patience_s: float = 2.0,
+        reconnect_s: float = 60.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """`url` is the server's root. `transport` replaces the network, as httpx defines it."""
+        self._connection = Connection(url, api_key, timeout_s, transport)
+        self._patience_s = patience_s
+        self._reconnect_s = reconnect_s
+
+    @property
+    def url(self) -> str:
+        return self._connection.url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def is_ready(self) -> bool:
+        """Whether a server answers that takes jobs and has somebody to run them. Asks once."""
+        return self._connection.answers("/readyz")
+
+    def submit(self, spec: JobSpec | Mapping[str, Any], idempotency_key: str | None = None) -> Job:
+        """Submit a job; when this returns, it is stored. The same key and spec give the same job again for 24 hours."""
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        return read(Job, self._post("/v1/jobs", _document(spec), headers))
+
+    def validate(self, spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
+        """Have a spec checked by the server's rules without submitting it; returns what it would run as."""
+        answer: dict[str, Any] = self._post("/v1/jobs/validate", _document(spec)).json()
+        return answer
+
+    def job(self, job_id: str) -> Job:
+        return self._job(job_id, self._patience_s)
+
+    def jobs(
+        self,
+        *,
+        state: str | None = None,
+        pool: str | None = None,
+        label: str | None = None,
+        name: str | None = None,
+        limit: int | None = None,
+    ) -> Iterator[Job]:
+        """Jobs, newest first; `label` is key:value. All of them where `limit` is None."""
+        wanted = {"state": state, "pool": pool, "label": label, "name": name}
+        params = {key: value for key, value in wanted.items() if value is not None}
+        params["limit"] = str(min(limit or LARGEST_PAGE, LARGEST_PAGE))
+        return itertools.islice(self._items("/v1/jobs", Page[Job], params), limit)
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask for the end of a job. One that waits is cancelled at once, one that runs shortly after."""
+        return read(Job, self._post(f"{_path(job_id)}/cancel"))
+
+    def attempts(self, job_id: str) -> Iterator[Attempt]:
+        return self._items(f"{_path(job_id)}/attempts", Page[Attempt])
+
+    def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
+        return self._items(f"{_path(job_id)}/checkpoints", Page[Checkpoint])
+
+    def metrics(self, job_id: str, *, after: int = 0) -> Iterator[MetricPoint]:
+        """The job's curve: the steps later than `after`, in order."""
+        return self._items(f"{_path(job_id)}/metrics", Page[MetricPoint], _after(after))
+
+    def levels(self) -> Iterator[Level]:
+        return self._items("/v1/levels", Page[Level])
+
+    def pools(self) -> Iterator[Pool]:
+        return self._items("/v1/pools", Page[Pool])
+
+    def events(self, job_id: str, *, follow: bool = False, after: int = 0) -> Iterator[Event]:
+        """What happened, in order, later than event number `after`. With `follow` it ends once the job is over."""
+        if follow:
+            return self._follow(job_id, "events", Event, after)
+        return self._items(f"{_path(job_id)}/events", Page[Event], _after(after))
+
+    def logs(self, job_id: str, *, follow: bool = False, rank: int | None = None) -> Iterator[LogLine]:
+        """Lines of all ranks, or of one, in order. With `follow` it ends once the job is over."""
+        if follow:
+            lines = self._follow(job_id, "logs", LogLine, after=0)
+        else:
+            lines = self._items(f"{_path(job_id)}/logs", Page[LogLine])
+        return (line for line in lines if rank is None or line.rank == rank)
+
+    def wait(
+        self,
+        job_id: str,
+        timeout_s: float | None = None,
+        on_progress: Callable[[Job], None] | None = None,
+        *,
+        poll_s: float = 0.5,
+    ) -> Job:
+        """Return the job once it is over; `on_progress` sees it each time it has changed. Raises WaitTimeout."""
+        started = time.monotonic()
+        seen: Job | None = None
+        while True:
+            job = self._job(job_id, self._reconnect_s)
+            if job != seen and on_progress is not None:
+                on_progress(job)
+            if job.state.is_terminal:
+                return job
+            if timeout_s is not None and time.monotonic() - started >= timeout_s:
+                raise WaitTimeout(job, timeout_s)
+            seen = job
+            time.sleep(poll_s)
+
+    def _job(self, job_id: str, patience_s: float) -> Job:
+        return read(Job, self._connection.request("GET", _path(job_id), patience_s=patience_s))
+
+    def _post(self, path: str, document: Any = None, headers: Mapping[str, str] | None = None) -> httpx.Response:
+        return self._connection.request("POST", path, document=document, headers=headers, patience_s=self._patience_s)
+
+    def _items(self, path: str, page_type: type[Page[Item]], params: Mapping[str, str] | None = None) -> Iterator[Item]:
+        query = dict(params or {})
+        while True:
+            answer = self._connection.request("GET", path, params=query, patience_s=self._patience_s)
+            page = read(page_type, answer)
+            yield from page.data
+            if not page.has_more or page.last_id is None:
+                return
+            query["after"] = page.last_id
+
+    def _follow(self, job_id: str, part: str, item_type: type[Shown], after: int) -> Iterator[Shown]:
+        """Items as they come. The server ends the stream when the job is over and all was sent, or when it stops."""
+        last_id, was_over = str(after) if after else "", False
+        delays = delays_s(self._patience_s)
+        while True:
+            try:
+                for message in self._connection.stream(f"{_path(job_id)}/{part}", last_id):
+                    yield read_message(item_type, message)
+                    last_id, delays = message.id, delays_s(self._reconnect_s)
+            except WORTH_ANOTHER_TRY as error:
+                self._connection.pause(delays, error)
+                continue
+            if was_over:
+                return
+            # Only a stream that was opened after the end of the job is known to have had everything.
+            was_over = self._job(job_id, self._reconnect_s).state.is_terminal
+            if not was_over:
+                time.sleep(random.uniform(0.1, 0.3))
+
+
+def _document(spec: JobSpec | Mapping[str, Any]) -> Any:
+    return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
+
+
+def _path(job_id: str) -> str:
+    return f"/v1/jobs/{quote(job_id, safe='')}"
+
+
+def _after(number: int) -> dict[str, str]:
+    return {"after": str(number)} if number else {}

@@ -1,0 +1,81 @@
+"""Commands that act on jobs: submit, validate, watch, cancel."""
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from api_schemas import JobState
+from client.api import Client
+from client.cli_options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, JobFile, JobId, Settings, Url, connect
+from client.job_file import apply_settings, check_spec, load_job_file
+from client.render import job_details
+from client.terminal import Terminal
+from client.watch import watch as watch_jobs
+
+
+def submit(
+    file: JobFile,
+    settings: Settings = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show progress until it is over.")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job."""
+    document = load_job_file(file)
+    apply_settings(document, settings or [])
+    spec = check_spec(document, file)
+    terminal = Terminal()
+    with connect(url) as client:
+        job = client.submit(spec)
+        if not watch:
+            next_step = Text(f"{job.id} is {job.state.value}. Watch it with: octet watch {job.id}")
+            terminal.show_json(job) if as_json else terminal.show(next_step)
+            return
+        if not as_json:
+            terminal.show(Text(f"{job.id} is stored. Ctrl-C leaves it running."))
+        _see_through(client, job.id, terminal, as_json)
+
+
+def watch(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show a job's progress until it is over; exit 0 if it succeeds."""
+    with connect(url) as client:
+        _see_through(client, job_id, Terminal(), as_json)
+
+
+def validate(file: JobFile, settings: Settings = None, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Check a job file, here and by the server's rules, without submitting it."""
+    document = load_job_file(file)
+    apply_settings(document, settings or [])
+    spec = check_spec(document, file)
+    terminal = Terminal()
+    with connect(url) as client:
+        resolved = client.validate(spec)
+    if as_json:
+        terminal.show_json_object(resolved)
+        return
+    terminal.show(Text(f"{file} is a valid job for {url}."))
+    for key, value in resolved.items():
+        terminal.show(Text(f"  {key}: {value}"))
+
+
+def cancel(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Cancel a job."""
+    terminal = Terminal()
+    with connect(url) as client:
+        job = client.cancel(job_id)
+    terminal.show_json(job) if as_json else terminal.show(Text(f"{job.id} is {job.state.value}."))
+
+
+def _see_through(client: Client, job_id: str, terminal: Terminal, as_json: bool) -> None:
+    """Stay until the job is over and exit as it did. Ctrl-C leaves; the job stays."""
+    try:
+        job = client.wait(job_id) if as_json else watch_jobs(client, [job_id], terminal)[0]
+    except KeyboardInterrupt:
+        terminal.complain(
+            f"Detached: the job goes on. See it again with: octet watch {job_id}. End it with: octet cancel {job_id}"
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    terminal.show_json(job) if as_json else terminal.show(job_details(job, []))
+    if job.state is not JobState.SUCCEEDED:
+        raise typer.Exit(FAILED)

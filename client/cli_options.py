@@ -1,0 +1,52 @@
+"""The options that commands share, and what an error means for the exit status."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from client.api import Client
+from client.errors import (
+    ApiError,
+    ConnectionFailed,
+    JobFileError,
+    OctetError,
+    ServerFailed,
+    SpecRefused,
+    UnexpectedAnswer,
+)
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+FAILED = 1  # a job failed or was cancelled
+REFUSED = 2  # usage, or a request that has to change
+UNREACHABLE = 3  # no server, or one that cannot answer
+INTERRUPTED = 130
+
+Url = Annotated[str, typer.Option("--url", envvar="OCTET_URL", help="The server. Its API key: OCTET_API_KEY.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: one document, or one per line of a stream.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id, job_…, in full.")]
+JobFile = Annotated[str, typer.Argument(metavar="FILE", help="A job as YAML or JSON; - reads standard input.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field: --set training.steps=50")
+]
+
+
+def connect(url: str) -> Client:
+    """A client for the server at `url`."""
+    try:
+        return Client(url, os.environ.get("OCTET_API_KEY"))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--url") from error
+
+
+def exit_status(error: OctetError) -> int:
+    match error:
+        case ConnectionFailed() | UnexpectedAnswer() | ServerFailed():
+            return UNREACHABLE
+        case ApiError() if error.problem.status >= 500:
+            return UNREACHABLE
+        case ApiError() | SpecRefused() | JobFileError():
+            return REFUSED
+        case _:
+            return FAILED

@@ -1,0 +1,117 @@
+"""Commands that read: list, show, attempts, checkpoints, metrics, events, logs, levels, pools."""
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from api_schemas import JobState, MetricPoint
+from client import render
+from client.cli_options import DEFAULT_URL, AsJson, JobId, Url, connect
+from client.terminal import Terminal
+
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]
+
+
+def list_jobs(
+    state: Annotated[JobState | None, typer.Option("--state", help="Only jobs in this state.")] = None,
+    label: Annotated[str | None, typer.Option("--label", metavar="KEY:VALUE", help="Only jobs so labelled.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 20,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    terminal = Terminal()
+    with connect(url) as client:
+        jobs = list(client.jobs(state=state.value if state else None, label=label, limit=limit))
+    if as_json:
+        terminal.show_json_array(jobs)
+    else:
+        terminal.show(render.jobs_table(jobs) if jobs else Text("No jobs. Submit one with: octet submit job.yaml"))
+
+
+def show(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show a job: its state, why it waits or failed, its results."""
+    terminal = Terminal()
+    with connect(url) as client:
+        job = client.job(job_id)
+        if as_json:
+            terminal.show_json(job)
+        else:
+            terminal.show(render.job_details(job, list(client.checkpoints(job_id))))
+
+
+def attempts(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show a job's attempts, and why each ended."""
+    terminal = Terminal()
+    with connect(url) as client:
+        found = list(client.attempts(job_id))
+    terminal.show_json_array(found) if as_json else terminal.show(render.attempts_table(found))
+
+
+def checkpoints(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show the checkpoints of a job."""
+    terminal = Terminal()
+    with connect(url) as client:
+        found = list(client.checkpoints(job_id))
+    terminal.show_json_array(found) if as_json else terminal.show(render.checkpoints_table(found))
+
+
+def metrics(
+    job_id: JobId,
+    rows: Annotated[int, typer.Option("--rows", min=2, help="Show so many steps, evenly spread. JSON has all.")] = 25,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show a job's curve."""
+    terminal = Terminal()
+    with connect(url) as client:
+        points = list(client.metrics(job_id))
+    terminal.show_json_array(points) if as_json else terminal.show(render.metrics_table(_spread(points, rows)))
+
+
+def events(job_id: JobId, follow: Follow = False, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show what happened to a job."""
+    terminal = Terminal()
+    with connect(url) as client:
+        for event in client.events(job_id, follow=follow):
+            terminal.show_json_line(event) if as_json else terminal.show(render.event_line(event))
+
+
+def logs(
+    job_id: JobId,
+    follow: Follow = False,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank's lines.")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show a job's log."""
+    terminal = Terminal()
+    with connect(url) as client:
+        for line in client.logs(job_id, follow=follow, rank=rank):
+            terminal.show_json_line(line) if as_json else terminal.show(render.log_line(line))
+
+
+def levels(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show what each precision level stores in what."""
+    terminal = Terminal()
+    with connect(url) as client:
+        found = list(client.levels())
+    terminal.show_json_array(found) if as_json else terminal.show(render.levels_table(found))
+
+
+def pools(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show the pools, their slots and their queues."""
+    terminal = Terminal()
+    with connect(url) as client:
+        found = list(client.pools())
+    terminal.show_json_array(found) if as_json else terminal.show(render.pools_table(found))
+
+
+def _spread(points: list[MetricPoint], count: int) -> list[MetricPoint]:
+    """`count` points, evenly spread, the first and the last among them, and all that were evaluated."""
+    last = len(points) - 1
+    if last < count:
+        return points
+    kept = {round(position * last / (count - 1)) for position in range(count)}
+    return [point for index, point in enumerate(points) if index in kept or point.evaluation_loss is not None]

@@ -1,0 +1,149 @@
+"""The way to one server: requests that are sent again, event streams that are resumed, answers that are checked."""
+
+import ipaddress
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from api_schemas import Contract, Problem
+from api_schemas.problem import CONTENT_TYPE
+from client.errors import ApiError, ConnectionFailed, OctetError, UnexpectedAnswer
+from client.sse import ServerSentEvent, parse_sse
+
+Shown = TypeVar("Shown", bound=Contract)
+
+WORTH_ANOTHER_TRY = (httpx.TransportError, httpx.HTTPStatusError)  # of the statuses, 5xx alone
+LONGEST_SILENCE_S = 60.0  # a live event stream is never silent for longer: the server sends keep-alive comments
+
+
+class Connection:
+    """httpx with our rules: a 4xx raises ApiError at once; a lost connection and a 5xx are worth another try."""
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=timeout_s,
+            transport=transport,
+            trust_env=not _is_loopback(_host_of(url)),  # a proxy from the environment cannot reach this machine
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def answers(self, path: str) -> bool:
+        """Whether a GET is answered 200, now."""
+        try:
+            return self._http.get(path).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        document: Any = None,
+        headers: Mapping[str, str] | None = None,
+        patience_s: float,
+    ) -> httpx.Response:
+        """Send until answered, for `patience_s`. Raises ApiError, UnexpectedAnswer or ConnectionFailed."""
+        delays = delays_s(patience_s)
+        while True:
+            try:
+                return _checked(self._http.request(method, path, params=params, json=document, headers=headers))
+            except WORTH_ANOTHER_TRY as error:
+                self.pause(delays, error)
+
+    def stream(self, path: str, last_id: str) -> Iterator[ServerSentEvent]:
+        """The events after `last_id` until the server or the network ends the stream; the latter raises."""
+        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last_id} if last_id else {})
+        timeout = httpx.Timeout(self._timeout_s, read=LONGEST_SILENCE_S)
+        with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
+            if response.is_error:
+                response.read()
+            yield from parse_sse(_checked(response).iter_bytes())
+
+    def pause(self, delays: Iterator[float], error: Exception) -> None:
+        """Sleep before the next try, or raise what `error` means where there is none."""
+        delay_s = next(delays, None)
+        if delay_s is not None:
+            time.sleep(delay_s)
+        elif isinstance(error, httpx.HTTPStatusError):
+            raise _refusal(error.response) from error
+        else:
+            raise ConnectionFailed(self.url, str(error) or type(error).__name__) from error
+
+
+def delays_s(patience_s: float) -> Iterator[float]:
+    """0.1, 0.2, 0.4, … up to 2 s each, less up to a half by chance; `patience_s` together."""
+    longest_s = 0.1
+    while patience_s > 1e-3:
+        delay_s = min(longest_s * random.uniform(0.5, 1.0), patience_s)
+        patience_s -= delay_s
+        longest_s = min(2 * longest_s, 2.0)
+        yield delay_s
+
+
+def read(model: type[Shown], response: httpx.Response) -> Shown:
+    """The answer as a contract; fields of a newer server are dropped."""
+    try:
+        return model.read_stored(response.json())
+    except (ValidationError, ValueError, TypeError) as error:
+        raise _unexpected(response) from error
+
+
+def read_message(model: type[Shown], message: ServerSentEvent) -> Shown:
+    """The data of a server-sent event as a contract."""
+    try:
+        return model.read_stored(json.loads(message.data))
+    except (ValidationError, ValueError, TypeError) as error:
+        raise UnexpectedAnswer(f"the event stream sent what is no {model.__name__}: {message.data[:200]!r}.") from error
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.is_server_error:
+        response.raise_for_status()
+    if not response.is_success:
+        raise _refusal(response)
+    return response
+
+
+def _refusal(response: httpx.Response) -> OctetError:
+    if response.headers.get("content-type", "").startswith(CONTENT_TYPE):
+        return ApiError(read(Problem, response))
+    return _unexpected(response)
+
+
+def _unexpected(response: httpx.Response) -> UnexpectedAnswer:
+    request, start = response.request, response.text[:200]
+    return UnexpectedAnswer(
+        f"{request.method} {request.url} answered {response.status_code} with what no Octet server of this version "
+        f"sends: {start!r}. Check that the URL is right and that client and server are of one version."
+    )
+
+
+def _host_of(url: str) -> str:
+    allowed = "allowed: http(s)://host[:port]. Change --url or OCTET_URL."
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"not a URL: {url!r} ({error}); {allowed}") from error
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise ValueError(f"not the URL of a server: {url!r}; {allowed}")
+    return parsed.host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

@@ -1,0 +1,75 @@
+"""Everything that the client raises.
+
+OctetError
+├── ApiError            the server refused; `problem` says what, got, allowed and what to change
+├── UnexpectedAnswer    something answered that is not an Octet server, or not one of this version
+├── ConnectionFailed    nothing answered at all
+├── JobFileError        a job file that cannot be read, or a --set that cannot be applied to it
+├── SpecRefused         a job file that is no valid job; `violations` are those the server would list
+├── WaitTimeout         the job was still alive when the caller's patience ended; it goes on
+└── ServerFailed   `octet demo` could not start a server of its own
+"""
+
+from collections.abc import Sequence
+
+from api_schemas import Job, Problem, Violation
+
+
+class OctetError(Exception):
+    """Base of all of them: its text is meant for a person."""
+
+
+class ApiError(OctetError):
+    """The server's answer was a problem document."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        lines = [f"{problem.detail} [{problem.code}]"]
+        super().__init__("\n".join([*lines, *map(describe_violation, problem.errors)]))
+
+
+class UnexpectedAnswer(OctetError):
+    """The answer is not what the contract says."""
+
+
+class ConnectionFailed(OctetError):
+    """No answer from the server, however often it was asked."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        self.url = url
+        super().__init__(
+            f"cannot reach an Octet server at {url}: {cause}.\n"
+            "Start one with `octet serve`, or name another with --url or OCTET_URL."
+        )
+
+
+class JobFileError(OctetError):
+    """The file is not a document that could be a job."""
+
+
+class SpecRefused(OctetError):
+    """The document is not a valid job."""
+
+    def __init__(self, source: str, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        count = f"{len(self.violations)} field{'s' if len(self.violations) > 1 else ''} to change"
+        super().__init__("\n".join([f"{source} is not a valid job: {count}.", *map(describe_violation, violations)]))
+
+
+class WaitTimeout(OctetError, TimeoutError):
+    """The job is not over yet."""
+
+    def __init__(self, job: Job, timeout_s: float) -> None:
+        self.job = job
+        super().__init__(f"{job.id} was still {job.state} after {timeout_s:g} s. It goes on; wait longer or cancel it.")
+
+
+class ServerFailed(OctetError):
+    """The text has the end of the server's log and says where the whole of it is."""
+
+
+def describe_violation(violation: Violation) -> str:
+    """Field, what was got, what is allowed, what to change; indented to stand under a heading."""
+    allowed = [] if violation.allowed is None else [f"    allowed: {violation.allowed}"]
+    lines = [f"  {violation.field or '(the whole document)'}", f"    got:     {violation.got}", *allowed]
+    return "\n".join([*lines, f"    change:  {violation.message}"])

@@ -1,0 +1,92 @@
+"""Job files: YAML or JSON, `-` for standard input, and the `--set key=value` that change them.
+
+Plain scalars follow JSON's rules, not YAML 1.1's: `level: 02`, `name: on`, `name: 2026-01-31` and `name: 1:30` stay the
+text that was written, and `3e-4` is a number.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from api_schemas import JobSpec, explain
+from client.errors import JobFileError, SpecRefused
+
+_NULL = [("tag:yaml.org,2002:null", re.compile(r"(null|~|)$"))]
+_BOOLEAN = [("tag:yaml.org,2002:bool", re.compile(r"(true|false)$"))]
+_NUMBER = [
+    ("tag:yaml.org,2002:int", re.compile(r"-?(0|[1-9][0-9]*)$")),
+    ("tag:yaml.org,2002:float", re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?$")),
+]
+
+
+class _JsonScalars(yaml.SafeLoader):
+    """YAML's layout with JSON's scalars; a key given twice is an error."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  as the base class has it: by the first character of a scalar
+        **{first: _NULL for first in ("n", "~", "")},
+        **{first: _BOOLEAN for first in "tf"},
+        **{first: _NUMBER for first in "-0123456789"},
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for position, key in enumerate(keys):
+            if key in keys[:position]:
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def load_job_file(source: str) -> dict[str, Any]:
+    """The document in a file, or on standard input for `-`. It is not yet known to be a valid job."""
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise JobFileError(f"cannot read {source}: {reason}. Give a YAML or JSON file, or - for stdin.") from error
+    try:
+        document = _parse(text)
+    except yaml.YAMLError as error:
+        raise JobFileError(f"{source} is neither YAML nor JSON: {error}") from error
+    if not isinstance(document, dict):
+        got = "nothing" if document is None else type(document).__name__
+        raise JobFileError(f"{source} holds {got}; a job is a mapping with name, model, data and training.")
+    return document
+
+
+def apply_settings(document: dict[str, Any], settings: Sequence[str]) -> None:
+    """Change a document in place by `path.to.field=value`, the value as in a job file: 4, O2, [0.9, 0.95], null."""
+    for setting in settings:
+        path, equals, value = setting.partition("=")
+        *parents, field = path.split(".")
+        if not equals or not all([*parents, field]):
+            raise JobFileError(f"--set got {setting!r}; allowed: path.to.field=value, such as training.steps=50.")
+        target = document
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise JobFileError(f"--set {setting}: {parent} is {target!r}, which has no fields. Correct the path.")
+        try:
+            target[field] = _parse(value)
+        except yaml.YAMLError as error:
+            raise JobFileError(f"--set {setting}: the value is no YAML: {error}") from error
+
+
+def check_spec(document: dict[str, Any], source: str) -> JobSpec:
+    """The document as a job, or SpecRefused with the violations that the server would list too."""
+    try:
+        return JobSpec.model_validate(document)
+    except ValidationError as error:
+        raise SpecRefused(source, explain(error, JobSpec)) from error
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)  # YAML refuses the tabs that JSON allows
+    except ValueError:
+        return yaml.load(text, _JsonScalars)

@@ -1,0 +1,41 @@
+"""Values as people read them. A missing one is a dash."""
+
+import re
+from datetime import timedelta
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+_MISSING = "–"
+
+
+def printable(text: str) -> str:
+    """Control characters written out as \\x1b: what a job logs must not steer the reader's terminal."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def one_line(text: str) -> str:
+    return printable(text).replace("\n", "\\n")
+
+
+def number(value: float | None, spec: str = ".4f") -> str:
+    return _MISSING if value is None else format(value, spec)
+
+
+def duration(seconds: float | None) -> str:
+    """4.5 s, 2:03 or 1:02:03."""
+    if seconds is None:
+        return _MISSING
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    text = str(timedelta(seconds=round(seconds)))
+    return text.removeprefix("0:").removeprefix("0")
+
+
+def num_bytes(count: int | None) -> str:
+    """Three digits and a decimal prefix."""
+    if count is None:
+        return _MISSING
+    size, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while size >= 999.5 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.3g} {units[0]}"

@@ -1,0 +1,147 @@
+"""Progress of one job or several until all are over: redrawn on a terminal, a line now and then elsewhere."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from api_schemas import Event, Job
+from client.api import Client
+from client.errors import ApiError, ConnectionFailed
+from client.render import progress_words, state_text, table
+from client.terminal import Terminal
+from client.text import duration, number, one_line
+
+PLAIN_PROGRESS_EVERY_S = 5.0
+
+
+class _Display(AbstractContextManager["_Display"], Protocol):
+    def note(self, text: str) -> None:
+        """A line that stays."""
+
+    def draw(self, jobs: Sequence[Job]) -> None:
+        """Where the jobs are now."""
+
+
+def watch(
+    client: Client,
+    job_ids: Sequence[str],
+    terminal: Terminal,
+    *,
+    poll_s: float = 0.5,
+    reconnect_s: float = 60.0,
+    check: Callable[[], None] = lambda: None,
+) -> list[Job]:
+    """Show what happens to the jobs; return them once all are over. A server away for `reconnect_s` is waited for.
+
+    `check` is called at each turn; what it raises ends the watch.
+    """
+    last_seen = dict.fromkeys(job_ids, 0)
+    away_since: float | None = None
+    display: _Display = _LiveDisplay(terminal) if terminal.is_live else _PlainDisplay(terminal)
+    with display:
+        while True:
+            check()
+            try:
+                jobs = [client.job(job_id) for job_id in job_ids]
+                events = [(job, event) for job in jobs for event in client.events(job.id, after=last_seen[job.id])]
+            except (ConnectionFailed, ApiError) as error:
+                if isinstance(error, ApiError) and error.problem.status < 500:
+                    raise
+                if away_since is None:
+                    away_since = time.monotonic()
+                    display.note(f"the server does not answer; the jobs go on. Trying for {reconnect_s:g} s more.")
+                if time.monotonic() - away_since >= reconnect_s:
+                    raise
+                time.sleep(poll_s)
+                continue
+            away_since = None
+            for job, event in sorted(events, key=lambda pair: pair[1].at):
+                last_seen[job.id] = event.seq
+                display.note(_event_words(job, event))
+            display.draw(jobs)
+            if all(job.state.is_terminal for job in jobs):
+                return jobs
+            time.sleep(poll_s)
+
+
+def _event_words(job: Job, event: Event) -> str:
+    return f"{event.at.astimezone():%H:%M:%S}  {job.name}  {event.type}: {one_line(event.message)}"
+
+
+class _PlainDisplay:
+    """For files and pipes: a line when a job's state or reason to wait changes, and every few seconds of progress."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._shown: dict[str, str] = {}
+        self._shown_at: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        self._terminal.show(Text(text))
+
+    def draw(self, jobs: Sequence[Job]) -> None:
+        now = time.monotonic()
+        for job in jobs:
+            line = f"{job.name}  {job.state.value}  {one_line(progress_words(job))}"
+            is_due = job.state.is_terminal or now - self._shown_at.get(job.id, 0.0) >= PLAIN_PROGRESS_EVERY_S
+            if is_due and line != self._shown.get(job.id):
+                self._terminal.show(Text(line))
+                self._shown[job.id], self._shown_at[job.id] = line, now
+
+
+class _LiveDisplay:
+    """For terminals: a row per job that is redrawn in place; what happens scrolls away above it."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._live = Live(console=terminal.out, refresh_per_second=8)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        self._live.console.print(Text(text))
+
+    def draw(self, jobs: Sequence[Job]) -> None:
+        self._live.update(_rows(jobs))
+
+
+def _rows(jobs: Sequence[Job]) -> Table:
+    grid = table(
+        "JOB", "LEVEL", "STATE", "", "STEP", "LOSS", "TOKENS/S", "LEFT", right=("STEP", "LOSS", "TOKENS/S", "LEFT")
+    )
+    for job in jobs:
+        steps, seen = job.spec.training.steps, job.progress
+        step = seen.step if seen else 0
+        remaining_s = seen.remaining_s if seen and not job.state.is_terminal else None
+        grid.add_row(
+            job.name,
+            job.spec.precision.level,
+            state_text(job.state),
+            Text(one_line(job.queue.why)) if job.queue else ProgressBar(total=steps, completed=step, width=24),
+            f"{step}/{steps}",
+            number(seen.loss if seen else None),
+            number(seen.tokens_per_s if seen else None, ",.0f"),
+            duration(remaining_s),
+        )
+    return grid
