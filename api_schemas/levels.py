@@ -1,8 +1,8 @@
 """What every precision level computes and stores in what: one row per level, and nothing else decides.
 
-The service prints this table (`GET /v1/levels`), the worker reads the same row. Code asks the row, never the level's
-name. `bytes_per_parameter` is the most that weight, master weight, weight gradient and both moments of a converted layer
-may take together on one rank, scales included; a test counts it from live storage.
+The service prints this table (`GET /v1/levels`), the worker reads the same row. Code asks the row, never the
+level's name. `bytes_per_parameter` is the most that weight, master weight, weight gradient and both moments of a
+converted layer may take together on one rank, scales included; a test counts it from live storage.
 """
 
 from typing import Literal

@@ -1,7 +1,8 @@
 """A GPT: learned positions, pre-LayerNorm blocks, causal attention, a 4x GELU MLP, and a head tied to the embedding.
 
 Plain PyTorch modules and nothing about precision: a level converts the `nn.Linear`s from outside (`worker.initialize`).
-Initial values are GPT-2's (Radford et al. 2019): N(0, 0.02), and 0.02 / sqrt(2 * num_layers) for what writes to the residual.
+Initial values are GPT-2's (Radford et al. 2019): N(0, 0.02), with 0.02 / sqrt(2 * num_layers) for what writes to the
+residual stream.
 
 Shape suffixes: B sequences, T tokens, D hidden, H heads, V vocabulary.
 """
@@ -27,7 +28,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}. Change one of the two."
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}. Change one of them."
             )
 
 

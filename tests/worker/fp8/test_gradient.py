@@ -1,0 +1,98 @@
+"""The FP8 gradient: what torch does to gradients works on its codes, and accumulation loses nothing on average."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worker.fp8.gradient import Float8Gradient, RoundingPosition, keep_gradient_in_fp8
+from worker.kernels import quantize
+
+
+def make(values: Tensor) -> Float8Gradient:
+    return Float8Gradient(*quantize(values, torch.float8_e4m3fn), RoundingPosition(seed=0, stream=0))
+
+
+def parameter_with(values: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(values))
+    parameter.grad = make(values)
+    return parameter
+
+
+def random_values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_backward_leaves_codes_behind() -> None:
+    parameter = nn.Parameter(random_values(8, 16))
+    keep_gradient_in_fp8(parameter, RoundingPosition(seed=0, stream=0))
+    (parameter**2).sum().backward()
+    assert isinstance(parameter.grad, Float8Gradient)
+    assert parameter.grad.dtype == torch.float32
+    assert parameter.grad.codes.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(parameter.grad.dequantize(), 2 * parameter.detach(), rtol=2**-4, atol=2**-9)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_agrees_with_torch_on_the_decoded_values(foreach: bool | None) -> None:
+    parameters = [parameter_with(100 * random_values(4, 32)), nn.Parameter(torch.zeros(3))]
+    parameters[1].grad = random_values(3, seed=1)
+    wide = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
+    wide[0].grad, wide[1].grad = parameters[0].grad.dequantize(), parameters[1].grad.clone()
+    codes = parameters[0].grad.codes.clone()
+    norm = nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(wide, 1.0))
+    for narrow, reference in zip(parameters, wide, strict=True):
+        torch.testing.assert_close(narrow.grad + 0, reference.grad)
+    assert torch.equal(parameters[0].grad.codes.view(torch.uint8), codes.view(torch.uint8))
+
+
+def test_small_contributions_survive_accumulation() -> None:
+    """64 micro-batches, each 1/64 of the first: round-to-nearest E4M3 would stay at 1."""
+    gradient = make(torch.ones(4096))
+    for _ in range(64):
+        gradient.add_(torch.full((4096,), 1 / 64))
+    assert gradient.dequantize().mean().item() == pytest.approx(2.0, rel=0.01)
+
+
+def test_accumulation_draws_new_random_words_each_time_and_the_same_ones_after_a_resume() -> None:
+    def accumulate(count: int) -> tuple[Float8Gradient, Float8Gradient]:
+        pair = make(random_values(256)), make(random_values(256))
+        pair[0].position.count = pair[1].position.count = count
+        for gradient in pair:
+            gradient.add_(random_values(256, seed=1))
+        return pair
+
+    first, again = accumulate(5)
+    assert torch.equal(first.codes.view(torch.uint8), again.codes.view(torch.uint8))
+    later, _ = accumulate(6)
+    assert not torch.equal(first.codes.view(torch.uint8), later.codes.view(torch.uint8))
+    assert first.position.count == 6
+
+
+def test_a_non_finite_gradient_shows_in_the_norm() -> None:
+    values = random_values(4, 4)
+    values[1, 2] = torch.inf
+    parameter = parameter_with(values)
+    assert not torch.isfinite(nn.utils.clip_grad_norm_([parameter], 1.0))
+    gradient = make(random_values(4, 4))
+    gradient.add_(values)
+    assert not torch.isfinite(torch.linalg.vector_norm(gradient))
+
+
+def test_other_ops_read_the_values_and_none_writes_unnoticed() -> None:
+    gradient = make(random_values(4, 4))
+    torch.testing.assert_close(gradient * 2, gradient.dequantize() * 2)
+    torch.testing.assert_close(torch.cat([gradient, gradient]), torch.cat([gradient.dequantize()] * 2))
+    with pytest.raises(NotImplementedError, match="would write into an FP8 gradient"):
+        gradient.clamp_(0, 1)
+
+
+def test_copies_and_zeroing() -> None:
+    gradient = make(random_values(4, 4))
+    duplicate = copy.deepcopy(gradient)
+    gradient.zero_()
+    assert not gradient.dequantize().any()
+    assert duplicate.dequantize().any()
+    assert isinstance(duplicate, Float8Gradient)

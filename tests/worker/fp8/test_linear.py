@@ -1,0 +1,115 @@
+"""The FP8 linear layer: its three products on the operands' decoded values, and how it lives as a module."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worker.fp8.gradient import Float8Gradient, RoundingPosition
+from worker.fp8.linear import Float8Linear
+from worker.kernels import dequantize, quantize
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def make_linear(in_features: int = 48, out_features: int = 32, seed: int = 0) -> nn.Linear:
+    generator = torch.Generator().manual_seed(seed)
+    linear = nn.Linear(in_features, out_features)
+    with torch.no_grad():
+        linear.weight.normal_(0.0, 0.02, generator=generator)
+        linear.bias.normal_(0.0, 0.02, generator=generator)
+    return linear
+
+
+def convert(linear: nn.Linear, weight_codes: torch.dtype | None = torch.float16) -> Float8Linear:
+    return Float8Linear(linear, weight_codes, RoundingPosition(seed=0, stream=0) if weight_codes else None)
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return dequantize(*quantize(values, dtype))
+
+
+def random_values(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("weight_codes", [None, torch.float16])
+def test_the_three_products(weight_codes: torch.dtype | None) -> None:
+    linear = make_linear()
+    weight_NK, bias_N = linear.weight.detach().clone(), linear.bias.detach().clone()
+    layer = convert(linear, weight_codes)
+    input_TK, grad_output_TN = random_values(24, 48).requires_grad_(), random_values(24, 32, seed=2)
+    output_TN = layer(input_TK)
+    output_TN.backward(grad_output_TN)
+
+    stored_NK = weight_NK if weight_codes is None else rounded(weight_NK, weight_codes)
+    input_values, weight_values = rounded(input_TK, E4M3), rounded(stored_NK, E4M3)
+    grad_values = rounded(grad_output_TN, E5M2)
+    torch.testing.assert_close(output_TN, input_values @ weight_values.T + bias_N)
+    torch.testing.assert_close(input_TK.grad, grad_values @ weight_values)
+    torch.testing.assert_close(layer.bias.grad, grad_output_TN.sum(0))
+    grad_weight_NK = grad_values.T @ input_values
+    if weight_codes is None:
+        torch.testing.assert_close(layer.weight.grad, grad_weight_NK)
+    else:
+        assert isinstance(layer.weight.grad, Float8Gradient)
+        torch.testing.assert_close(layer.weight.grad.dequantize(), rounded(grad_weight_NK, E4M3), rtol=2**-3, atol=1e-4)
+
+
+def test_any_leading_shape() -> None:
+    layer = convert(make_linear())
+    input_BTK = random_values(2, 3, 48)
+    torch.testing.assert_close(layer(input_BTK)[1, 2], layer(input_BTK.reshape(6, 48))[5])
+    assert layer(input_BTK[0, 0]).shape == (32,)
+
+
+def test_backward_keeps_codes_not_the_input() -> None:
+    layer = convert(make_linear())
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        layer(random_values(64, 48))
+    activations = [tensor for tensor in kept if tensor.numel() == 64 * 48]
+    assert [tensor.dtype for tensor in activations] == [E4M3]
+
+
+def test_a_saved_weight_that_changes_before_backward_is_an_error() -> None:
+    layer = convert(make_linear())
+    output = layer(random_values(8, 48)).sum()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+def test_state_dict_restores_every_bit() -> None:
+    source, target = convert(make_linear(seed=3)), convert(make_linear(seed=4))
+    source.gradient_position.count = 7
+    buffer = io.BytesIO()
+    torch.save(source.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    assert all(type(value) in (Tensor, nn.Parameter) for value in state.values())
+    target.load_state_dict(state)
+    assert torch.equal(target.weight, source.weight)
+    assert torch.equal(target.weight_dequant_scale, source.weight_dequant_scale)
+    assert target.gradient_position.count == 7
+
+
+def test_a_copy_trains_like_the_original() -> None:
+    layer = convert(make_linear())
+    twin = copy.deepcopy(layer)
+    for each in (layer, twin):
+        each(random_values(8, 48)).sum().backward()
+    assert isinstance(twin.weight.grad, Float8Gradient)
+    assert twin.gradient_position is not layer.gradient_position
+    assert torch.equal(twin.weight.grad.codes.view(torch.uint8), layer.weight.grad.codes.view(torch.uint8))
+
+
+def test_casting_codes_is_refused_and_moving_is_not() -> None:
+    layer = convert(make_linear())
+    for cast in (nn.Module.bfloat16, nn.Module.double, nn.Module.float):
+        with pytest.raises(ValueError, match="cannot be cast"):
+            cast(layer)
+    assert layer.to("cpu").weight.dtype == torch.float16

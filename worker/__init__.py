@@ -1,0 +1,23 @@
+"""The runtime: one process per rank, and the library behind `from worker import initialize`.
+
+Importing this package loads nothing else; torch comes with the first use of a name below, so that the supervisor,
+which lives in this package too, starts without it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from worker.api import initialize
+    from worker.memory import memory_report
+
+__all__ = ["initialize", "memory_report"]
+
+_HOME = {"initialize": "worker.api", "memory_report": "worker.memory"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'worker' has no attribute {name!r}; public: {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

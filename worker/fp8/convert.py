@@ -1,0 +1,157 @@
+"""Which linear layers of a model are converted, by rule, and a report that says why each of the others was not.
+
+Conversion replaces `nn.Linear` modules in place; the converted layers keep the parameter objects, so ties, parameter
+groups and whatever else refers to a parameter stay valid. Heads stay in 16 bits, as does every layer that a rule or the
+user leaves out.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+MIN_FEATURES = 16
+"""FP8 products on CUDA work on multiples of 16; a dimension below that would be mostly padding."""
+
+HEADS = ("head", "*.head", "*lm_head*", "*classifier*", "score", "*.score", "*predictions*", "*qa_outputs")
+"""What torchvision, timm and transformers call the layer that makes the logits."""
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class LayerRules:
+    """Globs over module names: convert what `include` matches, unless `exclude` or another rule speaks against it."""
+
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    convert_heads: bool = False
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """A linear layer that stays as it is. `by_request`: a glob of the user's or the head rule asks for it."""
+
+    name: str
+    reason: str
+    by_request: bool = False
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What happened to each linear layer, and the bytes that model and optimizer held right afterwards."""
+
+    level: str
+    converted: tuple[str, ...]
+    skipped: tuple[SkippedLayer, ...]
+    bytes_by_class: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"level {self.level}: {len(self.converted)} layers converted, {len(self.skipped)} skipped"]
+        lines += [f"  converted {name}" for name in self.converted]
+        lines += [f"  skipped   {layer.name}: {layer.reason}" for layer in self.skipped]
+        lines += [f"  {num_bytes:>15,} bytes of {kind}" for kind, num_bytes in self.bytes_by_class.items()]
+        return "\n".join(lines)
+
+
+def select_layers(model: nn.Module, rules: LayerRules) -> tuple[list[str], list[SkippedLayer]]:
+    """Split the linear layers of a model into those to convert and those to leave, with the reason. Changes nothing.
+
+    Raises ValueError under `strict` if a layer is left out that nobody asked to leave out, or a glob matches no layer.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    users = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    selected, skipped = [], []
+    for name, linear in linears.items():
+        reason = _why_not_wanted(name, rules)
+        layer = SkippedLayer(name, reason, by_request=True) if reason else None
+        if layer is None:
+            reason = _why_not_possible(name, linear, model, num_users=users[id(linear.weight)])
+            layer = SkippedLayer(name, reason) if reason else None
+        if layer is None:
+            selected.append(name)
+        else:
+            skipped.append(layer)
+    if rules.strict:
+        _refuse_surprises(linears, skipped, rules)
+    return selected, skipped
+
+
+def replace_layers(model: nn.Module, names: Collection[str], convert: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """Replace the named linear layers under every name each is known by. Returns the model, or what replaced it."""
+    converted: dict[nn.Module, nn.Module] = {}
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        converted[linear] = convert(linear)
+    for owner in list(model.modules()):
+        for attribute, child in list(owner._modules.items()):
+            if child in converted:
+                setattr(owner, attribute, converted[child])
+    return converted.get(model, model)
+
+
+def replaceable_linears(model: nn.Module) -> list[str]:
+    """The names of all linear layers that may be replaced by another module."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if _is_linear(module) and _why_opaque(name, module, model) is None
+    ]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _why_not_wanted(name: str, rules: LayerRules) -> str | None:
+    if _matches(name, rules.exclude):
+        return "excluded by name"
+    if not _matches(name, rules.include):
+        return "not included by name"
+    if _matches(name, HEADS) and not rules.convert_heads:
+        return "a head: its rounding error would go straight into the loss"
+    return None
+
+
+def _why_not_possible(name: str, linear: nn.Linear, model: nn.Module, num_users: int) -> str | None:
+    if num_users > 1:
+        return "its weight is shared with another module"
+    if min(linear.in_features, linear.out_features) < MIN_FEATURES:
+        return f"{linear.in_features} -> {linear.out_features} features; FP8 products need at least {MIN_FEATURES}"
+    if not linear.weight.is_floating_point() or linear.weight.itemsize == 1:
+        return f"its weight is already {linear.weight.dtype}"
+    return _why_opaque(name, linear, model)
+
+
+def _why_opaque(name: str, linear: nn.Module, model: nn.Module) -> str | None:
+    """Why another module in this one's place would change more than its precision."""
+    if type(linear) is not nn.Linear:
+        return f"{type(linear).__name__} is a subclass of nn.Linear that may compute something else"
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+        return "it has hooks, which would be lost"
+    owner = model.get_submodule(name.rpartition(".")[0]) if name else model
+    if type(owner).__module__.startswith("torch.nn.modules") and not isinstance(owner, (nn.Linear, *CONTAINERS)):
+        return f"its owner, torch's {type(owner).__name__}, reads the weight itself"
+    return None
+
+
+def _refuse_surprises(names: Collection[str], skipped: Collection[SkippedLayer], rules: LayerRules) -> None:
+    surprises = [f"{layer.name}: {layer.reason}" for layer in skipped if not layer.by_request]
+    surprises += [
+        f"the glob {glob!r} matches no linear layer"
+        for glob in (*rules.include, *rules.exclude)
+        if not any(_matches(name, (glob,)) for name in names)
+    ]
+    if surprises:
+        raise ValueError(
+            f"strict conversion, but {'; '.join(surprises)}. "
+            "Name these layers in exclude, correct the glob, or drop strict."
+        )
+
+
+def _matches(name: str, globs: Collection[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)

@@ -1,0 +1,145 @@
+"""A gradient that presents as fp32 and holds FP8 codes and a scale: value = codes * dequant_scale.
+
+Autograd accumulates an fp32 gradient into a parameter; the hook installed by `keep_gradient_in_fp8` replaces it at once,
+so that at most one layer's gradient is ever held wide. What torch does to gradients works on the codes:
+`clip_grad_norm_` multiplies the scale, a further micro-batch is added with stochastic rounding (round-to-nearest would
+lose every contribution smaller than 1/16 of the running sum). Any other op reads the decoded fp32 values.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from worker import kernels
+from worker.kernels.formats import E4M3
+
+aten = torch.ops.aten
+
+
+@dataclass
+class RoundingPosition:
+    """Where one parameter's gradient stands in the random stream: `count` additions were rounded so far."""
+
+    seed: int
+    stream: int
+    count: int = 0
+
+    def next_words(self, like: Tensor) -> Tensor:
+        """One random word for each element, never drawn before."""
+        self.count += 1
+        words = kernels.random_bits(self.seed, self.count, self.stream, range(like.numel()), like.device)
+        return words.view(like.shape)
+
+
+class Float8Gradient(Tensor):
+    """E4M3 codes with their dequant_scale, seen by torch as an fp32 tensor of the same shape."""
+
+    codes: Tensor
+    dequant_scale: Tensor
+    position: RoundingPosition
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, dequant_scale: Tensor, position: RoundingPosition) -> "Float8Gradient":
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: Tensor, dequant_scale: Tensor, position: RoundingPosition) -> None:
+        self.codes, self.dequant_scale, self.position = codes, dequant_scale, position
+
+    def dequantize(self) -> Tensor:
+        """The fp32 values."""
+        return kernels.dequantize(self.codes, self.dequant_scale)
+
+    def __repr__(self) -> str:
+        return f"Float8Gradient(shape={tuple(self.shape)}, codes={self.codes.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], RoundingPosition]:
+        return ["codes", "dequant_scale"], self.position
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: dict[str, Tensor], position: RoundingPosition, size: torch.Size, stride: tuple[int, ...]
+    ) -> "Float8Gradient":
+        return Float8Gradient(parts["codes"], parts["dequant_scale"], position)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ON_CODES:
+            return _ON_CODES[func](*args, **kwargs)
+        if func._schema.is_mutable:
+            raise NotImplementedError(
+                f"{func} would write into an FP8 gradient; allowed in place: add_, mul_, zero_. "
+                "Read param.grad.dequantize() and assign a new param.grad instead."
+            )
+        args, kwargs = tree_map_only(Float8Gradient, Float8Gradient.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def keep_gradient_in_fp8(parameter: nn.Parameter, position: RoundingPosition) -> None:
+    """Make a parameter hold each gradient that arrives as a `Float8Gradient`."""
+    parameter.register_post_accumulate_grad_hook(partial(_quantize_gradient, position=position))
+
+
+def _quantize_gradient(parameter: Tensor, position: RoundingPosition) -> None:
+    assert parameter.grad is not None
+    if not isinstance(parameter.grad, Float8Gradient):
+        parameter.grad = Float8Gradient(*kernels.quantize(parameter.grad, torch.float8_e4m3fn), position)
+
+
+def _map_codes(op: Callable[[Tensor], Tensor]) -> Callable[..., Float8Gradient]:
+    def on_codes(gradient: Float8Gradient, **_options: Any) -> Float8Gradient:
+        return Float8Gradient(op(gradient.codes), op(gradient.dequant_scale), gradient.position)
+
+    return on_codes
+
+
+def _add_(gradient: Float8Gradient, other: Tensor, *, alpha: float = 1.0) -> Float8Gradient:
+    """gradient += alpha * other, with a new scale and stochastic rounding."""
+    other = other.dequantize() if isinstance(other, Float8Gradient) else other
+    total = gradient.dequantize().add_(other, alpha=alpha)
+    dequant_scale = kernels.dequant_scale_from_amax(kernels.compute_amax(total), torch.float8_e4m3fn)
+    gradient.codes.copy_(kernels.stochastic_round(total.div_(dequant_scale), E4M3, gradient.position.next_words(total)))
+    gradient.dequant_scale.copy_(dequant_scale)
+    return gradient
+
+
+def _mul_(gradient: Float8Gradient, factor: Tensor | float) -> Float8Gradient:
+    gradient.dequant_scale.mul_(factor)
+    return gradient
+
+
+def _zero_(gradient: Float8Gradient) -> Float8Gradient:
+    gradient.codes.zero_()
+    gradient.dequant_scale.fill_(1.0)  # clipping may have left a NaN there
+    return gradient
+
+
+def _foreach_mul_(gradients: list[Tensor], factor: Tensor | float) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def _foreach_norm(gradients: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    return [torch.linalg.vector_norm(gradient, *args, **kwargs) for gradient in gradients]  # one decoded at a time
+
+
+_ON_CODES: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _map_codes(Tensor.detach),
+    aten.clone.default: _map_codes(Tensor.clone),
+    aten.add_.Tensor: _add_,
+    aten.mul_.Tensor: _mul_,
+    aten.mul_.Scalar: _mul_,
+    aten._foreach_mul_.Tensor: _foreach_mul_,
+    aten._foreach_mul_.Scalar: _foreach_mul_,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.zero_.default: _zero_,
+}
