@@ -30,6 +30,16 @@ SCALED_FORMATS = {format.dtype: format for format in (E4M3, E5M2, FP16)}
 ROUNDED_FORMATS = {format.dtype: format for format in (E4M3, E5M2, FP16, BF16)}
 
 
+def scale_shape(shape: torch.Size, granularity: str, block: tuple[int, int] = (1, BLOCK)) -> tuple[int, ...]:
+    """The shape of the dequant_scale of a tensor of that shape: (), (..., 1), or one element per block."""
+    if granularity == "tensor":
+        return ()
+    if granularity == "row":
+        return (*shape[:-1], 1)
+    num_blocks = -(-shape[-1] // BLOCK)
+    return (*shape[:-1], num_blocks) if block[0] == 1 else (-(-shape[:-1].numel() // BLOCK), num_blocks)
+
+
 def dequant_scale_from_amax(
     amax: Tensor, dtype: torch.dtype, margin: int = 0, previous: Tensor | None = None
 ) -> Tensor:

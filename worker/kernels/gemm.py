@@ -28,9 +28,9 @@ def matmul(
     """a @ b.T + bias in out_dtype (M, N), of FP8 codes and their dequant_scales, accumulated in fp32.
 
     Both operands are summed over their last dimension: b is (N, K), as an nn.Linear stores its weight, so that CUDA's
-    "second operand column-major" holds for a contiguous b. Any strides are taken (a transposed view of codes with a tensor
-    scale is a valid operand); a kernel that needs K contiguous copies the codes itself. K and N are padded here to
-    multiples of 16 with zero codes.
+    "second operand column-major" holds for a contiguous b. Any strides are taken (a transposed view of codes with a
+    tensor scale is a valid operand); a kernel that needs K contiguous copies the codes itself. K and N are padded here
+    to multiples of 16 with zero codes.
     Scales: tensor or row with tensor or row; block 1x128 with block 1x128 or 128x128.
     fast_accumulation: Hopper's shorter accumulator, tensor scales only; a CPU always accumulates in fp32.
     """

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from worker.kernels import formats
 from worker.kernels.dispatch import implementation
-from worker.kernels.formats import BLOCK, SCALED_FORMATS
+from worker.kernels.formats import BLOCK, SCALED_FORMATS, scale_shape
 
 GRANULARITIES = ("tensor", "row", "block")
 BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
@@ -57,12 +57,14 @@ def dequant_scale_from_amax(
 def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of x at a given dequant_scale, e.g. one from past amaxes: nearest even, saturating, NaN for non-finite."""
     _check_scaled_dtype(dtype)
+    _check_scale_shape(dequant_scale, x.shape)
     return implementation(x.device).encode(x.detach(), dequant_scale, dtype)
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes × dequant_scale in dtype, rounded once. The granularity follows from the shape of dequant_scale."""
     _check_scaled_dtype(codes.dtype)
+    _check_scale_shape(dequant_scale, codes.shape)
     return implementation(codes.device).dequantize(codes, dequant_scale, dtype)
 
 
@@ -76,4 +78,15 @@ def _check_scaled_dtype(dtype: torch.dtype) -> None:
         allowed = ", ".join(str(known) for known in SCALED_FORMATS)
         raise ValueError(
             f"codes cannot have dtype {dtype}; allowed: {allowed}. Other dtypes are stored without a scale."
+        )
+
+
+def _check_scale_shape(dequant_scale: Tensor, shape: torch.Size) -> None:
+    if dequant_scale.ndim == 0:
+        return
+    allowed = {scale_shape(shape, "row"), *(scale_shape(shape, "block", block) for block in BLOCKS)}
+    if tuple(dequant_scale.shape) not in allowed:
+        raise ValueError(
+            f"dequant_scale has shape {tuple(dequant_scale.shape)} for a tensor {tuple(shape)}; allowed: (), for the "
+            f"whole tensor, or for rows and blocks {sorted(allowed)}. Pass the scale that quantize returned."
         )

@@ -12,24 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.kernels.formats import BLOCK, SCALED_FORMATS
+from worker.kernels.formats import BLOCK, SCALED_FORMATS, scale_shape
 
 
 def compute_amax(x: Tensor, granularity: str, block: tuple[int, int]) -> Tensor:
     """Largest magnitude per scale, fp32, in the dequant_scale's shape; NaN or Inf where the group has one."""
     if x.numel() == 0:
-        return x.new_zeros(_scale_shape(x, granularity, block), dtype=torch.float32)
+        return x.new_zeros(scale_shape(x.shape, granularity, block), dtype=torch.float32)
     if granularity == "tensor":
         return x.abs().amax().float()
     if granularity == "row":
         return x.abs().amax(-1, keepdim=True).float()
     if x.shape[-1] % BLOCK:
         x = F.pad(x, (0, -x.shape[-1] % BLOCK))
-    amax = x.unflatten(-1, (-1, BLOCK)).abs().amax(-1).float()
+    amax = x.reshape(*x.shape[:-1], -1, BLOCK).abs().amax(-1).float()
     if block[0] == 1:
         return amax
     amax_rows = amax.reshape(-1, amax.shape[-1])
-    return F.pad(amax_rows, (0, 0, 0, -amax_rows.shape[0] % BLOCK)).unflatten(0, (-1, BLOCK)).amax(1)
+    amax_rows = F.pad(amax_rows, (0, 0, 0, -amax_rows.shape[0] % BLOCK))
+    return amax_rows.view(-1, BLOCK, amax.shape[-1]).amax(1)
 
 
 def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,17 +91,6 @@ def _inf_to_nan(x: Tensor) -> Tensor:
     return torch.nan_to_num(x, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
-def _scale_shape(x: Tensor, granularity: str, block: tuple[int, int]) -> tuple[int, ...]:
-    if granularity == "tensor":
-        return ()
-    if granularity == "row":
-        return (*x.shape[:-1], 1)
-    num_blocks = -(-x.shape[-1] // BLOCK)
-    if block[0] == 1:
-        return (*x.shape[:-1], num_blocks)
-    return (-(-x.shape[:-1].numel() // BLOCK), num_blocks)
-
-
 def _scales_rows(dequant_scale: Tensor, codes: Tensor) -> bool:
     """Whether a dequant_scale is one for all of the codes, or one for each row."""
     return dequant_scale.ndim == 0 or dequant_scale.shape == (*codes.shape[:-1], 1)
@@ -111,10 +101,10 @@ def _multiply_by_scale_(x: Tensor, scale: Tensor) -> None:
     if _scales_rows(scale, x):
         x.mul_(scale)
         return
-    num_rows, num_blocks = x.shape[:-1].numel(), -(-x.shape[-1] // BLOCK)
-    if scale.shape == (-(-num_rows // BLOCK), num_blocks):
-        scale = scale.repeat_interleave(BLOCK, 0)[:num_rows].reshape(*x.shape[:-1], num_blocks)
+    num_rows, block_shape = x.shape[:-1].numel(), scale_shape(x.shape, "block")
+    if scale.shape != block_shape:  # then 128×128
+        scale = scale.repeat_interleave(BLOCK, 0)[:num_rows].reshape(block_shape)
     if x.shape[-1] % BLOCK:
         x.mul_(scale.repeat_interleave(BLOCK, -1)[..., : x.shape[-1]])
     else:
-        x.unflatten(-1, (num_blocks, BLOCK)).mul_(scale.unsqueeze(-1))
+        x.view(*block_shape, BLOCK).mul_(scale.unsqueeze(-1))

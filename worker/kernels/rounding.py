@@ -19,8 +19,8 @@ E4M11 = Format(E4M3.dtype, E4M3.mantissa_bits + 8, E4M3.min_exponent, E4M3.max, 
 
 
 def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> Tensor:
-    """Ten rounds. counter: four int64 tensors of 32-bit words, broadcastable. Returns int64 words of shape (..., 4)."""
-    word0, word1, word2, word3 = torch.broadcast_tensors(*counter)
+    """Ten rounds. counter: four int64 tensors of 32-bit words. Returns int64 words of shape (..., 4)."""
+    word0, word1, word2, word3 = counter
     key0, key1 = key
     for _ in range(10):
         product0, product1 = word0 * _MULTIPLIERS[0], word2 * _MULTIPLIERS[1]  # exact modulo 2**64
@@ -36,7 +36,7 @@ def random_bits(seed: int, step: int, stream: int, elements: range, device: torc
     """One int32 word for each element in the range (of step 1): word e % 4 of counter block e // 4."""
     first_block, end_block = elements.start // 4, -(-elements.stop // 4)
     block = torch.arange(first_block, end_block, device=device)
-    counter = (block & _WORD, block >> 32, torch.full_like(block[:1], stream), torch.full_like(block[:1], step))
+    counter = (block & _WORD, block >> 32, torch.full_like(block, stream), torch.full_like(block, step))
     words = philox_4x32(counter, (seed & _WORD, seed >> 32 & _WORD)).view(-1)
     return words[elements.start - 4 * first_block :][: len(elements)].to(torch.int32)
 
