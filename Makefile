@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint types fmt bench clean
+.PHONY: install demo test lint types fmt snapshots bench clean
 .DEFAULT_GOAL := demo
 
 # torch comes first and pinned: an unpinned torch, or one pulled in by a dependency, brings gigabytes of CUDA libraries.
@@ -35,6 +35,10 @@ types: install
 fmt: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Write the frozen surfaces anew: JSON schemas and the OpenAPI document. Review the diff.
+snapshots: install
+	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py
 
 bench: install
 	$(BIN)/python -m benchmarks.cpu_step

@@ -1,5 +1,7 @@
 """What a job trains on."""
 
+import re
+from functools import lru_cache
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -14,7 +16,8 @@ class DataSpec(Contract):
 
     `path` is a file or a folder, as the workers see it. In a folder, the files that match `include` and not `exclude`
     are ordered by the hash of their relative path, and the first `evaluation_fraction` of them (at least one) is kept
-    for evaluation; of a single file, the last part. Binary files (a zero byte in the first 8 KiB) are left out.
+    for evaluation; of a single file, the last part. Left out are hidden files and folders (a name that begins with a
+    dot), links, and binary files (a zero byte in the first 8 KiB).
     """
 
     source: Literal["text"] = "text"
@@ -42,3 +45,18 @@ class DataSpec(Contract):
                         f"{field}.{position}", got=glob, allowed=allowed, change="Remove '/' at its start and '..'."
                     )
         return self
+
+    def selects(self, relative_path: str) -> bool:
+        """Whether a file of the folder, by its path relative to `path` with '/' between the parts, is read."""
+        if any(part.startswith(".") for part in relative_path.split("/")):
+            return False
+        matches = [_pattern(glob).fullmatch(relative_path) for glob in self.include]
+        return any(matches) and not any(_pattern(glob).fullmatch(relative_path) for glob in self.exclude)
+
+
+@lru_cache(maxsize=1024)
+def _pattern(glob: str) -> re.Pattern[str]:
+    """`**/` any folders or none, `**` anything, `*` and `?` within one part of the path."""
+    translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
+    return re.compile("".join(translated.get(part, re.escape(part)) for part in parts))

@@ -43,6 +43,11 @@ class PoolConfig(Contract):
     memory_per_device_bytes: int | None = Field(default=None, ge=1)
     threads_per_worker: int = Field(default=1, ge=1, le=1024)
 
+    @property
+    def slot_resource(self) -> str:
+        """The countable Ray resource of the pool: a node has as many as the ranks it can run."""
+        return f"octet_slot_{self.name}"
+
 
 class Pool(Contract):
     """A pool as the API shows it."""

@@ -1,0 +1,230 @@
+"""The embedded Ray: a cluster of one node on this machine, kept by a process of its own.
+
+    python -m service.cluster.local_ray --data-dir DIR --slots N       the keeper; `ensure` starts it
+
+The keeper outlives a killed `octet serve` for two minutes, so that a server that comes back finds its jobs still training;
+if none does, it ends the cluster and leaves nothing behind. The cluster has a token that only this user can read, its own
+ports and its own temporary folder.
+"""
+
+import argparse
+import ctypes
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from api_schemas import PoolConfig
+
+_START_S = 60.0
+_LINGER_S = 120.0
+_STOP_S = 10.0
+_OBJECT_STORE_BYTES = 100_000_000
+# Ray replaces 127.0.0.1 by the address of the network that is up just then; a laptop changes that in mid-job.
+_ADDRESS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+
+
+class LocalRay:
+    """The embedded cluster of one data folder."""
+
+    def __init__(self, data_dir: Path, pools: tuple[PoolConfig, ...]) -> None:
+        self._dir = data_dir / "ray"
+        self._pools = pools
+
+    def environment(self) -> dict[str, str]:
+        """What a process must have in its environment before it imports Ray, which reads it then, to speak with the cluster."""
+        return _environment(self._dir)
+
+    def ensure(self) -> str:
+        """The address of the cluster; its keeper is started where none runs. Raises RuntimeError with Ray's own words."""
+        self._dir.mkdir(parents=True, exist_ok=True)
+        _write_token(self._dir)
+        deadline = time.monotonic() + _START_S
+        keeper: subprocess.Popen[bytes] | None = None
+        while time.monotonic() < deadline:
+            if address := self._running_address():
+                return address
+            if keeper is None and not _is_locked(self._dir / "keeper.lock"):
+                keeper = self._start_keeper()
+            if keeper is not None and keeper.poll() is not None:
+                break
+            time.sleep(0.05)
+        log = (self._dir / "keeper.log").read_text(errors="replace") if (self._dir / "keeper.log").exists() else ""
+        raise RuntimeError(f"the local Ray did not start within {_START_S:g} s. Its last words:\n{log[-2000:]}")
+
+    def stop(self) -> None:
+        """End the cluster and wait until it is gone."""
+        try:
+            keeper_pid = int(json.loads((self._dir / "cluster.json").read_text())["keeper_pid"])
+            os.kill(keeper_pid, signal.SIGTERM)
+        except (OSError, ValueError, KeyError):
+            return
+        deadline = time.monotonic() + 2 * _STOP_S
+        while _is_locked(self._dir / "keeper.lock") and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _running_address(self) -> str | None:
+        if not _is_locked(self._dir / "keeper.lock"):
+            return None
+        try:
+            return str(json.loads((self._dir / "cluster.json").read_text())["address"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def _start_keeper(self) -> "subprocess.Popen[bytes]":
+        resources = {pool.slot_resource: pool.slots for pool in self._pools}
+        labels = ",".join(f"{key}={value}" for key, value in {pool.node_label for pool in self._pools})
+        command = [sys.executable, "-m", "service.cluster.local_ray", "--dir", str(self._dir)]
+        command += ["--resources", json.dumps(resources), "--labels", labels]
+        with (self._dir / "keeper.log").open("wb") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=self._full_env()
+            )
+
+    def _full_env(self) -> dict[str, str]:
+        return {**os.environ, **self.environment()}
+
+
+def hold_serve_lock(data_dir: Path) -> int:
+    """Take the data folder for this server, for as long as the process lives. Raises RuntimeError where another has it."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(data_dir / "serve.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise RuntimeError(
+            f"another `octet serve` uses {data_dir}. Stop it, or choose another folder with --data-dir."
+        ) from error
+    return descriptor
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str((folder / "token").resolve()),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
+
+
+def _write_token(folder: Path) -> None:
+    path = folder / "token"
+    if not path.exists():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether some process holds this lock file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+# The keeper's own process.
+
+
+def _keep(folder: Path, resources: str, labels: str) -> int:
+    lock = os.open(folder / "keeper.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return 0
+    (folder / "cluster.json").unlink(missing_ok=True)
+    # Ray's sockets live in its temporary folder and their paths may have 107 characters at most.
+    temp_dir = Path(tempfile.mkdtemp(prefix="octet-ray-"))
+    stopping: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _frame: stopping.append(received))
+    ray = _start_ray(temp_dir, resources, labels)
+    try:
+        published, unserved_since = False, time.monotonic()
+        while ray.poll() is None and not stopping:
+            if not published:
+                published = _publish(folder, temp_dir)
+            if _is_locked(folder.parent / "serve.lock"):
+                unserved_since = time.monotonic()
+            elif time.monotonic() - unserved_since > _LINGER_S:
+                break
+            time.sleep(0.05 if not published else 0.5)
+        return 0 if stopping else ray.poll() or 0
+    finally:
+        (folder / "cluster.json").unlink(missing_ok=True)
+        _end(ray)
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen[bytes]":
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"),
+        *("--include-dashboard=false", "--disable-usage-stats", f"--node-ip-address={_ADDRESS}"),
+        *(f"--temp-dir={temp_dir}", f"--resources={resources}", f"--labels={labels}"),
+        # Any free port: two local clusters would otherwise share Ray's fixed range.
+        *("--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
+    ]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _publish(folder: Path, temp_dir: Path) -> bool:
+    """Tell the servers where the cluster is, once it is up: Ray writes its address last."""
+    try:
+        address = (temp_dir / "ray_current_cluster").read_text().strip()
+    except OSError:
+        return False
+    if not address:
+        return False
+    unfinished = folder / "cluster.json.new"
+    unfinished.write_text(json.dumps({"address": address, "keeper_pid": os.getpid(), "temp_dir": str(temp_dir)}))
+    unfinished.rename(folder / "cluster.json")
+    return True
+
+
+def _end(ray: "subprocess.Popen[bytes]") -> None:
+    """Ray ends its own processes on SIGTERM; what is left of its group after ten seconds is killed."""
+    ray.terminate()
+    try:
+        ray.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        try:
+            os.killpg(ray.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        ray.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m service.cluster.local_ray")
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--resources", required=True)
+    parser.add_argument("--labels", required=True)
+    options = parser.parse_args()
+    return _keep(options.dir, options.resources, options.labels)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Attempts on a Ray cluster: one detached, named supervisor actor each (`worker.supervisor`).
+
+Every call has a deadline of its own and runs in a thread, because Ray's own calls can hang for a minute when the cluster is
+gone. A process can be connected to one cluster: when that is lost, the next call connects again, and attempts of the old
+cluster are then absent.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as DeadlineExceeded
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
+from service.cluster.launcher import LauncherError
+from worker.supervisor import NAMESPACE, Supervisor, actor_name
+
+_CONNECT_S = 60.0
+_LAUNCH_S = 60.0
+_CALL_S = 10.0
+_NAME_PREFIX = "octet-"
+
+Answer = TypeVar("Answer")
+
+logger = logging.getLogger(__name__)
+
+
+class RayLauncher:
+    """`Launcher` over one Ray cluster. `find_cluster` returns its address, and starts it where it is ours to start."""
+
+    def __init__(self, find_cluster: Callable[[], str], pools: tuple[PoolConfig, ...]) -> None:
+        self._find_cluster = find_cluster
+        self._pools = pools
+        self._connect_lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="octet-ray")
+
+    def connect(self) -> None:
+        """Connect now rather than at the first call. Raises LauncherError."""
+        self._within(_CONNECT_S, self._ensure_connected)
+
+    def launch(self, order: LaunchOrder) -> None:
+        """Start the attempt's supervisor, or find the one that an earlier call started; returns once it answers."""
+        ref = AttemptRef(attempt_id=order.attempt_id, epoch=order.epoch)
+        key, value = order.pool.node_label
+        actor = ray.remote(Supervisor)
+
+        def start() -> None:
+            supervisor = actor.options(
+                name=actor_name(ref),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                num_cpus=0,
+                max_concurrency=4,
+                max_restarts=0,
+                label_selector={key: value},
+            ).remote(order.model_dump_json())
+            ray.get(supervisor.probe.remote(), timeout=_LAUNCH_S)
+
+        self._call(_LAUNCH_S, start)
+
+    def probe(self, ref: AttemptRef) -> Probe:
+        """What the attempt's supervisor says. ABSENT: no such supervisor on the cluster that is there now."""
+
+        def ask() -> Probe:
+            supervisor = _find(ref)
+            if supervisor is None:
+                return Probe(state=ProbeState.ABSENT)
+            answer: str = ray.get(supervisor.probe.remote(), timeout=_CALL_S / 2)
+            return Probe.model_validate_json(answer)
+
+        try:
+            return self._call(_CALL_S, ask)
+        except LauncherError as error:
+            if isinstance(error.__cause__, RayActorError):
+                return Probe(
+                    state=ProbeState.EXITED, reason=FailureReason.CLUSTER_LOST, message="the attempt's supervisor died"
+                )
+            return Probe(state=ProbeState.UNREACHABLE, message=str(error))
+
+    def stop(self, ref: AttemptRef, grace_s: float) -> None:
+        """End the attempt's processes and give its slots back; an attempt that is not there is stopped."""
+
+        def end() -> None:
+            supervisor = _find(ref)
+            if supervisor is None:
+                return
+            try:
+                ray.get(supervisor.stop.remote(grace_s), timeout=grace_s + _CALL_S)
+            except RayActorError:
+                return
+            ray.kill(supervisor, no_restart=True)
+
+        self._call(grace_s + 2 * _CALL_S, end)
+
+    def list(self) -> list[AttemptRef]:
+        """Every attempt that has a supervisor on the cluster."""
+        names: list[str] = self._call(_CALL_S, ray.util.list_named_actors)
+        found = [name.removeprefix(_NAME_PREFIX).rsplit("-", 1) for name in names if name.startswith(_NAME_PREFIX)]
+        return [AttemptRef(attempt_id=attempt_id, epoch=int(epoch)) for attempt_id, epoch in found]
+
+    def capacity(self) -> "list[PoolCapacity]":
+        """The slots of the nodes that are there now."""
+        resources: dict[str, float] = self._call(_CALL_S, ray.cluster_resources)
+        return [
+            PoolCapacity(pool=pool.name, slots_present=int(resources.get(pool.slot_resource, 0)))
+            for pool in self._pools
+        ]
+
+    def close(self) -> None:
+        """Disconnect; attempts go on without us."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if ray.is_initialized():
+            ray.shutdown()
+
+    def _call(self, deadline_s: float, function: Callable[[], Answer]) -> Answer:
+        def connected() -> Answer:
+            self._ensure_connected()
+            return function()
+
+        return self._within(deadline_s + _CONNECT_S * (not ray.is_initialized()), connected)
+
+    def _within(self, deadline_s: float, function: Callable[[], Answer]) -> Answer:
+        future: Future[Answer] = self._threads.submit(function)
+        try:
+            return future.result(timeout=deadline_s)
+        except DeadlineExceeded as error:
+            raise LauncherError(f"the Ray cluster did not answer within {deadline_s:g} s", retryable=True) from error
+        except (GetTimeoutError, RayError, ConnectionError, RuntimeError, OSError) as error:
+            raise LauncherError(f"{type(error).__name__}: {error}", retryable=True) from error
+
+    def _ensure_connected(self) -> None:
+        with self._connect_lock:
+            if ray.is_initialized():
+                if _cluster_answers():
+                    return
+                logger.warning("the Ray cluster is gone; connecting again")
+                ray.shutdown()
+            ray.init(
+                address=self._find_cluster(),
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+
+
+def _cluster_answers() -> bool:
+    """Whether the GCS that we are connected to still accepts connections."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def _find(ref: AttemptRef) -> Any:
+    """The attempt's supervisor, or None where the cluster has none of that name."""
+    try:
+        return ray.get_actor(actor_name(ref), namespace=NAMESPACE)
+    except ValueError:
+        return None

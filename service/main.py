@@ -1,0 +1,105 @@
+"""The process behind `octet serve`: API, dispatcher and a local Ray, on SQLite unless told otherwise.
+
+Composition only. Nothing here decides anything, and nothing runs at import; Ray is imported once the environment that it
+reads at import is set.
+"""
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from api_schemas import PoolConfig
+from service.app import create_app
+from service.cluster.launcher import Launcher
+from service.cluster.local_ray import LocalRay, hold_serve_lock
+from service.db.engine import Database
+from service.dispatcher import Dispatcher
+from service.settings import Settings, load_settings
+
+_SHUTDOWN_S = 3
+
+logger = logging.getLogger(__name__)
+
+
+def serve(
+    *,
+    host: str,
+    port: int,
+    data_dir: Path,
+    api_key_file: Path | None = None,
+    pools_file: Path | None = None,
+    data_roots: tuple[Path, ...] = (),
+    slots: int | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ValueError for bad settings, OSError for a taken port, RuntimeError for a taken folder."""
+    settings = load_settings(
+        host=host,
+        port=port,
+        data_dir=data_dir,
+        api_key_file=api_key_file,
+        pools_file=pools_file,
+        data_roots=data_roots,
+        slots=slots,
+    )
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    hold_serve_lock(settings.data_dir)
+    with _listening(settings) as listener, _local_cluster(settings) as launcher:
+        database = Database(settings.database_url)
+        dispatcher = Dispatcher(database, launcher, settings)
+        app = create_app(settings, database=database, wake=dispatcher.wake)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S)
+        )
+        dispatcher.start()
+        try:
+            logger.info("Octet listens on http://%s:%d and keeps its data in %s", host, port, settings.data_dir)
+            server.run(sockets=[listener])
+        finally:
+            dispatcher.stop()
+            database.close()
+
+
+@contextmanager
+def _listening(settings: Settings) -> Iterator[socket.socket]:
+    """The socket is bound before anything else is started, so a taken port costs nothing."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise OSError(
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another with --port."
+            ) from error
+        listener.listen(256)
+        yield listener
+
+
+@contextmanager
+def _local_cluster(settings: Settings) -> Iterator[Launcher]:
+    """A launcher on the embedded Ray, which is ended with the server; a killed server leaves it running for a while."""
+    local = LocalRay(settings.data_dir, settings.pools)
+    os.environ.update(local.environment())
+    from service.cluster.ray_launcher import RayLauncher
+
+    launcher = RayLauncher(local.ensure, settings.pools)
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+        local.stop()
+
+
+def default_pools(slots: int | None = None) -> tuple[PoolConfig, ...]:
+    """One pool over this machine's cores: two slots unless told otherwise, the cores shared out among them."""
+    num_slots = slots or 2
+    threads = max(1, (os.cpu_count() or 1) // num_slots)
+    return (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=num_slots, threads_per_worker=threads),)

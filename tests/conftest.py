@@ -1,0 +1,42 @@
+"""Set-up for every test: one thread per process, and no silent skips where CI is watching."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Read by the OpenMP runtime when torch loads; the machine's cores are shared by ranks, servers and test processes.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_fp8_gpu():
+        missing = pytest.mark.skip(reason="missing: a CUDA device of compute capability 8.9 or later")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(missing)
+
+
+def _has_fp8_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@pytest.fixture
+def spec_document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+    """A small job, as JSON, over text that exists: three words a line, in four files."""
+    corpus = tmp_path_factory.mktemp("corpus")
+    for number in range(4):
+        lines = "\n".join(f"line {line} of file {number}: the quick brown fox" for line in range(200))
+        (corpus / f"part_{number}.txt").write_text(lines)
+    yield {
+        "name": "small",
+        "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 64},
+        "precision": {"level": "fp32"},
+        "data": {"source": "text", "path": str(corpus)},
+        "training": {"steps": 4, "global_batch_size": 4, "sequence_length": 32, "eval_batches": 2, "seed": 1},
+    }

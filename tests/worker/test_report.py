@@ -1,0 +1,175 @@
+"""A rank's line to the control plane: order, delivery after an outage, the lease, cancellation, fencing."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api_schemas import (
+    DesiredState,
+    JobSpec,
+    LaunchOrder,
+    LogReport,
+    PoolConfig,
+    Report,
+    ReportBatch,
+    ReportReply,
+)
+from worker.errors import Cancelled, Fenced, LeaseLost
+from worker.report import HttpReporter
+
+
+class ControlPlane:
+    """What a reporter talks to: applies batches in order, and can be away, cancel, or fence."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.away = False
+        self.status = 200
+        self.desired = DesiredState.RUN
+        self.lose_next_reply = False
+        self.heard = threading.Event()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.away:
+            raise httpx.ConnectError("connection refused")
+        assert request.headers["authorization"] == "Bearer secret"
+        if self.status != 200:
+            return httpx.Response(self.status, text="no")
+        batch = ReportBatch.model_validate_json(request.content)
+        last_seq = self.reports[-1].seq if self.reports else 0
+        new = [report for report in batch.reports if report.seq > last_seq]
+        assert [report.seq for report in new] == list(range(last_seq + 1, last_seq + 1 + len(new)))
+        self.reports += new
+        self.heard.set()
+        if self.lose_next_reply:
+            self.lose_next_reply = False
+            raise httpx.ReadTimeout("the reply was lost")
+        last_seq = self.reports[-1].seq if self.reports else 0
+        reply = ReportReply(desired=self.desired, lease_s=60, acknowledged_seq=last_seq)
+        return httpx.Response(200, text=reply.model_dump_json())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def control_plane() -> ControlPlane:
+    return ControlPlane()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def reporter(
+    tmp_path: Path, spec_document: dict[str, object], control_plane: ControlPlane, clock: Clock
+) -> Iterator[HttpReporter]:
+    order = LaunchOrder(
+        attempt_id="att_" + "0" * 26,
+        job_id="job_" + "0" * 26,
+        epoch=1,
+        token="secret",
+        spec=JobSpec.model_validate(spec_document),
+        pool=PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=1),
+        report_url="http://control-plane.test",
+        job_dir=str(tmp_path),
+        checkpoints=(),
+        lease_s=60,
+        heartbeat_s=0.02,
+    )
+    with HttpReporter(order, 0, transport=httpx.MockTransport(control_plane), clock=clock) as running:
+        yield running
+        control_plane.away, control_plane.status = False, 200
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 10 s"
+        time.sleep(0.005)
+
+
+def send_lines(reporter: HttpReporter, count: int) -> None:
+    for number in range(count):
+        reporter.send(LogReport(level="INFO", message=str(number)))
+
+
+def test_reports_arrive_in_order_and_once_though_a_reply_was_lost(
+    reporter: HttpReporter, control_plane: ControlPlane
+) -> None:
+    control_plane.lose_next_reply = True
+    send_lines(reporter, 2500)
+    wait_until(lambda: len(control_plane.reports) == 2500)
+    assert [report.seq for report in control_plane.reports] == list(range(1, 2501))
+
+
+def test_nothing_is_lost_while_the_control_plane_is_away(reporter: HttpReporter, control_plane: ControlPlane) -> None:
+    control_plane.away = True
+    send_lines(reporter, 6000)
+    reporter.check()
+    control_plane.away = False
+    wait_until(lambda: len(control_plane.reports) == 6000)
+
+
+def test_a_rank_that_is_not_heard_for_its_lease_stops(
+    reporter: HttpReporter, control_plane: ControlPlane, clock: Clock
+) -> None:
+    assert control_plane.heard.wait(10)
+    control_plane.away = True
+    time.sleep(0.6)  # A request that was already on its way may still renew the lease.
+    clock.now += 61
+    with pytest.raises(LeaseLost):
+        reporter.check()
+
+
+def test_heartbeats_renew_the_lease(reporter: HttpReporter, control_plane: ControlPlane, clock: Clock) -> None:
+    for _ in range(4):
+        clock.now += 40
+        control_plane.heard.clear()
+        assert control_plane.heard.wait(10)
+        control_plane.heard.clear()
+        assert control_plane.heard.wait(10)
+        reporter.check()
+
+
+def test_cancellation_arrives_with_a_reply(reporter: HttpReporter, control_plane: ControlPlane) -> None:
+    control_plane.desired = DesiredState.CANCEL
+
+    def cancelled() -> bool:
+        try:
+            reporter.check()
+        except Cancelled:
+            return True
+        return False
+
+    wait_until(cancelled)
+
+
+@pytest.mark.parametrize("status", [401, 404, 409])
+def test_a_fenced_rank_writes_no_more(reporter: HttpReporter, control_plane: ControlPlane, status: int) -> None:
+    control_plane.status = status
+
+    def fenced() -> bool:
+        try:
+            reporter.check()
+        except Fenced:
+            return True
+        return False
+
+    wait_until(fenced)
+    control_plane.status = 200
+    num_before = len(control_plane.reports)
+    send_lines(reporter, 10)
+    time.sleep(0.5)
+    assert len(control_plane.reports) == num_before

@@ -1,0 +1,213 @@
+"""One rank, from its order to its last report. Under Ray the rank's actor calls `run_rank`; without a service it is
+
+    python -m worker.main job.yaml --job-dir runs/first                            one rank
+    torchrun --nproc-per-node 2 -m worker.main job.yaml --job-dir runs/first       several
+
+torch is imported inside, so that the control plane hears of the process before that takes its seconds.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from api_schemas import (
+    CheckpointRef,
+    FailureReason,
+    FinishedReport,
+    JobSpec,
+    JobSummary,
+    LaunchOrder,
+    PhaseReport,
+    PoolConfig,
+    explain,
+)
+from worker.config import Place, resolve
+from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, Stopped, WrongNode
+from worker.report import HttpReporter, LogReporter, Reporter, ReportHandler
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended: `finished` is None where it had to stop without a word (its lease was over, or it was fenced)."""
+
+    finished: FinishedReport | None
+    message: str
+
+    @property
+    def succeeded(self) -> bool:
+        return self.finished is not None and self.finished.outcome == "succeeded"
+
+
+def run_rank(order: LaunchOrder, place: Place, placed_at: datetime) -> Outcome:
+    """Run one rank of an attempt and report to the control plane."""
+    with HttpReporter(order, place.rank) as reporter:
+        handler = ReportHandler(reporter)
+        _log_to(handler)
+        try:
+            if place.rank == 0:
+                reporter.send(PhaseReport(phase="placed"), at=placed_at)
+                reporter.send(PhaseReport(phase="process_up"))
+            outcome = _train(order.spec, place, reporter, Path(order.job_dir), order.checkpoints, order.pool)
+            if outcome.finished is not None and (place.rank == 0 or outcome.finished.outcome == "failed"):
+                reporter.send(outcome.finished)
+            return outcome
+        finally:
+            logging.getLogger().removeHandler(handler)
+
+
+def _train(
+    spec: JobSpec,
+    place: Place,
+    reporter: Reporter,
+    job_dir: Path,
+    checkpoints: tuple[CheckpointRef, ...],
+    pool: PoolConfig | None,
+) -> Outcome:
+    """Train, and say how it ended. Every error becomes an outcome here and nowhere else."""
+    try:
+        from worker.parallel import Ranks
+        from worker.train import Trainer
+
+        if place.rank == 0:
+            reporter.send(PhaseReport(phase="torch_imported"))
+        with ExitStack() as stack:
+            device = _device(place, pool)
+            try:
+                config = resolve(spec, place)
+            except ValueError as error:
+                raise InvalidConfig(str(error)) from error
+            logger.info("%s", config)
+            ranks = stack.enter_context(Ranks(place, device))
+            summary = Trainer(config, ranks, reporter, job_dir).run(checkpoints)
+        return Outcome(FinishedReport(outcome="succeeded", summary=summary), _describe(summary))
+    except Cancelled as stop:
+        return Outcome(FinishedReport(outcome="cancelled", message=str(stop)), str(stop))
+    except (LeaseLost, Fenced) as stop:
+        logger.warning("stopping: %s", stop)
+        return Outcome(None, str(stop))
+    except Exception as error:
+        logger.exception("the rank failed")
+        reason = _reason(error)
+        message = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+        return Outcome(FinishedReport(outcome="failed", reason=reason, message=message[:16_384]), message)
+
+
+def _reason(error: Exception) -> FailureReason:
+    import torch
+
+    if isinstance(error, RankError) and error.reason is not None:
+        return error.reason
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return FailureReason.OUT_OF_MEMORY
+    return FailureReason.WORKER_ERROR
+
+
+def _device(place: Place, pool: PoolConfig | None) -> "torch.device":
+    """This rank's device, after checking that it is what the pool promises. Raises WrongNode."""
+    import torch
+
+    torch.set_num_threads(place.num_threads)
+    if place.accelerator == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise WrongNode("the pool promises a CUDA device; this node has none. Correct the node's label or the pool.")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    needed = pool.min_compute_capability if pool else None
+    found = torch.cuda.get_device_capability(device)
+    if needed is not None and found < needed:
+        raise WrongNode(
+            f"the pool promises compute capability {needed[0]}.{needed[1]} or later; {torch.cuda.get_device_name(device)} "
+            f"has {found[0]}.{found[1]}. Correct the node's label or the pool."
+        )
+    return device
+
+
+def _describe(summary: JobSummary) -> str:
+    return (
+        f"finished {summary.steps} steps: training loss {summary.final_loss:.4f}, evaluation loss "
+        f"{summary.evaluation_loss:.4f}, {summary.tokens_per_s:.0f} tokens/s"
+    )
+
+
+def _log_to(handler: logging.Handler) -> None:
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+
+
+# Without a service: torchrun, or one process alone.
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a spec file as this process's rank. Exit status: 0 succeeded, 1 failed, 2 the spec was refused."""
+    parser = argparse.ArgumentParser(prog="python -m worker.main", description="Train a job spec without a service.")
+    parser.add_argument("spec", type=Path, help="job spec, YAML or JSON")
+    parser.add_argument("--job-dir", type=Path, required=True, help="folder for checkpoints and the summary")
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.Formatter.converter = time.gmtime
+    spec = _read_spec(options.spec)
+    if spec is None:
+        return 2
+    place = _place_from_torchrun(options.accelerator, options.threads)
+    outcome = _train(spec, place, LogReporter(), options.job_dir, (), None)
+    logger.info("%s", outcome.message)
+    if outcome.succeeded and place.rank == 0:
+        assert outcome.finished is not None
+        summary: Any = outcome.finished.summary
+        options.job_dir.mkdir(parents=True, exist_ok=True)
+        (options.job_dir / "summary.json").write_text(summary.model_dump_json(indent=1))
+    return 0 if outcome.succeeded else 1
+
+
+def _read_spec(path: Path) -> JobSpec | None:
+    from pydantic import ValidationError
+
+    text = path.read_text()
+    if path.suffix in {".yaml", ".yml"}:
+        import yaml
+
+        document = yaml.safe_load(text)
+    else:
+        document = json.loads(text)
+    try:
+        return JobSpec.model_validate(document)
+    except ValidationError as error:
+        for violation in explain(error, JobSpec):
+            logger.error("%s: got %s; allowed: %s. %s", *violation.model_dump().values())
+        return None
+
+
+def _place_from_torchrun(accelerator: str, num_threads: int) -> Place:
+    """torchrun's own environment; without it, the only rank of a world of one."""
+    environment = os.environ
+    return Place(
+        rank=int(environment.get("RANK", "0")),
+        world_size=int(environment.get("WORLD_SIZE", "1")),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=int(environment.get("MASTER_PORT", "0")),
+        accelerator=accelerator,
+        num_threads=num_threads,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

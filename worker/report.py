@@ -1,0 +1,183 @@
+"""A rank's line to the control plane: an ordered stream of reports out, the lease and the desired state back.
+
+Training never waits for the network: `send` queues, one thread delivers. While the control plane is away the queue grows
+on disk and training goes on until the lease is over; then `check` raises and the rank stops itself, because by then
+another attempt may be started. Nothing of torch is imported here: a rank reports before it has loaded torch.
+"""
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import httpx
+
+from api_schemas import (
+    MAX_REPORTS_PER_BATCH,
+    DesiredState,
+    LaunchOrder,
+    LogReport,
+    Report,
+    ReportBatch,
+    ReportBody,
+    ReportReply,
+)
+from worker.errors import Cancelled, Fenced, LeaseLost
+from worker.spool import Spool
+
+_FLUSH_INTERVAL_S = 0.25
+_REQUEST_TIMEOUT_S = 10.0
+_BACKOFF_MAX_S = 5.0
+_FINAL_DELIVERY_S = 900.0
+_FENCED_STATUSES = frozenset({401, 404, 409})
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter(Protocol):
+    """What the training loop needs of a reporter."""
+
+    def send(self, body: ReportBody, at: datetime | None = None) -> None:
+        """Queue a report; `at` is now unless given."""
+
+    def check(self) -> None:
+        """Raise Cancelled, LeaseLost or Fenced where this rank has to stop."""
+
+
+class LogReporter:
+    """The reporter of a run without a control plane: reports become log lines and nobody can stop the run."""
+
+    def send(self, body: ReportBody, at: datetime | None = None) -> None:
+        if not isinstance(body, LogReport):
+            fields = body.model_dump(exclude={"kind"}, exclude_none=True)
+            logger.info("%s %s", body.kind, " ".join(f"{name}={value}" for name, value in fields.items()))
+
+    def check(self) -> None:
+        return None
+
+
+class HttpReporter:
+    """Delivers one rank's stream to `POST /internal/v1/attempts/{id}/reports`. Use it as a context manager."""
+
+    def __init__(
+        self,
+        order: LaunchOrder,
+        rank: int,
+        *,
+        transport: httpx.BaseTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._order = order
+        self._rank = rank
+        self._clock = clock
+        self._url = f"{order.report_url.rstrip('/')}/internal/v1/attempts/{order.attempt_id}/reports"
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {order.token}"},
+            timeout=_REQUEST_TIMEOUT_S,
+            transport=transport,
+            trust_env=False,
+        )
+        self._spool = Spool(Path(order.job_dir, "spool", f"{order.attempt_id}_rank{rank}.jsonl"))
+        self._last_seq = 0
+        self._seq_lock = threading.Lock()
+        self._lease_ends = clock() + order.lease_s
+        self._desired = DesiredState.RUN
+        self._fenced: str | None = None
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._deliver_forever, name="octet-report", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Deliver what is queued, for up to 15 minutes while the control plane is away, then close."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join()
+        self._http.close()
+        self._spool.close()
+
+    def send(self, body: ReportBody, at: datetime | None = None) -> None:
+        with self._seq_lock:
+            self._last_seq += 1
+            self._spool.append(Report(seq=self._last_seq, at=at or datetime.now(UTC), body=body))
+        if not isinstance(body, LogReport):
+            self._wake.set()
+
+    def check(self) -> None:
+        if self._fenced is not None:
+            raise Fenced(self._fenced)
+        if self._desired is DesiredState.CANCEL:
+            raise Cancelled("the job was cancelled")
+        # Only rank 0 holds the lease; the others end with it, through the supervisor.
+        if self._rank == 0 and self._clock() > self._lease_ends:
+            raise LeaseLost(f"the control plane was not heard for {self._order.lease_s:g} s")
+
+    def _deliver_forever(self) -> None:
+        """Send a batch when there are reports, at most every 0.25 s, and an empty one as heartbeat; back off on failure."""
+        failures = 0
+        give_up_at = math.inf
+        while self._fenced is None:
+            if self._closing.is_set():
+                give_up_at = min(give_up_at, self._clock() + _FINAL_DELIVERY_S)
+                if len(self._spool) == 0 or self._clock() > give_up_at:
+                    return
+            delivered = self._deliver_once()
+            failures = 0 if delivered else failures + 1
+            if delivered and self._closing.is_set():
+                continue
+            self._wait(failures)
+
+    def _wait(self, failures: int) -> None:
+        if failures:
+            backoff_s = min(_BACKOFF_MAX_S, 0.2 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)
+            self._closing.wait(backoff_s) if not self._closing.is_set() else time.sleep(backoff_s)
+            return
+        if len(self._spool) < MAX_REPORTS_PER_BATCH:
+            time.sleep(_FLUSH_INTERVAL_S)
+        self._wake.wait(self._order.heartbeat_s)
+        self._wake.clear()
+
+    def _deliver_once(self) -> bool:
+        reports = self._spool.peek(MAX_REPORTS_PER_BATCH)
+        batch = ReportBatch(epoch=self._order.epoch, rank=self._rank, reports=tuple(reports))
+        sent_at = self._clock()
+        try:
+            answer = self._http.post(self._url, json=batch.model_dump(mode="json"))
+            if answer.status_code in _FENCED_STATUSES:
+                self._fenced = f"the control plane refused this attempt: {answer.status_code} {answer.text[:500]}"
+                return False
+            answer.raise_for_status()
+            reply = ReportReply.model_validate_json(answer.content)
+        except (httpx.HTTPError, ValueError) as error:
+            logger.warning("reports are not delivered, %d wait: %s", len(self._spool), error)
+            return False
+        self._lease_ends = sent_at + reply.lease_s
+        self._desired = reply.desired
+        self._spool.drop(reply.acknowledged_seq)
+        return True
+
+
+class ReportHandler(logging.Handler):
+    """Sends log records to the control plane as lines of this rank's log."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__()
+        self._reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # The reporter's own complaints about delivery stay on this machine, or they would feed themselves.
+        if record.name == __name__ or record.name.startswith("http"):
+            return
+        line = LogReport(level=record.levelname, message=self.format(record)[:16_384])
+        self._reporter.send(line, at=datetime.fromtimestamp(record.created, UTC))

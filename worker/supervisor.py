@@ -1,0 +1,234 @@
+"""One detached Ray actor per attempt: it places the ranks, watches them, and says what became of them.
+
+It holds no truth of its own: the database does. It is named after the attempt and its epoch, so launching twice finds
+the first; it outlives the dispatcher that created it, and its ranks die with it. This is the only file of the runtime that
+imports Ray, and importing it does not load torch: that happens in the ranks' own processes.
+"""
+
+import importlib
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from api_schemas import AttemptRef, FailureReason, JsonScalar, LaunchOrder, Probe, ProbeState
+from worker.config import Place
+
+NAMESPACE = "octet"
+_RANK_START_TIMEOUT_S = 120.0
+_OTHER_RANKS_GRACE_S = 5.0
+_LINGER_S = 900.0
+
+logger = logging.getLogger(__name__)
+
+
+def actor_name(ref: AttemptRef) -> str:
+    return f"octet-{ref.attempt_id}-{ref.epoch}"
+
+
+@dataclass(frozen=True)
+class RankNode:
+    """Where a rank woke up."""
+
+    address: str
+    free_port: int
+    labels: dict[str, str]
+    pid: int
+
+
+class RankActor:
+    """One rank's process. Ray starts it inside the attempt's placement group."""
+
+    def node(self) -> RankNode:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        context = ray.get_runtime_context()
+        return RankNode(ray.util.get_node_ip_address(), port, dict(context.get_node_labels()), os.getpid())
+
+    def run(self, order_json: str, place: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
+        """Run the rank; its outcome, reason and message. The runtime is looked up by name: it loads torch."""
+        main = importlib.import_module("worker.main")
+        outcome = main.run_rank(LaunchOrder.model_validate_json(order_json), Place(**place), placed_at)
+        finished = outcome.finished
+        return (finished.outcome, finished.reason, outcome.message) if finished else (None, None, outcome.message)
+
+
+class RankFailed(Exception):
+    """An attempt ended before its ranks did. Carries the typed reason."""
+
+    def __init__(self, reason: FailureReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Supervisor:
+    """The actor. `probe` and `stop` are called by the launcher; everything else happens in one thread of its own."""
+
+    def __init__(self, order_json: str) -> None:
+        self._order = LaunchOrder.model_validate_json(order_json)
+        self._order_json = order_json
+        self._group: PlacementGroup | None = None
+        self._ranks: list[Any] = []
+        self._probe = Probe(state=ProbeState.PLACING)
+        self._stopping = threading.Event()
+        threading.Thread(target=self._supervise, name="octet-supervise", daemon=True).start()
+
+    def probe(self) -> str:
+        return self._probe.model_dump_json()
+
+    def stop(self, grace_s: float) -> None:
+        """End the ranks: at once those that have not started, after `grace_s` the others. The caller then kills this actor."""
+        self._stopping.set()
+        deadline = time.monotonic() + grace_s
+        while self._probe.state is not ProbeState.EXITED and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._release()
+
+    def _supervise(self) -> None:
+        try:
+            self._place()
+            self._watch()
+            self._exit(None, "every rank ended")
+        except RankFailed as failure:
+            self._exit(failure.reason, str(failure))
+        except Exception as error:
+            logger.exception("the supervisor failed")
+            self._exit(FailureReason.LAUNCH_FAILED, f"{type(error).__name__}: {error}")
+        finally:
+            self._release()
+        # The dispatcher reads the outcome and kills this actor; if none comes back, do not stay for ever.
+        time.sleep(_LINGER_S)
+        os._exit(0)
+
+    def _place(self) -> None:
+        """Reserve one slot per rank, all or nothing, on nodes that carry the pool's label; start the rank processes."""
+        pool, workers = self._order.pool, self._order.spec.resources.workers
+        bundle: dict[str, float] = {pool.slot_resource: 1}
+        if pool.accelerator == "cuda":
+            bundle["GPU"] = 1
+        key, value = pool.node_label
+        self._group = placement_group(
+            [bundle] * workers, strategy="PACK", bundle_label_selector=[{key: value}] * workers
+        )
+        while not self._group.wait(timeout_seconds=1):
+            if self._stopping.is_set():
+                raise RankFailed(FailureReason.LAUNCH_FAILED, "stopped before it was placed")
+        actor = ray.remote(RankActor)
+        self._ranks = [
+            actor.options(
+                num_cpus=0,
+                num_gpus=bundle.get("GPU", 0),
+                resources={pool.slot_resource: 1},
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+            ).remote()
+            for index in range(workers)
+        ]
+        self._placed_at = datetime.now(UTC)
+
+    def _watch(self) -> None:
+        """Check where the ranks woke up, run them, and wait for all of them; the first loss ends the others."""
+        nodes = self._nodes()
+        self._check_labels(nodes)
+        running = {
+            rank.run.remote(self._order_json, asdict(self._rank_place(index, nodes)), self._placed_at): index
+            for index, rank in enumerate(self._ranks)
+        }
+        pids: dict[str, JsonScalar] = {f"rank_{index}_pid": node.pid for index, node in enumerate(nodes)}
+        self._probe = Probe(state=ProbeState.RUNNING, placed_at=self._placed_at, data=pids)
+        failures: dict[int, tuple[FailureReason, str]] = {}
+        give_up_at = float("inf")
+        while running and time.monotonic() < give_up_at:
+            done, _ = ray.wait(list(running), num_returns=1, timeout=0.5)
+            for reference in done:
+                index = running.pop(reference)
+                failure = _failure_of(reference)
+                if failure is not None:
+                    failures[index] = failure
+            if failures:
+                # One rank's loss leaves the others in a collective: they get a moment to say why they end.
+                give_up_at = min(give_up_at, time.monotonic() + _OTHER_RANKS_GRACE_S)
+        if failures:
+            raise _grouped(failures, len(self._ranks))
+
+    def _nodes(self) -> list[RankNode]:
+        try:
+            nodes: list[RankNode] = ray.get([rank.node.remote() for rank in self._ranks], timeout=_RANK_START_TIMEOUT_S)
+        except RayError as error:
+            raise RankFailed(FailureReason.START_TIMEOUT, f"the rank processes did not start: {error}") from error
+        return nodes
+
+    def _check_labels(self, nodes: list[RankNode]) -> None:
+        key, value = self._order.pool.node_label
+        for index, node in enumerate(nodes):
+            if node.labels.get(key) != value:
+                raise RankFailed(
+                    FailureReason.WRONG_NODE,
+                    f"rank {index} is on {node.address}, whose label {key} is {node.labels.get(key)!r}; pool "
+                    f"{self._order.pool.name} wants {value!r}. Label the node or change the pool.",
+                )
+
+    def _rank_place(self, index: int, nodes: list[RankNode]) -> Place:
+        pool = self._order.pool
+        return Place(
+            rank=index,
+            world_size=len(nodes),
+            # Ray shows a rank only the devices that it was given.
+            local_rank=0,
+            master_address=nodes[0].address,
+            master_port=nodes[0].free_port,
+            accelerator=pool.accelerator,
+            num_threads=pool.threads_per_worker,
+        )
+
+    def _exit(self, reason: FailureReason | None, message: str) -> None:
+        self._probe = Probe(
+            state=ProbeState.EXITED, placed_at=self._probe.placed_at, reason=reason, message=message[:16_384]
+        )
+
+    def _release(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank, no_restart=True)
+        self._ranks = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def _failure_of(reference: Any) -> tuple[FailureReason, str] | None:
+    """Why a rank that ended did not end well; None where it did, or was told to stop."""
+    try:
+        outcome, reason, message = ray.get(reference, timeout=10)
+    except RayActorError as error:
+        return FailureReason.WORKER_LOST, f"its process died: {_first_line(error)}"
+    except RayError as error:
+        return FailureReason.WORKER_ERROR, str(error)
+    if outcome == "failed":
+        return FailureReason(reason), message
+    if outcome is None:
+        return FailureReason.LEASE_EXPIRED, message
+    return None
+
+
+def _grouped(failures: dict[int, tuple[FailureReason, str]], world_size: int) -> RankFailed:
+    """One failure out of many: a lost process explains the errors of the ranks that waited for it."""
+    by_cause: dict[tuple[FailureReason, str], list[int]] = {}
+    for index, cause in sorted(failures.items()):
+        by_cause.setdefault(cause, []).append(index)
+    causes = sorted(by_cause, key=lambda cause: cause[0] is not FailureReason.WORKER_LOST)
+    lines = [f"rank {', '.join(map(str, by_cause[cause]))} of {world_size}: {cause[1]}" for cause in causes]
+    return RankFailed(causes[0][0], "\n".join(lines))
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,306 @@
+"""The training loop of one rank, top to bottom. It runs the same under Ray, under torchrun and alone.
+
+`Trainer` declares its parts, then acts: `run` is the loop, `step` is one optimizer step. Losses are means over the global
+batch in nats per token. A checkpoint holds everything that the next step depends on, so a resumed run is bit-identical.
+"""
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from api_schemas import (
+    CheckpointRef,
+    CheckpointReport,
+    EvaluationReport,
+    EventReport,
+    JobSummary,
+    PhaseReport,
+    StartedReport,
+    StepReport,
+)
+from worker import checkpoint
+from worker.config import TrainConfig
+from worker.data import TextData, load_text
+from worker.errors import Cancelled, NonFiniteLoss
+from worker.api import initialize, memory_report
+from worker.models import GPT, GPTConfig
+from worker.parallel import Ranks, average_gradients, broadcast_parameters
+from worker.report import Reporter
+
+_MAX_NON_FINITE_STEPS = 10
+_STEP_TIMES_KEPT = 1000
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Where the run is; all of it is in the checkpoint."""
+
+    step: int = 0
+    position: int = 0
+    train_time_s: float = 0.0
+    num_non_finite: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    converted_memory_bytes: dict[str, int] = field(default_factory=dict)
+
+
+class Trainer:
+    """One rank's share of one job."""
+
+    # What it was asked for
+    config: TrainConfig
+    ranks: Ranks
+    reporter: Reporter
+    folder: Path
+
+    # What it trains
+    data: TextData
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+    step_times_s: deque[float]
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, reporter: Reporter, job_dir: Path) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.reporter = reporter
+        self.folder = job_dir / "checkpoints"
+        self.progress = Progress()
+        self.step_times_s = deque(maxlen=_STEP_TIMES_KEPT)
+        self.data = load_text(config.data, config.sequence_length, config.seed)
+        torch.manual_seed(config.seed)
+        model = GPT(GPTConfig(**config.sizes.model_dump()), seed=config.seed).to(ranks.device)
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas, eps=config.eps
+        )
+        self.model, self.optimizer = initialize(model, optimizer, opt_level=config.level, seed=config.seed)
+        broadcast_parameters(self.model, ranks)
+        self._first_report(PhaseReport(phase="model_built"))
+
+    def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
+        """Train to the last step, from the newest of `checkpoints` that passes its check."""
+        self._resume(checkpoints)
+        started_at_step = self.progress.step
+        self._report_start()
+        evaluation_loss: float | None = None
+        while self.progress.step < self.config.steps:
+            self.step()
+            if self.progress.step == started_at_step + 1:
+                self._first_report(PhaseReport(phase="first_step"))
+            if self._is_due(self.config.eval_every):
+                evaluation_loss = self.evaluate()
+            if self._is_due(self.config.checkpoint_every):
+                self.save()
+        if evaluation_loss is None:
+            evaluation_loss = self.evaluate()
+        return self._summary(evaluation_loss)
+
+    def step(self) -> None:
+        """One optimizer step over the global batch."""
+        started_at = time.perf_counter()
+        learning_rate = self._set_learning_rate()
+        loss_sum, data_wait_s = self._forward_backward()
+        average_gradients(self.model.parameters(), self.ranks)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
+        self.optimizer.step()
+        if not self.progress.memory_bytes:
+            self._count_memory()
+        self.optimizer.zero_grad(set_to_none=True)
+
+        stop = self._wants_to_stop()
+        loss_sum, num_stopping = self.ranks.sum(loss_sum, float(stop is not None))
+        loss = loss_sum / self.ranks.world_size
+        step_time_s = time.perf_counter() - started_at
+        self.progress.step += 1
+        self.progress.position += self.config.global_batch_size
+        self.progress.train_time_s += step_time_s
+        self.step_times_s.append(step_time_s)
+        self._note_loss(loss)
+        self._first_report(
+            StepReport(
+                step=self.progress.step,
+                loss=_finite(loss),
+                gradient_norm=_finite(float(norm)),
+                learning_rate=learning_rate,
+                tokens=self.config.tokens_per_step,
+                step_time_s=step_time_s,
+                data_wait_s=data_wait_s,
+            )
+        )
+        if num_stopping:
+            raise stop or Cancelled("rank 0 was told to stop")
+
+    def _forward_backward(self) -> tuple[float, float]:
+        """Gradients of this rank's share, accumulated over its micro-batches; its mean loss, and seconds spent on data."""
+        config = self.config
+        first = self.progress.position + self.ranks.rank * config.rank_batch_size
+        losses, data_wait_s = [], 0.0
+        for index in range(config.num_micro_batches):
+            waiting_since = time.perf_counter()
+            batch = self.data.train_batch(first + index * config.micro_batch_size, config.micro_batch_size)
+            tokens_BT, targets_BT = (part.to(self.ranks.device) for part in batch)
+            data_wait_s += time.perf_counter() - waiting_since
+            loss = self.model.loss(tokens_BT, targets_BT) / config.num_micro_batches
+            loss.backward()
+            losses.append(loss.detach())
+        return float(torch.stack(losses).sum()), data_wait_s
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the evaluation windows, on all ranks together."""
+        self.model.eval()
+        loss_sum, num_tokens = 0.0, 0
+        for batch in self.data.evaluation_batches(
+            self.config.global_batch_size, self.config.eval_batches, self.ranks.rank, self.ranks.world_size
+        ):
+            tokens_BT, targets_BT = (part.to(self.ranks.device) for part in batch)
+            loss_sum += float(self.model.loss(tokens_BT, targets_BT)) * tokens_BT.numel()
+            num_tokens += tokens_BT.numel()
+        self.model.train()
+        loss_sum, tokens = self.ranks.sum(loss_sum, num_tokens)
+        loss = loss_sum / tokens
+        self._first_report(EvaluationReport(step=self.progress.step, loss=_finite(loss), tokens=int(tokens)))
+        return loss
+
+    def save(self) -> None:
+        """Write a checkpoint from rank 0; the others hold the same state."""
+        if not self.ranks.is_first:
+            return
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": asdict(self.progress),
+            "step_times_s": list(self.step_times_s),
+            "random": checkpoint.random_state(),
+        }
+        saved = checkpoint.save(self.folder, self.progress.step, state)
+        last_loss = self.progress.recent_losses[-1] if self.progress.recent_losses else None
+        self.reporter.send(CheckpointReport(step=self.progress.step, loss=last_loss, **asdict(saved)))
+
+    def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
+        for ref in checkpoints:
+            try:
+                state: dict[str, Any] = checkpoint.load(self.folder, ref)
+            except checkpoint.BadCheckpoint as error:
+                message = f"{error}; trying the one before"
+                self._first_report(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
+                continue
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.progress = Progress(**state["progress"])
+            self.step_times_s.extend(state["step_times_s"])
+            checkpoint.set_random_state(state["random"])
+            return
+
+    def _report_start(self) -> None:
+        report = self.model.octet_report
+        self._first_report(
+            StartedReport(
+                resumed_from_step=self.progress.step,
+                node=self.config.place.master_address,
+                device=_device_name(self.ranks.device),
+                world_size=self.ranks.world_size,
+                num_parameters=_num_parameters(self.model),
+                num_layers_converted=len(report.converted),
+                num_layers_skipped=len(report.skipped),
+            )
+        )
+
+    def _summary(self, evaluation_loss: float) -> JobSummary:
+        losses = self.progress.recent_losses
+        cuda = self.ranks.device.type == "cuda"
+        return JobSummary(
+            steps=self.progress.step,
+            final_loss=statistics.fmean(losses),
+            evaluation_loss=evaluation_loss,
+            evaluation_perplexity=math.exp(evaluation_loss),
+            tokens=self.progress.step * self.config.tokens_per_step,
+            tokens_per_s=self.config.tokens_per_step / statistics.median(self.step_times_s),
+            train_time_s=self.progress.train_time_s,
+            num_parameters=_num_parameters(self.model),
+            num_converted_parameters=self.model.octet_report.num_converted_parameters,
+            memory_bytes=self.progress.memory_bytes,
+            converted_memory_bytes=self.progress.converted_memory_bytes,
+            peak_memory_bytes=torch.cuda.max_memory_allocated(self.ranks.device) if cuda else None,
+            data=self.data.facts,
+        )
+
+    def _set_learning_rate(self) -> float:
+        learning_rate = learning_rate_at(self.progress.step, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        return learning_rate
+
+    def _note_loss(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            self.progress.num_non_finite += 1
+            if self.progress.num_non_finite >= _MAX_NON_FINITE_STEPS:
+                raise NonFiniteLoss(
+                    f"the loss was not finite for {_MAX_NON_FINITE_STEPS} steps in a row, up to step {self.progress.step}. "
+                    "Lower training.optimizer.learning_rate or lengthen training.schedule.warmup_steps."
+                )
+            return
+        self.progress.num_non_finite = 0
+        self.progress.recent_losses.append(loss)
+        del self.progress.recent_losses[: -max(10, self.config.steps // 10)]
+
+    def _count_memory(self) -> None:
+        """After the first step: every state exists and the gradients are still alive."""
+        self.progress.memory_bytes = memory_report(self.model, self.optimizer)
+        self.progress.converted_memory_bytes = memory_report(self.model, self.optimizer, converted_only=True)
+
+    def _is_due(self, every: int) -> bool:
+        step = self.progress.step
+        return step == self.config.steps or (every > 0 and step % every == 0)
+
+    def _wants_to_stop(self) -> Exception | None:
+        try:
+            self.reporter.check()
+        except Exception as stop:
+            return stop
+        return None
+
+    def _first_report(self, body: Any) -> None:
+        """Facts that all ranks share are told once."""
+        if self.ranks.is_first:
+            self.reporter.send(body)
+
+
+def learning_rate_at(step: int, config: TrainConfig) -> float:
+    """Linear from `learning_rate / warmup_steps`, then half a cosine to `final_fraction` of it; `step` counts from 0."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+    low = config.final_fraction
+    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Decay the matrices; biases and LayerNorms are not decayed (Radford et al. 2018, section 4.1)."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [parameter for parameter in parameters if parameter.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
