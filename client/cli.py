@@ -4,6 +4,7 @@ Exit status: 0 done (submit --watch, watch and demo: every job succeeded), 1 a j
 request that has to change, 3 no server that answers, 130 interrupted.
 """
 
+from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from typing import Any
 
@@ -38,8 +39,9 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "serve": cli_server.serve,
+        "demo": cli_server.demo,
         "submit": cli_jobs.submit,
         "validate": cli_jobs.validate,
         "watch": cli_jobs.watch,

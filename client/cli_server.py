@@ -1,11 +1,13 @@
 """Commands that run a server: serve and demo."""
 
+import uuid
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from client.cli_options import REFUSED
+from client.cli_options import FAILED, REFUSED, connect
+from client.demo import demo_spec, run_demo, run_demo_on_own_server
 from client.terminal import Terminal
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Where the database, checkpoints and logs live.")]
@@ -13,9 +15,11 @@ DataDir = Annotated[Path, typer.Option("--data-dir", help="Where the database, c
 
 def serve(
     host: Annotated[str, typer.Option("--host", help="Other than loopback only with an API key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
     data_dir: DataDir = Path("octet-data"),
-    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="One API key per line.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="API keys, one per line; # starts a comment.")
+    ] = None,
     pools: Annotated[Path | None, typer.Option("--pools", help="The pools as YAML; default: one of CPUs.")] = None,
     data_root: Annotated[list[Path] | None, typer.Option("--data-root", help="A folder that jobs may read.")] = None,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Ranks at once in the cpu pool.")] = None,
@@ -39,6 +43,24 @@ def serve(
             data_roots=tuple(data_root or ()),
             slots=slots,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         Terminal().complain(str(error))
         raise typer.Exit(REFUSED) from error
+
+
+def demo(
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of each job.")] = 200,
+    levels: Annotated[str, typer.Option("--levels", help="Precision levels, the yardstick first.")] = "fp32,O2",
+    data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Default: a temporary folder.")] = None,
+    url: Annotated[str | None, typer.Option("--url", help="Use a running server instead of one of our own.")] = None,
+) -> None:
+    """Train the same small GPT at several levels and compare them. Exit 0 if all jobs succeed and learn."""
+    comparison = f"demo-{uuid.uuid4().hex[:8]}"
+    specs = [demo_spec(level.strip(), steps, comparison) for level in levels.split(",")]
+    if url is None:
+        has_passed = run_demo_on_own_server(Terminal(), specs, data_dir=data_dir)
+    else:
+        with connect(url) as client:
+            has_passed = run_demo(Terminal(), specs, client)
+    if not has_passed:
+        raise typer.Exit(FAILED)

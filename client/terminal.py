@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
 from pydantic import BaseModel
@@ -27,6 +28,13 @@ class Terminal:
 
     def show(self, what: RenderableType) -> None:
         self.out.print(what)
+
+    def spinner(self, text: str) -> AbstractContextManager[object]:
+        """Something that moves while we wait; on a pipe, one line."""
+        if self.is_live:
+            return self.out.status(text)
+        self.out.print(text)
+        return nullcontext()
 
     def complain(self, text: str) -> None:
         self.err.print(printable(text), style="red")

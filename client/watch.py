@@ -127,9 +127,8 @@ class _LiveDisplay:
 
 
 def _rows(jobs: Sequence[Job]) -> Table:
-    grid = table(
-        "JOB", "LEVEL", "STATE", "", "STEP", "LOSS", "TOKENS/S", "LEFT", right=("STEP", "LOSS", "TOKENS/S", "LEFT")
-    )
+    numbers = ("STEP", "LOSS", "TOKENS/S", "LEFT")
+    grid = table("JOB", "LEVEL", "STATE", "", *numbers, right=numbers)
     for job in jobs:
         steps, seen = job.spec.training.steps, job.progress
         step = seen.step if seen else 0

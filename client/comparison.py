@@ -1,0 +1,116 @@
+"""What the demo shows at the end: the same job at several levels, side by side.
+
+All jobs here have succeeded; the first is the yardstick of the others."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from api_schemas import Job, JobSummary
+from client.render import table
+from client.text import duration, number
+
+MEMORY_CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other")
+LARGEST_SHARE_OF_ENTROPY = 0.8
+
+
+def summary_of(job: Job) -> JobSummary:
+    """The result of a job that succeeded."""
+    assert job.summary is not None, f"{job.id} is {job.state} and has no summary"
+    return job.summary
+
+
+def has_learned(summary: JobSummary) -> bool:
+    """Whether the model knows more of the text than how often each byte occurs."""
+    return summary.evaluation_loss <= LARGEST_SHARE_OF_ENTROPY * summary.data["unigram_entropy_nats"]
+
+
+def entropy_line(jobs: Sequence[Job]) -> str:
+    """The rule of `has_learned`, and how each job stands to it."""
+    entropy = summary_of(jobs[0]).data["unigram_entropy_nats"]
+    losses = ", ".join(
+        f"{job.spec.precision.level} {summary.evaluation_loss:.3f} ({'yes' if has_learned(summary) else 'NO'})"
+        for job in jobs
+        for summary in [summary_of(job)]
+    )
+    return (
+        f"Byte-unigram entropy of the evaluation text: {entropy:.3f} nats. Evaluation loss has to be at most "
+        f"{LARGEST_SHARE_OF_ENTROPY:.0%} of it, {LARGEST_SHARE_OF_ENTROPY * entropy:.3f}: {losses}."
+    )
+
+
+def side_by_side(jobs: Sequence[Job]) -> Table:
+    """A column per job, a row per quantity."""
+    levels = [job.spec.precision.level for job in jobs]
+    grid = table("", *levels, right=levels)
+    for name, values in _quantities([summary_of(job) for job in jobs]):
+        grid.add_row(name, *values)
+    return grid
+
+
+def _quantities(summaries: Sequence[JobSummary]) -> Iterator[tuple[str, list[str]]]:
+    yield "final training loss", [number(summary.final_loss) for summary in summaries]
+    yield "evaluation loss", [number(summary.evaluation_loss) for summary in summaries]
+    yield "evaluation perplexity", [number(summary.evaluation_perplexity, ".3f") for summary in summaries]
+    yield "tokens/s", [number(summary.tokens_per_s, ",.0f") for summary in summaries]
+    yield "training time", [duration(summary.train_time_s) for summary in summaries]
+    yield "bytes per parameter", ["" for _ in summaries]
+    for name in MEMORY_CLASSES:
+        counts = [summary.memory_bytes.get(name, 0) / summary.num_parameters for summary in summaries]
+        yield f"  {name}", [number(count, ".2f") for count in counts]
+    totals = [bytes_per_parameter(summary) for summary in summaries]
+    yield "  total", [number(total, ".2f") for total in totals]
+    yield "  saving", _savings(totals)
+    converted = [converted_bytes_per_parameter(summary) for summary in summaries]
+    yield "  in converted layers", [number(count, ".2f") for count in converted]
+    yield "  saving there", _savings(converted)
+
+
+def bytes_per_parameter(summary: JobSummary) -> float:
+    return sum(summary.memory_bytes.values()) / summary.num_parameters
+
+
+def converted_bytes_per_parameter(summary: JobSummary) -> float | None:
+    """None where the level converts nothing."""
+    if not summary.num_converted_parameters:
+        return None
+    return sum(summary.converted_memory_bytes.values()) / summary.num_converted_parameters
+
+
+def _savings(counts: Sequence[float | None]) -> list[str]:
+    first = counts[0] if counts else None
+    if not first:
+        return ["–" for _ in counts]
+    return ["–" if count is None or count is first else f"{1 - count / first:.0%}" for count in counts]
+
+
+def verdict(jobs: Sequence[Job]) -> str:
+    """What the other levels cost and save against the first, in one line."""
+    first, *others = jobs
+    yardstick, name = summary_of(first), first.spec.precision.level
+    if not others:
+        return (
+            f"{name}: {bytes_per_parameter(yardstick):.2f} bytes per parameter, loss {yardstick.evaluation_loss:.4f}."
+        )
+    phrases = []
+    for job in others:
+        summary = summary_of(job)
+        saving = 1 - bytes_per_parameter(summary) / bytes_per_parameter(yardstick)
+        gap = summary.evaluation_loss / yardstick.evaluation_loss - 1
+        phrases.append(f"{job.spec.precision.level} holds {saving:.0%} less than {name} at {gap:+.2%} evaluation loss")
+    return f"{'; '.join(phrases)}."
+
+
+def start_times(jobs: Sequence[Job]) -> Table:
+    """Seconds from the acceptance of each job until each phase of its start."""
+    phases = ("placed", "process up", "torch imported", "model built", "first step")
+    grid = table("seconds after accepted", *phases, right=phases)
+    for job in jobs:
+        if job.start is None:
+            continue
+        start = job.start
+        imported_at, built_at = start.torch_imported_at, start.model_built_at
+        reached_at = (start.placed_at, start.process_up_at, imported_at, built_at, start.first_step_at)
+        waits = [(at - start.accepted_at).total_seconds() if at else None for at in reached_at]
+        grid.add_row(job.name, *(number(wait_s, ".2f") for wait_s in waits))
+    return grid

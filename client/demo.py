@@ -1,0 +1,138 @@
+"""`octet demo`: the same byte-level GPT at several precision levels, on the Python standard library's own source.
+
+Everything goes through the REST API, as any user's job would.
+"""
+
+import contextlib
+import shutil
+import signal
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from rich.text import Text
+
+from api_schemas import Job, JobSpec, JobState
+from client.api import Client
+from client.comparison import entropy_line, has_learned, side_by_side, start_times, summary_of, verdict
+from client.errors import OctetError
+from client.job_file import check_spec
+from client.own_server import own_server
+from client.render import job_details, log_line
+from client.terminal import Terminal
+from client.watch import watch
+
+_LOG_LINES_SHOWN = 20
+_NOT_THE_LIBRARY = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
+
+
+def demo_spec(level: str, steps: int, comparison: str) -> JobSpec:
+    """Gpt-tiny on the standard library: about 0.8 M parameters, 4096 bytes a step."""
+    document = {
+        "name": f"demo-{level}",
+        "model": {"family": "gpt", "preset": "gpt-tiny"},
+        "precision": {"level": level},
+        "data": {
+            "source": "text",
+            "path": sysconfig.get_path("stdlib"),
+            "include": ["**/*.py"],
+            "exclude": [f"**/{folder}/**" for folder in _NOT_THE_LIBRARY],
+        },
+        "training": {
+            "steps": steps,
+            "global_batch_size": 16,
+            "sequence_length": 256,
+            "optimizer": {"name": "adamw", "learning_rate": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+            "schedule": {"name": "cosine", "warmup_steps": min(20, steps // 10)},
+            "gradient_clip": 1.0,
+            "eval_every": 50,
+            "checkpoint_every": 100,
+            "seed": 0,
+        },
+        "resources": {"pool": "cpu", "workers": 1},
+        "retry": {"max_failures": 1},
+        "labels": {"comparison": comparison},
+    }
+    return check_spec(document, f"the demo's job at level {level}")
+
+
+def run_demo(terminal: Terminal, specs: Sequence[JobSpec], client: Client) -> bool:
+    """Compare the jobs on a server that runs. True if every job succeeded and learned."""
+    with _signals_as_exit():
+        return _compare(client, specs, terminal)
+
+
+def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data_dir: Path | None) -> bool:
+    """The same, on a server that is started for it and stopped after it. A temporary folder is kept on failure."""
+    folder = data_dir or Path(tempfile.mkdtemp(prefix="octet-demo-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    has_failed = True
+    try:
+        with (
+            _signals_as_exit(),
+            own_server(folder, specs[0].data.path, terminal) as server,
+            Client(server.url) as client,
+        ):
+            has_failed = not _compare(client, specs, terminal, server.check)
+    except (KeyboardInterrupt, SystemExit):
+        has_failed = False  # nobody will look for the reason
+        raise
+    finally:
+        if has_failed:
+            terminal.complain(f"The server's log and the jobs' files are in {folder}.")
+        elif data_dir is None:
+            shutil.rmtree(folder)
+    return not has_failed
+
+
+def _compare(
+    client: Client, specs: Sequence[JobSpec], terminal: Terminal, check: Callable[[], None] = lambda: None
+) -> bool:
+    submitted: list[Job] = []
+    try:
+        for spec in specs:
+            submitted.append(client.submit(spec))
+        jobs = watch(client, [job.id for job in submitted], terminal, check=check)
+    except BaseException:
+        with contextlib.suppress(OctetError):
+            for job in submitted:
+                client.cancel(job.id)
+        raise
+    unsuccessful = [job for job in jobs if job.state is not JobState.SUCCEEDED]
+    for job in unsuccessful:
+        terminal.show(job_details(job, []))
+        for line in list(client.logs(job.id))[-_LOG_LINES_SHOWN:]:
+            terminal.show(log_line(line))
+    if unsuccessful:
+        terminal.show(Text(f"FAILED: {', '.join(f'{job.name} {job.state}' for job in unsuccessful)}."))
+        return False
+    return _report(jobs, terminal)
+
+
+def _report(jobs: Sequence[Job], terminal: Terminal) -> bool:
+    has_passed = all(has_learned(summary_of(job)) for job in jobs)
+    terminal.show("")
+    terminal.show(Text(entropy_line(jobs)))
+    for table in (side_by_side(jobs), start_times(jobs)):
+        terminal.show("")
+        terminal.show(table)
+    terminal.show("")
+    terminal.show(Text(f"{'Passed' if has_passed else 'FAILED to learn'}: {verdict(jobs)}"))
+    return has_passed
+
+
+@contextlib.contextmanager
+def _signals_as_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that what was started is stopped."""
+
+    def leave(signal_number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal_number)
+
+    former = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -1,0 +1,95 @@
+"""A server for as long as the demo lasts: `octet serve` in a process group of its own, which never outlives us."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.text import Text
+
+from client.api import Client
+from client.errors import ServerFailed
+from client.terminal import Terminal
+from client.text import duration
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+_LOG_LINES_SHOWN = 20
+
+
+class OwnServer:
+    """A running server: where it listens, and whether it still lives."""
+
+    def __init__(self, command: list[str], url: str, log_path: Path) -> None:
+        self.url = url
+        self.log_path = log_path
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches us alone, and one signal reaches all that it starts
+                env={name: value for name, value in os.environ.items() if not name.startswith("OCTET_")},
+            )
+
+    def check(self) -> None:
+        """Raise ServerFailed if the process has ended."""
+        status = self._process.poll()
+        if status is not None:
+            raise ServerFailed(f"the server ended with exit status {status}. {self._log_end()}")
+
+    def wait_until_ready(self, terminal: Terminal, timeout_s: float = START_TIMEOUT_S) -> None:
+        started = time.monotonic()
+        with Client(self.url) as client, terminal.spinner("waiting for the server to be ready"):
+            while not client.is_ready():
+                self.check()
+                if time.monotonic() - started > timeout_s:
+                    raise ServerFailed(f"the server was not ready after {timeout_s:g} s. {self._log_end()}")
+                time.sleep(0.1)
+        terminal.show(Text(f"The server is ready after {duration(time.monotonic() - started)}."))
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Ask it to end, wait, then kill whatever is left of its process group."""
+        try:
+            self._process.terminate()
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _log_end(self) -> str:
+        lines = self.log_path.read_text("utf-8", "replace").splitlines()[-_LOG_LINES_SHOWN:]
+        return "\n".join([f"The end of its log, {self.log_path}:", *(f"  {line}" for line in lines)])
+
+
+@contextlib.contextmanager
+def own_server(data_dir: Path, data_root: str, terminal: Terminal) -> Iterator[OwnServer]:
+    """`octet serve` on a free port, ready; stopped at the end, whatever the end is."""
+    port = _free_port()
+    command = [sys.executable, "-P", "-m", "client.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--data-dir", str(data_dir), "--data-root", data_root]
+    url, log_path = f"http://127.0.0.1:{port}", data_dir / "server.log"
+    terminal.show(Text(f"Starting octet serve on {url}; its data and server.log are in {data_dir}."))
+    server = OwnServer(command, url, log_path)
+    try:
+        server.wait_until_ready(terminal)
+        yield server
+    finally:
+        terminal.show(Text("Stopping the server."))
+        server.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
