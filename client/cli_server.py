@@ -17,9 +17,7 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="Other than loopback only with an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
     data_dir: DataDir = Path("octet-data"),
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="API keys, one per line; # starts a comment.")
-    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="API keys, one per line.")] = None,
     pools: Annotated[Path | None, typer.Option("--pools", help="The pools as YAML; default: one of CPUs.")] = None,
     data_root: Annotated[list[Path] | None, typer.Option("--data-root", help="A folder that jobs may read.")] = None,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Ranks at once in the cpu pool.")] = None,

@@ -89,9 +89,7 @@ def verdict(jobs: Sequence[Job]) -> str:
     first, *others = jobs
     yardstick, name = summary_of(first), first.spec.precision.level
     if not others:
-        return (
-            f"{name}: {bytes_per_parameter(yardstick):.2f} bytes per parameter, loss {yardstick.evaluation_loss:.4f}."
-        )
+        return f"{name} holds {bytes_per_parameter(yardstick):.2f} bytes per parameter."
     phrases = []
     for job in others:
         summary = summary_of(job)

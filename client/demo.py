@@ -87,9 +87,7 @@ def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data
     return not has_failed
 
 
-def _compare(
-    client: Client, specs: Sequence[JobSpec], terminal: Terminal, check: Callable[[], None] = lambda: None
-) -> bool:
+def _compare(client: Client, specs: Sequence[JobSpec], terminal: Terminal, check: Callable[[], None] = lambda: None) -> bool:
     submitted: list[Job] = []
     try:
         for spec in specs:
