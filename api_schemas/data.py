@@ -21,9 +21,7 @@ class DataSpec(Contract):
     """
 
     source: Literal["text"] = "text"
-    path: str = Field(
-        min_length=1, max_length=4096, description="absolute path of a file or folder, as the workers see it"
-    )
+    path: str = Field(min_length=1, max_length=4096, description="absolute path of a file or folder, as the workers see it")
     include: tuple[Glob, ...] = Field(default=("**/*",), min_length=1, max_length=64)
     exclude: tuple[Glob, ...] = Field(default=(), max_length=64)
     evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
@@ -41,9 +39,7 @@ class DataSpec(Contract):
             for position, glob in enumerate(globs):
                 if glob.startswith("/") or ".." in glob.split("/") or "\0" in glob:
                     allowed = "a glob relative to data.path that does not leave it, such as **/*.py"
-                    raise refusal(
-                        f"{field}.{position}", got=glob, allowed=allowed, change="Remove '/' at its start and '..'."
-                    )
+                    raise refusal(f"{field}.{position}", got=glob, allowed=allowed, change="Remove '/' at its start and '..'.")
         return self
 
     def selects(self, relative_path: str) -> bool:
@@ -52,6 +48,13 @@ class DataSpec(Contract):
             return False
         matches = [_pattern(glob).fullmatch(relative_path) for glob in self.include]
         return any(matches) and not any(_pattern(glob).fullmatch(relative_path) for glob in self.exclude)
+
+    def selects_nothing_below(self, relative_folder: str) -> bool:
+        """Whether a folder need not be entered: it is hidden, or an exclude glob that ends in `/**` covers it."""
+        if relative_folder.rpartition("/")[2].startswith("."):
+            return True
+        covering = [glob for glob in self.exclude if glob.endswith("/**")]
+        return any(_pattern(glob).fullmatch(f"{relative_folder}/") for glob in covering)
 
 
 @lru_cache(maxsize=1024)

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from pydantic import ValidationError
 
 from api_schemas import PoolConfig
 from service.app import create_app
@@ -20,7 +22,7 @@ from service.cluster.launcher import Launcher
 from service.cluster.local_ray import LocalRay, hold_serve_lock
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
-from service.settings import Settings, load_settings
+from service.settings import Settings
 
 _SHUTDOWN_S = 3
 
@@ -37,34 +39,43 @@ def serve(
     data_roots: tuple[Path, ...] = (),
     slots: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ValueError for bad settings, OSError for a taken port, RuntimeError for a taken folder."""
-    settings = load_settings(
-        host=host,
-        port=port,
-        data_dir=data_dir,
-        api_key_file=api_key_file,
-        pools_file=pools_file,
-        data_roots=data_roots,
-        slots=slots,
-    )
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    hold_serve_lock(settings.data_dir)
-    with _listening(settings) as listener, _local_cluster(settings) as launcher:
-        database = Database(settings.database_url)
-        dispatcher = Dispatcher(database, launcher, settings)
-        app = create_app(settings, database=database, wake=dispatcher.wake)
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S)
-        )
-        dispatcher.start()
-        try:
-            logger.info("Octet listens on http://%s:%d and keeps its data in %s", host, port, settings.data_dir)
-            server.run(sockets=[listener])
-        finally:
-            dispatcher.stop()
-            database.close()
+    """Serve until SIGTERM or SIGINT.
+
+    Raises ValueError for settings that cannot work, OSError for a port and RuntimeError for a folder that another has.
+    """
+    given: dict[str, Any] = {"host": host, "port": port, "data_dir": data_dir.resolve()}
+    given |= {"api_keys_file": api_key_file} if api_key_file else {}
+    given |= {"data_roots": data_roots} if data_roots else {}
+    given |= {"pools_file": pools_file} if pools_file else {"pools": default_pools(slots)}
+    settings = _checked(given)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with _listening(settings) as listener:
+        hold_serve_lock(settings.data_dir)
+        database = Database(settings.effective_database_url)
+        database.migrate()
+        with _local_cluster(settings) as launcher:
+            _run(settings, database, launcher, listener)
+        database.close()
+
+
+def _run(settings: Settings, database: Database, launcher: Launcher, listener: socket.socket) -> None:
+    dispatcher = Dispatcher(database, launcher, settings)
+    app = create_app(settings, database=database, wake=dispatcher.wake)
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S)
+    dispatcher.start()
+    try:
+        logger.info("Octet listens on http://%s:%d, data in %s", settings.host, settings.port, settings.data_dir)
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        dispatcher.stop()
+
+
+def _checked(given: dict[str, Any]) -> Settings:
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, detail['loc']))} {detail['msg']}".strip() for detail in error.errors()]
+        raise ValueError("; ".join(problems).replace("Value error, ", "")) from error
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Set-up for every test: one thread per process, and no silent skips where CI is watching."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -27,13 +26,13 @@ def _has_fp8_gpu() -> bool:
 
 
 @pytest.fixture
-def spec_document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+def spec_document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """A small job, as JSON, over text that exists: three words a line, in four files."""
     corpus = tmp_path_factory.mktemp("corpus")
     for number in range(4):
         lines = "\n".join(f"line {line} of file {number}: the quick brown fox" for line in range(200))
         (corpus / f"part_{number}.txt").write_text(lines)
-    yield {
+    return {
         "name": "small",
         "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 64},
         "precision": {"level": "fp32"},

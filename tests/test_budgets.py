@@ -16,10 +16,7 @@ MAX_DOCSTRING_LINES = 15
 
 def sources() -> list[Path]:
     return sorted(
-        path
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if "migrations/versions" not in path.as_posix()
+        path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "migrations/versions" not in path.as_posix()
     )
 
 

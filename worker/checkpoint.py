@@ -50,7 +50,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> SavedCheckpoint:
     skeleton = _take_tensors(state, tensors)
     save_file(tensors, unfinished / _TENSORS)
     (unfinished / _STATE).write_text(json.dumps({"version": FORMAT_VERSION, "step": step, "state": skeleton}))
-    files = {
+    files: dict[str, dict[str, Any]] = {
         name: {"num_bytes": (unfinished / name).stat().st_size, "sha256": _sha256(unfinished / name)}
         for name in (_TENSORS, _STATE)
     }
@@ -61,7 +61,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> SavedCheckpoint:
     shutil.rmtree(final, ignore_errors=True)
     unfinished.rename(final)
     _sync(folder)
-    num_bytes = sum(int(file["num_bytes"]) for file in files.values()) + len(manifest)
+    num_bytes = sum(file["num_bytes"] for file in files.values()) + len(manifest)
     return SavedCheckpoint(final.name, num_bytes, hashlib.sha256(manifest.encode()).hexdigest())
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from api_schemas import (
     explain,
 )
 from worker.config import Place, resolve
-from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, Stopped, WrongNode
+from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode
 from worker.report import HttpReporter, LogReporter, Reporter, ReportHandler
 
 if TYPE_CHECKING:

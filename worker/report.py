@@ -97,9 +97,7 @@ class HttpReporter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Deliver what is queued, for up to 15 minutes while the control plane is away, then close."""
         self._closing.set()
         self._wake.set()

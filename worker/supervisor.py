@@ -41,7 +41,7 @@ class RankNode:
 
     address: str
     free_port: int
-    labels: dict[str, str]
+    labels: dict[str, Any]
     pid: int
 
 
@@ -52,8 +52,8 @@ class RankActor:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
-        context = ray.get_runtime_context()
-        return RankNode(ray.util.get_node_ip_address(), port, dict(context.get_node_labels()), os.getpid())
+        labels: dict[str, Any] = dict(ray.get_runtime_context().get_node_labels())
+        return RankNode(ray.util.get_node_ip_address(), port, labels, os.getpid())
 
     def run(self, order_json: str, place: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
         """Run the rank; its outcome, reason and message. The runtime is looked up by name: it loads torch."""
@@ -117,9 +117,7 @@ class Supervisor:
         if pool.accelerator == "cuda":
             bundle["GPU"] = 1
         key, value = pool.node_label
-        self._group = placement_group(
-            [bundle] * workers, strategy="PACK", bundle_label_selector=[{key: value}] * workers
-        )
+        self._group = placement_group([bundle] * workers, strategy="PACK", bundle_label_selector=[{key: value}] * workers)
         while not self._group.wait(timeout_seconds=1):
             if self._stopping.is_set():
                 raise RankFailed(FailureReason.LAUNCH_FAILED, "stopped before it was placed")
@@ -192,9 +190,7 @@ class Supervisor:
         )
 
     def _exit(self, reason: FailureReason | None, message: str) -> None:
-        self._probe = Probe(
-            state=ProbeState.EXITED, placed_at=self._probe.placed_at, reason=reason, message=message[:16_384]
-        )
+        self._probe = Probe(state=ProbeState.EXITED, placed_at=self._probe.placed_at, reason=reason, message=message[:16_384])
 
     def _release(self) -> None:
         for rank in self._ranks:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,10 +27,11 @@ from api_schemas import (
     StepReport,
 )
 from worker import checkpoint
+from worker.api import initialize, memory_report
 from worker.config import TrainConfig
 from worker.data import TextData, load_text
-from worker.errors import Cancelled, NonFiniteLoss
-from worker.api import initialize, memory_report
+from worker.errors import Cancelled, NonFiniteLoss, Stopped
+from worker.fp8.convert import ConversionReport
 from worker.models import GPT, GPTConfig
 from worker.parallel import Ranks, average_gradients, broadcast_parameters
 from worker.report import Reporter
@@ -65,7 +66,8 @@ class Trainer:
 
     # What it trains
     data: TextData
-    model: nn.Module
+    model: GPT
+    report: ConversionReport
     optimizer: torch.optim.Optimizer
     progress: Progress
     step_times_s: deque[float]
@@ -83,7 +85,8 @@ class Trainer:
         optimizer = torch.optim.AdamW(
             _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas, eps=config.eps
         )
-        self.model, self.optimizer = initialize(model, optimizer, opt_level=config.level, seed=config.seed)
+        converted, self.optimizer = initialize(model, optimizer, opt_level=config.level, seed=config.seed)
+        self.model, self.report = cast(GPT, converted), cast(ConversionReport, converted.octet_report)
         broadcast_parameters(self.model, ranks)
         self._first_report(PhaseReport(phase="model_built"))
 
@@ -203,7 +206,6 @@ class Trainer:
             return
 
     def _report_start(self) -> None:
-        report = self.model.octet_report
         self._first_report(
             StartedReport(
                 resumed_from_step=self.progress.step,
@@ -211,8 +213,8 @@ class Trainer:
                 device=_device_name(self.ranks.device),
                 world_size=self.ranks.world_size,
                 num_parameters=_num_parameters(self.model),
-                num_layers_converted=len(report.converted),
-                num_layers_skipped=len(report.skipped),
+                num_layers_converted=len(self.report.converted),
+                num_layers_skipped=len(self.report.skipped),
             )
         )
 
@@ -228,7 +230,7 @@ class Trainer:
             tokens_per_s=self.config.tokens_per_step / statistics.median(self.step_times_s),
             train_time_s=self.progress.train_time_s,
             num_parameters=_num_parameters(self.model),
-            num_converted_parameters=self.model.octet_report.num_converted_parameters,
+            num_converted_parameters=self.report.num_converted_parameters,
             memory_bytes=self.progress.memory_bytes,
             converted_memory_bytes=self.progress.converted_memory_bytes,
             peak_memory_bytes=torch.cuda.max_memory_allocated(self.ranks.device) if cuda else None,
@@ -263,10 +265,10 @@ class Trainer:
         step = self.progress.step
         return step == self.config.steps or (every > 0 and step % every == 0)
 
-    def _wants_to_stop(self) -> Exception | None:
+    def _wants_to_stop(self) -> Stopped | None:
         try:
             self.reporter.check()
-        except Exception as stop:
+        except Stopped as stop:
             return stop
         return None
 

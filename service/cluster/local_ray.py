@@ -8,6 +8,7 @@ ports and its own temporary folder.
 """
 
 import argparse
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -206,14 +207,11 @@ def _end(ray: "subprocess.Popen[bytes]") -> None:
     """Ray ends its own processes on SIGTERM; what is left of its group after ten seconds is killed."""
     ray.terminate()
     try:
-        ray.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ray.wait(_STOP_S)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(ray.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         ray.wait()
 
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from service.cluster.launcher import LauncherError
 
 from api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
-from service.cluster.launcher import LauncherError
 from worker.supervisor import NAMESPACE, Supervisor, actor_name
 
 _CONNECT_S = 60.0
@@ -107,10 +107,7 @@ class RayLauncher:
     def capacity(self) -> "list[PoolCapacity]":
         """The slots of the nodes that are there now."""
         resources: dict[str, float] = self._call(_CALL_S, ray.cluster_resources)
-        return [
-            PoolCapacity(pool=pool.name, slots_present=int(resources.get(pool.slot_resource, 0)))
-            for pool in self._pools
-        ]
+        return [PoolCapacity(pool=pool.name, slots_present=int(resources.get(pool.slot_resource, 0))) for pool in self._pools]
 
     def close(self) -> None:
         """Disconnect; attempts go on without us."""

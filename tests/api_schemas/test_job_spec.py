@@ -74,7 +74,12 @@ def test_it_is_frozen() -> None:
         (lambda d: d["resources"].update(workers=3), "training.global_batch_size", "16", "multiple of"),
         (lambda d: d["training"]["schedule"].update(warmup_steps=200), "training.schedule.warmup_steps", "200", "200"),
         (lambda d: d["training"]["optimizer"].update(betas=[0.9, 1.0]), "training.optimizer.betas.1", "1.0", "less"),
-        (lambda d: d["training"]["optimizer"].update(learning_rate=float("nan")), "training.optimizer.learning_rate", "NaN", "finite"),
+        (
+            lambda d: d["training"]["optimizer"].update(learning_rate=float("nan")),
+            "training.optimizer.learning_rate",
+            "NaN",
+            "finite",
+        ),
         (lambda d: d["data"].update(path="corpus"), "data.path", "corpus", "absolute"),
         (lambda d: d["data"].update(path="/a\0b"), "data.path", "/a\0b", "zero byte"),
         (lambda d: d["data"].update(include=["../*"]), "data.include.0", "../*", "relative"),
@@ -109,3 +114,13 @@ def test_globs_select_files_by_relative_path(path: str, expected: bool) -> None:
     document = copy.deepcopy(EXAMPLE)
     document["data"] |= {"include": ["**/*.py"], "exclude": ["**/test/**"]}
     assert JobSpec.model_validate(document).data.selects(path) is expected
+
+
+def test_folders_that_hold_nothing_are_not_entered() -> None:
+    document = copy.deepcopy(EXAMPLE)
+    document["data"] |= {"exclude": ["**/test/**", "build/*.py"]}
+    data = JobSpec.model_validate(document).data
+    assert [data.selects_nothing_below(name) for name in ("test", "a/test", ".git", "a/.git", "build", "a/tests")] == [
+        *(True, True, True, True),
+        *(False, False),
+    ]

@@ -78,8 +78,9 @@ def load_text(spec: DataSpec, sequence_length: int, seed: int) -> TextData:
     root = Path(spec.path)
     if root.is_file():
         whole = root.read_bytes()
+        counts: dict[str, float] = {"train_files": 1, "evaluation_files": 1, "binary_files": 0}
         cut = len(whole) - math.ceil(len(whole) * spec.evaluation_fraction)
-        train, evaluation, counts = whole[:cut], whole[cut:], {"train_files": 1, "evaluation_files": 1, "binary_files": 0}
+        train, evaluation = whole[:cut], whole[cut:]
     else:
         train, evaluation, counts = _read_folder(root, spec)
     data = TextData(
@@ -131,7 +132,7 @@ def _read_folder(root: Path, spec: DataSpec) -> tuple[bytes, bytes, dict[str, fl
             "data.include and data.exclude select. Change the globs, or give data.path a single file."
         )
     num_evaluation = min(len(texts) - 1, math.ceil(len(texts) * spec.evaluation_fraction))
-    counts = {
+    counts: dict[str, float] = {
         "train_files": len(texts) - num_evaluation,
         "evaluation_files": num_evaluation,
         "binary_files": num_binary,
@@ -143,11 +144,12 @@ def _selected(root: Path, spec: DataSpec) -> Iterator[str]:
     """Paths relative to the root, of regular files only: links are not followed, so nothing outside is read."""
     if not root.is_dir():
         raise DataError(f"data.path {root} is neither a file nor a folder on this node. Mount it or change data.path.")
-    for folder, _, files in os.walk(root):
+    for folder, subfolders, files in os.walk(root):
+        parent = Path(folder).relative_to(root)
+        subfolders[:] = [name for name in subfolders if not spec.selects_nothing_below((parent / name).as_posix())]
         for file in files:
-            path = Path(folder, file)
-            name = path.relative_to(root).as_posix()
-            if spec.selects(name) and not path.is_symlink() and path.is_file():
+            name = (parent / file).as_posix()
+            if spec.selects(name) and not Path(folder, file).is_symlink() and Path(folder, file).is_file():
                 yield name
 
 

@@ -64,7 +64,7 @@ def _average_fp8(gradients: list[Float8Gradient], ranks: Ranks) -> None:
     dist.all_to_all_single(received_RS, sent_RS)
     own_scales = torch.stack([gradient.dequant_scale.reshape(()) for gradient in gradients])
     scales_RG = torch.empty(world_size, len(gradients), dtype=own_scales.dtype, device=own_scales.device)
-    dist.all_gather_into_tensor(scales_RG, own_scales)
+    dist.all_gather(list(scales_RG), own_scales)
 
     means = [
         _mean_of_shard(codes_RS.view(torch.float8_e4m3fn), scales_RG[:, index])
@@ -73,12 +73,10 @@ def _average_fp8(gradients: list[Float8Gradient], ranks: Ranks) -> None:
     # A NaN must win on every rank alike; MAX over NaN is not defined, over infinity it is.
     amaxes = torch.stack([mean.abs().amax() for mean in means]).nan_to_num(nan=torch.inf, posinf=torch.inf)
     ranks.all_reduce_max(amaxes)
-    shards = [
-        kernels.quantize(mean, torch.float8_e4m3fn, amax=amax) for mean, amax in zip(means, amaxes, strict=True)
-    ]
+    shards = [kernels.quantize(mean, torch.float8_e4m3fn, amax=amax) for mean, amax in zip(means, amaxes, strict=True)]
     own_S = torch.cat([codes.view(torch.uint8) for codes, _ in shards])
     gathered_RS = torch.empty_like(sent_RS)
-    dist.all_gather_into_tensor(gathered_RS, own_S)
+    dist.all_gather(list(gathered_RS), own_S)
     parts = gathered_RS.split(shard_sizes, dim=1)
     for gradient, codes_RS, (_, dequant_scale) in zip(gradients, parts, shards, strict=True):
         codes = codes_RS.reshape(-1)[: gradient.numel()].view(torch.float8_e4m3fn)

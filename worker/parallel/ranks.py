@@ -37,9 +37,7 @@ class Ranks:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # After an error the other ranks may be gone: leaving the group would wait for them.
         if self.world_size > 1 and error is None:
             dist.barrier()

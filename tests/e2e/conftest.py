@@ -1,0 +1,39 @@
+"""Servers for the end-to-end tests: one that all share, and one that a test may kill."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.octet_server import Server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that do not kill it."""
+    yield from _served(tmp_path_factory.mktemp("octet"))
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    """A server of the test's own."""
+    yield from _served(tmp_path / "octet")
+
+
+def _served(data_dir: Path) -> Iterator[Server]:
+    served = Server(data_dir)
+    served.start()
+    try:
+        yield served
+    finally:
+        served.stop()
+        left = [" ".join(process.cmdline())[:80] for process in served.processes()]
+        assert left == []
+
+
+@pytest.fixture
+def long_job(spec_document: dict[str, Any]) -> dict[str, Any]:
+    """A job of some seconds: long enough to kill things in the middle."""
+    training = {"steps": 240, "global_batch_size": 8, "sequence_length": 64, "checkpoint_every": 20, "eval_every": 60}
+    return spec_document | {"name": "long", "training": spec_document["training"] | training}

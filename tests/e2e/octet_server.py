@@ -1,0 +1,101 @@
+"""`octet serve` as a process that a test may kill and start at will, with a Ray, a database and a folder of its own."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from api_schemas import Job
+from client import Client
+
+_READY_S = 60.0
+
+
+class Server:
+    """`octet serve` as a process that a test may kill."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.port = _free_port()
+        self.client = Client(f"http://127.0.0.1:{self.port}", patience_s=30)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "client.cli", "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        with (self.data_dir / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.wait_for(self.client.is_ready, _READY_S)
+
+    def kill(self) -> None:
+        """SIGKILL: the server has no chance to say goodbye."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(60)
+
+    def kill_the_cluster(self) -> None:
+        """As if the machine had been switched off: the keeper, Ray and the ranks are killed, none of them told."""
+        for process in sorted(self.processes(), key=lambda process: "local_ray" not in " ".join(process.cmdline())):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.wait_for(lambda: not self.processes())
+
+    def processes(self) -> list[psutil.Process]:
+        """The keeper of this server's Ray and all that lives in that Ray's folder, or below one of these."""
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                token = process.environ().get("RAY_AUTH_TOKEN_PATH", "")
+                is_ours = token.startswith(str(self.data_dir))
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE and process.pid != self._pid():
+                    found[process.pid] = process
+        return list(found.values())
+
+    def wait_for(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                log = (self.data_dir / "server.log").read_text(errors="replace")[-4000:]
+                pytest.fail(f"it did not happen within {timeout_s:g} s; the server's log ends:\n{log}")
+            time.sleep(0.05)
+
+    def wait_for_step(self, job_id: str, step: int) -> None:
+        """Until the job has reported this step. Fails if it ends before."""
+
+        def reached() -> bool:
+            job = self.client.job(job_id)
+            assert not job.state.is_terminal, job
+            return job.progress is not None and job.progress.step >= step
+
+        self.wait_for(reached)
+
+    def finish(self, job_id: str, timeout_s: float = 120.0) -> Job:
+        self.wait_for(lambda: self.client.job(job_id).state.is_terminal, timeout_s)
+        return self.client.job(job_id)
+
+    def _pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+
+def losses(server: Server, job: Job) -> list[tuple[int, float | None, float | None]]:
+    """The curve as the API gives it: step, training loss, evaluation loss."""
+    return [(point.step, point.loss, point.evaluation_loss) for point in server.client.metrics(job.id)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,105 @@
+"""SIGKILL in the middle of a job, wherever it hurts: the job ends as it would have, each step counted once."""
+
+from itertools import pairwise
+from typing import Any
+
+import psutil
+import pytest
+
+from api_schemas import FailureReason, Job, JobState
+from tests.e2e.octet_server import Server, losses
+
+
+@pytest.fixture(scope="module")
+def undisturbed_curve() -> dict[str, Any]:
+    """The curve of `long_job` as it is when nobody disturbs it; the first test that asks runs it."""
+    return {}
+
+
+def expected_losses(server: Server, spec: dict[str, Any], known: dict[str, Any]) -> Any:
+    if "losses" not in known:
+        job = server.finish(server.client.submit(spec | {"name": "undisturbed"}).id)
+        assert job.state is JobState.SUCCEEDED, job
+        known["losses"] = losses(server, job)
+        assert len(known["losses"]) == spec["training"]["steps"]
+    return known["losses"]
+
+
+def kill_a_rank(server: Server) -> None:
+    ranks = [process for process in server.processes() if "RankActor" in " ".join(process.cmdline())]
+    assert ranks
+    ranks[0].kill()
+    psutil.wait_procs(ranks[:1], timeout=10)
+
+
+def assert_gapless_and_each_attempt_after_the_other(server: Server, job: Job) -> None:
+    sequence = [event.seq for event in server.client.events(job.id)]
+    assert sequence == list(range(1, len(sequence) + 1))
+    attempts = sorted(server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
+    assert [attempt.epoch for attempt in attempts] == list(range(1, len(attempts) + 1))
+    for before, after in pairwise(attempts):
+        assert before.finished_at is not None
+        assert before.finished_at <= after.created_at
+
+
+@pytest.mark.slow
+class TestServerKilled:
+    def test_a_server_that_comes_back_finds_its_job_still_training(
+        self, own_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
+    ) -> None:
+        expected = expected_losses(own_server, long_job, undisturbed_curve)
+        job = own_server.client.submit(long_job)
+        own_server.wait_for_step(job.id, 30)
+        own_server.kill()
+        own_server.start()
+        finished = own_server.finish(job.id)
+        assert finished.state is JobState.SUCCEEDED, finished
+        assert finished.num_attempts == 1
+        assert losses(own_server, finished) == expected
+        assert_gapless_and_each_attempt_after_the_other(own_server, finished)
+
+    def test_after_a_power_cut_the_job_resumes_from_its_checkpoint(
+        self, own_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
+    ) -> None:
+        expected = expected_losses(own_server, long_job, undisturbed_curve)
+        job = own_server.client.submit(long_job)
+        own_server.wait_for_step(job.id, 50)
+        own_server.kill()
+        own_server.kill_the_cluster()
+        own_server.start()
+        finished = own_server.finish(job.id, 180)
+        assert finished.state is JobState.SUCCEEDED, finished
+        assert finished.num_attempts == 2
+        last = max(own_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
+        assert last.resumed_from_step is not None
+        assert last.resumed_from_step >= 40
+        assert losses(own_server, finished) == expected
+        assert_gapless_and_each_attempt_after_the_other(own_server, finished)
+
+
+@pytest.mark.slow
+class TestRankKilled:
+    def test_without_retries_the_job_fails_with_the_reason(self, server: Server, long_job: dict[str, Any]) -> None:
+        job = server.client.submit(long_job)
+        server.wait_for_step(job.id, 5)
+        kill_a_rank(server)
+        failed = server.finish(job.id, 60)
+        assert failed.state is JobState.FAILED
+        assert failed.reason is FailureReason.WORKER_LOST
+        assert failed.hint is not None
+        assert "retry.max_failures" in failed.hint
+
+    def test_with_retries_a_new_attempt_resumes_and_the_curve_is_the_same(
+        self, server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
+    ) -> None:
+        expected = expected_losses(server, long_job, undisturbed_curve)
+        job = server.client.submit(long_job | {"retry": {"max_failures": 1}})
+        server.wait_for_step(job.id, 50)
+        kill_a_rank(server)
+        finished = server.finish(job.id)
+        assert finished.state is JobState.SUCCEEDED, finished
+        assert (finished.num_attempts, finished.num_failures) == (2, 1)
+        attempts = sorted(server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
+        assert [attempt.reason for attempt in attempts] == [FailureReason.WORKER_LOST, None]
+        assert losses(server, finished) == expected
+        assert_gapless_and_each_attempt_after_the_other(server, finished)

@@ -1,0 +1,99 @@
+"""A real job through the whole path: REST, database, dispatcher, Ray, a PyTorch process, and the results back."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_schemas import JobState
+from client import ApiError
+from tests.e2e.octet_server import Server, losses
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_document: dict[str, Any]) -> None:
+    spec_document["training"] |= {"steps": 6, "eval_every": 3, "checkpoint_every": 2}
+    job = server.finish(server.client.submit(spec_document).id)
+    assert job.state is JobState.SUCCEEDED, job
+    assert job.summary is not None
+    assert [step for step, _, _ in losses(server, job)] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _, evaluation in losses(server, job) if evaluation is not None] == [3, 6]
+    assert [checkpoint.step for checkpoint in server.client.checkpoints(job.id)] == [2, 4, 6]
+    assert [event.seq for event in server.client.events(job.id)] == list(range(1, 1 + len(list(server.client.events(job.id)))))
+    assert any("finished" in line.message or "TrainConfig" in line.message for line in server.client.logs(job.id))
+    assert job.start is not None
+    moments = list(job.start.model_dump().values())
+    assert all(earlier <= later for earlier, later in pairwise(moments))
+    assert job.summary.memory_bytes["weights"] == 4 * job.summary.num_parameters
+
+
+@pytest.mark.parametrize("level", ["bf16-amp", "O2"])
+def test_two_ranks_train_what_one_rank_trains(server: Server, spec_document: dict[str, Any], level: str) -> None:
+    spec_document["precision"] = {"level": level}
+    alone = server.client.submit(spec_document)
+    together = server.client.submit(spec_document | {"resources": {"pool": "cpu", "workers": 2}})
+    curves = []
+    for job in (alone, together):
+        finished = server.finish(job.id)
+        assert finished.state is JobState.SUCCEEDED, finished
+        curves.append([loss for _, loss, _ in losses(server, finished)])
+    # The first loss is of the same weights and data; later ones differ by the rounding of the averaged gradients.
+    assert curves[0] == pytest.approx(curves[1], rel=2e-3)
+
+
+def test_a_running_job_is_cancelled(server: Server, long_job: dict[str, Any]) -> None:
+    long_job["training"]["steps"] = 100_000
+    job = server.client.submit(long_job)
+    server.wait_for_step(job.id, 3)
+    server.client.cancel(job.id)
+    assert server.finish(job.id, 30).state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"precision": {"level": "02"}}, "precision.level"),
+        (
+            {"model": {"hidden_size": 32, "num_layers": 1, "num_heads": 5, "vocab_size": 256, "max_sequence_length": 64}},
+            "model.num_heads",
+        ),
+        ({"data": {"source": "text", "path": "/no/such/folder"}}, "data.path"),
+        ({"resources": {"pool": "cpu", "workers": 4096}}, "resources.workers"),
+        ({"resources": {"pool": "h100"}}, "resources.pool"),
+    ],
+)
+def test_a_bad_spec_is_refused_at_submission(
+    server: Server, spec_document: dict[str, Any], change: dict[str, Any], field: str
+) -> None:
+    if field == "resources.workers":
+        spec_document["training"]["global_batch_size"] = 4096
+    with pytest.raises(ApiError) as caught:
+        server.client.submit(spec_document | change)
+    assert caught.value.problem.status == 422
+    assert [violation.field for violation in caught.value.problem.errors] == [field]
+    (violation,) = caught.value.problem.errors
+    assert violation.got
+    assert violation.allowed
+    assert violation.message
+
+
+def test_another_address_than_loopback_needs_a_key(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "client.cli", "serve", "--host", "0.0.0.0", "--port", "0", "--data-dir", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+    assert result.returncode == 2
+    assert "key" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_spec_runs_under_torchrun_without_a_service(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(spec_document | {"resources": {"workers": 2}}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "worker.main"]
+    command += [str(tmp_path / "job.json"), "--job-dir", str(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
