@@ -42,11 +42,15 @@ class SkippedLayer:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What happened to each linear layer, and the bytes that model and optimizer held right afterwards."""
+    """What happened to each linear layer, and the bytes that model and optimizer held right afterwards.
+
+    `converted` are the layers that hold and compute what the level's row says, at `fp32` too, so that levels compare.
+    """
 
     level: str
     converted: tuple[str, ...]
     skipped: tuple[SkippedLayer, ...]
+    num_converted_parameters: int
     bytes_by_class: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -96,15 +100,8 @@ def replace_layers(model: nn.Module, names: Collection[str], convert: Callable[[
 
 def replaceable_linears(model: nn.Module) -> list[str]:
     """The names of all linear layers that may be replaced by another module."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if _is_linear(module) and _why_opaque(name, module, model) is None
-    ]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name, linear in linears if _why_opaque(name, linear, model) is None]
 
 
 def _why_not_wanted(name: str, rules: LayerRules) -> str | None:

@@ -1,7 +1,6 @@
 """A gradient that presents as fp32 and holds FP8 codes and a scale: value = codes * dequant_scale.
 
-Autograd accumulates an fp32 gradient into a parameter; the hook installed by `keep_gradient_in_fp8` replaces it at once,
-so that at most one layer's gradient is ever held wide. What torch does to gradients works on the codes:
+Autograd accumulates an fp32 gradient into a parameter; the hook of `keep_gradient_in_fp8` replaces it at once, so that at most one layer's gradient is ever held wide. What torch does to gradients works on the codes:
 `clip_grad_norm_` multiplies the scale, a further micro-batch is added with stochastic rounding (round-to-nearest would
 lose every contribution smaller than 1/16 of the running sum). Any other op reads the decoded fp32 values.
 """

@@ -1,4 +1,4 @@
-"""A linear layer that multiplies in bf16 or fp16, as torch.autocast would, and keeps its parameters as they are.
+"""Products in bf16 or fp16, as torch.autocast would make them, and a linear layer of them that keeps its parameters.
 
 On an accelerator the operands are cast and the result stays 16 bits wide. On CPU the operands, the result and both
 gradients are rounded to 16 bits but multiplied and stored in fp32: the values are those of a 16-bit product, while
@@ -21,16 +21,22 @@ class HalfLinear(nn.Module):
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear_16bit(input, self.weight, self.bias, self.compute_dtype)
+        return half_linear(input, self.weight, self.bias, self.compute_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, gemm={self.compute_dtype}"
 
 
-def linear_16bit(input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
+def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
     """`input @ weight.T + bias` with 16-bit operands and fp32 accumulation."""
-    operands = [None if operand is None else operand.to(compute_dtype) for operand in (input, weight, bias)]
+    bias = None if bias is None else bias.to(compute_dtype)
     if input.device.type != "cpu":
-        return functional.linear(*operands)
-    wide = [None if operand is None else operand.float() for operand in operands]
-    return functional.linear(*wide).to(compute_dtype).to(input.dtype)
+        return functional.linear(input.to(compute_dtype), weight.to(compute_dtype), bias)
+    input_rounded, weight_rounded = input.to(compute_dtype).float(), weight.to(compute_dtype).float()
+    output = functional.linear(input_rounded, weight_rounded, None if bias is None else bias.float())
+    return output.to(compute_dtype).to(input.dtype)
+
+
+def half_matmul(a_MK: Tensor, b_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`a @ b.T` with bf16 operands, accumulated in fp32."""
+    return half_linear(a_MK, b_NK, None, torch.bfloat16).to(out_dtype)

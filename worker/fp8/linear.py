@@ -1,11 +1,12 @@
 """The FP8 linear layer and its three matrix products.
 
     output_TN      = input_TK @ weight_NK.T             e4m3 x e4m3
-    grad_input_TK  = grad_output_TN @ weight_NK         e5m2 x e4m3
-    grad_weight_NK = grad_output_TN.T @ input_TK        e5m2 x e4m3
+    grad_input_TK  = grad_output_TN @ weight_NK         e5m2 x e4m3, or e4m3 x e4m3
+    grad_weight_NK = grad_output_TN.T @ input_TK        e5m2 x e4m3, or e4m3 x e4m3
 
-What waits for the backward pass is the input's FP8 codes and scale, never the input itself. The weight is quantised
-again from its parameter: cheaper than a second copy of every weight between forward and backward.
+Each may be left in bf16 by the recipe. What waits for the backward pass is the input's FP8 codes and scale, not the input
+itself (unless grad_weight is left in bf16). A weight that is not held in FP8 is quantised again in the backward pass: cheaper
+than a second copy of every weight in between.
 
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+from worker.fp8.half import half_matmul
+from worker.fp8.operand import Codes, OperandScaling
+from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 
 
 class Float8Linear(nn.Module):
@@ -31,12 +34,21 @@ class Float8Linear(nn.Module):
     weight_dequant_scale: Tensor | None
 
     def __init__(
-        self, linear: nn.Linear, weight_codes: torch.dtype | None, gradient_position: RoundingPosition | None
+        self,
+        linear: nn.Linear,
+        recipe: Recipe = Recipe(),
+        weight_codes: torch.dtype | None = None,
+        gradient_position: RoundingPosition | None = None,
     ) -> None:
-        """weight_codes: format to hold the weight in, None keeps its values. gradient_position: hold gradients in FP8."""
+        """weight_codes: format to hold the weight in; None keeps it. gradient_position: hold gradients in FP8."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
+        self.recipe = recipe
+        device = linear.weight.device
+        self.input_scaling = OperandScaling(recipe, recipe.input, device)
+        self.weight_scaling = OperandScaling(recipe, recipe.weight, device, square_blocks=True)
+        self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
         self.gradient_position = gradient_position
         self.register_buffer("weight_dequant_scale", None)
         if weight_codes is not None:
@@ -46,13 +58,38 @@ class Float8Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         input_TK = input.reshape(-1, self.in_features)
-        output_TN = Float8Matmuls.apply(input_TK, self.weight, self.weight_dequant_scale)
+        output_TN = Float8Products.apply(input_TK, self.weight, self.weight_dequant_scale, self)
         if self.bias is not None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         return output_TN.reshape(*input.shape[:-1], self.out_features)
 
+    @property
+    def high_precision(self) -> frozenset[GemmName]:
+        """The products that are computed in bf16 in the present mode."""
+        return self.recipe.high_precision if self.training or self.recipe.fp8_in_evaluation else ALL_GEMMS
+
+    def weight_values(self) -> Tensor:
+        """The weight's values, decoded if it is held as codes."""
+        if self.weight_dequant_scale is None:
+            return self.weight.detach()
+        return kernels.dequantize(self.weight.detach(), self.weight_dequant_scale)
+
+    def weight_operand(self, *, transposed: bool = False) -> Codes:
+        """The weight in FP8: as it is held, or quantised from what is held."""
+        if self.weight.dtype == E4M3:
+            assert self.weight_dequant_scale is not None
+            codes = Codes(self.weight.detach(), self.weight_dequant_scale)
+            return codes.t() if transposed else codes
+        rows, columns = self.weight_scaling.quantize(self.weight, rows=not transposed, columns=transposed)
+        codes = columns if transposed else rows
+        assert codes is not None
+        if self.weight_dequant_scale is not None:  # the weight is FP16 codes: its scale joins that of the FP8 codes
+            codes = codes._replace(dequant_scale=codes.dequant_scale * self.weight_dequant_scale)
+        return codes
+
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, weight={self.weight.dtype}"
+        shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
+        return f"{shape}, weight={self.weight.dtype}, {self.recipe}"
 
     def get_extra_state(self) -> Tensor:
         """What `state_dict` keeps beside parameters and buffers: how many roundings the gradient went through."""
@@ -84,37 +121,43 @@ class Float8Linear(nn.Module):
         return super()._apply(fn, recurse)
 
 
-class Float8Matmuls(torch.autograd.Function):
-    """The three products, each with operands whose last dimension is the one summed over."""
+class Float8Products(torch.autograd.Function):
+    """The three products. Every operand has the summed dimension last."""
 
     @staticmethod
-    def forward(ctx: Any, input_TK: Tensor, weight_NK: Tensor, weight_dequant_scale: Tensor | None) -> Tensor:
-        input_codes_TK, input_dequant_scale = kernels.quantize(input_TK, E4M3)
-        ctx.save_for_backward(input_codes_TK, input_dequant_scale, weight_NK, weight_dequant_scale)
-        weight = quantize_weight(weight_NK, weight_dequant_scale)
-        return kernels.matmul(input_codes_TK, input_dequant_scale, *weight, input_TK.dtype)
+    def forward(
+        ctx: Any, input_TK: Tensor, weight_NK: Tensor, weight_dequant_scale: Tensor | None, layer: Float8Linear
+    ) -> Tensor:
+        wide = layer.high_precision
+        input_rows, input_columns = layer.input_scaling.quantize(
+            input_TK, rows="output" not in wide, columns="grad_weight" not in wide and ctx.needs_input_grad[1]
+        )
+        saved = (input_TK.to(torch.bfloat16), None) if "grad_weight" in wide else input_columns or (None, None)
+        ctx.save_for_backward(*saved, weight_NK, weight_dequant_scale)
+        ctx.layer, ctx.high_precision = layer, wide
+        if "output" in wide:
+            return half_matmul(input_TK, layer.weight_values(), input_TK.dtype)
+        assert input_rows is not None
+        return kernels.matmul(*input_rows, *layer.weight_operand(), input_TK.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        input_codes_TK, input_dequant_scale, weight_NK, weight_dequant_scale = ctx.saved_tensors
-        grad_codes_TN, grad_dequant_scale = kernels.quantize(grad_output_TN, E5M2)
+    def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
+        layer, wide = ctx.layer, ctx.high_precision
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        grad_rows, grad_columns = layer.grad_output_scaling.quantize(
+            grad_output_TN,
+            rows=needs_input and "grad_input" not in wide,
+            columns=needs_weight and "grad_weight" not in wide,
+        )
         grad_input_TK = grad_weight_NK = None
-        if ctx.needs_input_grad[0]:
-            weight_codes_NK, weight_code_scale = quantize_weight(weight_NK, weight_dequant_scale)
-            grad_input_TK = kernels.matmul(
-                grad_codes_TN, grad_dequant_scale, weight_codes_NK.t(), weight_code_scale, grad_output_TN.dtype
-            )
-        if ctx.needs_input_grad[1]:
-            grad_weight_NK = kernels.matmul(
-                grad_codes_TN.t(), grad_dequant_scale, input_codes_TK.t(), input_dequant_scale, torch.float32
-            )
-        return grad_input_TK, grad_weight_NK, None
-
-
-def quantize_weight(weight_NK: Tensor, weight_dequant_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """E4M3 codes and dequant_scale of a weight held as values, or as codes of a scale."""
-    codes_NK, dequant_scale = kernels.quantize(weight_NK, E4M3)
-    if weight_dequant_scale is not None:
-        dequant_scale = dequant_scale * weight_dequant_scale
-    return codes_NK, dequant_scale
+        if needs_input and "grad_input" in wide:
+            grad_input_TK = half_matmul(grad_output_TN, layer.weight_values().t(), grad_output_TN.dtype)
+        elif needs_input:
+            grad_input_TK = kernels.matmul(*grad_rows, *layer.weight_operand(transposed=True), grad_output_TN.dtype)
+        if needs_weight and "grad_weight" in wide:
+            grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), torch.float32)
+        elif needs_weight:
+            grad_weight_NK = kernels.matmul(*grad_columns, input_saved, input_dequant_scale, torch.float32)
+        return grad_input_TK, grad_weight_NK, None, None

@@ -24,7 +24,8 @@ def make_linear(in_features: int = 48, out_features: int = 32, seed: int = 0) ->
 
 
 def convert(linear: nn.Linear, weight_codes: torch.dtype | None = torch.float16) -> Float8Linear:
-    return Float8Linear(linear, weight_codes, RoundingPosition(seed=0, stream=0) if weight_codes else None)
+    position = RoundingPosition(seed=0, stream=0) if weight_codes else None
+    return Float8Linear(linear, weight_codes=weight_codes, gradient_position=position)
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,85 @@
+"""Quantising one operand of a layer: to which format, at which granularity, and from which amax.
+
+Current scaling reads the amax of the tensor at hand. Delayed scaling reads it from a window of past steps: over the
+micro-batches of a step the largest value collects in one slot, and `advance`, called after the optimizer's step, moves it
+into the window. Until the window is full the scale is exact; a non-finite amax restarts it; evaluation leaves no trace.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from worker import kernels
+from worker.fp8.recipe import Recipe
+from worker.kernels.formats import BLOCK
+
+
+class Codes(NamedTuple):
+    """A quantised matrix whose last dimension is the one that a product sums over."""
+
+    codes: Tensor
+    dequant_scale: Tensor
+
+    def t(self) -> "Codes":
+        """The transposed matrix, where the scale transposes with it: one of the tensor or of square blocks."""
+        return Codes(self.codes.t(), self.dequant_scale.t())
+
+
+class OperandScaling(nn.Module):
+    """The scaling of one operand of one layer. What it remembers is in `state_dict`."""
+
+    step_amax: Tensor
+    amax_history: Tensor
+    window_amax: Tensor
+    num_finite_steps: Tensor
+
+    def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, *, square_blocks: bool = False) -> None:
+        """square_blocks: blocks of 128x128, as for weights, instead of 1x128."""
+        super().__init__()
+        self.recipe = recipe
+        self.dtype = dtype
+        self.block = (BLOCK if square_blocks else 1, BLOCK)
+        if recipe.amax_history_length:
+            self.register_buffer("step_amax", torch.zeros((), device=device))
+            self.register_buffer("amax_history", torch.zeros(recipe.amax_history_length, device=device))
+            self.register_buffer("window_amax", torch.zeros((), device=device))
+            self.register_buffer("num_finite_steps", torch.zeros((), dtype=torch.int64, device=device))
+
+    def quantize(self, x: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Codes | None, Codes | None]:
+        """Codes of x for products over its rows, and codes of x.T for products over its columns; None if not wanted.
+
+        Scales that transpose with their codes serve both; others take x twice, once along each dimension.
+        """
+        if not rows and not columns:
+            return None, None
+        if self.recipe.granularity == "tensor" or (self.recipe.granularity == "block" and self.block[0] == BLOCK):
+            codes = self._quantize(x)
+            return codes, codes.t()
+        return self._quantize(x) if rows else None, self._quantize(x.t()) if columns else None
+
+    def advance(self) -> None:
+        """Close the slot of this optimizer step. No device is waited for."""
+        if not self.recipe.amax_history_length:
+            return
+        was_used, finite = self.step_amax != 0, torch.isfinite(self.step_amax)
+        history = torch.cat((self.step_amax.reshape(1), self.amax_history[:-1]))
+        history = torch.where(was_used, torch.where(finite, history, 0.0), self.amax_history)
+        num_steps = torch.where(was_used, torch.where(finite, self.num_finite_steps + 1, 0), self.num_finite_steps)
+        is_due = (num_steps % self.recipe.interval == 0) | (num_steps <= self.recipe.amax_history_length)
+        newest = history.amax() if self.recipe.amax_compute_algorithm == "max" else history[0]
+        self.window_amax.copy_(torch.where(is_due, newest, self.window_amax))
+        self.amax_history.copy_(history)
+        self.num_finite_steps.copy_(num_steps)
+        self.step_amax.zero_()
+
+    def _quantize(self, x: Tensor) -> Codes:
+        granularity, margin = self.recipe.granularity, self.recipe.margin
+        amax = self._amax_to_scale_by(x) if self.recipe.amax_history_length else None
+        return Codes(*kernels.quantize(x, self.dtype, granularity, margin=margin, amax=amax, block=self.block))
+
+    def _amax_to_scale_by(self, x: Tensor) -> Tensor:
+        amax = kernels.compute_amax(x)
+        if self.training:
+            self.step_amax.copy_(torch.maximum(self.step_amax, amax))
+        return torch.where(self.num_finite_steps < self.recipe.amax_history_length, amax, self.window_amax)
