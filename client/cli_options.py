@@ -35,7 +35,7 @@ Settings = Annotated[
 def connect(url: str) -> Client:
     """A client for the server at `url`."""
     try:
-        return Client(url, os.environ.get("OCTET_API_KEY"))
+        return Client(url, os.environ.get("OCTET_API_KEY"), patience_s=0.5)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--url") from error
 

@@ -1,0 +1,108 @@
+"""The command line without a server: help, usage, refusals, exit statuses, and what goes to which stream."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from client.cli import build_app
+
+NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
+COMMANDS = {
+    "serve", "demo", "submit", "validate", "watch", "cancel", "list", "show", "logs", "events", "metrics",
+    "checkpoints", "attempts", "levels", "pools", "version",
+}  # fmt: skip
+
+
+def octet(*arguments: str, stdin: str | None = None, **env: str) -> Result:
+    return CliRunner().invoke(build_app(), list(arguments), input=stdin, env=env)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, spec: dict[str, Any]) -> str:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(spec))
+    return str(path)
+
+
+def test_help_names_every_command() -> None:
+    shown = octet("--help")
+    assert shown.exit_code == 0
+    assert all(f" {command} " in shown.stdout for command in COMMANDS)
+    assert {command.name for command in build_app().registered_commands} == COMMANDS
+
+
+def test_version() -> None:
+    assert octet("version").stdout == "0.1.0\n"
+
+
+@pytest.mark.parametrize("command", ["list", "levels", "show x", "logs -f x", "cancel x", "watch x"])
+def test_no_server_is_status_3_on_stderr(command: str) -> None:
+    shown = octet(*command.split(), "--url", NOBODY)
+    assert shown.exit_code == 3
+    assert shown.stdout == ""
+    assert f"cannot reach an Octet server at {NOBODY}" in shown.stderr
+    assert "octet serve" in shown.stderr
+
+
+def test_the_url_comes_from_the_environment() -> None:
+    assert NOBODY in octet("list", OCTET_URL=NOBODY).stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["show"],
+        ["list", "--state", "asleep"],
+        ["list", "--limit", "0"],
+        ["list", "--url", "localhost:8000"],
+        ["logs", "x", "--rank", "-1"],
+        ["submit", "/does/not/exist.yaml"],
+        ["serve", "--port", "0"],
+        ["demo", "--levels", "02"],
+        ["demo", "--steps", "0"],
+    ],
+)
+def test_usage_is_status_2_on_stderr(arguments: list[str]) -> None:
+    shown = octet(*arguments)
+    assert shown.exit_code == 2
+    assert shown.stdout == ""
+    assert shown.stderr
+
+
+@pytest.mark.parametrize("command", ["submit", "validate"])
+def test_a_bad_spec_is_refused_before_any_server_is_asked(command: str, job_file: str) -> None:
+    shown = octet(command, job_file, "--set", "precision.level=02", "--set", "training.stepz=5", "--url", NOBODY)
+    assert shown.exit_code == 2
+    assert "2 fields to change" in shown.stderr
+    assert "precision.level" in shown.stderr
+    assert "Did you mean 'O2', with the letter O?" in shown.stderr
+    assert "Did you mean 'steps'?" in shown.stderr
+
+
+def test_a_job_on_standard_input(spec: dict[str, Any]) -> None:
+    assert octet("submit", "-", "--url", NOBODY, stdin=json.dumps(spec)).exit_code == 3
+    assert octet("submit", "-", "--url", NOBODY, stdin="name: x").exit_code == 2
+
+
+def test_the_installed_command_has_the_same_statuses(job_file: str) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "client.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env={"FORCE_COLOR": "1", "TERM": "xterm"}, check=False)
+
+    absent = run("list", "--url", NOBODY)
+    assert (absent.returncode, absent.stdout) == (3, "")
+    assert "\x1b" not in absent.stderr
+    assert run("submit", job_file, "--set", "model.num_heads=3").returncode == 2
+
+
+def test_serving_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "service.main", None)
+    shown = octet("serve")
+    assert shown.exit_code == 2
+    assert "pip install 'octet[service,worker,client]'" in shown.stderr
