@@ -100,9 +100,9 @@ def _results(job: Job) -> Iterable[tuple[str, str]]:
 
 
 def progress_words(job: Job) -> str:
-    """Step, loss, speed and time left, as one line."""
+    """Step, loss, speed and time left, or why it waits, as one line."""
     if job.progress is None:
-        return f"{job.state.value}; {job.queue.why}" if job.queue else job.state.value
+        return job.queue.why if job.queue else ""
     seen = job.progress
     words = [f"step {seen.step}/{seen.steps}", f"loss {number(seen.loss)}"]
     if seen.tokens_per_s is not None:

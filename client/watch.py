@@ -80,8 +80,7 @@ class _PlainDisplay:
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self._shown: dict[str, str] = {}
-        self._shown_at: dict[str, float] = {}
+        self._shown: dict[str, tuple[str, str, float]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -95,11 +94,12 @@ class _PlainDisplay:
     def draw(self, jobs: Sequence[Job]) -> None:
         now = time.monotonic()
         for job in jobs:
-            line = f"{job.name}  {job.state.value}  {one_line(progress_words(job))}"
-            is_due = job.state.is_terminal or now - self._shown_at.get(job.id, 0.0) >= PLAIN_PROGRESS_EVERY_S
-            if is_due and line != self._shown.get(job.id):
+            standing = f"{job.state.value} {job.queue.why if job.queue else ''}"
+            line = one_line(f"{job.name}  {job.state.value}  {progress_words(job)}").rstrip()
+            last_standing, last_line, shown_at = self._shown.get(job.id, ("", "", 0.0))
+            if standing != last_standing or (line != last_line and now - shown_at >= PLAIN_PROGRESS_EVERY_S):
                 self._terminal.show(Text(line))
-                self._shown[job.id], self._shown_at[job.id] = line, now
+                self._shown[job.id] = (standing, line, now)
 
 
 class _LiveDisplay:

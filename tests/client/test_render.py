@@ -75,7 +75,7 @@ def test_jobs_are_listed_with_and_without_progress(make_job: MakeJob) -> None:
 def test_a_queued_job_says_why_it_waits(make_job: MakeJob) -> None:
     job = make_job(state="queued", queue={"position": 2, "why": "1 of 2 slots is free"})
     assert facts(job)["waits"] == "number 2 in pool cpu: 1 of 2 slots is free"
-    assert render.progress_words(job) == "queued; 1 of 2 slots is free"
+    assert render.progress_words(job) == "1 of 2 slots is free"
 
 
 def test_a_failed_job_says_why_and_what_to_do(make_job: MakeJob) -> None:
