@@ -6,12 +6,12 @@ This is the one import path for other packages; `tests/api_schemas/test_surface.
 from api_schemas.attempt import Attempt, Checkpoint, Event, LogLine, MetricPoint
 from api_schemas.base import Contract, JsonScalar, Timestamp, refusal
 from api_schemas.data import DataSpec
-from api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes
+from api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes, ValidatedJob
 from api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
 from api_schemas.model import PRESETS, ModelSizes, ModelSpec
 from api_schemas.page import Page
 from api_schemas.precision import PrecisionSpec
-from api_schemas.problem import ErrorCode, Problem, Violation, explain
+from api_schemas.problem import ErrorCode, Problem, Violation, explain, explain_details
 from api_schemas.report import (
     MAX_REPORTS_PER_BATCH,
     CheckpointReport,
@@ -86,7 +86,9 @@ __all__ = [
     "StepReport",
     "Timestamp",
     "TrainingSpec",
+    "ValidatedJob",
     "Violation",
     "explain",
+    "explain_details",
     "refusal",
 ]

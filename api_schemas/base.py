@@ -9,17 +9,24 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, PlainSerializer
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, PlainSerializer
 from pydantic_core import PydanticCustomError
 
 JsonScalar = str | int | float | bool | None
+
+
+def _in_utc(moment: datetime) -> datetime:
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError as error:
+        raise ValueError("a moment that exists in UTC, from year 1 to 9999") from error
 
 
 def _rfc3339(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-Timestamp = Annotated[AwareDatetime, PlainSerializer(_rfc3339, return_type=str, when_used="json")]
+Timestamp = Annotated[AwareDatetime, AfterValidator(_in_utc), PlainSerializer(_rfc3339, return_type=str, when_used="json")]
 """A moment in time; RFC 3339 in UTC on the wire."""
 
 

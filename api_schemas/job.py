@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from api_schemas.base import Contract, Timestamp, refusal
 from api_schemas.data import DataSpec
-from api_schemas.model import ModelSpec
+from api_schemas.model import ModelSizes, ModelSpec
 from api_schemas.precision import PrecisionSpec
 from api_schemas.resources import LabelKey, ParallelismSpec, ResourceSpec
 from api_schemas.states import DesiredState, FailureReason, JobState
@@ -15,7 +15,7 @@ from api_schemas.training import TrainingSpec
 BYTE_VOCABULARY = 256
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-Labels = dict[LabelKey, Annotated[str, Field(max_length=256)]]
+Labels = dict[LabelKey, Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]]
 
 
 class RetrySpec(Contract):
@@ -82,6 +82,18 @@ class JobSpec(Contract):
                 change="Shorten the warm-up or train for more steps.",
             )
         return self
+
+
+class ValidatedJob(Contract):
+    """What a spec that passed every check would run as."""
+
+    object: Literal["validated_job"] = "validated_job"
+    spec: JobSpec = Field(description="with every default filled in")
+    sizes: ModelSizes
+    num_parameters: int
+    num_block_weights: int = Field(description="elements of the weight matrices that the level converts")
+    micro_batch_size: int
+    tokens_per_step: int
 
 
 class QueuePlace(Contract):

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -55,12 +55,17 @@ class Problem(Contract):
 
 def explain(error: ValidationError, root: type[BaseModel]) -> tuple[Violation, ...]:
     """Say of each error in a document of type `root`: which field, what was got, what is allowed, what to change."""
-    return tuple(_explain_one(detail, root) for detail in error.errors(include_url=False))
+    return explain_details(error.errors(include_url=False), root)
+
+
+def explain_details(details: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> tuple[Violation, ...]:
+    """The same of errors as pydantic lists them, for a caller that has no exception of pydantic's."""
+    return tuple(_explain_one(detail, root) for detail in details)
 
 
 def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
     context = detail.get("ctx", {})
-    path = [str(part) for part in detail["loc"]]
+    path = [_printable(str(part)) for part in detail["loc"]]
     got, allowed, message = _echo(detail.get("input")), None, str(detail["msg"])
     match detail["type"]:
         case "refused":
@@ -80,7 +85,7 @@ def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
         case _:
             allowed = str(detail["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
             message = f"Change {'.'.join(path) or 'the document'}."
-    return Violation(field=".".join(path), got=got, allowed=allowed, message=message)
+    return Violation(field=".".join(path), got=got, allowed=allowed, message=_printable(message))
 
 
 def _fields_at(root: type[BaseModel], path: list[str]) -> list[str]:
@@ -106,5 +111,10 @@ def _did_you_mean(got: str, choices: list[str]) -> str:
 
 
 def _echo(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = _printable(value) if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= _LONGEST_ECHO else f"{text[:_LONGEST_ECHO]}… ({len(text)} characters)"
+
+
+def _printable(text: str) -> str:
+    """JSON can name half a surrogate pair, which no answer can carry: show its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -16,6 +16,9 @@ from api_schemas.states import DesiredState, FailureReason
 StartPhase = Literal["placed", "process_up", "torch_imported", "model_built", "first_step"]
 MAX_REPORTS_PER_BATCH = 1000
 
+Step = Annotated[int, Field(ge=1, le=2**53)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+
 
 class PhaseReport(Contract):
     """A phase of the start was reached."""
@@ -28,24 +31,24 @@ class StartedReport(Contract):
     """Training begins after `resumed_from_step` (0: from the beginning). The job's curve after that step is dropped."""
 
     kind: Literal["started"] = "started"
-    resumed_from_step: int = Field(ge=0)
+    resumed_from_step: Count
     node: str
     device: str
-    world_size: int
-    num_parameters: int
-    num_layers_converted: int
-    num_layers_skipped: int
+    world_size: Count
+    num_parameters: Count
+    num_layers_converted: Count
+    num_layers_skipped: Count
 
 
 class StepReport(Contract):
     """One optimizer step, over all ranks. A loss or norm that is not finite is null."""
 
     kind: Literal["step"] = "step"
-    step: int = Field(ge=1)
+    step: Step
     loss: float | None
     gradient_norm: float | None
     learning_rate: float
-    tokens: int
+    tokens: Count
     step_time_s: float
     data_wait_s: float
 
@@ -54,18 +57,18 @@ class EvaluationReport(Contract):
     """The mean loss over the evaluation batches after `step`, in nats per token."""
 
     kind: Literal["evaluation"] = "evaluation"
-    step: int = Field(ge=1)
+    step: Step
     loss: float | None
-    tokens: int
+    tokens: Count
 
 
 class CheckpointReport(Contract):
     """A checkpoint is complete on disk under `name`, inside the job's own folder."""
 
     kind: Literal["checkpoint"] = "checkpoint"
-    step: int = Field(ge=1)
+    step: Step
     name: str = Field(pattern=r"^step_[0-9]{10}$")
-    num_bytes: int
+    num_bytes: Count
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     loss: float | None
 
@@ -98,14 +101,7 @@ class FinishedReport(Contract):
 
 
 ReportBody = Annotated[
-    PhaseReport
-    | StartedReport
-    | StepReport
-    | EvaluationReport
-    | CheckpointReport
-    | LogReport
-    | EventReport
-    | FinishedReport,
+    PhaseReport | StartedReport | StepReport | EvaluationReport | CheckpointReport | LogReport | EventReport | FinishedReport,
     Field(discriminator="kind"),
 ]
 
@@ -113,7 +109,7 @@ ReportBody = Annotated[
 class Report(Contract):
     """One entry of a rank's stream."""
 
-    seq: int = Field(ge=1)
+    seq: Step
     at: Timestamp
     body: ReportBody
 
