@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import httpx
 
-from api_schemas import Attempt, Checkpoint, Contract, Event, Job, JobSpec, LogLine, MetricPoint, Page, Pool
+from api_schemas import Attempt, Checkpoint, Contract, Event, Job, JobSpec, LogLine, MetricPoint, Page, Pool, ValidatedJob
 from api_schemas.levels import Level
 from client.connection import WORTH_ANOTHER_TRY, Connection, delays_s, read, read_message
 from client.errors import WaitTimeout
@@ -28,7 +28,8 @@ from client.errors import WaitTimeout
 Item = TypeVar("Item")
 Shown = TypeVar("Shown", bound=Contract)
 
-LARGEST_PAGE = 100
+MOST_JOBS_PER_PAGE = 100
+MOST_RECORDS_PER_PAGE = 1000
 
 
 class Client:
@@ -71,10 +72,9 @@ class Client:
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         return read(Job, self._post("/v1/jobs", _document(spec), headers))
 
-    def validate(self, spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
+    def validate(self, spec: JobSpec | Mapping[str, Any]) -> ValidatedJob:
         """Have a spec checked by the server's rules without submitting it; returns what it would run as."""
-        answer: dict[str, Any] = self._post("/v1/jobs/validate", _document(spec)).json()
-        return answer
+        return read(ValidatedJob, self._post("/v1/jobs/validate", _document(spec)))
 
     def job(self, job_id: str) -> Job:
         return self._job(job_id, self._patience_s)
@@ -91,7 +91,7 @@ class Client:
         """Jobs, newest first; `label` is key:value. All of them where `limit` is None."""
         wanted = {"state": state, "pool": pool, "label": label, "name": name}
         params = {key: value for key, value in wanted.items() if value is not None}
-        params["limit"] = str(min(limit or LARGEST_PAGE, LARGEST_PAGE))
+        params["limit"] = str(min(limit or MOST_JOBS_PER_PAGE, MOST_JOBS_PER_PAGE))
         return itertools.islice(self._items("/v1/jobs", Page[Job], params), limit)
 
     def cancel(self, job_id: str) -> Job:
@@ -99,14 +99,14 @@ class Client:
         return read(Job, self._post(f"{_path(job_id)}/cancel"))
 
     def attempts(self, job_id: str) -> Iterator[Attempt]:
-        return self._items(f"{_path(job_id)}/attempts", Page[Attempt])
+        return self._records(job_id, "attempts", Page[Attempt])
 
     def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
-        return self._items(f"{_path(job_id)}/checkpoints", Page[Checkpoint])
+        return self._records(job_id, "checkpoints", Page[Checkpoint])
 
     def metrics(self, job_id: str, *, after: int = 0) -> Iterator[MetricPoint]:
         """The job's curve: the steps later than `after`, in order."""
-        return self._items(f"{_path(job_id)}/metrics", Page[MetricPoint], _after(after))
+        return self._records(job_id, "metrics", Page[MetricPoint], after)
 
     def levels(self) -> Iterator[Level]:
         return self._items("/v1/levels", Page[Level])
@@ -118,14 +118,11 @@ class Client:
         """What happened, in order, later than event number `after`. With `follow` it ends once the job is over."""
         if follow:
             return self._follow(job_id, "events", Event, after)
-        return self._items(f"{_path(job_id)}/events", Page[Event], _after(after))
+        return self._records(job_id, "events", Page[Event], after)
 
     def logs(self, job_id: str, *, follow: bool = False, rank: int | None = None) -> Iterator[LogLine]:
         """Lines of all ranks, or of one, in order. With `follow` it ends once the job is over."""
-        if follow:
-            lines = self._follow(job_id, "logs", LogLine, after=0)
-        else:
-            lines = self._items(f"{_path(job_id)}/logs", Page[LogLine])
+        lines = self._follow(job_id, "logs", LogLine, after=0) if follow else self._records(job_id, "logs", Page[LogLine])
         return (line for line in lines if rank is None or line.rank == rank)
 
     def wait(
@@ -155,6 +152,10 @@ class Client:
 
     def _post(self, path: str, document: Any = None, headers: Mapping[str, str] | None = None) -> httpx.Response:
         return self._connection.request("POST", path, document=document, headers=headers, patience_s=self._patience_s)
+
+    def _records(self, job_id: str, part: str, page_type: type[Page[Item]], after: int = 0) -> Iterator[Item]:
+        params = {"limit": str(MOST_RECORDS_PER_PAGE)} | ({"after": str(after)} if after else {})
+        return self._items(f"{_path(job_id)}/{part}", page_type, params)
 
     def _items(self, path: str, page_type: type[Page[Item]], params: Mapping[str, str] | None = None) -> Iterator[Item]:
         query = dict(params or {})
@@ -192,7 +193,3 @@ def _document(spec: JobSpec | Mapping[str, Any]) -> Any:
 
 def _path(job_id: str) -> str:
     return f"/v1/jobs/{quote(job_id, safe='')}"
-
-
-def _after(number: int) -> dict[str, str]:
-    return {"after": str(number)} if number else {}

@@ -51,13 +51,18 @@ def validate(file: JobFile, settings: Settings = None, url: Url = DEFAULT_URL, a
     spec = check_spec(document, file)
     terminal = Terminal()
     with connect(url) as client:
-        resolved = client.validate(spec)
+        valid = client.validate(spec)
     if as_json:
-        terminal.show_json_object(resolved)
-        return
-    terminal.show(Text(f"{file} is a valid job for {url}."))
-    for key, value in resolved.items():
-        terminal.show(Text(f"  {key}: {value}"))
+        terminal.show_json(valid)
+    else:
+        micro_batches = spec.training.global_batch_size // (valid.micro_batch_size * spec.resources.workers)
+        terminal.show(
+            Text(
+                f"{file} is a valid job: {valid.num_parameters:,} parameters, {valid.num_block_weights:,} of them in block "
+                f"weights; {valid.tokens_per_step:,} tokens a step in {micro_batches} micro-batches of "
+                f"{valid.micro_batch_size} sequences on each of {spec.resources.workers} workers."
+            )
+        )
 
 
 def cancel(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:

@@ -1,10 +1,9 @@
 """Where the commands write: results on standard output, errors on standard error; plain lines where nobody watches."""
 
-import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TextIO
+from typing import TextIO
 
 from pydantic import BaseModel
 from rich.console import Console, RenderableType
@@ -42,9 +41,6 @@ class Terminal:
     def show_json(self, model: BaseModel) -> None:
         """One document, indented."""
         self.out.file.write(model.model_dump_json(indent=2) + "\n")
-
-    def show_json_object(self, document: Mapping[str, Any]) -> None:
-        self.out.file.write(json.dumps(document, indent=2) + "\n")
 
     def show_json_array(self, models: Iterable[BaseModel]) -> None:
         """One document: an array with an element per line."""
