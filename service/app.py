@@ -1,0 +1,64 @@
+"""The HTTP application: wiring only. Nothing runs at import, and neither Ray nor torch is ever loaded."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import Depends, FastAPI
+
+from api_schemas import Problem
+from service.db.engine import Database
+from service.deps import Parts, require_api_key
+from service.routes import catalog, jobs, operations, records, reports
+from service.routes.guards import LimitBodies, RefuseOtherHosts, refuse_unknown_query
+from service.routes.problems import answers, install
+from service.routes.telemetry import Telemetry, TimeRequests
+from service.settings import Settings
+
+
+def create_app(settings: Settings, *, database: Database, wake: Callable[[], None] = lambda: None) -> FastAPI:
+    """The API over a database. `wake` is called when there is something to do for a dispatcher in this process."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        database.migrate()
+        yield
+
+    app = _Api(
+        title="Octet",
+        version=version("octet"),
+        summary="Distributed training in 8-bit floating point, as a service",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        separate_input_output_schemas=False,
+        dependencies=[Depends(refuse_unknown_query)],
+        responses=answers(421, 503),
+    )
+    app.state.parts = Parts(settings, database, wake)
+    app.state.telemetry = Telemetry(settings, database)
+    for router in (jobs.router, records.router, catalog.router, operations.router):
+        app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
+    app.include_router(reports.router)
+    app.include_router(operations.health)
+    install(app)
+    app.add_middleware(LimitBodies)
+    if settings.is_loopback and not settings.api_keys:
+        app.add_middleware(RefuseOtherHosts)
+    app.add_middleware(TimeRequests, telemetry=app.state.telemetry)
+    return app
+
+
+class _Api(FastAPI):
+    """FastAPI whose OpenAPI document has our problem document in place of FastAPI's own errors."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            schemas = super().openapi()["components"]["schemas"]
+            for unused in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(unused, None)
+            problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+            schemas |= {**problem.pop("$defs"), "Problem": problem}
+        assert self.openapi_schema is not None
+        return self.openapi_schema

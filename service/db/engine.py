@@ -1,0 +1,106 @@
+"""The database: read and write transactions, and the time that all leases are measured by.
+
+SQLite has one writer: write transactions take a lock in this process, then BEGIN IMMEDIATE. PostgreSQL has many:
+whoever writes about a job locks its row first (`store.lock_job`), so writes about one job still come one by one.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select, text
+from sqlalchemy.orm import Session
+
+from service.db.migrate import upgrade
+
+_SQLITE_WRITE = "octet_write"
+_POSTGRES_OPTIONS = "-c timezone=UTC -c lock_timeout=10s -c statement_timeout=30s"
+
+
+class Clock(Protocol):
+    """Tells the time; tests pass one that they turn themselves."""
+
+    def now(self) -> datetime: ...
+
+
+class Database:
+    """One database by URL. Nothing is opened before the first use."""
+
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
+        self._clock = clock
+        self._engine = _engine(url)
+        self._reading: Engine
+        self._writing: Engine
+        self.is_sqlite = self._engine.dialect.name == "sqlite"
+        self._one_writer: AbstractContextManager[Any] = threading.Lock() if self.is_sqlite else nullcontext()
+        if self.is_sqlite:
+            self._reading, self._writing = self._engine, self._engine.execution_options(**{_SQLITE_WRITE: True})
+        else:
+            self._writing = self._engine
+            self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+
+    def migrate(self) -> None:
+        """Bring the schema up to this version. Safe to call from several processes at once."""
+        if self.is_sqlite and self._engine.url.database:
+            Path(self._engine.url.database).parent.mkdir(parents=True, exist_ok=True)
+        with self._one_writer, self._writing.connect() as connection, connection.begin():
+            if not self.is_sqlite:
+                connection.execute(select(func.pg_advisory_xact_lock(func.hashtext("octet_migrations"))))
+            upgrade(connection)
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A consistent view that changes nothing."""
+        with Session(self._reading, autoflush=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """One transaction: all of it is durable when this returns, none of it when it raises."""
+        with self._one_writer, Session(self._writing, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    def now(self, session: Session) -> datetime:
+        """The time by which leases run: the server's on PostgreSQL, which all processes share."""
+        if self._clock is not None:
+            return self._clock.now()
+        if self.is_sqlite:
+            return datetime.now(UTC)
+        moment: datetime = session.execute(select(func.clock_timestamp())).scalar_one()
+        return moment.astimezone(UTC)
+
+    def ping(self) -> None:
+        """Raise if the database does not answer."""
+        with self.read() as session:
+            session.execute(text("SELECT 1"))
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def _engine(url: str) -> Engine:
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        engine = create_engine(parsed, connect_args={"check_same_thread": False, "timeout": 10})
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    if parsed.get_backend_name() == "postgresql":
+        connect_args = {"options": _POSTGRES_OPTIONS, "connect_timeout": 5}
+        parsed = parsed.set(drivername="postgresql+psycopg")
+        return create_engine(parsed, connect_args=connect_args, pool_pre_ping=True, pool_size=10, max_overflow=20)
+    raise ValueError(f"database {parsed.get_backend_name()!r} is not supported; use sqlite:///… or postgresql://…")
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # we say BEGIN ourselves, below
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get(_SQLITE_WRITE, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

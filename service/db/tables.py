@@ -1,0 +1,248 @@
+"""The tables. `…Row` is what is stored; `api_schemas` is what is shown, `service.jobs.views` turns one into the other.
+
+An attempt counts against its pool until `released_at`: the moment its processes are known to be gone.
+"""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from api_schemas import AttemptState, DesiredState, FailureReason, JobState
+from service.db.columns import SafeText, UtcDateTime, id_column, state_column
+
+LIVE_ATTEMPT = "state NOT IN ('succeeded', 'failed', 'cancelled')"
+LIVE_JOB = "state NOT IN ('succeeded', 'failed', 'cancelled')"
+
+
+class Base(DeclarativeBase):
+    """Named constraints, so that a migration can name what it changes."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012  (SQLAlchemy reads it from the class)
+        datetime: UtcDateTime,
+        str: SafeText,
+        dict[str, Any]: JSON(none_as_null=True),
+        JobState: state_column(JobState),
+        DesiredState: state_column(DesiredState),
+        AttemptState: state_column(AttemptState),
+        FailureReason: state_column(FailureReason),
+    }
+
+
+class JobRow(Base):
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index(
+            "ix_jobs_queue",
+            "pool",
+            "priority",
+            "id",
+            sqlite_where=text("state = 'queued'"),
+            postgresql_where=text("state = 'queued'"),
+        ),
+        Index("ix_jobs_state_pool_id", "state", "pool", "id"),
+        Index("ix_jobs_name_id", "name", "id"),
+    )
+
+    id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    name: Mapped[str] = mapped_column(String(100))
+    state: Mapped[JobState]
+    desired: Mapped[DesiredState]
+    pool: Mapped[str] = mapped_column(String(32))
+    workers: Mapped[int]
+    priority: Mapped[int]
+    spec: Mapped[dict[str, Any]]
+
+    created_at: Mapped[datetime]
+    queued_at: Mapped[datetime]
+    not_before: Mapped[datetime | None]
+    started_at: Mapped[datetime | None]
+    cancel_requested_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+
+    reason: Mapped[FailureReason | None]
+    message: Mapped[str | None]
+    summary: Mapped[dict[str, Any] | None]
+
+    current_attempt_id: Mapped[str | None] = mapped_column(id_column())
+    num_attempts: Mapped[int] = mapped_column(default=0)
+    num_failures: Mapped[int] = mapped_column(default=0)
+    num_platform_failures: Mapped[int] = mapped_column(default=0)
+    last_event_seq: Mapped[int] = mapped_column(BigInteger, default=0)
+    last_log_seq: Mapped[int] = mapped_column(BigInteger, default=0)
+
+    step: Mapped[int | None] = mapped_column(BigInteger)
+    loss: Mapped[float | None]
+    tokens_per_s: Mapped[float | None]
+    remaining_s: Mapped[float | None]
+    reported_at: Mapped[datetime | None]
+
+
+class JobLabelRow(Base):
+    __tablename__ = "job_labels"
+    __table_args__ = (Index("ix_job_labels_key_value_job_id", "key", "value", "job_id"),)
+
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(64), primary_key=True)
+    value: Mapped[str]
+
+
+class AttemptRow(Base):
+    __tablename__ = "attempts"
+    __table_args__ = (
+        UniqueConstraint("job_id", "epoch"),
+        Index(
+            "uq_attempts_one_live_per_job",
+            "job_id",
+            unique=True,
+            sqlite_where=text(LIVE_ATTEMPT),
+            postgresql_where=text(LIVE_ATTEMPT),
+        ),
+        Index(
+            "ix_attempts_not_released",
+            "state",
+            "pool",
+            sqlite_where=text("released_at IS NULL"),
+            postgresql_where=text("released_at IS NULL"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"))
+    epoch: Mapped[int]
+    state: Mapped[AttemptState]
+    pool: Mapped[str] = mapped_column(String(32))
+    workers: Mapped[int]
+    token_hash: Mapped[bytes | None]
+
+    claim_token: Mapped[str | None] = mapped_column(String(64))
+    claim_expires_at: Mapped[datetime | None]
+    launch_after: Mapped[datetime | None]
+    launched_at: Mapped[datetime | None]
+    exited_at: Mapped[datetime | None]
+    released_at: Mapped[datetime | None]
+
+    created_at: Mapped[datetime]
+    placed_at: Mapped[datetime | None]
+    process_up_at: Mapped[datetime | None]
+    torch_imported_at: Mapped[datetime | None]
+    model_built_at: Mapped[datetime | None]
+    first_step_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+    last_report_at: Mapped[datetime | None]
+    last_progress_at: Mapped[datetime | None]
+    lease_expires_at: Mapped[datetime | None]
+
+    node: Mapped[str | None]
+    device: Mapped[str | None]
+    resumed_from_step: Mapped[int | None] = mapped_column(BigInteger)
+    last_step: Mapped[int | None] = mapped_column(BigInteger)
+    num_log_lines: Mapped[int] = mapped_column(BigInteger, default=0)
+    reason: Mapped[FailureReason | None]
+    message: Mapped[str | None]
+
+
+class EventRow(Base):
+    __tablename__ = "events"
+    __table_args__ = (UniqueConstraint("job_id", "seq"),)
+
+    id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"))
+    seq: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[datetime]
+    type: Mapped[str] = mapped_column(String(64))
+    attempt_id: Mapped[str | None] = mapped_column(id_column())
+    message: Mapped[str]
+    data: Mapped[dict[str, Any]]
+
+
+class MetricRow(Base):
+    __tablename__ = "metrics"
+
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at: Mapped[datetime]
+    attempt_id: Mapped[str] = mapped_column(id_column())
+    loss: Mapped[float | None]
+    gradient_norm: Mapped[float | None]
+    learning_rate: Mapped[float]
+    tokens: Mapped[int] = mapped_column(BigInteger)
+    step_time_s: Mapped[float]
+    data_wait_s: Mapped[float]
+    evaluation_loss: Mapped[float | None]
+
+
+class CheckpointRow(Base):
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("job_id", "step"),)
+
+    id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"))
+    attempt_id: Mapped[str] = mapped_column(id_column())
+    step: Mapped[int] = mapped_column(BigInteger)
+    name: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[datetime]
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    loss: Mapped[float | None]
+
+
+class LogLineRow(Base):
+    __tablename__ = "log_lines"
+
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"), primary_key=True)
+    seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at: Mapped[datetime]
+    attempt_id: Mapped[str] = mapped_column(id_column())
+    rank: Mapped[int]
+    level: Mapped[str]
+    message: Mapped[str]
+
+
+class ReportStreamRow(Base):
+    """How far the reports of one rank have been applied."""
+
+    __tablename__ = "report_streams"
+
+    attempt_id: Mapped[str] = mapped_column(id_column(), ForeignKey("attempts.id"), primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    last_seq: Mapped[int] = mapped_column(BigInteger)
+
+
+class IdempotencyKeyRow(Base):
+    __tablename__ = "idempotency_keys"
+
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    body_hash: Mapped[str] = mapped_column(String(64))
+    job_id: Mapped[str] = mapped_column(id_column())
+    expires_at: Mapped[datetime] = mapped_column(index=True)
+
+
+class LeaseRow(Base):
+    """Who leads. A holder that does not renew in time loses to the next who asks."""
+
+    __tablename__ = "leases"
+
+    name: Mapped[str] = mapped_column(String(32), primary_key=True)
+    holder: Mapped[str] = mapped_column(String(255))
+    token: Mapped[str] = mapped_column(String(64))
+    expires_at: Mapped[datetime]
+
+
+class PoolCapacityRow(Base):
+    """What the cluster last said of a pool."""
+
+    __tablename__ = "pool_capacities"
+
+    pool: Mapped[str] = mapped_column(String(32), primary_key=True)
+    slots_present: Mapped[int]
+    observed_at: Mapped[datetime]

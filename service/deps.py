@@ -1,0 +1,80 @@
+"""What a request needs: the parts of the service, who is asking, and ids that are well formed. As dependency types."""
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Header, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from service.db.engine import Database
+from service.errors import NotFound, Unauthenticated
+from service.jobs.ids import is_id
+from service.settings import Settings
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one app is made of. `wake` tells a dispatcher in this process that there is something to do."""
+
+    settings: Settings
+    database: Database
+    wake: Callable[[], None]
+
+
+def _parts(request: Request) -> Parts:
+    parts: Parts = request.app.state.parts
+    return parts
+
+
+PartsDep = Annotated[Parts, Depends(_parts)]
+
+_BEARER = Security(HTTPBearer(auto_error=False, scheme_name="API key", description="Needed where API keys are configured."))
+_ATTEMPT_BEARER = Security(HTTPBearer(auto_error=False, scheme_name="Attempt token", description="Made at launch."))
+
+
+def require_api_key(parts: PartsDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None) -> None:
+    """Let nobody in without a configured key; where none is configured, only this machine can ask, and may."""
+    known = parts.settings.api_key_hashes
+    if not known:
+        return
+    if credentials is None:
+        raise Unauthenticated("an API key is needed: send 'Authorization: Bearer <key>'")
+    given = hashlib.sha256(credentials.credentials.encode()).digest()
+    if not any([hmac.compare_digest(given, key) for key in known]):  # all are compared, so time says nothing
+        raise Unauthenticated("the API key is not known here")
+
+
+def _attempt_token(credentials: Annotated[HTTPAuthorizationCredentials | None, _ATTEMPT_BEARER] = None) -> str:
+    if credentials is None:
+        raise Unauthenticated("the attempt's token is needed: send 'Authorization: Bearer <token>'")
+    return credentials.credentials
+
+
+def _job_id(job_id: str) -> str:
+    if not is_id("job", job_id):
+        raise NotFound("there is no such job")
+    return job_id
+
+
+def _attempt_id(attempt_id: str) -> str:
+    if not is_id("att", attempt_id):
+        raise NotFound("there is no such attempt")
+    return attempt_id
+
+
+AttemptTokenDep = Annotated[str, Depends(_attempt_token)]
+JobIdDep = Annotated[str, Depends(_job_id)]
+AttemptIdDep = Annotated[str, Depends(_attempt_id)]
+IdempotencyKeyDep = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=255,
+        pattern=r"^[\x21-\x7e]+$",
+        description="The same key and body give the same job again for 24 hours.",
+    ),
+]

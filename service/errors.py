@@ -1,0 +1,99 @@
+"""What can go wrong on purpose. Each error knows its HTTP status and stable code; one handler renders all of them.
+
+ServiceError
+├── InvalidRequest 422      what was sent cannot be accepted; `errors` names the fields
+│   └── IdempotencyMismatch 422
+├── InvalidJson 400, PayloadTooLarge 413, WrongHost 421
+├── Unauthenticated 401, NotFound 404, MethodNotAllowed 405
+├── IllegalTransition 409   the state it is in does not allow this
+├── StaleAttempt 409        the writer is not, or no longer, the attempt that counts
+├── SequenceGap 409         a report is missing before this one
+└── NotReady 503            the database or the dispatcher is away
+"""
+
+from typing import ClassVar
+
+from api_schemas import ErrorCode, Problem, Violation
+
+
+class ServiceError(Exception):
+    """Base of the tree above."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
+    title: ClassVar[str] = "Internal error"
+    headers: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, detail: str, errors: tuple[Violation, ...] = ()) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.errors = errors
+
+    def problem(self, instance: str | None = None) -> Problem:
+        """This error as the document that the client gets."""
+        return Problem(
+            title=self.title,
+            status=self.status,
+            detail=self.detail,
+            code=self.code,
+            instance=instance,
+            errors=self.errors,
+        )
+
+
+class InvalidRequest(ServiceError):
+    status, code, title = 422, ErrorCode.INVALID_REQUEST, "Invalid request"
+
+    @classmethod
+    def of(cls, violations: tuple[Violation, ...]) -> "InvalidRequest":
+        """The error whose detail is the first violation in one sentence."""
+        first = violations[0]
+        where = first.field or "the document"
+        more = f" ({len(violations) - 1} more in errors)" if len(violations) > 1 else ""
+        return cls(f"{where}: got {first.got}. {first.message}{more}", violations)
+
+
+class IdempotencyMismatch(InvalidRequest):
+    code, title = ErrorCode.IDEMPOTENCY_MISMATCH, "Idempotency key used for another body"
+
+
+class InvalidJson(ServiceError):
+    status, code, title = 400, ErrorCode.INVALID_JSON, "The body is not JSON"
+
+
+class PayloadTooLarge(ServiceError):
+    status, code, title = 413, ErrorCode.PAYLOAD_TOO_LARGE, "Payload too large"
+
+
+class WrongHost(ServiceError):
+    status, code, title = 421, ErrorCode.WRONG_HOST, "Misdirected request"
+
+
+class Unauthenticated(ServiceError):
+    status, code, title = 401, ErrorCode.UNAUTHENTICATED, "Not authenticated"
+    headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+
+class NotFound(ServiceError):
+    status, code, title = 404, ErrorCode.NOT_FOUND, "Not found"
+
+
+class MethodNotAllowed(ServiceError):
+    status, code, title = 405, ErrorCode.METHOD_NOT_ALLOWED, "Method not allowed"
+
+
+class IllegalTransition(ServiceError):
+    status, code, title = 409, ErrorCode.ILLEGAL_TRANSITION, "Not possible in this state"
+
+
+class StaleAttempt(ServiceError):
+    status, code, title = 409, ErrorCode.STALE_ATTEMPT, "Stale attempt"
+
+
+class SequenceGap(ServiceError):
+    status, code, title = 409, ErrorCode.SEQUENCE_GAP, "A report is missing"
+
+
+class NotReady(ServiceError):
+    status, code, title = 503, ErrorCode.NOT_READY, "Not ready"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": "2"}

@@ -1,0 +1,144 @@
+"""What happens to an attempt, and what that does to its job: reserve, claim, launched, started, finish.
+
+Every function runs in the caller's transaction with the job's row locked, moves both along `lifecycle`, and writes the
+events. Whether a failed job is tried again is decided in `finish`, here and nowhere else.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy.orm import Session
+
+from api_schemas import AttemptState, Blame, FailureReason, JobSpec, JobState, JobSummary
+from service.db.tables import AttemptRow, JobRow
+from service.jobs import store
+from service.jobs.ids import new_id
+from service.jobs.lifecycle import AttemptEvent, JobEvent, next_attempt_state, next_job_state
+
+MAX_PLATFORM_FAILURES = 10
+LONGEST_BACKOFF_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended."""
+
+    event: AttemptEvent
+    reason: FailureReason | None = None
+    message: str | None = None
+    summary: JobSummary | None = None
+
+
+def reserve(session: Session, job: JobRow, now: datetime) -> AttemptRow:
+    """Give a queued job its slots: the next attempt exists, nothing is started yet."""
+    job.state = next_job_state(job.state, JobEvent.PLACE)
+    job.num_attempts += 1
+    attempt = AttemptRow(
+        id=new_id("att", now),
+        job_id=job.id,
+        epoch=job.num_attempts,
+        state=AttemptState.RESERVED,
+        pool=job.pool,
+        workers=job.workers,
+        created_at=now,
+        num_log_lines=0,
+    )
+    session.add(attempt)
+    job.current_attempt_id = attempt.id
+    job.not_before = None
+    message = f"attempt {attempt.epoch} has {job.workers} slot{'s' * (job.workers > 1)} of pool {job.pool!r}"
+    store.add_event(session, job, now, "job.placed", message, attempt_id=attempt.id)
+    return attempt
+
+
+def launched(session: Session, job: JobRow, attempt: AttemptRow, now: datetime) -> None:
+    """The cluster has the attempt, or it was heard of: what comes first."""
+    was = attempt.state
+    attempt.state = next_attempt_state(was, AttemptEvent.LAUNCHED)
+    if was is AttemptState.LAUNCHING:
+        attempt.launched_at = now
+        store.add_event(
+            session, job, now, "attempt.launched", f"attempt {attempt.epoch} is on the cluster", attempt_id=attempt.id
+        )
+
+
+def started(session: Session, job: JobRow, attempt: AttemptRow, now: datetime, resumed_from_step: int) -> None:
+    """The attempt trains."""
+    attempt.state = next_attempt_state(attempt.state, AttemptEvent.STARTED)
+    attempt.resumed_from_step = resumed_from_step
+    job.state = next_job_state(job.state, JobEvent.START)
+    job.started_at = job.started_at or now
+    where = f"after step {resumed_from_step}" if resumed_from_step else "from the beginning"
+    message = f"attempt {attempt.epoch} trains {where} on {attempt.node} ({attempt.device})"
+    store.add_event(session, job, now, "attempt.started", message, attempt_id=attempt.id)
+
+
+def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, now: datetime) -> None:
+    """End an attempt, and end its job or put it back into the queue."""
+    attempt.state = next_attempt_state(attempt.state, ending.event)
+    attempt.finished_at = now
+    attempt.reason = ending.reason
+    attempt.message = ending.message
+    if attempt.token_hash is None:
+        attempt.released_at = now  # nothing was ever launched, so nothing has to be stopped
+    because = f": {ending.reason.value}" if ending.reason else ""
+    store.add_event(
+        session,
+        job,
+        now,
+        f"attempt.{attempt.state.value}",
+        f"attempt {attempt.epoch} {attempt.state.value}{because}{f' ({ending.message})' if ending.message else ''}"[:4096],
+        attempt_id=attempt.id,
+        data={"reason": ending.reason.value} if ending.reason else None,
+    )
+    if ending.event is AttemptEvent.SUCCEED:
+        job.summary = ending.summary.model_dump(mode="json") if ending.summary else None
+        _end_job(session, job, JobEvent.SUCCEED, now)
+    elif ending.event is AttemptEvent.CANCEL:
+        _end_job(session, job, JobEvent.STOP, now)
+    else:
+        _fail(session, job, ending, now)
+
+
+def end_queued(session: Session, job: JobRow, now: datetime) -> None:
+    """Cancel a job that has no attempt."""
+    _end_job(session, job, JobEvent.CANCEL, now)
+
+
+def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
+    assert ending.reason is not None, "a failure has a reason"
+    if job.state is not JobState.CANCELLING and _may_retry(job, ending.reason):
+        number = job.num_failures + job.num_platform_failures
+        wait_s = min(LONGEST_BACKOFF_S, 2.0 ** (number - 1))
+        job.state = next_job_state(job.state, JobEvent.RETRY)
+        job.queued_at = now
+        job.not_before = now + timedelta(seconds=wait_s)
+        message = f"tried again in {wait_s:g} s, after failure {number} ({ending.reason.value})"
+        store.add_event(session, job, now, "job.queued", message)
+        return
+    if job.state is not JobState.CANCELLING:
+        job.reason, job.message = ending.reason, ending.message
+    _end_job(session, job, JobEvent.FAIL, now)
+
+
+def _may_retry(job: JobRow, reason: FailureReason) -> bool:
+    """Count the failure on the one who is to blame; whether another attempt is left."""
+    if reason.blame is Blame.JOB:
+        job.num_failures += 1
+        allowed = job.num_failures <= JobSpec.read_stored(job.spec).retry.max_failures
+    else:
+        job.num_platform_failures += 1
+        allowed = job.num_platform_failures < MAX_PLATFORM_FAILURES
+    return reason.retryable and allowed
+
+
+def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
+    job.state = next_job_state(job.state, event)
+    job.finished_at = now
+    job.not_before = None
+    job.remaining_s = None
+    because = f": {job.reason.value}. {job.reason.hint}" if job.reason else ""
+    store.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}")
+
+
+_WORDS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}

@@ -1,0 +1,82 @@
+"""Which state follows which, for jobs and for attempts. Pure: two tables and nothing else decides.
+
+job      queued ──place──▶ starting ──start──▶ running ──succeed──▶ succeeded
+           ▲  └─cancel─▶ cancelled    │           │
+           └───────────────retry──────┴───────────┤ fail ─▶ failed,  cancel ─▶ cancelling ─▶ cancelled
+
+attempt  reserved ─claim─▶ launching ─launched─▶ starting ─started─▶ running ─▶ succeeded | failed | cancelled
+"""
+
+from enum import StrEnum
+
+from api_schemas import AttemptState, JobState
+from service.errors import IllegalTransition
+
+
+class JobEvent(StrEnum):
+    PLACE = "place"
+    START = "start"
+    CANCEL = "cancel"
+    SUCCEED = "succeed"
+    RETRY = "retry"
+    FAIL = "fail"
+    STOP = "stop"  # the attempt ended because it was asked to
+
+
+class AttemptEvent(StrEnum):
+    CLAIM = "claim"
+    LAUNCHED = "launched"  # the cluster has it, or it was heard of
+    STARTED = "started"
+    SUCCEED = "succeed"
+    FAIL = "fail"
+    CANCEL = "cancel"
+
+
+_J, _E = JobState, JobEvent
+JOB_TRANSITIONS: dict[tuple[JobState, JobEvent], JobState] = {
+    (_J.QUEUED, _E.PLACE): _J.STARTING,
+    (_J.QUEUED, _E.CANCEL): _J.CANCELLED,
+    (_J.STARTING, _E.START): _J.RUNNING,
+    (_J.STARTING, _E.CANCEL): _J.CANCELLING,
+    (_J.STARTING, _E.RETRY): _J.QUEUED,
+    (_J.STARTING, _E.FAIL): _J.FAILED,
+    (_J.RUNNING, _E.CANCEL): _J.CANCELLING,
+    (_J.RUNNING, _E.SUCCEED): _J.SUCCEEDED,
+    (_J.RUNNING, _E.RETRY): _J.QUEUED,
+    (_J.RUNNING, _E.FAIL): _J.FAILED,
+    # While it is being cancelled a job may still begin or end on its own; it is never tried again.
+    (_J.CANCELLING, _E.START): _J.CANCELLING,
+    (_J.CANCELLING, _E.CANCEL): _J.CANCELLING,
+    (_J.CANCELLING, _E.SUCCEED): _J.SUCCEEDED,
+    (_J.CANCELLING, _E.FAIL): _J.CANCELLED,
+    (_J.CANCELLING, _E.STOP): _J.CANCELLED,
+}
+
+_A, _V = AttemptState, AttemptEvent
+ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
+    (_A.RESERVED, _V.CLAIM): _A.LAUNCHING,
+    (_A.LAUNCHING, _V.CLAIM): _A.LAUNCHING,
+    (_A.LAUNCHING, _V.LAUNCHED): _A.STARTING,
+    # A fast worker is heard before the call that launched it returns.
+    (_A.STARTING, _V.LAUNCHED): _A.STARTING,
+    (_A.RUNNING, _V.LAUNCHED): _A.RUNNING,
+    (_A.STARTING, _V.STARTED): _A.RUNNING,
+    (_A.RUNNING, _V.SUCCEED): _A.SUCCEEDED,
+    **{(state, _V.FAIL): _A.FAILED for state in AttemptState if not state.is_terminal},
+    **{(state, _V.CANCEL): _A.CANCELLED for state in AttemptState if not state.is_terminal},
+}
+
+
+def next_job_state(state: JobState, event: JobEvent) -> JobState:
+    """Raises IllegalTransition where the table has no such row."""
+    if (state, event) not in JOB_TRANSITIONS:
+        possible = [known.value for known in JobEvent if (state, known) in JOB_TRANSITIONS] or ["nothing: it is over"]
+        raise IllegalTransition(f"the job is {state.value}; {event.value} is not possible. Possible: {', '.join(possible)}.")
+    return JOB_TRANSITIONS[state, event]
+
+
+def next_attempt_state(state: AttemptState, event: AttemptEvent) -> AttemptState:
+    """Raises IllegalTransition where the table has no such row."""
+    if (state, event) not in ATTEMPT_TRANSITIONS:
+        raise IllegalTransition(f"the attempt is {state.value}; {event.value} is not possible.")
+    return ATTEMPT_TRANSITIONS[state, event]

@@ -1,0 +1,233 @@
+"""Applies what a rank reports, one batch in one transaction: all of it counts, or none.
+
+A batch may come twice, or overlap what came before: what was applied is skipped by its sequence number. A batch of an
+attempt that no longer counts changes nothing and is refused, which tells the worker to end.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from api_schemas import (
+    AttemptState,
+    CheckpointReport,
+    DesiredState,
+    EvaluationReport,
+    EventReport,
+    FailureReason,
+    FinishedReport,
+    LogReport,
+    PhaseReport,
+    Report,
+    ReportBatch,
+    ReportReply,
+    StartedReport,
+    StepReport,
+)
+from service.db.tables import AttemptRow, CheckpointRow, JobRow
+from service.errors import InvalidRequest, SequenceGap, StaleAttempt, Unauthenticated
+from service.jobs import attempts, store, store_records
+from service.jobs.attempts import Ending
+from service.jobs.ids import new_id
+from service.jobs.lifecycle import AttemptEvent
+
+MAX_LOG_LINES = 100_000
+START_PHASES = ("placed", "process_up", "torch_imported", "model_built", "first_step")
+_FROM_ANY_RANK = (LogReport, EventReport, FinishedReport)
+_OF_TRAINING = (StepReport, EvaluationReport, CheckpointReport)
+_ENDINGS = {"succeeded": AttemptEvent.SUCCEED, "failed": AttemptEvent.FAIL, "cancelled": AttemptEvent.CANCEL}
+
+
+@dataclass
+class Applied:
+    """What a batch did. `phase_s` has the duration of each phase of the start that it reported."""
+
+    reply: ReportReply
+    finished: bool
+    queue_wait_s: float | None = None
+    phase_s: dict[str, float] = field(default_factory=dict)
+
+
+def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lease_s: float, now: datetime) -> Applied:
+    """Apply what is new in the batch and renew the lease.
+
+    Raises Unauthenticated for a wrong token, StaleAttempt where the attempt is not the one that counts, SequenceGap
+    where a report before this one is missing.
+    """
+    locked = store.lock_attempt(session, attempt_id)
+    if locked is None:
+        raise StaleAttempt(f"there is no attempt {attempt_id}; end this process")
+    job, attempt = locked
+    _authenticate(attempt, token)
+    if batch.rank >= attempt.workers:
+        raise InvalidRequest(f"rank: got {batch.rank}; allowed: below {attempt.workers}, the attempt's workers")
+    last_seq = store_records.last_sequence(session, attempt.id, batch.rank)
+    is_echo = bool(batch.reports) and batch.reports[-1].seq <= last_seq
+    if batch.epoch != attempt.epoch or (attempt.state.is_terminal and not is_echo):
+        raise StaleAttempt(
+            f"attempt {attempt_id} has epoch {attempt.epoch} and is {attempt.state.value}; got epoch {batch.epoch}. "
+            "It no longer counts; end this process."
+        )
+    applied = Applied(ReportReply(desired=job.desired, lease_s=lease_s, acknowledged_seq=last_seq), finished=False)
+    if attempt.state.is_terminal:
+        return applied  # the answer to its last batch was lost
+    new = _unseen(batch.reports, last_seq)
+    _heard(session, job, attempt, applied, now)
+    if batch.rank == 0:
+        attempt.lease_expires_at = now + timedelta(seconds=lease_s)
+    _Batch(session, job, attempt, batch.rank, now, applied).apply(new)
+    if new:
+        store_records.set_last_sequence(session, attempt.id, batch.rank, new[-1].seq)
+        applied.reply = ReportReply(desired=job.desired, lease_s=lease_s, acknowledged_seq=new[-1].seq)
+    return applied
+
+
+def _authenticate(attempt: AttemptRow, token: str) -> None:
+    given = hashlib.sha256(token.encode()).digest()
+    if attempt.token_hash is None or not hmac.compare_digest(given, attempt.token_hash):
+        raise Unauthenticated("the token is not this attempt's; end this process")
+
+
+def _unseen(reports: Sequence[Report], last_seq: int) -> list[Report]:
+    new = [report for report in reports if report.seq > last_seq]
+    for expected, report in enumerate(new, start=last_seq + 1):
+        if report.seq != expected:
+            raise SequenceGap(f"got report {report.seq}; expected {expected}. Send again from {expected}.")
+    return new
+
+
+def _heard(session: Session, job: JobRow, attempt: AttemptRow, applied: Applied, now: datetime) -> None:
+    if attempt.state is AttemptState.LAUNCHING:
+        attempts.launched(session, job, attempt, now)
+    if attempt.last_report_at is None:
+        applied.queue_wait_s = (attempt.created_at - job.queued_at).total_seconds()
+    attempt.last_report_at = now
+
+
+@dataclass
+class _Batch:
+    """One batch while it is applied: steps and log lines are gathered and written in one statement each."""
+
+    session: Session
+    job: JobRow
+    attempt: AttemptRow
+    rank: int
+    now: datetime
+    applied: Applied
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    log_lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def apply(self, reports: Sequence[Report]) -> None:
+        for report in reports:
+            if self.attempt.state.is_terminal:
+                raise InvalidRequest(f"reports: got report {report.seq} after 'finished'. Nothing follows it.")
+            if self.rank != 0 and not isinstance(report.body, _FROM_ANY_RANK):
+                raise InvalidRequest(f"reports: got a {report.body.kind!r} report of rank {self.rank}; rank 0 sends these")
+            if isinstance(report.body, _OF_TRAINING) and self.attempt.state is not AttemptState.RUNNING:
+                raise InvalidRequest(f"reports: got a {report.body.kind!r} report before 'started'")
+            self._apply_one(report)
+        self._write_gathered()
+
+    def _apply_one(self, report: Report) -> None:
+        match report.body:
+            case PhaseReport() as body:
+                self._phase(body, report.at)
+            case StartedReport() as body:
+                self._started(body)
+            case StepReport() as body:
+                self._step(body, report.at)
+            case EvaluationReport() as body:
+                self._evaluation(body)
+            case CheckpointReport() as body:
+                self._checkpoint(body, report.at)
+            case LogReport() as body:
+                self._log(body, report.at)
+            case EventReport() as body:
+                self._event(body.type, body.message, **body.data)
+            case FinishedReport() as body:
+                self._finished(body)
+
+    def _phase(self, body: PhaseReport, at: datetime) -> None:
+        name = f"{body.phase}_at"
+        earlier = [getattr(self.attempt, f"{phase}_at") for phase in START_PHASES[: START_PHASES.index(body.phase)]]
+        since = max([moment for moment in earlier if moment is not None], default=self.attempt.created_at)
+        self.applied.phase_s[body.phase] = max(0.0, (at - since).total_seconds())
+        setattr(self.attempt, name, at)
+
+    def _started(self, body: StartedReport) -> None:
+        self.attempt.node, self.attempt.device = body.node, body.device
+        self.attempt.last_progress_at = self.now
+        attempts.started(self.session, self.job, self.attempt, self.now, body.resumed_from_step)
+        store_records.drop_after(self.session, self.job.id, body.resumed_from_step)
+        last = store_records.last_metric(self.session, self.job.id)
+        self.job.step, self.job.loss = body.resumed_from_step, last.loss if last else None
+        self.job.tokens_per_s = self.job.remaining_s = None
+        self.job.reported_at = self.now
+
+    def _step(self, body: StepReport, at: datetime) -> None:
+        job, steps = self.job, self.job.spec["training"]["steps"]
+        self.steps[body.step] = {
+            "job_id": job.id,
+            "attempt_id": self.attempt.id,
+            "at": at,
+            "evaluation_loss": None,
+            **body.model_dump(exclude={"kind"}),
+        }
+        job.step, job.loss, job.reported_at = body.step, body.loss, self.now
+        job.tokens_per_s = body.tokens / body.step_time_s if body.step_time_s > 0 else None
+        job.remaining_s = max(0, steps - body.step) * body.step_time_s
+        self.attempt.last_step = body.step
+        self.attempt.last_progress_at = self.now
+
+    def _evaluation(self, body: EvaluationReport) -> None:
+        self.attempt.last_progress_at = self.now
+        if body.step in self.steps:
+            self.steps[body.step]["evaluation_loss"] = body.loss
+        elif not store_records.put_evaluation(self.session, self.job.id, body.step, body.loss):
+            self._event("evaluation.without_step", f"step {body.step} was evaluated and is not in the curve", loss=body.loss)
+
+    def _checkpoint(self, body: CheckpointReport, at: datetime) -> None:
+        row = CheckpointRow(
+            id=new_id("ckpt", self.now),
+            job_id=self.job.id,
+            attempt_id=self.attempt.id,
+            created_at=at,
+            **body.model_dump(exclude={"kind"}),
+        )
+        store_records.put_checkpoint(self.session, row)
+        self.attempt.last_progress_at = self.now
+        self._event("checkpoint.saved", f"checkpoint of step {body.step} is complete", step=body.step, num_bytes=body.num_bytes)
+
+    def _log(self, body: LogReport, at: datetime) -> None:
+        self.attempt.num_log_lines += 1
+        if self.attempt.num_log_lines > MAX_LOG_LINES:
+            if self.attempt.num_log_lines == MAX_LOG_LINES + 1:
+                self._event("log.truncated", f"attempt {self.attempt.epoch} has {MAX_LOG_LINES} log lines; more are dropped")
+            return
+        self.job.last_log_seq += 1
+        line = {"job_id": self.job.id, "seq": self.job.last_log_seq, "attempt_id": self.attempt.id, "rank": self.rank}
+        self.log_lines.append(line | {"at": at, "level": body.level, "message": body.message})
+
+    def _finished(self, body: FinishedReport) -> None:
+        if self.rank != 0 and body.outcome != "failed":
+            raise InvalidRequest(f"reports: rank {self.rank} reported {body.outcome!r}; only rank 0 can")
+        if body.outcome == "cancelled" and self.job.desired is not DesiredState.CANCEL:
+            raise InvalidRequest("reports: got outcome 'cancelled'; nobody asked for that")
+        self._write_gathered()
+        reason = (body.reason or FailureReason.WORKER_ERROR) if body.outcome == "failed" else None
+        ending = Ending(_ENDINGS[body.outcome], reason, body.message, body.summary)
+        attempts.finish(self.session, self.job, self.attempt, ending, self.now)
+        self.applied.finished = True
+
+    def _event(self, type_: str, message: str, **data: Any) -> None:
+        store.add_event(self.session, self.job, self.now, type_, message, attempt_id=self.attempt.id, data=data)
+
+    def _write_gathered(self) -> None:
+        store_records.put_metrics(self.session, list(self.steps.values()))
+        store_records.add_log_lines(self.session, self.log_lines)
+        self.steps, self.log_lines = {}, []

@@ -1,0 +1,158 @@
+"""All SQL about jobs, attempts and events. Plain functions; the session, and with it the transaction, is the caller's.
+
+Whoever changes anything of a job locks its row first (`lock_job`, `lock_attempt`); that orders all writes about one job,
+so event numbers have no gaps and two transitions never race.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from sqlalchemy import delete, func, or_, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from api_schemas import AttemptState, FailureReason, JobState, JsonScalar
+from service.db.tables import AttemptRow, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
+from service.jobs.ids import new_id
+
+IDEMPOTENCY_KEPT = timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class JobFilter:
+    """Which jobs to list; an empty part does not restrict."""
+
+    states: Sequence[JobState] = ()
+    pool: str | None = None
+    name: str | None = None
+    labels: Sequence[tuple[str, str]] = field(default=())
+
+
+def find_job(session: Session, job_id: str) -> JobRow | None:
+    return session.get(JobRow, job_id)
+
+
+def lock_job(session: Session, job_id: str) -> JobRow | None:
+    """The job, and nobody else writes about it until this transaction ends."""
+    return session.get(JobRow, job_id, with_for_update=True, populate_existing=True)
+
+
+def find_attempt(session: Session, attempt_id: str) -> AttemptRow | None:
+    return session.get(AttemptRow, attempt_id)
+
+
+def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow] | None:
+    """The attempt and its job, locked in the one order that everybody takes: the job first."""
+    job_id = session.scalar(select(AttemptRow.job_id).where(AttemptRow.id == attempt_id))
+    if job_id is None:
+        return None
+    job = lock_job(session, job_id)
+    attempt = session.get(AttemptRow, attempt_id, with_for_update=True, populate_existing=True)
+    assert job is not None, "an attempt has a job"
+    assert attempt is not None, "attempts are never deleted"
+    return job, attempt
+
+
+def list_jobs(session: Session, wanted: JobFilter, limit: int, after: str | None) -> list[JobRow]:
+    """Newest first, from the one after `after`. An id sorts by the time it was made."""
+    query = select(JobRow).order_by(JobRow.id.desc()).limit(limit)
+    if after is not None:
+        query = query.where(JobRow.id < after)
+    if wanted.states:
+        query = query.where(JobRow.state.in_(wanted.states))
+    if wanted.pool is not None:
+        query = query.where(JobRow.pool == wanted.pool)
+    if wanted.name is not None:
+        query = query.where(JobRow.name == wanted.name)
+    for key, value in wanted.labels:
+        having = select(JobLabelRow.job_id).where(JobLabelRow.key == key, JobLabelRow.value == value)
+        query = query.where(JobRow.id.in_(having))
+    return list(session.scalars(query))
+
+
+def add_job(session: Session, job: JobRow, labels: dict[str, str]) -> None:
+    session.add(job)
+    session.flush()
+    session.add_all(JobLabelRow(job_id=job.id, key=key, value=value) for key, value in labels.items())
+
+
+def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:
+    return list(session.scalars(select(AttemptRow).where(AttemptRow.job_id == job_id).order_by(AttemptRow.epoch)))
+
+
+def current_attempts(session: Session, jobs: Sequence[JobRow]) -> dict[str, AttemptRow]:
+    """The last attempt of each job that had one, by job id."""
+    ids = [job.current_attempt_id for job in jobs if job.current_attempt_id is not None]
+    return {attempt.job_id: attempt for attempt in session.scalars(select(AttemptRow).where(AttemptRow.id.in_(ids)))}
+
+
+def add_event(
+    session: Session,
+    job: JobRow,
+    now: datetime,
+    type_: str,
+    message: str,
+    *,
+    attempt_id: str | None = None,
+    data: dict[str, JsonScalar] | None = None,
+) -> None:
+    """The job's next event, in the same transaction as what it tells of. The job must be locked."""
+    job.last_event_seq += 1
+    session.add(
+        EventRow(
+            id=new_id("evt", now),
+            job_id=job.id,
+            seq=job.last_event_seq,
+            at=now,
+            type=type_,
+            attempt_id=attempt_id,
+            message=message,
+            data=data or {},
+        )
+    )
+
+
+def events_after(session: Session, job_id: str, seq: int, limit: int) -> list[EventRow]:
+    query = select(EventRow).where(EventRow.job_id == job_id, EventRow.seq > seq).order_by(EventRow.seq).limit(limit)
+    return list(session.scalars(query))
+
+
+def find_idempotency_key(session: Session, key: str, now: datetime) -> IdempotencyKeyRow | None:
+    query = select(IdempotencyKeyRow).where(IdempotencyKeyRow.key == key, IdempotencyKeyRow.expires_at > now)
+    return session.scalar(query.execution_options(populate_existing=True))
+
+
+def take_idempotency_key(session: Session, key: str, body_hash: str, job_id: str, now: datetime) -> bool:
+    """Whether the key was free. Of two transactions that ask at once, the second waits for the first to end."""
+    session.execute(delete(IdempotencyKeyRow).where(IdempotencyKeyRow.key == key, IdempotencyKeyRow.expires_at <= now))
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    row = {"key": key, "body_hash": body_hash, "job_id": job_id, "expires_at": now + IDEMPOTENCY_KEPT}
+    taken = insert(IdempotencyKeyRow).values(row).on_conflict_do_nothing().returning(IdempotencyKeyRow.key)
+    return session.scalar(taken) is not None
+
+
+def forget_idempotency_keys(session: Session, now: datetime) -> None:
+    session.execute(delete(IdempotencyKeyRow).where(IdempotencyKeyRow.expires_at <= now))
+
+
+def count_jobs(session: Session) -> dict[tuple[str, JobState], int]:
+    """Jobs by pool and state."""
+    query = select(JobRow.pool, JobRow.state, func.count()).group_by(JobRow.pool, JobRow.state)
+    return {(pool, state): count for pool, state, count in session.execute(query)}
+
+
+def count_endings(session: Session) -> dict[tuple[AttemptState, FailureReason | None], int]:
+    """Attempts that ended, by state and reason."""
+    over = [state for state in AttemptState if state.is_terminal]
+    query = select(AttemptRow.state, AttemptRow.reason, func.count()).where(AttemptRow.state.in_(over))
+    return {
+        (state, reason): count for state, reason, count in session.execute(query.group_by(AttemptRow.state, AttemptRow.reason))
+    }
+
+
+def jobs_heard_of(session: Session, since: datetime, limit: int) -> list[JobRow]:
+    """Jobs with a progress that are live, or ended after `since`; newest first."""
+    live = [state for state in JobState if not state.is_terminal]
+    query = select(JobRow).where(JobRow.reported_at.is_not(None), or_(JobRow.state.in_(live), JobRow.finished_at > since))
+    return list(session.scalars(query.order_by(JobRow.id.desc()).limit(limit)))

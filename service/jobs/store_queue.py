@@ -1,0 +1,139 @@
+"""All SQL of the dispatcher: the queue, the slots in use, attempts to launch, watch and clean up, and who leads."""
+
+import secrets
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from sqlalchemy import func, or_, select, update
+from sqlalchemy.orm import Session
+
+from api_schemas import AttemptState, JobState
+from service.db.tables import AttemptRow, JobRow, LeaseRow, PoolCapacityRow
+
+LEADER = "dispatcher"
+_LIVE = [state for state in AttemptState if not state.is_terminal]
+_OVER = [state for state in AttemptState if state.is_terminal]
+
+
+class QueuedJob(NamedTuple):
+    """`former_lease`: when the last attempt's lease ends, if its processes are not known to be gone."""
+
+    id: str
+    pool: str
+    workers: int
+    priority: int
+    not_before: datetime | None
+    former_attempt_at_large: bool
+    former_lease_expires_at: datetime | None
+
+
+def queue(session: Session, pools: Iterable[str] | None = None) -> list[QueuedJob]:
+    """Every queued job, in no order."""
+    query = (
+        select(
+            JobRow.id,
+            JobRow.pool,
+            JobRow.workers,
+            JobRow.priority,
+            JobRow.not_before,
+            AttemptRow.id.is_not(None),
+            AttemptRow.lease_expires_at,
+        )
+        .outerjoin(AttemptRow, (AttemptRow.id == JobRow.current_attempt_id) & AttemptRow.released_at.is_(None))
+        .where(JobRow.state == JobState.QUEUED)
+    )
+    if pools is not None:
+        query = query.where(JobRow.pool.in_(list(pools)))
+    return [QueuedJob(*row) for row in session.execute(query)]
+
+
+def slots_used(session: Session) -> dict[str, int]:
+    """Slots by pool that attempts hold: until their processes are known to be gone."""
+    query = (
+        select(AttemptRow.pool, func.sum(AttemptRow.workers)).where(AttemptRow.released_at.is_(None)).group_by(AttemptRow.pool)
+    )
+    return {pool: int(used) for pool, used in session.execute(query)}
+
+
+def slots_present(session: Session) -> dict[str, int]:
+    """What the cluster last said of each pool."""
+    return {row.pool: row.slots_present for row in session.scalars(select(PoolCapacityRow))}
+
+
+def set_slots_present(session: Session, present: Mapping[str, int], now: datetime) -> None:
+    for pool, slots in present.items():
+        session.merge(PoolCapacityRow(pool=pool, slots_present=slots, observed_at=now))
+
+
+def attempts_to_launch(session: Session, now: datetime) -> list[AttemptRow]:
+    """Reserved, or in launch with nobody at it, oldest first."""
+    query = (
+        select(AttemptRow)
+        .where(AttemptRow.state.in_([AttemptState.RESERVED, AttemptState.LAUNCHING]))
+        .where(or_(AttemptRow.claim_expires_at.is_(None), AttemptRow.claim_expires_at <= now))
+        .where(or_(AttemptRow.launch_after.is_(None), AttemptRow.launch_after <= now))
+        .order_by(AttemptRow.id)
+    )
+    return list(session.scalars(query))
+
+
+def live_attempts(session: Session) -> list[AttemptRow]:
+    return list(session.scalars(select(AttemptRow).where(AttemptRow.state.in_(_LIVE)).order_by(AttemptRow.id)))
+
+
+def attempts_to_release(session: Session, now: datetime) -> list[AttemptRow]:
+    """Over, not known to be gone, and not in the hands of a launch that is still under way."""
+    query = (
+        select(AttemptRow)
+        .where(AttemptRow.state.in_(_OVER), AttemptRow.released_at.is_(None))
+        .where(or_(AttemptRow.claim_expires_at.is_(None), AttemptRow.claim_expires_at <= now))
+        .order_by(AttemptRow.id)
+    )
+    return list(session.scalars(query))
+
+
+def unreleased_among(session: Session, attempt_ids: Iterable[str]) -> set[str]:
+    """Those of these attempts that may have processes."""
+    query = select(AttemptRow.id).where(AttemptRow.id.in_(list(attempt_ids)), AttemptRow.released_at.is_(None))
+    return set(session.scalars(query))
+
+
+def take_lease(session: Session, name: str, holder: str, token: str | None, lease_s: float, now: datetime) -> str | None:
+    """Renew the lease with `token`, or take it where it is free or over; the token to use, or None if another leads."""
+    lease = session.get(LeaseRow, name, with_for_update=True, populate_existing=True)
+    expires_at = now + timedelta(seconds=lease_s)
+    if lease is None:
+        lease = LeaseRow(name=name, holder=holder, token=secrets.token_hex(16), expires_at=expires_at)
+        session.add(lease)
+        session.flush()
+        return lease.token
+    if lease.token == token and lease.expires_at > now:
+        lease.expires_at = expires_at
+        return lease.token
+    if lease.expires_at > now:
+        return None
+    lease.holder, lease.token, lease.expires_at = holder, secrets.token_hex(16), expires_at
+    return lease.token
+
+
+def holds_lease(session: Session, name: str, token: str, now: datetime) -> bool:
+    """Whether the holder of `token` leads, and will until this transaction ends."""
+    lease = session.get(LeaseRow, name, with_for_update={"read": True}, populate_existing=True)
+    return lease is not None and lease.token == token and lease.expires_at > now
+
+
+def give_up_lease(session: Session, name: str, token: str, now: datetime) -> None:
+    session.execute(update(LeaseRow).where(LeaseRow.name == name, LeaseRow.token == token).values(expires_at=now))
+
+
+def lease_is_held(session: Session, name: str, now: datetime) -> bool:
+    lease = session.get(LeaseRow, name)
+    return lease is not None and lease.expires_at > now
+
+
+def break_claims(session: Session) -> None:
+    """A new leader does this: what the former one had claimed is free, and its late results are discarded."""
+    session.execute(
+        update(AttemptRow).where(AttemptRow.claim_token.is_not(None)).values(claim_token=None, claim_expires_at=None)
+    )

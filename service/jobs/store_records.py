@@ -1,0 +1,88 @@
+"""All SQL about what a running job leaves behind: its curve, its checkpoints, its log lines, its report streams."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from service.db.tables import CheckpointRow, LogLineRow, MetricRow, ReportStreamRow
+
+
+def last_sequence(session: Session, attempt_id: str, rank: int) -> int:
+    """The sequence number of the last report of this rank that was applied; 0 before the first."""
+    row = session.get(ReportStreamRow, (attempt_id, rank))
+    return row.last_seq if row is not None else 0
+
+
+def set_last_sequence(session: Session, attempt_id: str, rank: int, seq: int) -> None:
+    session.merge(ReportStreamRow(attempt_id=attempt_id, rank=rank, last_seq=seq))
+
+
+def metrics_after(session: Session, job_id: str, step: int, limit: int) -> list[MetricRow]:
+    query = select(MetricRow).where(MetricRow.job_id == job_id, MetricRow.step > step).order_by(MetricRow.step).limit(limit)
+    return list(session.scalars(query))
+
+
+def put_metrics(session: Session, rows: Sequence[dict[str, Any]]) -> None:
+    """Add steps to the curve; a step that is in it already is replaced, its evaluation with it."""
+    if not rows:
+        return
+    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+    statement = dialect.insert(MetricRow)
+    columns = {name: statement.excluded[name] for name in rows[0] if name not in {"job_id", "step"}}
+    session.execute(statement.on_conflict_do_update(index_elements=["job_id", "step"], set_=columns), list(rows))
+
+
+def put_evaluation(session: Session, job_id: str, step: int, loss: float | None) -> bool:
+    """Write an evaluation into its step; whether the curve has that step."""
+    where = (MetricRow.job_id == job_id, MetricRow.step == step)
+    found = session.execute(update(MetricRow).where(*where).values(evaluation_loss=loss).returning(MetricRow.step))
+    return found.first() is not None
+
+
+def drop_after(session: Session, job_id: str, step: int) -> None:
+    """Forget the curve and the checkpoints after `step`: an attempt trains those steps again."""
+    session.execute(delete(MetricRow).where(MetricRow.job_id == job_id, MetricRow.step > step))
+    session.execute(delete(CheckpointRow).where(CheckpointRow.job_id == job_id, CheckpointRow.step > step))
+
+
+def last_metric(session: Session, job_id: str) -> MetricRow | None:
+    query = select(MetricRow).where(MetricRow.job_id == job_id).order_by(MetricRow.step.desc()).limit(1)
+    return session.scalar(query)
+
+
+def put_checkpoint(session: Session, row: CheckpointRow) -> None:
+    """Add a checkpoint; one of the same step is replaced."""
+    session.execute(delete(CheckpointRow).where(CheckpointRow.job_id == row.job_id, CheckpointRow.step == row.step))
+    session.add(row)
+
+
+def checkpoints_after(session: Session, job_id: str, step: int, limit: int) -> list[CheckpointRow]:
+    query = select(CheckpointRow).where(CheckpointRow.job_id == job_id, CheckpointRow.step > step)
+    return list(session.scalars(query.order_by(CheckpointRow.step).limit(limit)))
+
+
+def newest_checkpoints(session: Session, job_id: str, limit: int) -> list[CheckpointRow]:
+    query = select(CheckpointRow).where(CheckpointRow.job_id == job_id).order_by(CheckpointRow.step.desc()).limit(limit)
+    return list(session.scalars(query))
+
+
+def checkpoint_step(session: Session, job_id: str, checkpoint_id: str) -> int | None:
+    where = (CheckpointRow.id == checkpoint_id, CheckpointRow.job_id == job_id)
+    return session.scalar(select(CheckpointRow.step).where(*where))
+
+
+def add_log_lines(session: Session, rows: Sequence[dict[str, Any]]) -> None:
+    if rows:
+        session.execute(insert(LogLineRow), list(rows))
+
+
+def log_lines_after(session: Session, job_id: str, seq: int, limit: int) -> list[LogLineRow]:
+    query = select(LogLineRow).where(LogLineRow.job_id == job_id, LogLineRow.seq > seq).order_by(LogLineRow.seq).limit(limit)
+    return list(session.scalars(query))
+
+
+def count_log_lines(session: Session, job_id: str) -> int:
+    return session.scalar(select(func.count()).select_from(LogLineRow).where(LogLineRow.job_id == job_id)) or 0

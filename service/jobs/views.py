@@ -1,0 +1,120 @@
+"""Rows as the API shows them. Reading is tolerant: what an older version stored still loads."""
+
+import math
+
+from api_schemas import (
+    Attempt,
+    Checkpoint,
+    Event,
+    Job,
+    JobSpec,
+    JobSummary,
+    LogLine,
+    MetricPoint,
+    Progress,
+    QueuePlace,
+    StartTimes,
+)
+from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow, MetricRow
+
+
+def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None) -> Job:
+    """`attempt` is the job's current one; `queue` is its place while it is queued."""
+    return Job(
+        id=row.id,
+        name=row.name,
+        state=row.state,
+        desired_state=row.desired,
+        priority=row.priority,
+        labels=row.spec["labels"],
+        created_at=row.created_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        reason=row.reason,
+        message=row.message,
+        hint=row.reason.hint if row.reason else None,
+        num_attempts=row.num_attempts,
+        num_failures=row.num_failures + row.num_platform_failures,
+        current_attempt_id=row.current_attempt_id,
+        queue=queue,
+        progress=_progress(row),
+        start=_start_times(row, attempt),
+        summary=JobSummary.read_stored(row.summary) if row.summary else None,
+        spec=JobSpec.read_stored(row.spec),
+    )
+
+
+def attempt(row: AttemptRow) -> Attempt:
+    shown = {name: getattr(row, name) for name in Attempt.model_fields if name != "object"}
+    return Attempt(**shown)
+
+
+def event(row: EventRow) -> Event:
+    return Event(
+        id=row.id,
+        job_id=row.job_id,
+        seq=row.seq,
+        at=row.at,
+        type=row.type,
+        attempt_id=row.attempt_id,
+        message=row.message,
+        data=row.data,
+    )
+
+
+def log_line(row: LogLineRow) -> LogLine:
+    return LogLine(seq=row.seq, at=row.at, attempt_id=row.attempt_id, rank=row.rank, level=row.level, message=row.message)
+
+
+def metric_point(row: MetricRow) -> MetricPoint:
+    return MetricPoint(
+        step=row.step,
+        at=row.at,
+        attempt_id=row.attempt_id,
+        loss=row.loss,
+        gradient_norm=row.gradient_norm,
+        learning_rate=row.learning_rate,
+        tokens=row.tokens,
+        step_time_s=row.step_time_s,
+        data_wait_s=row.data_wait_s,
+        tokens_per_s=row.tokens / row.step_time_s if row.step_time_s > 0 else 0.0,
+        evaluation_loss=row.evaluation_loss,
+        evaluation_perplexity=_perplexity(row.evaluation_loss),
+    )
+
+
+def checkpoint(row: CheckpointRow) -> Checkpoint:
+    return Checkpoint(
+        id=row.id,
+        job_id=row.job_id,
+        attempt_id=row.attempt_id,
+        step=row.step,
+        created_at=row.created_at,
+        num_bytes=row.num_bytes,
+        sha256=row.sha256,
+        loss=row.loss,
+    )
+
+
+def _progress(row: JobRow) -> Progress | None:
+    if row.step is None or row.reported_at is None:
+        return None
+    return Progress(
+        step=row.step,
+        steps=row.spec["training"]["steps"],
+        loss=row.loss,
+        tokens_per_s=row.tokens_per_s,
+        remaining_s=row.remaining_s,
+        reported_at=row.reported_at,
+    )
+
+
+def _start_times(row: JobRow, attempt: AttemptRow | None) -> StartTimes:
+    phases = [name for name in StartTimes.model_fields if name != "accepted_at"]
+    reached = {name: getattr(attempt, name) for name in phases} if attempt else {}
+    return StartTimes(accepted_at=row.created_at, **reached)
+
+
+def _perplexity(loss: float | None) -> float | None:
+    """exp(loss), or None where that is beyond a float."""
+    return math.exp(loss) if loss is not None and loss < 700 else None

@@ -1,0 +1,41 @@
+"""What there is to choose from: precision levels and pools."""
+
+from fastapi import APIRouter
+
+from api_schemas import JobState, Page, Pool
+from api_schemas.levels import LEVELS, Level
+from service.deps import PartsDep
+from service.jobs import store, store_queue
+from service.routes.pages import page_of
+from service.routes.problems import answers
+
+router = APIRouter(prefix="/v1", tags=["catalog"])
+
+_LIVE = [state for state in JobState if not state.is_terminal and state is not JobState.QUEUED]
+
+
+@router.get("/levels", operation_id="list_levels", responses=answers(422))
+def levels() -> Page[Level]:
+    """What every precision level computes and stores in what."""
+    return page_of(list(LEVELS.values()), len(LEVELS), lambda level: level.name)
+
+
+@router.get("/pools", operation_id="list_pools", responses=answers(422))
+def pools(parts: PartsDep) -> Page[Pool]:
+    """Every pool, its slots and its queue."""
+    with parts.database.read() as session:
+        used, jobs = store_queue.slots_used(session), store.count_jobs(session)
+    shown = [
+        Pool(
+            name=pool.name,
+            accelerator=pool.accelerator,
+            slots=pool.slots,
+            slots_used=used.get(pool.name, 0),
+            jobs_queued=jobs.get((pool.name, JobState.QUEUED), 0),
+            jobs_live=sum(jobs.get((pool.name, state), 0) for state in _LIVE),
+            memory_per_device_bytes=pool.memory_per_device_bytes,
+            threads_per_worker=pool.threads_per_worker,
+        )
+        for pool in parts.settings.pools
+    ]
+    return page_of(shown, len(shown), lambda pool: pool.name)

@@ -1,0 +1,96 @@
+"""What stands before every route: the size of a body, the Host header, unknown query parameters.
+
+The Host header matters where no key is needed: a web page whose name resolves to 127.0.0.1 must not reach the service
+through its visitor's browser (DNS rebinding).
+"""
+
+import difflib
+import ipaddress
+
+from fastapi import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api_schemas import Violation
+from service.errors import InvalidRequest, PayloadTooLarge, WrongHost
+from service.routes.problems import render
+
+MAX_BODY_BYTES = 1 << 20
+MAX_REPORT_BYTES = 8 << 20
+
+
+class RefuseOtherHosts:
+    """Middleware of a service without keys: 421 unless the Host header names this machine."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+            if not _is_loopback(host):
+                error = WrongHost(f"Host {host!r} is not this machine; without API keys only 127.0.0.1 or localhost is served")
+                await render(error, scope["path"])(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class LimitBodies:
+    """Middleware: 413 for a body over the limit. A body is read whole before its route sees any of it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in {"GET", "HEAD"}:
+            await self._app(scope, receive, send)
+            return
+        limit = MAX_REPORT_BYTES if scope["path"].startswith("/internal/") else MAX_BODY_BYTES
+        messages = await _read_body(receive, limit)
+        if messages is None:
+            error = PayloadTooLarge(f"the body is larger than the {limit} bytes that are allowed here")
+            await render(error, scope["path"])(scope, receive, send)
+            return
+        waiting = iter(messages)
+
+        async def replayed() -> Message:
+            return next(waiting, None) or await receive()
+
+        await self._app(scope, replayed, send)
+
+
+async def _read_body(receive: Receive, limit: int) -> list[Message] | None:
+    """The messages that make up the body; None once they are larger than `limit`."""
+    messages: list[Message] = []
+    num_bytes = 0
+    while not messages or messages[-1].get("more_body", False):
+        messages.append(await receive())
+        num_bytes += len(messages[-1].get("body", b""))
+        if num_bytes > limit:
+            return None
+    return messages
+
+
+def refuse_unknown_query(request: Request) -> None:
+    """422 for a query parameter that the OpenAPI document does not have: a typo must not pass for a filter."""
+    operation = request.app.openapi()["paths"][request.scope["route"].path][request.method.lower()]
+    known = [parameter["name"] for parameter in operation.get("parameters", []) if parameter["in"] == "query"]
+    unknown = [name for name in request.query_params if name not in known]
+    if unknown:
+        raise InvalidRequest.of(tuple(_unknown(name, request.query_params[name], known) for name in unknown))
+
+
+def _unknown(name: str, value: str, known: list[str]) -> Violation:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    message = f"unknown query parameter {name!r}.{hint} Remove it or correct its name."
+    return Violation(field=name, got=value, allowed=", ".join(known) or "no query parameters", message=message)
+
+
+def _is_loopback(host: str) -> bool:
+    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in {"localhost", "localhost."}:
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,40 @@
+"""For whoever operates the service: is it alive, can it take jobs, what does Prometheus see."""
+
+from fastapi import APIRouter, Response
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from service.deps import PartsDep
+from service.errors import NotReady
+from service.jobs import store_queue
+from service.routes.problems import answers
+from service.routes.telemetry import TelemetryDep
+
+health = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"])
+
+
+@health.get("/healthz", operation_id="healthz", responses=answers(422))
+def healthz() -> dict[str, str]:
+    """200 while the process serves requests."""
+    return {"status": "ok"}
+
+
+@health.get("/readyz", operation_id="readyz", responses=answers(422, 503))
+def readyz(parts: PartsDep) -> dict[str, str]:
+    """200 while the database answers and some dispatcher leads: jobs are taken and will run."""
+    with parts.database.read() as session:
+        if not store_queue.lease_is_held(session, store_queue.LEADER, parts.database.now(session)):
+            raise NotReady("no dispatcher leads: jobs are taken, and wait until one does")
+    return {"status": "ready"}
+
+
+@router.get(
+    "/metrics",
+    operation_id="prometheus_metrics",
+    response_class=Response,
+    responses={**answers(422), 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+def prometheus_metrics(telemetry: TelemetryDep) -> Response:
+    """Prometheus text format."""
+    return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)

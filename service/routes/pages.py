@@ -1,0 +1,24 @@
+"""Lists: one page at a time, cut by key, so that pages stay put while items arrive."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
+
+from fastapi import Query
+
+from api_schemas import Contract, Page
+
+Item = TypeVar("Item", bound=Contract)
+
+LimitQuery = Annotated[int, Query(ge=1, le=1000)]
+AfterQuery = Annotated[int, Query(ge=0, le=2**53, description="last_id of the page before")]
+
+
+def page_of(items: Sequence[Item], limit: int, key: Callable[[Item], str]) -> Page[Item]:
+    """A page of `limit` items out of `items`, which has one more where there is a next page."""
+    shown = tuple(items[:limit])
+    return Page(
+        data=shown,
+        has_more=len(items) > limit,
+        first_id=key(shown[0]) if shown else None,
+        last_id=key(shown[-1]) if shown else None,
+    )

@@ -1,0 +1,104 @@
+"""Every answer that is not 2xx, as one problem document (RFC 9457); and what the OpenAPI document says of them."""
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import OperationalError
+from starlette.exceptions import HTTPException
+
+from api_schemas import Contract, JobSpec, Problem, ReportBatch, explain_details
+from api_schemas.problem import CONTENT_TYPE
+from service.errors import (
+    InvalidJson,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    NotReady,
+    ServiceError,
+)
+
+logger = logging.getLogger(__name__)
+
+_BODIES: dict[str, type[Contract]] = {"spec": JobSpec, "batch": ReportBatch}
+_TITLES = {
+    400: "The body is not JSON",
+    401: "No key or token, or an unknown one",
+    404: "There is no such thing",
+    409: "Its state does not allow this",
+    413: "The body is too large",
+    421: "The Host header names another host",
+    422: "Refused, with the fields to change",
+    503: "The database or the dispatcher is away",
+}
+
+
+Answers = dict[int | str, dict[str, Any]]
+
+
+def answers(*statuses: int) -> Answers:
+    """The `responses` of a route that may answer with these."""
+    schema = {"$ref": "#/components/schemas/Problem"}
+    return {
+        status: {"description": _TITLES[status], "content": {CONTENT_TYPE: {"schema": schema}}} for status in sorted(statuses)
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Have the app answer every error with a problem document."""
+    app.add_exception_handler(ServiceError, _expected)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(OperationalError, _database_away)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def render(error: ServiceError, instance: str | None) -> Response:
+    problem: Problem = error.problem(instance)
+    return Response(problem.model_dump_json(), error.status, media_type=CONTENT_TYPE, headers=error.headers)
+
+
+def _expected(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    return render(error, request.url.path)
+
+
+def _invalid(request: Request, error: Exception) -> Response:
+    """What FastAPI found wrong with path, query, headers or body, in our words."""
+    assert isinstance(error, RequestValidationError)
+    details = [dict(detail) for detail in error.errors()]
+    if any(detail["type"] == "json_invalid" for detail in details):
+        reason = next(str(detail.get("ctx", {}).get("error", "")) for detail in details if detail["type"] == "json_invalid")
+        return render(InvalidJson(f"the body cannot be read as JSON: {reason}"), request.url.path)
+    if any(detail["loc"] == ("body",) and isinstance(detail.get("input"), bytes) for detail in details):
+        return render(InvalidJson("the body is not JSON; send Content-Type: application/json"), request.url.path)
+    root = next((_BODIES[name] for name in _BODIES if name in _body_names(request)), Contract)
+    for detail in details:
+        detail["loc"] = detail["loc"][1:]  # 'body', 'query' or 'header': the field's name says enough
+    return render(InvalidRequest.of(explain_details(details, root)), request.url.path)
+
+
+def _body_names(request: Request) -> list[str]:
+    return [parameter.name for parameter in request.scope["route"].dependant.body_params]
+
+
+def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return render(NotFound(f"there is nothing at {request.url.path}"), request.url.path)
+    if error.status_code == 405:
+        response = render(MethodNotAllowed(f"{request.method} is not possible on {request.url.path}"), request.url.path)
+        response.headers.update(error.headers or {})
+        return response
+    return render(InvalidJson(f"the request cannot be read: {error.detail}"), request.url.path)
+
+
+def _database_away(request: Request, error: Exception) -> Response:
+    logger.error("the database failed %s %s: %s", request.method, request.url.path, error)
+    return render(NotReady("the database does not answer; try again"), request.url.path)
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return render(ServiceError("an error of ours; it is in the service's log"), request.url.path)

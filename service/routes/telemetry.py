@@ -1,0 +1,152 @@
+"""What Prometheus gets of the control plane.
+
+What the database knows is counted at the scrape, so every process tells the same and a restart forgets nothing; what
+only this process saw (requests, refused writes, waits) is observed as it happens. The last values that live jobs reported
+are repeated here, so a job of five seconds is seen too. Job ids are labels of gauges alone, of `MAX_JOBS` jobs at most.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Annotated
+
+from fastapi import Depends, Request
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy.orm import Session
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.db.engine import Database
+from service.jobs import store, store_queue
+from service.settings import Settings
+
+MAX_JOBS = 200
+FINISHED_SHOWN_FOR = timedelta(minutes=15)
+_WAITS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 43_200)
+
+
+class Telemetry:
+    """The metrics of one app, in a registry of its own."""
+
+    def __init__(self, settings: Settings, database: Database) -> None:
+        self.registry = CollectorRegistry()
+        self.fenced_writes = Counter(
+            "octet_fenced_writes", "reports refused because their attempt no longer counts", registry=self.registry
+        )
+        self._queue_wait = Histogram(
+            "octet_job_queue_wait_seconds", "from the queue to a slot", buckets=_WAITS, registry=self.registry
+        )
+        self._start_overhead = Histogram(
+            "octet_job_start_overhead_seconds",
+            "time in each phase of an attempt's start",
+            ["phase"],
+            buckets=_WAITS,
+            registry=self.registry,
+        )
+        self._requests = Histogram(
+            "octet_http_request_duration_seconds",
+            "until the answer began",
+            ["method", "route", "code"],
+            registry=self.registry,
+        )
+        self.registry.register(_DatabaseCollector(settings, database))
+        ProcessCollector(registry=self.registry)
+
+    def observe_report(self, queue_wait_s: float | None, phase_s: Mapping[str, float]) -> None:
+        if queue_wait_s is not None:
+            self._queue_wait.observe(queue_wait_s)
+        for phase, seconds in phase_s.items():
+            self._start_overhead.labels(phase).observe(seconds)
+
+    def observe_request(self, method: str, route: str, code: int, seconds: float) -> None:
+        self._requests.labels(method, route, str(code)).observe(seconds)
+
+
+class TimeRequests:
+    """Middleware: how long each route takes until it begins to answer."""
+
+    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
+        self._app = app
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+
+        async def timed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "unmatched")
+                method = scope["method"] if route != "unmatched" else "any"
+                self._telemetry.observe_request(method, route, message["status"], time.perf_counter() - began)
+            await send(message)
+
+        await self._app(scope, receive, timed if scope["type"] == "http" else send)
+
+
+class _DatabaseCollector(Collector):
+    def __init__(self, settings: Settings, database: Database) -> None:
+        self._settings = settings
+        self._database = database
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # so that registering reads no database
+
+    def collect(self) -> Iterable[Metric]:
+        with self._database.read() as session:
+            return [
+                self._jobs(session),
+                self._slots(session),
+                _attempts(session),
+                self._leader(session),
+                *self._live_jobs(session),
+            ]
+
+    def _jobs(self, session: Session) -> Metric:
+        family = GaugeMetricFamily("octet_jobs", "jobs by state and pool", labels=["state", "pool"])
+        for (pool, state), count in store.count_jobs(session).items():
+            family.add_metric([state.value, pool], count)
+        return family
+
+    def _slots(self, session: Session) -> Metric:
+        family = GaugeMetricFamily("octet_pool_slots", "slots: configured, there now, taken", labels=["pool", "kind"])
+        present, used = store_queue.slots_present(session), store_queue.slots_used(session)
+        for pool in self._settings.pools:
+            family.add_metric([pool.name, "configured"], pool.slots)
+            family.add_metric([pool.name, "present"], present.get(pool.name, 0))
+            family.add_metric([pool.name, "used"], used.get(pool.name, 0))
+        return family
+
+    def _leader(self, session: Session) -> Metric:
+        held = store_queue.lease_is_held(session, store_queue.LEADER, self._database.now(session))
+        return GaugeMetricFamily("octet_dispatcher_leads", "1 while some dispatcher holds the lease", value=float(held))
+
+    def _live_jobs(self, session: Session) -> list[Metric]:
+        labels = ["job_id", "pool", "level"]
+        families = {
+            "step": GaugeMetricFamily("octet_job_step", "optimizer steps done", labels=labels),
+            "loss": GaugeMetricFamily("octet_job_loss", "last training loss, nats per token", labels=labels),
+            "tokens_per_s": GaugeMetricFamily("octet_job_tokens_per_second", "over all ranks, last step", labels=labels),
+            "remaining_s": GaugeMetricFamily("octet_job_remaining_seconds", "at the speed of the last step", labels=labels),
+        }
+        since = self._database.now(session) - FINISHED_SHOWN_FOR
+        for job in store.jobs_heard_of(session, since, MAX_JOBS):
+            for name, family in families.items():
+                value = getattr(job, name)
+                if value is not None:
+                    family.add_metric([job.id, job.pool, job.spec["precision"]["level"]], value)
+        return list(families.values())
+
+
+def _attempts(session: Session) -> Metric:
+    family = CounterMetricFamily("octet_attempts", "attempts that ended", labels=["outcome", "reason"])
+    for (outcome, reason), count in store.count_endings(session).items():
+        family.add_metric([outcome.value, reason.value if reason else ""], count)
+    return family
+
+
+def _telemetry(request: Request) -> Telemetry:
+    telemetry: Telemetry = request.app.state.telemetry
+    return telemetry
+
+
+TelemetryDep = Annotated[Telemetry, Depends(_telemetry)]

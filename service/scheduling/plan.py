@@ -1,0 +1,115 @@
+"""Who runs next, and why the others wait. Pure: facts in, decisions out; the numbers of a decision are in its words.
+
+A job takes all its slots at once or none. Within a pool the order is strict: by priority, then by age. A job that does
+not fit holds back those behind it, so a large one is not overtaken for ever by small ones. A job that cannot run yet for
+a reason of its own (it backs off, or its last attempt may still be alive) is passed over, and holds back nobody.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Protocol
+
+from api_schemas import PoolConfig
+
+
+class Queued(Protocol):
+    """A job in the queue, as the store reads it. A former attempt is at large until its processes are known to be gone."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def pool(self) -> str: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def not_before(self) -> datetime | None: ...
+    @property
+    def former_attempt_at_large(self) -> bool: ...
+    @property
+    def former_lease_expires_at(self) -> datetime | None: ...
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """Slots of a pool: configured, there now (None: the cluster has not said), and taken by attempts not yet gone."""
+
+    name: str
+    slots: int
+    slots_present: int | None
+    slots_used: int
+
+    @property
+    def slots_free(self) -> int:
+        return max(0, min(self.slots, self.slots_present or 0) - self.slots_used)
+
+
+def pool_states(
+    pools: Iterable[PoolConfig], slots_present: Mapping[str, int], slots_used: Mapping[str, int]
+) -> list[PoolState]:
+    """The configured pools with what the cluster and the database say of them."""
+    return [PoolState(pool.name, pool.slots, slots_present.get(pool.name), slots_used.get(pool.name, 0)) for pool in pools]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`position` counts from 1 within the pool. `why` is why the job waits; None: it starts now."""
+
+    job_id: str
+    position: int
+    why: str | None
+
+
+def plan(queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lease_grace_s: float) -> list[Decision]:
+    """Decide about every queued job, in the order in which they would start.
+
+    A lease is over for certain `lease_grace_s` after its end: by then its holder has stopped itself.
+    """
+    by_pool: dict[str, list[Queued]] = {}
+    for job in sorted(queue, key=lambda job: (-job.priority, job.id)):
+        by_pool.setdefault(job.pool, []).append(job)
+    states = {pool.name: pool for pool in pools}
+    return [
+        decision
+        for name, jobs in by_pool.items()
+        for decision in _plan_pool(jobs, states.get(name), now, timedelta(seconds=lease_grace_s))
+    ]
+
+
+def _plan_pool(jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta) -> Iterator[Decision]:
+    free = pool.slots_free if pool else 0
+    blocker: Queued | None = None
+    for position, job in enumerate(jobs, start=1):
+        own_reason = _own_reason(job, now, lease_grace)
+        why = own_reason or _pool_reason(job, pool, free, blocker)
+        if why is None:
+            free -= job.workers
+        elif blocker is None and own_reason is None:
+            blocker = job
+        yield Decision(job.id, position, why)
+
+
+def _own_reason(job: Queued, now: datetime, lease_grace: timedelta) -> str | None:
+    if job.former_attempt_at_large:
+        lease_ends = job.former_lease_expires_at
+        if lease_ends is None or now <= lease_ends + lease_grace:
+            return "its last attempt is not certain to be over; its processes are being stopped"
+    if job.not_before is not None and job.not_before > now:
+        return f"backs off after a failure, for another {(job.not_before - now).total_seconds():.0f} s"
+    return None
+
+
+def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued | None) -> str | None:
+    if pool is None:
+        return f"pool {job.pool!r} is not configured any more; ask the operator"
+    if pool.slots_present is None:
+        return f"the cluster has not yet said what pool {pool.name!r} has"
+    if blocker is not None:
+        return f"{blocker.id} is ahead in pool {pool.name!r} and needs {blocker.workers} slots, of which {free} are free"
+    if job.workers > free:
+        there = min(pool.slots, pool.slots_present)
+        missing = "" if there == pool.slots else f" ({pool.slots - there} of {pool.slots} are away)"
+        return f"needs {job.workers} slots of pool {pool.name!r}; {free} of {there} are free{missing}"
+    return None

@@ -1,0 +1,161 @@
+"""Everything an operator can set, read once at start from arguments or OCTET_* variables, and checked before anything runs.
+
+What would be unsafe or cannot work is refused here, with what to change, instead of at the first request.
+"""
+
+import hashlib
+import ipaddress
+import os
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from api_schemas import PoolConfig
+
+SHORTEST_API_KEY = 16
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+def default_pool() -> PoolConfig:
+    """The pool `cpu` of a machine that nobody configured: one rank per processor."""
+    return PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=os.cpu_count() or 1)
+
+
+class Settings(BaseSettings):
+    """Frozen after the start. Lists in variables: folders are separated like PATH, keys by commas."""
+
+    model_config = SettingsConfigDict(env_prefix="OCTET_", frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    data_dir: Path = Path("octet-data")
+    database_url: str = Field(default="", description="sqlite:///… or postgresql://…; default: a file in data_dir")
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65_535)
+    report_url: str = Field(default="", description="base URL of this service as the workers reach it")
+
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    api_keys_file: Path | None = Field(default=None, description="one key a line; # starts a comment")
+    data_roots: Annotated[tuple[Path, ...], NoDecode] = Field(
+        default=(), description="folders a job may read; on loopback the default is the whole file system"
+    )
+    pools: tuple[PoolConfig, ...] = Field(default_factory=lambda: (default_pool(),))
+    pools_file: Path | None = Field(default=None, description="YAML: a list of pools, or a mapping with key 'pools'")
+
+    lease_s: Seconds = 60
+    lease_grace_s: Seconds = 15
+    heartbeat_s: Seconds = 2
+    launch_timeout_s: Seconds = 120
+    start_timeout_s: Seconds = 300
+    stall_timeout_s: Seconds = 1800
+    cancel_grace_s: Seconds = 20
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _keys_by_comma(cls, value: Any) -> Any:
+        return tuple(key.strip() for key in value.split(",") if key.strip()) if isinstance(value, str) else value
+
+    @field_validator("data_roots", mode="before")
+    @classmethod
+    def _folders_like_path(cls, value: Any) -> Any:
+        return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_files(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("pools_file"):
+            values["pools"] = _pools_of(Path(values["pools_file"]))
+        if values.get("api_keys_file"):
+            values["api_keys"] = (*_keys_of(Path(values["api_keys_file"])), *cls._keys_by_comma(values.get("api_keys", ())))
+        return values
+
+    @model_validator(mode="after")
+    def _safe_and_consistent(self) -> Self:
+        for key in self.api_keys:
+            if len(key.get_secret_value()) < SHORTEST_API_KEY:
+                raise ValueError(f"an API key has fewer than {SHORTEST_API_KEY} characters; use a longer one")
+        if not self.is_loopback and not self.api_keys:
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines and no API key is configured; set OCTET_API_KEYS "
+                "or OCTET_API_KEYS_FILE, or serve on 127.0.0.1"
+            )
+        if not self.is_loopback and not self.data_roots:
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines; set OCTET_DATA_ROOTS to the folders jobs may read"
+            )
+        _check_pools(self.pools)
+        if self.heartbeat_s * 3 > self.lease_s:
+            raise ValueError(f"heartbeat_s {self.heartbeat_s} must be at most a third of lease_s {self.lease_s}")
+        _check_folder(self.data_dir)
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the service."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def api_key_hashes(self) -> tuple[bytes, ...]:
+        return tuple(hashlib.sha256(key.get_secret_value().encode()).digest() for key in self.api_keys)
+
+    @property
+    def readable_roots(self) -> tuple[Path, ...]:
+        """The folders jobs may read, with symbolic links resolved."""
+        return tuple(root.resolve() for root in self.data_roots or (Path("/"),))
+
+    @property
+    def effective_database_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.data_dir.resolve() / 'octet.db'}"
+
+    @property
+    def effective_report_url(self) -> str:
+        if self.report_url:
+            return str(AnyHttpUrl(self.report_url)).rstrip("/")
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    def pool(self, name: str) -> PoolConfig | None:
+        return next((pool for pool in self.pools if pool.name == name), None)
+
+    def job_dir(self, job_id: str) -> Path:
+        """The folder of a job: checkpoints and spools. `job_id` is one that we made."""
+        return self.data_dir.resolve() / "jobs" / job_id
+
+
+def _pools_of(path: Path) -> tuple[PoolConfig, ...]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"pools_file {str(path)!r} cannot be read as YAML: {error}") from error
+    pools = document.get("pools") if isinstance(document, dict) else document
+    return TypeAdapter(tuple[PoolConfig, ...]).validate_python(pools)
+
+
+def _keys_of(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"api_keys_file {str(path)!r} cannot be read: {error}") from error
+    return tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _check_pools(pools: tuple[PoolConfig, ...]) -> None:
+    names = [pool.name for pool in pools]
+    if not names:
+        raise ValueError("no pool is configured; name at least one in OCTET_POOLS_FILE")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"pool names must differ; got twice: {', '.join(twice)}")
+
+
+def _check_folder(folder: Path) -> None:
+    existing = folder.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"data_dir {str(folder)!r} cannot be used: {str(existing)!r} is not a folder we can write to")
