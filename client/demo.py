@@ -29,7 +29,11 @@ _NOT_THE_LIBRARY = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__p
 
 
 def demo_spec(level: str, steps: int, comparison: str) -> JobSpec:
-    """Gpt-tiny on the standard library: about 0.8 M parameters, 4096 bytes a step."""
+    """Gpt-tiny (0.86 M parameters) on the standard library, 2048 bytes a step.
+
+    Measured at fp32, 400 steps, on one core: 57 s, evaluation loss 2.02 = 66 % of the unigram entropy. The same number
+    of bytes in 200 steps of 256 bytes × 16 reaches 74 %; learning rates 2e-3 and 4e-3 reach 67 %.
+    """
     document = {
         "name": f"demo-{level}",
         "model": {"family": "gpt", "preset": "gpt-tiny"},
@@ -43,11 +47,11 @@ def demo_spec(level: str, steps: int, comparison: str) -> JobSpec:
         "training": {
             "steps": steps,
             "global_batch_size": 16,
-            "sequence_length": 256,
+            "sequence_length": 128,
             "optimizer": {"name": "adamw", "learning_rate": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]},
             "schedule": {"name": "cosine", "warmup_steps": min(20, steps // 10)},
             "gradient_clip": 1.0,
-            "eval_every": 50,
+            "eval_every": 100,
             "checkpoint_every": 100,
             "seed": 0,
         },

@@ -1,12 +1,14 @@
 """Jobs and summaries as a server would send them, for tests of what is done with them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from api_schemas import Job, JobSummary
+from client import Client
+from tests.client.octet_app import OctetApp
 
 ACCEPTED_AT = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 
@@ -80,3 +82,31 @@ def make_job(spec: dict[str, Any]) -> Callable[..., Job]:
         return Job.model_validate(fields | changes)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with text in it."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(4):
+        (folder / f"part_{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OctetApp]:
+    """One server for all tests; each makes jobs of its own."""
+    with OctetApp(tmp_path_factory.mktemp("octet")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(app: OctetApp) -> Iterator[Client]:
+    with Client(app.url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def runnable(spec: dict[str, Any], corpus: str) -> dict[str, Any]:
+    """A spec whose data exists."""
+    return spec | {"data": {"path": corpus}}

@@ -1,0 +1,214 @@
+"""`Client` against the real application: every call, what it sends and what comes back."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_schemas import (
+    CheckpointReport,
+    EvaluationReport,
+    FailureReason,
+    FinishedReport,
+    Job,
+    JobSpec,
+    JobState,
+    JobSummary,
+    LogReport,
+)
+from api_schemas.levels import LEVELS
+from client import ApiError, Client, SpecRefused
+from client.job_file import check_spec
+from tests.client.octet_app import API_KEY, OctetApp, step_report
+
+MakeSummary = Callable[..., JobSummary]
+
+
+def test_a_submitted_job_can_be_read_and_found(client: Client, runnable: dict[str, Any]) -> None:
+    job = client.submit(JobSpec.model_validate(runnable | {"labels": {"team": "research"}}))
+    assert job.state is JobState.QUEUED
+    assert job.queue is not None
+    assert client.job(job.id) == job
+    assert job.id in [found.id for found in client.jobs(label="team:research", state="queued", name="first", pool="cpu")]
+    assert job.id not in [found.id for found in client.jobs(state="failed")]
+
+
+def test_one_key_is_one_job(client: Client, runnable: dict[str, Any]) -> None:
+    first = client.submit(runnable, "key-of-this-test")
+    assert client.submit(runnable, "key-of-this-test").id == first.id
+    assert client.submit(runnable).id != first.id
+    with pytest.raises(ApiError, match="idempotency_mismatch"):
+        client.submit(runnable | {"priority": 1}, "key-of-this-test")
+
+
+def test_pages_are_joined(client: Client, runnable: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [client.submit(runnable | {"name": "paged"}).id for _ in range(5)]
+    monkeypatch.setattr("client.api.MOST_JOBS_PER_PAGE", 2)
+    assert [job.id for job in client.jobs(name="paged")] == ids[::-1]
+    assert [job.id for job in client.jobs(name="paged", limit=3)] == ids[:1:-1]
+
+
+def test_validation_gives_the_plan_or_the_violations(client: Client, runnable: dict[str, Any]) -> None:
+    valid = client.validate(runnable)
+    assert valid.num_parameters == valid.sizes.num_parameters > valid.num_block_weights > 0
+    assert list(client.jobs(name="only-validated")) == []
+    with pytest.raises(ApiError) as refused:
+        client.validate(runnable | {"name": "only-validated", "data": {"path": "/does/not/exist"}})
+    assert [violation.field for violation in refused.value.problem.errors] == ["data.path"]
+    assert "change: " in str(refused.value)
+
+
+def test_the_servers_violations_are_those_found_here(client: Client, runnable: dict[str, Any]) -> None:
+    bad = runnable | {"precision": {"level": "02"}, "trainin": 1}
+    with pytest.raises(SpecRefused) as here:
+        check_spec(bad, "job.yaml")
+    with pytest.raises(ApiError) as there:
+        client.submit(bad)
+    assert there.value.problem.errors == here.value.violations
+
+
+def test_an_unknown_job_is_an_error_everywhere(client: Client) -> None:
+    unknown = "job_" + "0" * 26
+    calls: list[Callable[[], Any]] = [
+        lambda: client.job(unknown),
+        lambda: client.cancel(unknown),
+        lambda: list(client.events(unknown)),
+        lambda: list(client.events(unknown, follow=True)),
+        lambda: list(client.logs(unknown)),
+        lambda: list(client.metrics(unknown)),
+        lambda: list(client.checkpoints(unknown)),
+        lambda: list(client.attempts(unknown)),
+        lambda: client.wait(unknown),
+    ]
+    for call in calls:
+        with pytest.raises(ApiError) as refused:
+            call()
+        assert refused.value.problem.status == 404
+
+
+def test_cancel_ends_what_waits_and_refuses_what_is_over(client: Client, runnable: dict[str, Any]) -> None:
+    job = client.submit(runnable)
+    assert client.cancel(job.id).state is JobState.CANCELLED
+    assert client.wait(job.id, timeout_s=0).state is JobState.CANCELLED
+    with pytest.raises(ApiError, match="illegal_transition"):
+        client.cancel(job.id)
+
+
+def test_what_a_run_leaves_behind(app: OctetApp, client: Client, runnable: dict[str, Any], make_summary: MakeSummary) -> None:
+    job = client.submit(runnable)
+    rank = app.start_rank(job.id)
+    rank.train(steps=3)
+    rank.report(
+        EvaluationReport(step=3, loss=2.5, tokens=512),
+        CheckpointReport(step=3, name="step_0000000003", num_bytes=10, sha256="a" * 64, loss=2.97),
+        LogReport(level="INFO", message="half way"),
+    )
+    running = client.job(job.id)
+    assert running.state is JobState.RUNNING
+    assert running.progress is not None
+    assert running.progress.step == 3
+    rank.succeed(make_summary())
+    done = client.wait(job.id, timeout_s=5)
+    assert done.state is JobState.SUCCEEDED
+    assert done.summary == make_summary()
+    assert done.start is not None
+    assert done.start.first_step_at is not None
+    points = list(client.metrics(job.id))
+    assert [point.step for point in points] == [1, 2, 3]
+    assert points[-1].evaluation_loss == 2.5
+    assert [point.step for point in client.metrics(job.id, after=2)] == [3]
+    assert [checkpoint.step for checkpoint in client.checkpoints(job.id)] == [3]
+    assert [attempt.node for attempt in client.attempts(job.id)] == ["node-1"]
+    assert [line.message for line in client.logs(job.id)] == ["half way"]
+    assert list(client.logs(job.id, rank=1)) == []
+    events = list(client.events(job.id))
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert [event.seq for event in client.events(job.id, after=2)] == list(range(3, len(events) + 1))
+    assert list(client.events(job.id, follow=True)) == events
+
+
+def test_following_gives_everything_while_it_happens(app: OctetApp, client: Client, runnable: dict[str, Any]) -> None:
+    job = client.submit(runnable)
+    rank = app.start_rank(job.id)
+    rank.train(steps=1)
+    lines = client.logs(job.id, follow=True)
+    rank.report(LogReport(level="INFO", message="first\u2028still first"))
+    assert next(lines).message == "first\u2028still first"
+    rank.report(LogReport(level="ERROR", message="second"))
+    assert next(lines).message == "second"
+    rank.report(FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR, message="no data"))
+    assert list(lines) == []
+
+
+def test_waiting_sees_each_change(app: OctetApp, client: Client, runnable: dict[str, Any], make_summary: MakeSummary) -> None:
+    job = client.submit(runnable)
+    rank = app.start_rank(job.id)
+    rank.train(steps=2)
+    seen: list[tuple[str, int]] = []
+
+    def on_progress(changed: Job) -> None:
+        assert changed.progress is not None
+        seen.append((changed.state.value, changed.progress.step))
+        if len(seen) == 1:
+            rank.report(step_report(3))
+        elif len(seen) == 2:
+            rank.succeed(make_summary())
+
+    assert client.wait(job.id, 10, on_progress, poll_s=0.01).state is JobState.SUCCEEDED
+    assert seen == [("running", 2), ("running", 3), ("succeeded", 3)]
+
+
+def test_levels_and_pools(client: Client) -> None:
+    assert list(client.levels()) == list(LEVELS.values())
+    assert [pool.name for pool in client.pools()] == ["cpu"]
+
+
+def test_nobody_leads_so_the_server_is_not_ready(client: Client) -> None:
+    assert client.is_ready() is False
+
+
+def test_a_server_with_keys(tmp_path: Path, runnable: dict[str, Any]) -> None:
+    with OctetApp(tmp_path, api_keys=(API_KEY,)) as app:
+        for key in (None, "wrong-key-of-the-tests"):
+            with Client(app.url, key) as stranger, pytest.raises(ApiError, match="unauthenticated"):
+                stranger.submit(runnable)
+        with Client(app.url, API_KEY) as friend:
+            assert friend.submit(runnable).state is JobState.QUEUED
+
+
+def test_submissions_at_once_under_one_key_are_one_job(app: OctetApp, runnable: dict[str, Any]) -> None:
+    ids: list[str] = []
+
+    def submit() -> None:
+        with Client(app.url) as own:
+            ids.append(own.submit(runnable, "key-of-the-race").id)
+
+    threads = [threading.Thread(target=submit) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ids) == 6
+    assert len(set(ids)) == 1
+
+
+def test_a_job_is_followed_through_a_restart_of_the_server(tmp_path: Path, runnable: dict[str, Any]) -> None:
+    """The server stops and another takes over its port and database; the stream loses and repeats nothing."""
+    with OctetApp(tmp_path) as before:
+        client = Client(before.url, reconnect_s=20)
+        job = client.submit(runnable)
+        rank = before.start_rank(job.id)
+        rank.train(steps=1)
+        rank.report(LogReport(level="INFO", message="before"))
+        lines = client.logs(job.id, follow=True)
+        assert next(lines).message == "before"
+    port = int(before.url.rpartition(":")[2])
+    with OctetApp(tmp_path, port=port) as after:
+        rank.report(LogReport(level="INFO", message="after"))
+        rank.report(FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR, message="no data"))
+        assert after.url == before.url
+        assert [line.message for line in itertools.islice(lines, 5)] == ["after"]
+    client.close()

@@ -1,0 +1,221 @@
+"""The command line against the real application: each command, as text and as JSON, and how it exits."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from api_schemas import CheckpointReport, EvaluationReport, FailureReason, FinishedReport, Job, JobSummary, LogReport
+from client import Client
+from client.cli import build_app
+from tests.client.octet_app import API_KEY, OctetApp, Rank
+
+MakeSummary = Callable[..., JobSummary]
+
+
+@pytest.fixture
+def octet(app: OctetApp) -> Callable[..., Result]:
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(build_app(), list(arguments), env={"OCTET_URL": app.url}, catch_exceptions=False)
+
+    return run
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, runnable: dict[str, Any]) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(runnable))
+    return str(path)
+
+
+@pytest.fixture
+def finished(app: OctetApp, client: Client, runnable: dict[str, Any], make_summary: MakeSummary) -> Job:
+    """A job that has run: three steps, an evaluation, a checkpoint, a log line."""
+    job = client.submit(runnable | {"name": "finished", "labels": {"team": "research"}})
+    rank = app.start_rank(job.id)
+    rank.train(steps=3)
+    rank.report(
+        EvaluationReport(step=2, loss=2.5, tokens=512),
+        CheckpointReport(step=3, name="step_0000000003", num_bytes=10_000, sha256="a" * 64, loss=2.97),
+        LogReport(level="WARNING", message="\x1b[31mred"),
+    )
+    rank.succeed(make_summary())
+    return client.job(job.id)
+
+
+@contextmanager
+def ranks_do(app: OctetApp, act: Callable[[Rank], None]) -> Iterator[None]:
+    """In the background: start a rank for the next job that is queued under the name `watched`, and act through it."""
+
+    def serve() -> None:
+        with Client(app.url) as client:
+            while not done.wait(0.02):
+                for job in client.jobs(state="queued", name="watched"):
+                    rank = app.start_rank(job.id)
+                    rank.train(steps=2)
+                    act(rank)
+                    return
+
+    done = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_submit_prints_the_id_and_what_to_do_next(octet: Callable[..., Result], client: Client, job_file: str) -> None:
+    shown = octet("submit", job_file, "--set", "priority=70", "--set", "name=submitted")
+    [job] = client.jobs(name="submitted")
+    assert shown.exit_code == 0
+    assert shown.stdout == f"{job.id} is queued. Watch it with: octet watch {job.id}\n"
+    assert job.priority == 70
+    assert json.loads(octet("submit", job_file, "--json").stdout)["state"] == "queued"
+
+
+def test_what_only_the_server_can_refuse(octet: Callable[..., Result], job_file: str) -> None:
+    for command in ("submit", "validate"):
+        shown = octet(command, job_file, "--set", "resources.pool=gpu")
+        assert shown.exit_code == 2
+        assert shown.stdout == ""
+        assert "resources.pool" in shown.stderr
+        assert "allowed: cpu" in shown.stderr
+
+
+def test_validate(octet: Callable[..., Result], job_file: str) -> None:
+    shown = octet("validate", job_file)
+    assert shown.exit_code == 0
+    assert "is a valid job: 858,880 parameters" in shown.stdout
+    assert "256 tokens a step in 1 micro-batches of 4 sequences" in shown.stdout
+    assert json.loads(octet("validate", job_file, "--json").stdout)["object"] == "validated_job"
+
+
+def test_a_watched_job_that_succeeds_exits_0(
+    app: OctetApp, octet: Callable[..., Result], job_file: str, make_summary: MakeSummary
+) -> None:
+    with ranks_do(app, lambda rank: rank.succeed(make_summary())):
+        shown = octet("submit", job_file, "--watch", "--set", "name=watched")
+    assert shown.exit_code == 0
+    assert "job.accepted" in shown.stdout
+    assert "watched  succeeded  step 2/100, loss 2.9800" in shown.stdout
+    assert "evaluation  loss 2.0000, perplexity 7.389" in shown.stdout
+    assert "\x1b" not in shown.stdout
+
+
+def test_a_watched_job_that_fails_exits_1(app: OctetApp, octet: Callable[..., Result], job_file: str) -> None:
+    failed = FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR, message="the corpus is gone")
+    with ranks_do(app, lambda rank: rank.report(failed)):
+        shown = octet("submit", job_file, "--watch", "--json", "--set", "name=watched")
+    assert shown.exit_code == 1
+    assert json.loads(shown.stdout)["reason"] == "data_error"
+    again = octet("watch", json.loads(shown.stdout)["id"])
+    assert again.exit_code == 1
+    assert "data_error: the corpus is gone" in again.stdout
+    assert "hint" in again.stdout
+
+
+def test_ctrl_c_detaches_and_the_job_goes_on(
+    octet: Callable[..., Result], client: Client, job_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("client.watch.time.sleep", interrupt)
+    shown = octet("submit", job_file, "--watch", "--set", "name=detached")
+    [job] = client.jobs(name="detached")
+    assert shown.exit_code == 130
+    assert f"octet cancel {job.id}" in shown.stderr
+    assert "the job goes on" in shown.stderr
+    assert job.state == "queued"
+
+
+def test_cancel(octet: Callable[..., Result], client: Client, runnable: dict[str, Any]) -> None:
+    job = client.submit(runnable)
+    assert octet("cancel", job.id).stdout == f"{job.id} is cancelled.\n"
+    again = octet("cancel", job.id)
+    assert again.exit_code == 2
+    assert "illegal_transition" in again.stderr
+    assert octet("watch", job.id).exit_code == 1
+
+
+def test_list(octet: Callable[..., Result], finished: Job) -> None:
+    shown = octet("list", "--state", "succeeded", "--label", "team:research", "--limit", "1")
+    assert shown.exit_code == 0
+    header, row = shown.stdout.splitlines()
+    assert header.startswith("ID")
+    assert row.startswith(finished.id)
+    assert json.loads(octet("list", "--state", "succeeded", "--limit", "1", "--json").stdout)[0]["id"] == finished.id
+    assert octet("list", "--label", "team:nobody").stdout.startswith("No jobs.")
+    assert json.loads(octet("list", "--label", "team:nobody", "--json").stdout) == []
+
+
+def test_show(octet: Callable[..., Result], finished: Job) -> None:
+    shown = octet("show", finished.id)
+    assert shown.exit_code == 0
+    assert "1, the newest at step 3 (10 kB)" in shown.stdout
+    assert Job.model_validate_json(octet("show", finished.id, "--json").stdout) == finished
+    unknown = octet("show", "job_unknown")
+    assert unknown.exit_code == 2
+    assert "not_found" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "field", "value"),
+    [
+        ("attempts", "node-1", "node", "node-1"),
+        ("checkpoints", "10 kB", "num_bytes", 10_000),
+        ("metrics", "2.5000", "step", 1),
+    ],
+)
+def test_records_as_table_and_as_one_document(
+    octet: Callable[..., Result], finished: Job, command: str, text: str, field: str, value: object
+) -> None:
+    assert text in octet(command, finished.id).stdout
+    assert json.loads(octet(command, finished.id, "--json").stdout)[0][field] == value
+
+
+def test_a_long_curve_is_thinned_out_but_keeps_its_evaluations(octet: Callable[..., Result], finished: Job) -> None:
+    shown = octet("metrics", finished.id, "--rows", "2").stdout.splitlines()
+    assert [line.split()[0] for line in shown] == ["STEP", "1", "2", "3"]  # 2 was evaluated
+
+
+@pytest.mark.parametrize("follow", [(), ("--follow",)])
+def test_events_and_logs_as_lines_and_as_json(octet: Callable[..., Result], finished: Job, follow: tuple[str, ...]) -> None:
+    logs = octet("logs", finished.id, *follow)
+    assert logs.stdout.endswith("rank 0  WARNING  \\x1b[31mred\n")
+    [line] = octet("logs", finished.id, "--json", *follow).stdout.splitlines()
+    assert json.loads(line)["message"] == "\x1b[31mred"
+    assert octet("logs", finished.id, "--rank", "1", *follow).stdout == ""
+    numbers = [json.loads(line)["seq"] for line in octet("events", finished.id, "--json", *follow).stdout.splitlines()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert "job.succeeded" in octet("events", finished.id, *follow).stdout
+
+
+def test_levels_and_pools(octet: Callable[..., Result]) -> None:
+    assert "≤ 6.2" in octet("levels").stdout
+    assert "O2" in [level["name"] for level in json.loads(octet("levels", "--json").stdout)]
+    assert octet("pools").stdout.splitlines()[1].startswith("cpu")
+    assert json.loads(octet("pools", "--json").stdout)[0]["accelerator"] == "cpu"
+
+
+def test_the_key_comes_from_the_environment(tmp_path: Path) -> None:
+    with OctetApp(tmp_path, api_keys=(API_KEY,)) as app:
+        without = CliRunner().invoke(build_app(), ["list", "--url", app.url])
+        assert without.exit_code == 2
+        assert "an API key is needed" in without.stderr
+        assert CliRunner().invoke(build_app(), ["list", "--url", app.url], env={"OCTET_API_KEY": API_KEY}).exit_code == 0
+
+
+def test_a_reader_that_goes_away_is_no_traceback(app: OctetApp, finished: Job) -> None:
+    command = f"{sys.executable} -m client.cli events {finished.id} --url {app.url} | true"
+    piped = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert piped.stderr == ""

@@ -1,0 +1,131 @@
+"""The demo against the real application, with ranks that report in place of a cluster: what it asks, shows and leaves."""
+
+import signal
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from api_schemas import FailureReason, FinishedReport, JobSpec, JobState, JobSummary, LogReport
+from client import Client, SpecRefused
+from client.cli import build_app
+from client.demo import demo_spec
+from tests.client.octet_app import OctetApp, Rank
+
+MakeSummary = Callable[..., JobSummary]
+
+
+@pytest.fixture
+def own_app(tmp_path: Path) -> Iterator[OctetApp]:
+    with OctetApp(tmp_path) as running:
+        yield running
+
+
+def run_demo(app: OctetApp, act: Callable[[Rank, JobSpec], None]) -> Result:
+    """`octet demo --url` while each of its jobs gets a rank that acts."""
+    done = threading.Event()
+
+    def serve() -> None:
+        with Client(app.url) as client:
+            while not done.wait(0.02):
+                for job in client.jobs(state="queued"):
+                    rank = app.start_rank(job.id)
+                    rank.train(steps=2)
+                    act(rank, job.spec)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        return CliRunner().invoke(build_app(), ["demo", "--url", app.url], catch_exceptions=False)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_the_same_job_at_each_level_on_the_standard_library() -> None:
+    fp32, o2 = (demo_spec(level, 400, "demo-1") for level in ("fp32", "O2"))
+    differing = {name for name in JobSpec.model_fields if getattr(fp32, name) != getattr(o2, name)}
+    assert differing == {"name", "precision"}
+    assert fp32.data.path == sysconfig.get_path("stdlib")
+    assert fp32.data.selects("json/decoder.py")
+    assert not fp32.data.selects("test/test_json/test_decode.py")
+
+
+def test_few_steps_are_allowed_and_wrong_levels_are_not() -> None:
+    assert demo_spec("fp32", 1, "demo-1").training.schedule.warmup_steps == 0
+    with pytest.raises(SpecRefused, match="with the letter O"):
+        demo_spec("02", 400, "demo-1")
+
+
+def test_it_ends_with_the_comparison(own_app: OctetApp, make_summary: MakeSummary) -> None:
+    converted = {"weights": 1600, "gradients": 800, "exp_avg": 800, "exp_avg_sq": 1600}
+
+    def act(rank: Rank, spec: JobSpec) -> None:
+        low = {"memory_bytes": converted, "converted_memory_bytes": converted} if spec.precision.level == "O2" else {}
+        rank.succeed(make_summary(**low))
+
+    shown = run_demo(own_app, act)
+    assert shown.exit_code == 0, shown.output
+    assert "fp32 2.000 (yes), O2 2.000 (yes)" in shown.stdout
+    rows = {line.strip().split("  ")[0]: line.split() for line in shown.stdout.splitlines()}
+    assert rows["evaluation perplexity"][-2:] == ["7.389", "7.389"]
+    assert rows["final training loss"][-2:] == ["1.7500", "1.7500"]
+    assert rows["in converted layers"][-2:] == ["16.00", "6.00"]
+    assert "first step" in shown.stdout
+    assert shown.stdout.splitlines()[-1] == "Passed: O2 holds 70% less than fp32 at +0.00% evaluation loss."
+    assert "\x1b" not in shown.stdout
+    with Client(own_app.url) as client:
+        jobs = list(client.jobs())
+    assert [job.name for job in jobs] == ["demo-O2", "demo-fp32"]
+    assert len({job.labels["comparison"] for job in jobs}) == 1
+
+
+def test_a_job_that_did_not_learn_fails_the_demo(own_app: OctetApp, make_summary: MakeSummary) -> None:
+    shown = run_demo(own_app, lambda rank, _: rank.succeed(make_summary(evaluation_loss=3.1)))
+    assert shown.exit_code == 1
+    assert "3.100 (NO)" in shown.stdout
+    assert shown.stdout.splitlines()[-1].startswith("FAILED to learn")
+
+
+def test_a_job_that_fails_is_shown_with_the_end_of_its_log(own_app: OctetApp, make_summary: MakeSummary) -> None:
+    def act(rank: Rank, spec: JobSpec) -> None:
+        if spec.precision.level == "fp32":
+            rank.succeed(make_summary())
+            return
+        rank.report(LogReport(level="ERROR", message="the last words"))
+        rank.report(FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR, message="gone"))
+
+    shown = run_demo(own_app, act)
+    assert shown.exit_code == 1
+    assert "the last words" in shown.stdout
+    assert "data_error: gone" in shown.stdout
+    assert shown.stdout.splitlines()[-1] == "FAILED: demo-O2 failed."
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (signal.SIGTERM, 143)])
+def test_what_ends_the_demo_ends_its_jobs(own_app: OctetApp, error: Any, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        if error is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        signal.raise_signal(error)
+
+    monkeypatch.setattr("client.watch.time.sleep", interrupt)
+    before = signal.getsignal(signal.SIGTERM)
+    shown = CliRunner().invoke(build_app(), ["demo", "--url", own_app.url])
+    assert shown.exit_code == status
+    assert signal.getsignal(signal.SIGTERM) is before
+    with Client(own_app.url) as client:
+        assert [job.state for job in client.jobs()] == [JobState.CANCELLED, JobState.CANCELLED]
+
+
+def test_a_server_that_does_not_start_leaves_its_log(tmp_path: Path) -> None:
+    (tmp_path / "octet.db").mkdir()  # where the database should be a file
+    shown = CliRunner().invoke(build_app(), ["demo", "--data-dir", str(tmp_path)])
+    assert shown.exit_code == 3
+    assert "the server ended with exit status" in shown.stderr
+    assert f"are in {tmp_path}" in shown.stderr
+    assert (tmp_path / "server.log").exists()
