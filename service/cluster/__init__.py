@@ -1,0 +1,1 @@
+"""Where attempts run: the launcher protocol and its implementations."""

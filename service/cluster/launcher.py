@@ -18,7 +18,7 @@ class LauncherError(Exception):
 
 
 class Launcher(Protocol):
-    """Runs attempts. Any method may raise LauncherError."""
+    """Runs attempts. Any method but `probe` may raise LauncherError."""
 
     def launch(self, order: LaunchOrder) -> None:
         """Start an attempt's processes. Launching what is there already changes nothing."""

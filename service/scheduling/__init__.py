@@ -1,0 +1,1 @@
+"""Who runs next, and why the others wait."""

@@ -1,0 +1,66 @@
+"""The dispatcher: the loops that move jobs along, run by the one process that leads."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from service.cluster.launcher import Launcher
+from service.db.engine import Database
+from service.dispatcher import clean, janitor, launch, place, watch
+from service.dispatcher.loop import Loop
+from service.dispatcher.work import LEADER_LEASE_S, NotLeading, Work
+from service.settings import Settings
+
+_STOP_TIMEOUT_S = 10.0
+_STEPS: dict[str, tuple[Callable[[Work], None], float]] = {
+    "place": (place.step, 0.5),
+    "launch": (launch.step, 0.5),
+    "watch": (watch.step, 1.0),
+    "clean": (clean.step, 0.5),
+    "janitor": (janitor.step, 30.0),
+}
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Start as many as you like on one database: one leads, the others wait for it to fall silent."""
+
+    def __init__(self, database: Database, launcher: Launcher, settings: Settings) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="octet-call")
+        self._work = Work(database, launcher, settings, wake=self.wake, executor=self._executor)
+        self._loops = [Loop("lead", self._lead, LEADER_LEASE_S / 5)]
+        self._loops += [Loop(name, self._while_leading(step), pause_s) for name, (step, pause_s) in _STEPS.items()]
+
+    def start(self) -> None:
+        for loop in self._loops:
+            loop.start()
+
+    def wake(self) -> None:
+        """There is something to do: look now rather than at the next interval."""
+        for loop in self._loops[1:]:
+            loop.wake()
+
+    def stop(self) -> None:
+        """Stop leading, after the calls under way or ten seconds. Attempts on the cluster go on."""
+        for loop in self._loops:
+            loop.stop(_STOP_TIMEOUT_S)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._work.give_up()
+
+    def _lead(self) -> None:
+        led = self._work.leads_since
+        self._work.lead()
+        if self._work.leads_since != led:
+            self.wake()
+
+    def _while_leading(self, step: Callable[[Work], None]) -> Callable[[], None]:
+        def run() -> None:
+            if self._work.leads_since is None:
+                return
+            try:
+                step(self._work)
+            except NotLeading:
+                logger.warning("another dispatcher leads; what this one was about to write is dropped")
+
+        return run

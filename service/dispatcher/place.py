@@ -1,0 +1,35 @@
+"""queued → starting: give slots to the jobs whose turn it is. Asks the cluster first, decides and writes in one transaction."""
+
+import logging
+
+from api_schemas import JobState
+from service.cluster.launcher import LauncherError
+from service.dispatcher.work import Work
+from service.jobs import attempts, store, store_queue
+from service.scheduling.plan import plan, pool_states
+
+logger = logging.getLogger(__name__)
+
+
+def step(work: Work) -> None:
+    try:
+        present = {pool.pool: pool.slots_present for pool in work.launcher.capacity()}
+    except LauncherError as error:
+        logger.warning("nothing is placed: %s", error)
+        return
+    with work.database.read() as session:
+        if store_queue.slots_present(session) == present and not store_queue.queue(session):
+            return
+    with work.write() as (session, now):
+        if store_queue.slots_present(session) != present:
+            store_queue.set_slots_present(session, present, now)
+        states = pool_states(work.settings.pools, present, store_queue.slots_used(session))
+        decisions = plan(store_queue.queue(session), states, now, work.settings.lease_grace_s)
+        for decision in decisions:
+            if decision.why is not None:
+                continue
+            job = store.lock_job(session, decision.job_id)
+            if job is not None and job.state is JobState.QUEUED:
+                attempts.reserve(session, job, now)
+    if any(decision.why is None for decision in decisions):
+        work.wake()

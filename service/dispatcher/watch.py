@@ -1,0 +1,121 @@
+"""Every live attempt has deadlines: look at each, ask the cluster about its processes, and end those that cannot go on.
+
+`judge` decides and is pure. It is asked twice: with what was read, to see whether there is anything to write, and again
+in the transaction that writes it, with the row locked.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, Probe, ProbeState
+from service.db.tables import AttemptRow, JobRow
+from service.dispatcher.work import Work
+from service.jobs import attempts, store, store_queue
+from service.jobs.attempts import Ending
+from service.jobs.lifecycle import AttemptEvent
+from service.settings import Settings
+
+EXIT_GRACE = timedelta(seconds=3)  # for the last report of processes that have ended
+
+_ON_CLUSTER = {AttemptState.STARTING, AttemptState.RUNNING}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What to write about an attempt."""
+
+    exited_at: datetime | None
+    placed_at: datetime | None
+    ending: Ending | None
+
+
+def step(work: Work) -> None:
+    with work.database.read() as session:
+        refs = [(AttemptRef(attempt_id=row.id, epoch=row.epoch), row.state) for row in store_queue.live_attempts(session)]
+    work.each(lambda pair: _watch(work, *pair), refs)
+
+
+def _watch(work: Work, ref: AttemptRef, state: AttemptState) -> None:
+    probe = work.launcher.probe(ref) if state in _ON_CLUSTER else None
+    with work.database.read() as session:
+        attempt = store.find_attempt(session, ref.attempt_id)
+        assert attempt is not None, "attempts are never deleted"
+        job = store.find_job(session, attempt.job_id)
+        assert job is not None
+        if not _has_news(work, job, attempt, probe, work.database.now(session)):
+            return
+    with work.write() as (session, now):
+        locked = store.lock_attempt(session, ref.attempt_id)
+        assert locked is not None
+        job, attempt = locked
+        if attempt.state.is_terminal:
+            return
+        finding = judge(job, attempt, probe, now, work.leads_since or now, work.settings)
+        attempt.exited_at, attempt.placed_at = finding.exited_at, finding.placed_at
+        if finding.ending is not None:
+            attempts.finish(session, job, attempt, finding.ending, now)
+    if finding.ending is not None:
+        work.wake()
+
+
+def _has_news(work: Work, job: JobRow, attempt: AttemptRow, probe: Probe | None, now: datetime) -> bool:
+    if attempt.state.is_terminal:
+        return False
+    finding = judge(job, attempt, probe, now, work.leads_since or now, work.settings)
+    return finding != Finding(attempt.exited_at, attempt.placed_at, None)
+
+
+def judge(
+    job: JobRow, attempt: AttemptRow, probe: Probe | None, now: datetime, leads_since: datetime, settings: Settings
+) -> Finding:
+    """What is to be said of a live attempt. `leads_since`: a new leader first lets workers report that it was away."""
+    is_gone = probe is not None and probe.state in {ProbeState.EXITED, ProbeState.ABSENT}
+    is_unknown = probe is None or probe.state is ProbeState.UNREACHABLE
+    exited_at = attempt.exited_at if is_unknown else (attempt.exited_at or now) if is_gone else None
+    placed_at = attempt.placed_at or (probe.placed_at if probe else None)
+    ending = None
+    if is_gone and exited_at is not None and now >= exited_at + EXIT_GRACE:
+        ending = _gone(job, probe)
+    elif job.desired is DesiredState.CANCEL:
+        ending = _cancelled(job, attempt, now, settings)
+    elif now >= leads_since + timedelta(seconds=settings.lease_grace_s):
+        ending = _overdue(attempt, now, settings)
+    return Finding(exited_at, placed_at, ending)
+
+
+def _gone(job: JobRow, probe: Probe | None) -> Ending:
+    assert probe is not None
+    if job.desired is DesiredState.CANCEL:
+        return Ending(AttemptEvent.CANCEL, message="its processes have ended")
+    if probe.state is ProbeState.ABSENT:
+        return Ending(AttemptEvent.FAIL, FailureReason.CLUSTER_LOST, "the cluster no longer knows the attempt")
+    message = probe.message or "its processes ended without a last report"
+    return Ending(AttemptEvent.FAIL, probe.reason or FailureReason.WORKER_LOST, message)
+
+
+def _cancelled(job: JobRow, attempt: AttemptRow, now: datetime, settings: Settings) -> Ending | None:
+    if attempt.last_report_at is None:
+        return Ending(AttemptEvent.CANCEL, message="cancelled before its workers were heard")
+    assert job.cancel_requested_at is not None
+    if now >= job.cancel_requested_at + timedelta(seconds=settings.cancel_grace_s):
+        return Ending(AttemptEvent.CANCEL, message=f"did not stop within {settings.cancel_grace_s:g} s and is ended")
+    return None
+
+
+def _overdue(attempt: AttemptRow, now: datetime, settings: Settings) -> Ending | None:
+    def is_over(since: datetime | None, limit_s: float) -> bool:
+        return since is not None and now >= since + timedelta(seconds=limit_s)
+
+    reason, message = None, ""
+    if is_over(attempt.lease_expires_at, settings.lease_grace_s):
+        reason = FailureReason.LEASE_EXPIRED
+        message = f"was not heard for {settings.lease_s + settings.lease_grace_s:g} s"
+    elif attempt.state in {AttemptState.RESERVED, AttemptState.LAUNCHING}:
+        if is_over(attempt.created_at, settings.launch_timeout_s):
+            reason, message = FailureReason.LAUNCH_FAILED, f"was not launched within {settings.launch_timeout_s:g} s"
+    elif attempt.state is AttemptState.STARTING:
+        if is_over(attempt.launched_at, settings.start_timeout_s):
+            reason, message = FailureReason.START_TIMEOUT, f"did not start training within {settings.start_timeout_s:g} s"
+    elif is_over(attempt.last_progress_at, settings.stall_timeout_s):
+        reason, message = FailureReason.STALLED, f"made no progress for {settings.stall_timeout_s:g} s"
+    return Ending(AttemptEvent.FAIL, reason, message) if reason else None

@@ -1,0 +1,89 @@
+"""What every loop of the dispatcher works with: the parts, who leads, and transactions that only the leader can commit."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TypeVar
+
+from sqlalchemy.orm import Session
+
+from service.cluster.launcher import Launcher
+from service.db.engine import Database
+from service.jobs import store_queue
+from service.settings import Settings
+
+LEADER_LEASE_S = 5.0
+
+Item = TypeVar("Item")
+
+logger = logging.getLogger(__name__)
+
+
+class NotLeading(Exception):
+    """Another dispatcher leads; what was about to be written is not."""
+
+
+@dataclass
+class Work:
+    """Shared by the loops. `leads_since` is None while another dispatcher leads."""
+
+    database: Database
+    launcher: Launcher
+    settings: Settings
+    wake: Callable[[], None] = lambda: None
+    executor: Executor | None = None
+    holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    leads_since: datetime | None = None
+    _token: str | None = None
+
+    def lead(self) -> None:
+        """Take or renew the leader's lease. A new leader breaks the claims of the former one."""
+        with self.database.write() as session:
+            now = self.database.now(session)
+            token = store_queue.take_lease(session, store_queue.LEADER, self.holder, self._token, LEADER_LEASE_S, now)
+            is_new = token is not None and token != self._token
+            if is_new:
+                store_queue.break_claims(session)
+        if is_new:
+            logger.info("%s leads", self.holder)
+            self.leads_since = now
+        elif token is None and self._token is not None:
+            self.resign()
+        self._token = token
+
+    def resign(self) -> None:
+        """Stop acting as leader; the lease itself is not touched."""
+        logger.warning("%s leads no longer", self.holder)
+        self._token, self.leads_since = None, None
+
+    def give_up(self) -> None:
+        """Hand the lease back, so that another can lead at once."""
+        if self._token is not None:
+            with self.database.write() as session:
+                store_queue.give_up_lease(session, store_queue.LEADER, self._token, self.database.now(session))
+            self._token, self.leads_since = None, None
+
+    @contextmanager
+    def write(self) -> Iterator[tuple[Session, datetime]]:
+        """A transaction and its time. Raises NotLeading where the lease is not ours: then nothing is written."""
+        with self.database.write() as session:
+            now = self.database.now(session)
+            if self._token is None or not store_queue.holds_lease(session, store_queue.LEADER, self._token, now):
+                raise NotLeading
+            yield session, now
+
+    def each(self, do: Callable[[Item], None], items: Iterable[Item]) -> None:
+        """Do something slow with every item, side by side where there is an executor. The first error is raised at the end."""
+        if self.executor is None:
+            for item in items:
+                do(item)
+            return
+        futures = [self.executor.submit(do, item) for item in items]
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        if errors:
+            raise errors[0]

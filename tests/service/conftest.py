@@ -1,0 +1,129 @@
+"""What the tests of the control plane share: both databases, a clock to turn, a fake cluster, a client without a network."""
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import delete
+from sqlalchemy.orm import Session
+
+from api_schemas import JobSpec, PoolConfig
+from service.app import create_app
+from service.cluster.fake import FakeLauncher
+from service.db.engine import Database
+from service.db.tables import Base
+from service.settings import Settings
+from tests.service.postgres_server import Unavailable, running_server
+from tests.service.world import TurnedClock, World
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # starlette would rather have httpx2
+    from fastapi.testclient import TestClient
+
+POOLS = (
+    PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=2),
+    PoolConfig(name="h100", node_label=("octet-pool", "h100"), slots=8, accelerator="cuda"),
+)
+
+
+@pytest.fixture(scope="session")
+def fast_dir() -> Iterator[Path]:
+    """A folder in memory where there is one: SQLite waits for the disk at each commit, and tests need not."""
+    folder = Path(tempfile.mkdtemp(prefix="octet-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    try:
+        with running_server() as url:
+            yield url
+    except Unavailable as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(fast_dir: Path) -> Path:
+    path = fast_dir / "template.db"
+    database = Database(f"sqlite:///{path}")
+    database.migrate()
+    database.close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def postgres_database(postgres_url: str) -> Iterator[Database]:
+    """Shared by the session; each test leaves it empty."""
+    database = Database(postgres_url)
+    database.migrate()
+    yield database
+    database.close()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def database_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """An empty, migrated database of each kind."""
+    if request.param == "postgres":
+        shared: Database = request.getfixturevalue("postgres_database")
+        with shared.write() as session:
+            empty(session)
+        yield request.getfixturevalue("postgres_url")
+        return
+    folder = Path(tempfile.mkdtemp(dir=request.getfixturevalue("fast_dir")))
+    shutil.copy(request.getfixturevalue("sqlite_template"), folder / "octet.db")
+    yield f"sqlite:///{folder / 'octet.db'}"
+    shutil.rmtree(folder)
+
+
+def empty(session: Session) -> None:
+    for table in reversed(Base.metadata.sorted_tables):
+        session.execute(delete(table))
+
+
+@pytest.fixture
+def clock() -> TurnedClock:
+    return TurnedClock()
+
+
+@pytest.fixture
+def database(database_url: str, clock: TurnedClock) -> Iterator[Database]:
+    database = Database(database_url, clock)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path / "data", pools=POOLS)
+
+
+@pytest.fixture
+def launcher() -> FakeLauncher:
+    return FakeLauncher(POOLS)
+
+
+@pytest.fixture
+def world(
+    database: Database,
+    clock: TurnedClock,
+    settings: Settings,
+    launcher: FakeLauncher,
+    spec_document: dict[str, Any],
+) -> World:
+    return World(database, clock, settings, launcher, JobSpec.model_validate(spec_document))
+
+
+@pytest.fixture
+def client(world: World) -> Iterator[TestClient]:
+    """HTTP requests to an app over the world's database. A bug of ours is a 500, as it is for a user."""
+    app = create_app(world.settings, database=world.database)
+    with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:
+        yield client

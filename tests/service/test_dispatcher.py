@@ -1,0 +1,347 @@
+"""The way of a job through the dispatcher, with a fake cluster: place, launch, watch, clean up, and what goes wrong there."""
+
+import pytest
+
+from api_schemas import (
+    AttemptState,
+    DesiredState,
+    FailureReason,
+    FinishedReport,
+    JobState,
+    PhaseReport,
+)
+from service.cluster.launcher import LauncherError
+from service.errors import StaleAttempt, Unauthenticated
+from tests.service.world import Rank, World
+
+
+def test_a_job_goes_from_queued_to_succeeded_and_its_slot_is_free_again(world: World) -> None:
+    job_id, rank = world.start()
+    assert world.job(job_id).state is JobState.RUNNING
+    rank.train(1, 2, 3, 4)
+    rank.succeed()
+    job = world.job(job_id)
+    assert (job.state, job.num_attempts, job.num_failures) == (JobState.SUCCEEDED, 1, 0)
+    world.dispatch()
+    assert world.launcher.orders == {}
+    assert world.attempts(job_id)[0].released_at is not None
+    assert [event.type for event in world.events(job_id)] == [
+        "job.accepted",
+        "job.placed",
+        "attempt.launched",
+        "attempt.started",
+        "attempt.succeeded",
+        "job.succeeded",
+    ]
+
+
+def test_the_order_carries_what_the_attempt_needs(world: World) -> None:
+    job_id = world.submit()
+    world.dispatch()
+    order = world.launcher.started[0]
+    assert order.job_id == job_id
+    assert order.epoch == 1
+    assert order.spec.name == "small"
+    assert order.report_url == "http://127.0.0.1:8000"
+    assert order.job_dir == str(world.settings.data_dir / "jobs" / job_id)
+    assert len(order.token) >= 43  # 256 bits
+    assert order.token.encode() not in (world.attempts(job_id)[0].token_hash or b"")
+
+
+def test_a_dead_rank_is_given_three_seconds_for_its_last_report(world: World) -> None:
+    job_id, rank = world.start()
+    world.launcher.exit(rank.ref, FailureReason.WORKER_LOST, "rank 0 was killed by SIGKILL")
+    world.dispatch()
+    assert world.job(job_id).state is JobState.RUNNING
+    world.turn(3)
+    world.dispatch()
+    job = world.job(job_id)
+    assert (job.state, job.reason) == (JobState.FAILED, FailureReason.WORKER_LOST)
+    assert job.message == "rank 0 was killed by SIGKILL"
+    assert job.hint == FailureReason.WORKER_LOST.hint
+
+
+def test_a_last_report_beats_the_exit_of_its_processes(world: World) -> None:
+    job_id, rank = world.start()
+    world.launcher.exit(rank.ref)
+    world.dispatch()
+    rank.succeed()
+    world.turn(3)
+    world.dispatch()
+    assert world.job(job_id).state is JobState.SUCCEEDED
+
+
+def test_a_failure_with_retries_left_resumes_in_a_new_attempt(world: World) -> None:
+    job_id, rank = world.start(max_failures=1)
+    rank.train(1, 2)
+    rank.send(FinishedReport(outcome="failed", reason=FailureReason.WORKER_LOST, message="gone"))
+    job = world.job(job_id)
+    assert (job.state, job.num_failures) == (JobState.QUEUED, 1)
+    world.dispatch()
+    assert len(world.launcher.started) == 1, "backs off for a second first"
+    world.turn(1)
+    world.dispatch()
+    world.dispatch()
+    second = world.rank_of(job_id)
+    assert second.order.epoch == 2
+    assert second.order.token != rank.order.token
+    second.begin()
+    second.send(FinishedReport(outcome="failed", reason=FailureReason.WORKER_LOST))
+    assert world.job(job_id).state is JobState.FAILED
+
+
+def test_a_reason_that_cannot_change_is_not_retried(world: World) -> None:
+    job_id, rank = world.start(max_failures=5)
+    rank.send(FinishedReport(outcome="failed", reason=FailureReason.OUT_OF_MEMORY))
+    assert world.job(job_id).state is JobState.FAILED
+
+
+def test_failures_of_the_platform_have_their_own_budget(world: World) -> None:
+    job_id = world.submit()
+    for _ in range(9):
+        world.turn(61)
+        world.dispatch()
+        world.dispatch()
+        world.launcher.lose_everything()
+        world.dispatch()
+        world.turn(4)
+        world.dispatch()
+    assert world.job(job_id).state is JobState.QUEUED
+    assert world.job(job_id).num_failures == 9
+    world.turn(61)
+    world.dispatch()
+    world.dispatch()
+    world.launcher.lose_everything()
+    world.dispatch()
+    world.turn(4)
+    world.dispatch()
+    job = world.job(job_id)
+    assert (job.state, job.reason) == (JobState.FAILED, FailureReason.CLUSTER_LOST)
+
+
+def test_a_lease_that_ran_out_fails_the_attempt_and_fences_it(world: World) -> None:
+    job_id, rank = world.start()
+    world.launcher.reachable = False
+    world.turn(world.settings.lease_s + world.settings.lease_grace_s - 1)
+    world.dispatch()
+    assert world.job(job_id).state is JobState.RUNNING
+    world.turn(1)
+    world.dispatch()
+    job = world.job(job_id)
+    assert job.state is JobState.QUEUED, "a failure of the platform is tried again"
+    assert world.attempts(job_id)[0].reason is FailureReason.LEASE_EXPIRED
+    with pytest.raises(StaleAttempt):
+        rank.train(1)
+
+
+def test_a_report_in_the_grace_saves_the_attempt(world: World) -> None:
+    job_id, rank = world.start()
+    world.turn(world.settings.lease_s + 5)
+    rank.train(1)
+    world.turn(world.settings.lease_grace_s)
+    world.dispatch()
+    assert world.job(job_id).state is JobState.RUNNING
+
+
+def test_after_a_long_absence_a_new_leader_lets_workers_report_first(world: World) -> None:
+    """The control plane was away for an hour; a worker that finished meanwhile still has its last report to deliver."""
+    job_id, rank = world.start()
+    world.clock.turn(3600)
+    world.restart()
+    world.dispatch()
+    assert world.job(job_id).state is JobState.RUNNING
+    rank.train(1, 2, 3, 4)
+    rank.succeed()
+    assert world.job(job_id).state is JobState.SUCCEEDED
+
+
+def test_no_new_attempt_while_the_former_may_live(world: World) -> None:
+    job_id, rank = world.start(max_failures=1)
+    world.launcher.reachable = False
+    rank.send(FinishedReport(outcome="failed", reason=FailureReason.WORKER_LOST))
+    world.turn(30)
+    world.dispatch()
+    assert world.job(job_id).num_attempts == 1
+    world.launcher.reachable = True
+    world.dispatch()
+    assert world.job(job_id).num_attempts == 1, "this pass stops the former attempt"
+    world.dispatch()
+    assert world.job(job_id).num_attempts == 2
+    assert rank.ref in world.launcher.stopped
+
+
+def test_start_timeout_and_stall(world: World) -> None:
+    slow = world.submit()
+    world.dispatch()
+    world.turn(world.settings.start_timeout_s)
+    world.dispatch()
+    assert world.attempts(slow)[0].reason is FailureReason.START_TIMEOUT
+
+    stuck, rank = world.start(name="stuck")
+    heartbeats = int(world.settings.stall_timeout_s / 50) + 1
+    for _ in range(heartbeats):
+        world.turn(50)
+        rank.send()
+    world.dispatch()
+    assert world.attempts(stuck)[0].reason is FailureReason.STALLED
+
+
+def test_cancelling_a_queued_job_is_immediate(world: World) -> None:
+    job_id = world.submit()
+    world.cancel(job_id)
+    assert world.job(job_id).state is JobState.CANCELLED
+    world.dispatch()
+    assert world.launcher.started == []
+
+
+def test_a_running_job_hears_of_its_cancellation_and_stops(world: World) -> None:
+    job_id, rank = world.start()
+    world.cancel(job_id)
+    assert world.job(job_id).state is JobState.CANCELLING
+    assert rank.train(1).desired is DesiredState.CANCEL
+    rank.send(FinishedReport(outcome="cancelled"))
+    assert world.job(job_id).state is JobState.CANCELLED
+    world.dispatch()
+    assert world.launcher.orders == {}
+
+
+def test_a_job_that_does_not_stop_is_ended_after_the_grace(world: World) -> None:
+    job_id, rank = world.start()
+    world.cancel(job_id)
+    world.turn(world.settings.cancel_grace_s - 1)
+    world.dispatch()
+    assert world.job(job_id).state is JobState.CANCELLING
+    world.turn(1)
+    world.dispatch()
+    assert world.job(job_id).state is JobState.CANCELLED
+    world.dispatch()
+    assert world.launcher.stopped == [rank.ref]
+
+
+def test_cancel_before_the_workers_are_up_needs_no_grace(world: World) -> None:
+    job_id = world.submit()
+    world.dispatch()
+    world.cancel(job_id)
+    world.dispatch()
+    world.dispatch()
+    assert world.job(job_id).state is JobState.CANCELLED
+    assert world.launcher.orders == {}
+
+
+def test_a_job_that_succeeds_while_it_is_cancelled_has_succeeded(world: World) -> None:
+    job_id, rank = world.start()
+    world.cancel(job_id)
+    rank.succeed()
+    assert world.job(job_id).state is JobState.SUCCEEDED
+
+
+def test_a_launch_that_the_cluster_refuses_for_good_fails_with_its_words(world: World) -> None:
+    world.launcher.refuse_launches = LauncherError("no such image", retryable=False)
+    job_id = world.submit()
+    world.dispatch()
+    attempt = world.attempts(job_id)[0]
+    assert (attempt.state, attempt.reason) == (AttemptState.FAILED, FailureReason.LAUNCH_FAILED)
+    assert attempt.message == "no such image"
+    assert world.job(job_id).state is JobState.QUEUED
+
+
+def test_a_launch_that_may_succeed_later_is_repeated_with_the_same_attempt(world: World) -> None:
+    world.launcher.refuse_launches = LauncherError("busy", retryable=True)
+    job_id = world.submit()
+    world.dispatch()
+    world.launcher.refuse_launches = None
+    world.dispatch()
+    assert world.launcher.started == [], "waits two seconds"
+    world.turn(2)
+    world.dispatch()
+    assert [order.epoch for order in world.launcher.started] == [1]
+    assert world.job(job_id).num_attempts == 1
+
+
+def test_a_launch_that_never_succeeds_has_a_deadline(world: World) -> None:
+    world.launcher.refuse_launches = LauncherError("busy", retryable=True)
+    job_id = world.submit()
+    world.dispatch()
+    world.turn(world.settings.launch_timeout_s)
+    world.dispatch()
+    assert world.attempts(job_id)[0].reason is FailureReason.LAUNCH_FAILED
+
+
+def test_a_lost_cluster_is_told_apart_from_a_lost_worker(world: World) -> None:
+    job_id, _ = world.start()
+    world.launcher.lose_everything()
+    world.dispatch()
+    world.turn(3)
+    world.dispatch()
+    assert world.attempts(job_id)[0].reason is FailureReason.CLUSTER_LOST
+
+
+def test_an_unreachable_cluster_fails_nothing(world: World) -> None:
+    job_id, rank = world.start()
+    world.launcher.reachable = False
+    for _ in range(10):
+        world.turn(30)
+        rank.train(1)
+        world.dispatch()
+    assert world.job(job_id).state is JobState.RUNNING
+
+
+def test_orphans_are_ended(world: World) -> None:
+    job_id, rank = world.start()
+    stranger = rank.order.model_copy(update={"attempt_id": "att_0123456789abcdefghjkmnpqrs"})
+    world.launcher.launch(stranger)
+    world.tidy()
+    assert [order.job_id for order in world.launcher.orders.values()] == [job_id]
+    assert list(world.launcher.orders) == [rank.ref]
+
+
+def test_phases_of_the_start_are_kept(world: World) -> None:
+    job_id = world.submit()
+    world.dispatch()
+    rank = world.rank_of(job_id)
+    for phase in ("placed", "process_up", "torch_imported", "model_built"):
+        world.turn(0.5)
+        rank.send(PhaseReport(phase=phase))
+    start = world.job(job_id).start
+    assert start is not None
+    assert start.model_built_at is not None
+    assert (start.model_built_at - start.accepted_at).total_seconds() == 2.0
+
+
+def test_a_worker_that_reports_before_the_launch_returns_is_heard(world: World) -> None:
+    """The call that launches may take longer than the worker needs to come up."""
+    world.launcher.refuse_launches = LauncherError("timed out, and yet it runs", retryable=True)
+    job_id = world.submit()
+    world.dispatch()
+    world.launcher.refuse_launches = None
+    world.turn(2)
+    world.work.launcher = _LaunchesThenFails(world.launcher)  # type: ignore[assignment]
+    world.dispatch()
+    assert world.attempts(job_id)[0].state is AttemptState.LAUNCHING
+    rank = world.rank_of(job_id)
+    rank.begin()
+    assert world.job(job_id).state is JobState.RUNNING
+    world.work.launcher = world.launcher
+    world.turn(2)
+    world.dispatch()
+    assert world.job(job_id).state is JobState.RUNNING
+    assert len(world.launcher.started) == 1
+
+
+class _LaunchesThenFails:
+    def __init__(self, launcher: object) -> None:
+        self._launcher = launcher
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._launcher, name)
+
+    def launch(self, order: object) -> None:
+        self._launcher.launch(order)  # type: ignore[attr-defined]
+        raise LauncherError("no answer in time", retryable=True)
+
+
+def test_a_wrong_token_is_refused(world: World) -> None:
+    _, rank = world.start()
+    forged = Rank(world, rank.order.model_copy(update={"token": "guess"}))
+    with pytest.raises(Unauthenticated):
+        forged.train(1)

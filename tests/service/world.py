@@ -1,0 +1,186 @@
+"""A small world for tests: a database, a clock that stands until turned, a fake cluster, and ranks that report."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from api_schemas import (
+    AttemptRef,
+    FinishedReport,
+    Job,
+    JobSpec,
+    LaunchOrder,
+    Report,
+    ReportBatch,
+    ReportBody,
+    ReportReply,
+    StartedReport,
+    StepReport,
+)
+from service.cluster.fake import FakeLauncher
+from service.db.engine import Database
+from service.db.tables import AttemptRow, EventRow, JobRow
+from service.dispatcher import clean, janitor, launch, place, watch
+from service.dispatcher.work import Work
+from service.jobs import commands, reports, store, views
+from service.settings import Settings
+
+
+class TurnedClock:
+    """Stands still until told otherwise."""
+
+    def __init__(self) -> None:
+        self.moment = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
+
+    def now(self) -> datetime:
+        return self.moment
+
+    def turn(self, seconds: float) -> None:
+        self.moment += timedelta(seconds=seconds)
+
+
+class World:
+    """Everything but HTTP. `work` is the dispatcher that leads now; `restart` kills it and lets another take over."""
+
+    def __init__(
+        self, database: Database, clock: TurnedClock, settings: Settings, launcher: FakeLauncher, spec: JobSpec
+    ) -> None:
+        self.database, self.clock, self.settings, self.launcher, self.spec = database, clock, settings, launcher, spec
+        self.work = self.new_dispatcher()
+
+    def new_dispatcher(self) -> Work:
+        work = Work(self.database, self.launcher, self.settings)
+        work.lead()
+        return work
+
+    def turn(self, seconds: float) -> None:
+        """Time passes, and the dispatcher goes on leading."""
+        while seconds > 0:
+            self.clock.turn(min(seconds, 4))
+            self.work.lead()
+            seconds -= 4
+
+    def restart(self) -> None:
+        """The leader is gone without a word; its lease runs out and another leads."""
+        self.clock.turn(6)
+        self.work = self.new_dispatcher()
+
+    def submit(self, key: str | None = None, **changes: Any) -> str:
+        """Submit the spec with some fields changed, such as priority=90 or workers=2."""
+        document = self.spec.model_dump(mode="json")
+        workers = changes.pop("workers", 1)
+        document["resources"] = {"pool": changes.pop("pool", "cpu"), "workers": workers}
+        document["training"]["global_batch_size"] = 4 * workers
+        document["retry"] = {"max_failures": changes.pop("max_failures", 0)}
+        spec = JobSpec.model_validate(document | changes)
+        with self.database.write() as session:
+            return commands.submit(session, spec, key, self.database.now(session)).job.id
+
+    def cancel(self, job_id: str) -> None:
+        with self.database.write() as session:
+            commands.cancel(session, job_id, self.database.now(session))
+
+    def dispatch(self) -> None:
+        """One pass of every loop."""
+        self.work.lead()
+        for loop in (place, launch, watch, clean):
+            loop.step(self.work)
+
+    def tidy(self) -> None:
+        janitor.step(self.work)
+
+    def job(self, job_id: str) -> Job:
+        with self.database.read() as session:
+            row = store.find_job(session, job_id)
+            assert row is not None
+            return views.job(row, store.current_attempts(session, [row]).get(row.id), None)
+
+    def attempts(self, job_id: str) -> list[AttemptRow]:
+        with self.database.read() as session:
+            rows = store.attempts_of(session, job_id)
+            session.expunge_all()
+            return rows
+
+    def events(self, job_id: str) -> list[EventRow]:
+        with self.database.read() as session:
+            rows = store.events_after(session, job_id, 0, 10_000)
+            session.expunge_all()
+            return rows
+
+    def all_jobs(self) -> list[JobRow]:
+        with self.database.read() as session:
+            rows = store.list_jobs(session, store.JobFilter(), 10_000, None)
+            session.expunge_all()
+            return rows
+
+    def start(self, **changes: Any) -> "tuple[str, Rank]":
+        """A job with its one rank up and training."""
+        job_id = self.submit(**changes)
+        self.dispatch()
+        rank = self.rank_of(job_id)
+        rank.begin()
+        return job_id, rank
+
+    def rank_of(self, job_id: str) -> "Rank":
+        """Rank 0 of the job's attempt that runs now."""
+        order = next(order for order in self.launcher.orders.values() if order.job_id == job_id)
+        return Rank(self, order)
+
+
+class Rank:
+    """One rank of an attempt: sends its reports in order, as a worker does."""
+
+    def __init__(self, world: World, order: LaunchOrder, rank: int = 0) -> None:
+        self.world, self.order, self.rank = world, order, rank
+        self.seq = 0
+
+    @property
+    def ref(self) -> AttemptRef:
+        return AttemptRef(attempt_id=self.order.attempt_id, epoch=self.order.epoch)
+
+    def batch(self, *bodies: ReportBody) -> ReportBatch:
+        made = [Report(seq=self.seq + 1 + place, at=self.world.clock.now(), body=body) for place, body in enumerate(bodies)]
+        self.seq += len(bodies)
+        return ReportBatch(epoch=self.order.epoch, rank=self.rank, reports=tuple(made))
+
+    def send(self, *bodies: ReportBody) -> ReportReply:
+        return self.deliver(self.batch(*bodies))
+
+    def deliver(self, batch: ReportBatch) -> ReportReply:
+        database = self.world.database
+        with database.write() as session:
+            now = database.now(session)
+            applied = reports.apply(session, self.order.attempt_id, self.order.token, batch, self.world.settings.lease_s, now)
+        return applied.reply
+
+    def begin(self, resumed_from_step: int = 0) -> ReportReply:
+        return self.send(started(resumed_from_step))
+
+    def train(self, *steps: int) -> ReportReply:
+        return self.send(*[step(number) for number in steps])
+
+    def succeed(self) -> ReportReply:
+        return self.send(FinishedReport(outcome="succeeded"))
+
+
+def started(resumed_from_step: int = 0) -> StartedReport:
+    return StartedReport(
+        resumed_from_step=resumed_from_step,
+        node="node-1",
+        device="cpu",
+        world_size=1,
+        num_parameters=1000,
+        num_layers_converted=0,
+        num_layers_skipped=0,
+    )
+
+
+def step(number: int, loss: float | None = None) -> StepReport:
+    return StepReport(
+        step=number,
+        loss=5.0 / number if loss is None else loss,
+        gradient_norm=1.0,
+        learning_rate=1e-3,
+        tokens=128,
+        step_time_s=0.5,
+        data_wait_s=0.0,
+    )
