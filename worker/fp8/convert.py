@@ -145,8 +145,7 @@ def _refuse_surprises(names: Collection[str], skipped: Collection[SkippedLayer],
     ]
     if surprises:
         raise ValueError(
-            f"strict conversion, but {'; '.join(surprises)}. "
-            "Name these layers in exclude, correct the glob, or drop strict."
+            f"strict conversion, but {'; '.join(surprises)}. Name these layers in exclude, correct the glob, or drop strict."
         )
 
 

@@ -1,8 +1,9 @@
 """A gradient that presents as fp32 and holds FP8 codes and a scale: value = codes * dequant_scale.
 
-Autograd accumulates an fp32 gradient into a parameter; the hook of `keep_gradient_in_fp8` replaces it at once, so that at most one layer's gradient is ever held wide. What torch does to gradients works on the codes:
-`clip_grad_norm_` multiplies the scale, a further micro-batch is added with stochastic rounding (round-to-nearest would
-lose every contribution smaller than 1/16 of the running sum). Any other op reads the decoded fp32 values.
+Autograd accumulates an fp32 gradient into a parameter; the hook of `keep_gradient_in_fp8` replaces it at once, so that at
+most one layer's gradient is ever held wide. What torch does to gradients works on the codes: `clip_grad_norm_` multiplies
+the scale, a further micro-batch is added with stochastic rounding (round-to-nearest would lose every contribution smaller
+than 1/16 of the running sum). Any other op reads the decoded fp32 values.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Float8Gradient(Tensor):
     dequant_scale: Tensor
     position: RoundingPosition
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, codes: Tensor, dequant_scale: Tensor, position: RoundingPosition) -> "Float8Gradient":
@@ -55,7 +56,7 @@ class Float8Gradient(Tensor):
         """The fp32 values."""
         return kernels.dequantize(self.codes, self.dequant_scale)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Float8Gradient(shape={tuple(self.shape)}, codes={self.codes.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], RoundingPosition]:
@@ -68,7 +69,7 @@ class Float8Gradient(Tensor):
         return Float8Gradient(parts["codes"], parts["dequant_scale"], position)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}

@@ -21,7 +21,7 @@ from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8
 from worker.fp8.half import half_matmul
-from worker.fp8.operand import Codes, OperandScaling
+from worker.fp8.operand import Codes, OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 
 
@@ -31,25 +31,28 @@ class Float8Linear(nn.Module):
     `weight` holds values, or codes with `value = weight * weight_dequant_scale`; its gradient is that of the value.
     """
 
+    weight: nn.Parameter
     weight_dequant_scale: Tensor | None
 
     def __init__(
         self,
         linear: nn.Linear,
-        recipe: Recipe = Recipe(),
+        recipe: Recipe,
         weight_codes: torch.dtype | None = None,
         gradient_position: RoundingPosition | None = None,
     ) -> None:
         """weight_codes: format to hold the weight in; None keeps it. gradient_position: hold gradients in FP8."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias = linear.get_parameter("weight"), linear.bias
         self.recipe = recipe
         device = linear.weight.device
         self.input_scaling = OperandScaling(recipe, recipe.input, device)
         self.weight_scaling = OperandScaling(recipe, recipe.weight, device, square_blocks=True)
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
         self.gradient_position = gradient_position
+        self.num_breaches = 0  # samples in a row that broke a limit
+        self.is_demoted = False
         self.register_buffer("weight_dequant_scale", None)
         if weight_codes is not None:
             self.weight.data, self.weight_dequant_scale = kernels.quantize(self.weight, weight_codes)
@@ -66,7 +69,8 @@ class Float8Linear(nn.Module):
     @property
     def high_precision(self) -> frozenset[GemmName]:
         """The products that are computed in bf16 in the present mode."""
-        return self.recipe.high_precision if self.training or self.recipe.fp8_in_evaluation else ALL_GEMMS
+        uses_fp8 = not self.is_demoted and (self.training or self.recipe.fp8_in_evaluation)
+        return self.recipe.high_precision if uses_fp8 else ALL_GEMMS
 
     def weight_values(self) -> Tensor:
         """The weight's values, decoded if it is held as codes."""
@@ -78,8 +82,8 @@ class Float8Linear(nn.Module):
         """The weight in FP8: as it is held, or quantised from what is held."""
         if self.weight.dtype == E4M3:
             assert self.weight_dequant_scale is not None
-            codes = Codes(self.weight.detach(), self.weight_dequant_scale)
-            return codes.t() if transposed else codes
+            stored = Codes(self.weight.detach(), self.weight_dequant_scale)
+            return stored.t() if transposed else stored
         rows, columns = self.weight_scaling.quantize(self.weight, rows=not transposed, columns=transposed)
         codes = columns if transposed else rows
         assert codes is not None
@@ -92,12 +96,23 @@ class Float8Linear(nn.Module):
         return f"{shape}, weight={self.weight.dtype}, {self.recipe}"
 
     def get_extra_state(self) -> Tensor:
-        """What `state_dict` keeps beside parameters and buffers: how many roundings the gradient went through."""
-        return torch.tensor(self.gradient_position.count if self.gradient_position else 0)
+        """What `state_dict` keeps beside tensors: roundings of the gradient so far, breaches in a row, demoted or not."""
+        num_roundings = self.gradient_position.count if self.gradient_position else 0
+        return torch.tensor([num_roundings, self.num_breaches, self.is_demoted])
 
     def set_extra_state(self, state: Tensor) -> None:
+        num_roundings, self.num_breaches, is_demoted = state.tolist()
+        self.is_demoted = bool(is_demoted)
         if self.gradient_position:
-            self.gradient_position.count = int(state)
+            self.gradient_position.count = num_roundings
+
+    def scalings(self) -> dict[str, OperandScaling]:
+        """The scaling of each operand, by the operand's name."""
+        return {
+            "input": self.input_scaling,
+            "weight": self.weight_scaling,
+            "grad_output": self.grad_output_scaling,
+        }
 
     def _prepare_gradient(self) -> None:
         if self.weight_dequant_scale is not None:
@@ -138,7 +153,7 @@ class Float8Products(torch.autograd.Function):
         if "output" in wide:
             return half_matmul(input_TK, layer.weight_values(), input_TK.dtype)
         assert input_rows is not None
-        return kernels.matmul(*input_rows, *layer.weight_operand(), input_TK.dtype)
+        return product(input_rows, layer.weight_operand(), input_TK.dtype)
 
     @staticmethod
     @once_differentiable
@@ -155,9 +170,9 @@ class Float8Products(torch.autograd.Function):
         if needs_input and "grad_input" in wide:
             grad_input_TK = half_matmul(grad_output_TN, layer.weight_values().t(), grad_output_TN.dtype)
         elif needs_input:
-            grad_input_TK = kernels.matmul(*grad_rows, *layer.weight_operand(transposed=True), grad_output_TN.dtype)
+            grad_input_TK = product(grad_rows, layer.weight_operand(transposed=True), grad_output_TN.dtype)
         if needs_weight and "grad_weight" in wide:
             grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), torch.float32)
         elif needs_weight:
-            grad_weight_NK = kernels.matmul(*grad_columns, input_saved, input_dequant_scale, torch.float32)
+            grad_weight_NK = product(grad_columns, Codes(input_saved, input_dequant_scale), torch.float32)
         return grad_input_TK, grad_weight_NK, None, None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from worker import kernels
 from worker.fp8.recipe import Recipe
+from worker.fp8.statistics import measure
 from worker.kernels.formats import BLOCK
 
 
@@ -24,6 +25,11 @@ class Codes(NamedTuple):
     def t(self) -> "Codes":
         """The transposed matrix, where the scale transposes with it: one of the tensor or of square blocks."""
         return Codes(self.codes.t(), self.dequant_scale.t())
+
+
+def product(a_MK: Codes, b_NK: Codes, out_dtype: torch.dtype) -> Tensor:
+    """a @ b.T."""
+    return kernels.matmul(a_MK.codes, a_MK.dequant_scale, b_NK.codes, b_NK.dequant_scale, out_dtype)
 
 
 class OperandScaling(nn.Module):
@@ -40,6 +46,8 @@ class OperandScaling(nn.Module):
         self.recipe = recipe
         self.dtype = dtype
         self.block = (BLOCK if square_blocks else 1, BLOCK)
+        self.is_sampled = False  # whether to measure what is quantised next
+        self.sample: Tensor | None = None
         if recipe.amax_history_length:
             self.register_buffer("step_amax", torch.zeros((), device=device))
             self.register_buffer("amax_history", torch.zeros(recipe.amax_history_length, device=device))
@@ -76,7 +84,10 @@ class OperandScaling(nn.Module):
     def _quantize(self, x: Tensor) -> Codes:
         granularity, margin = self.recipe.granularity, self.recipe.margin
         amax = self._amax_to_scale_by(x) if self.recipe.amax_history_length else None
-        return Codes(*kernels.quantize(x, self.dtype, granularity, margin=margin, amax=amax, block=self.block))
+        codes = Codes(*kernels.quantize(x, self.dtype, granularity, margin=margin, amax=amax, block=self.block))
+        if self.is_sampled and self.training:
+            self.sample = measure(x, *codes)
+        return codes
 
     def _amax_to_scale_by(self, x: Tensor) -> Tensor:
         amax = kernels.compute_amax(x)

@@ -42,11 +42,10 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        heads = (
-            part_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part_BTD in self.qkv(hidden_BTD).chunk(3, dim=-1)
+        query, key, value = (
+            part_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part_BTD in self.qkv(hidden_BTD).chunk(3, dim=-1)
         )
-        mixed_BHTd = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed_BHTd = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(mixed_BHTd.transpose(1, 2).flatten(-2))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.fp8.linear import Float8Linear
+from worker.fp8.recipe import Recipe
 from worker.kernels import dequantize, quantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -25,7 +26,7 @@ def make_linear(in_features: int = 48, out_features: int = 32, seed: int = 0) ->
 
 def convert(linear: nn.Linear, weight_codes: torch.dtype | None = torch.float16) -> Float8Linear:
     position = RoundingPosition(seed=0, stream=0) if weight_codes else None
-    return Float8Linear(linear, weight_codes=weight_codes, gradient_position=position)
+    return Float8Linear(linear, Recipe(), weight_codes=weight_codes, gradient_position=position)
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,162 @@
+"""`worker.initialize`: what it returns works in an ordinary loop, at every level."""
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from api_schemas.levels import LEVELS
+from worker import initialize
+from worker.fp8.linear import Float8Linear
+from worker.models import GPT, GPTConfig
+
+TINY = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=32)
+
+
+def make(level: str, **options: object) -> tuple[GPT, torch.optim.Optimizer]:
+    model = GPT(TINY)
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return initialize(model, torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95)), opt_level=level, **options)
+
+
+def batch(step: int, num_sequences: int = 4) -> tuple[Tensor, Tensor]:
+    """Sequences that count upwards from a random token: something a small model learns at once."""
+    start = torch.randint(0, 64, (num_sequences, 1), generator=torch.Generator().manual_seed(step))
+    tokens = (start + torch.arange(33)) % 64
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(model: GPT, optimizer: torch.optim.Optimizer, steps: range, num_micro_batches: int = 1) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro_batch in range(num_micro_batches):
+            loss = model.loss(*batch(step * num_micro_batches + micro_batch)) / num_micro_batches
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item() * num_micro_batches)
+    return losses
+
+
+def assert_same_tensors(one: nn.Module, other: nn.Module) -> None:
+    for (name, tensor), value in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(as_bytes(tensor), as_bytes(value)), name
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_trains_in_an_ordinary_loop(level: str) -> None:
+    losses = train(*make(level), range(30))
+    assert losses[0] == pytest.approx(4.16, abs=0.1)
+    assert losses[-1] < 1.5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_accumulates_micro_batches(level: str) -> None:
+    assert train(*make(level), range(30), num_micro_batches=3)[-1] < 1.5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_resume_is_bit_identical(level: str) -> None:
+    model, optimizer = make(level, seed=1)
+    train(model, optimizer, range(3), num_micro_batches=2)
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    expected = train(model, optimizer, range(3, 6), num_micro_batches=2)
+
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    resumed, resumed_optimizer = make(level, seed=1)
+    resumed.load_state_dict(saved["model"])
+    resumed_optimizer.load_state_dict(saved["optimizer"])
+    assert train(resumed, resumed_optimizer, range(3, 6), num_micro_batches=2) == expected
+    assert_same_tensors(resumed, model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_deep_copy_trains_on_alike_and_apart(level: str) -> None:
+    model, optimizer = make(level)
+    train(model, optimizer, range(2))
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    assert train(twin, twin_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
+    assert_same_tensors(twin, model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_non_finite_gradient_skips_the_step_and_is_counted(level: str) -> None:
+    model, optimizer = make(level)
+    before = copy.deepcopy(model)
+    loss = model.loss(*batch(0))
+    (loss * torch.inf).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.num_skipped_steps == 1
+    for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(parameter, old)
+    assert train(model, optimizer, range(30))[-1] < 1.5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ties_and_parameter_objects_stay(level: str) -> None:
+    model = GPT(TINY)
+    before = dict(model.named_parameters())
+    converted, _ = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level)
+    assert converted is model
+    assert dict(model.named_parameters()) == before
+    assert model.head.weight is model.token_embedding.weight
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_learning_rate_schedulers_of_torch_drive_it(level: str) -> None:
+    model, optimizer = make(level)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    train(model, optimizer, range(1))
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [1.5e-3, 1.5e-3]
+
+
+def test_groups_keep_their_hyperparameters() -> None:
+    _, optimizer = make("O2")
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all(group["betas"] == (0.9, 0.95) for group in optimizer.param_groups)
+
+
+def test_the_report_names_what_was_converted_and_why_not() -> None:
+    model, _ = make("O2", exclude=("blocks.1.*",))
+    report = model.octet_report
+    assert len(report.converted) == 4
+    assert all(isinstance(model.get_submodule(name), Float8Linear) for name in report.converted)
+    text = str(report)
+    assert "level O2: 4 layers converted, 5 skipped" in text
+    assert "blocks.1.mlp.up: excluded by name" in text
+    assert "bytes of exp_avg_sq" in text
+
+
+def test_an_optimizer_that_the_level_cannot_hold_is_refused_before_anything_changes() -> None:
+    model = GPT(TINY)
+    with pytest.raises(ValueError, match="O2 cannot hold the states of SGD; allowed: AdamW, Adam"):
+        initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2")
+    assert type(model.blocks[0].mlp.up) is nn.Linear
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert initialize(model, sgd, opt_level="bf16-amp")[1] is sgd
+
+
+@pytest.mark.parametrize(("name", "hint"), [("02", "'O2'"), ("o2", "'O2'"), ("bf16_amp", "'bf16-amp'"), ("x", "Choose")])
+def test_an_unknown_level_is_refused_with_a_hint(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown opt_level '{name}'; allowed: fp32.*{hint}"):
+        initialize(GPT(TINY), opt_level=name)
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

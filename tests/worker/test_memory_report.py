@@ -1,0 +1,53 @@
+"""Bytes are counted from live storage: by class, once each, and within what the level's row promises."""
+
+import pytest
+import torch
+from torch import nn
+
+from api_schemas.levels import LEVELS
+from worker import initialize, memory_report
+from worker.models import GPT, GPTConfig
+
+FOUR_LAYERS = GPTConfig(hidden_size=128, num_layers=4, num_heads=4, vocab_size=256, max_sequence_length=64)
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def trained(request: pytest.FixtureRequest) -> tuple[str, GPT, torch.optim.Optimizer]:
+    """A 4-layer GPT after one step, with its gradients alive."""
+    model = GPT(FOUR_LAYERS)
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=request.param)
+    tokens_BT = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
+    model.loss(tokens_BT, tokens_BT).backward()
+    optimizer.step()
+    return request.param, model, optimizer
+
+
+def test_converted_layers_hold_what_the_row_promises(trained: tuple[str, GPT, torch.optim.Optimizer]) -> None:
+    level, model, optimizer = trained
+    report = memory_report(model, optimizer, converted_only=True)
+    num_parameters = model.octet_report.num_converted_parameters
+    assert num_parameters == 4 * 12 * 128 * 128
+    promised = LEVELS[level].bytes_per_parameter
+    assert promised - 0.2 <= sum(report.values()) / num_parameters <= promised
+
+
+def test_no_level_holds_more_than_bf16_amp(trained: tuple[str, GPT, torch.optim.Optimizer]) -> None:
+    _, model, optimizer = trained
+    assert sum(memory_report(model, optimizer).values()) <= 16 * model.num_parameters
+
+
+def test_storage_counts_once_and_in_full() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8)})
+    model["head"].weight = model["embedding"].weight
+    model.register_buffer("window", torch.zeros(100)[:10])
+    assert memory_report(model)["weights"] == 4 * (8 * 4 + 8)
+    assert memory_report(model)["other"] == 400
+
+
+def test_classes_of_torchs_own_optimizer() -> None:
+    model = nn.Linear(4, 8, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    expected = {"weights": 128, "gradients": 128, "exp_avg": 128, "exp_avg_sq": 128, "other": 4}
+    assert {kind: size for kind, size in memory_report(model, optimizer).items() if size} == expected

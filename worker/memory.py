@@ -1,0 +1,82 @@
+"""Bytes that a model and its optimizer hold, by class, counted from live storage and not from a table.
+
+Every storage counts once, whatever number of tensors see it, and in full, whatever part of it they see.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from worker.fp8.convert import ConversionReport
+
+CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other")
+
+
+def memory_report(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, converted_only: bool = False
+) -> dict[str, int]:
+    """Bytes by class: weights, master_weights, gradients, exp_avg, exp_avg_sq, scales, other.
+
+    `scales` are all dequant_scales, of weights, gradients and states alike; `other` is what remains of buffers and states.
+    `converted_only`: of the weights that `initialize` converted and what belongs to them, without biases.
+    """
+    parameters, buffers = _converted(model) if converted_only else (model.parameters(), model.named_buffers())
+    num_bytes = dict.fromkeys(CLASSES, 0)
+    seen: set[int] = set()
+    for kind, tensor in _held_tensors(parameters, buffers, optimizer):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            num_bytes[kind] += storage.nbytes()
+    return num_bytes
+
+
+def _converted(model: nn.Module) -> tuple[list[nn.Parameter], list[tuple[str, Tensor]]]:
+    report = model.octet_report
+    assert isinstance(report, ConversionReport)
+    layers = [model.get_submodule(name) for name in report.converted]
+    weights = [layer.get_parameter("weight") for layer in layers]
+    return weights, [buffer for layer in layers for buffer in layer.named_buffers()]
+
+
+def _held_tensors(
+    parameters: Iterable[nn.Parameter],
+    buffers: Iterable[tuple[str, Tensor]],
+    optimizer: torch.optim.Optimizer | None,
+) -> Iterator[tuple[str, Tensor]]:
+    for parameter in parameters:
+        yield from _parts("weights", parameter)
+        yield from _parts("gradients", parameter.grad)
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        for name, value in state.items():
+            yield from _parts(name if name in CLASSES else "other", value)
+    for name, buffer in buffers:
+        yield from _parts(_buffer_class(name), buffer)
+
+
+def _buffer_class(name: str) -> str:
+    if name.endswith("dequant_scale"):
+        return "scales"
+    return "master_weights" if name.endswith("residual") else "other"
+
+
+def _parts(kind: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors of a value: of a wrapper, a dataclass or a dict; those called scale are of the class `scales`."""
+    if type(value) in (Tensor, nn.Parameter):
+        yield kind, value
+    for name, part in _members(value):
+        yield from _parts("scales" if "scale" in name else kind, part)
+
+
+def _members(value: Any) -> list[tuple[str, Any]]:
+    if is_traceable_wrapper_subclass(value):
+        return [(name, getattr(value, name)) for name in value.__tensor_flatten__()[0]]
+    if isinstance(value, dict):
+        return list(value.items())
+    if is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return []
