@@ -1,0 +1,258 @@
+"""Adam and AdamW whose states, weights and gradients are held in few bits, and computed in fp32.
+
+    gradient += weight_decay · weight                                  Adam (L2); AdamW: weight *= 1 - lr · weight_decay
+    exp_avg    = beta1 · exp_avg + (1 - beta1) · gradient
+    exp_avg_sq = beta2 · exp_avg_sq + (1 - beta2) · gradient²
+    weight    -= lr / (1 - beta1^t) · exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
+
+as torch.optim has them. Only what is stored is rounded: this step's update uses the moments before rounding. Parameters are
+walked over in runs of elements, so nothing but one weight is ever wide as a whole. Rounding is stochastic from a counter
+(seed, parameter, its step, element), so a resumed or sharded run draws the same bits.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker import kernels
+from worker.optim.codecs import CODECS, Codec, Draw, StoredState, zeros
+from worker.optim.gradients import GradientReader, all_finite
+from worker.optim.weights import (
+    RUN_LENGTH,
+    MasteredWeight,
+    QuantizedWeight,
+    RoundedWeight,
+    ScaledWeight,
+    SplitWeight,
+    StoredWeight,
+    WideWeight,
+    new_master,
+    runs,
+)
+
+MIN_QUANTIZED_ELEMENTS = 4096
+"""Smaller tensors (norms, biases) keep fp32 states: nothing to save, and they are the most sensitive."""
+
+MASTER_CODEC = CODECS["fp16-tensor"]
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENT_CODECS = {
+    "exp_avg": tuple(name for name in CODECS if name != "uint8-companded"),
+    # A square spans twice the binades: E4M3 would flush some to zero, and the update divides by its root.
+    "exp_avg_sq": ("fp32", "bf16-sr", "fp16-tensor", "fp16-block", "uint8-companded"),
+}
+PURPOSES = ("weight", *MOMENTS)  # of random words
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What a parameter group may set for itself; names and defaults are those of torch.optim.AdamW."""
+
+    lr: float | Tensor = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    decoupled_weight_decay: bool = True
+    maximize: bool = False
+    exp_avg_codec: str = "fp8-dre"
+    exp_avg_sq_codec: str = "fp16-block"
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW (or Adam: `decoupled_weight_decay=False`) with a codec for each moment, by parameter group.
+
+    params: parameters or groups, as for any torch optimizer; plain fp32, bf16 and fp16 ones are trained as they are.
+    quantized: those of which the values are codes × dequant_scale. E4M3 codes without a residual get an FP16 master weight.
+    all_ranks_finite: given whether this rank's gradients are finite (a 0-dim bool), tells whether those of all ranks are.
+
+    A step with a non-finite gradient changes nothing and is counted in `num_skipped_steps`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: Hyperparameters = Hyperparameters(),
+        *,
+        quantized: Iterable[QuantizedWeight] = (),
+        seed: int = 0,
+        all_ranks_finite: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.seed = seed
+        self.num_skipped_steps = 0
+        self.all_ranks_finite = all_ranks_finite
+        self._quantized: dict[Tensor, QuantizedWeight] = {weight.codes: weight for weight in quantized}
+        self._origins: dict[Tensor, tuple[int, int]] = {}
+        super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and allocate its states."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        check_group(group)
+        for parameter in group["params"]:
+            if parameter not in self._quantized and parameter.dtype not in PLAIN_DTYPES:
+                raise ValueError(
+                    f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}. "
+                    "Name codes, and the scale that belongs to them, in `quantized`."
+                )
+            self._origins[parameter] = (len(self._origins), 0)
+            if parameter.requires_grad:
+                self._allocate(parameter, group)
+
+    def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int) -> None:
+        """Say which elements of which parameter a shard holds, so that it draws the random bits of the whole."""
+        self._origins[parameter] = (parameter_index, first_element)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, or none if any gradient on any rank is not finite."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        finite = all_finite(parameter.grad for parameter, _ in updates)
+        if self.all_ranks_finite is not None:
+            finite = self.all_ranks_finite(finite)
+        if not finite:  # the one value that the host waits for
+            self.num_skipped_steps += 1
+            return loss
+        for parameter, group in updates:
+            self._update(parameter, parameter.grad, group)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with the seed and the number of skipped steps."""
+        return super().state_dict() | {"seed": self.seed, "num_skipped_steps": self.num_skipped_steps}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state_dict of this class, bit for bit, or of torch's Adam and AdamW.
+
+        The codecs stay those of this optimizer: a moment that was stored in another way is encoded anew.
+        """
+        codecs = [{f"{moment}_codec": group[f"{moment}_codec"] for moment in MOMENTS} for group in self.param_groups]
+        saved_groups = state_dict["param_groups"]
+        super().load_state_dict({"state": {}, "param_groups": saved_groups})  # torch would cast codes to the weight's dtype
+        self.seed = state_dict.get("seed", self.seed)
+        self.num_skipped_steps = state_dict.get("num_skipped_steps", 0)
+        for group, saved_group, own_codecs in zip(self.param_groups, saved_groups, codecs, strict=True):
+            group.update(own_codecs)
+            for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+                if key in state_dict["state"]:
+                    self._load(parameter, group, state_dict["state"][key], saved_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold; torch's own drops every attribute that it does not know."""
+        own = ("seed", "num_skipped_steps", "all_ranks_finite", "_quantized", "_origins")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter] or self._allocate(parameter, group)
+        state["step"] += 1
+        gradients, weight = GradientReader(gradient), self._stored_weight(parameter)
+        exp_avg, exp_avg_sq = (self._stored_state(parameter, group, moment) for moment in MOMENTS)
+        at_once = exp_avg.codec.per_tensor or exp_avg_sq.codec.per_tensor
+        for elements in runs(parameter.numel(), parameter.numel() if at_once else RUN_LENGTH):
+            values, average, square = weight.read(elements), exp_avg.read(elements), exp_avg_sq.read(elements)
+            adam_(values, gradients.read(elements), average, square, state["step"], group)
+            weight.write(elements, values)
+            exp_avg.write(elements, average)
+            exp_avg_sq.write(elements, square)
+        weight.finish()
+
+    def _allocate(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Fresh states: the number of steps, and plain tensors in dicts."""
+        state: dict[str, Any] = {"step": 0}
+        for moment in MOMENTS:
+            state[moment] = zeros(_codec(parameter, group, moment), parameter.numel(), parameter.device)
+        weight = self._quantized.get(parameter)
+        if weight is not None and weight.needs_master:
+            state["master_weights"] = new_master(weight, MASTER_CODEC)
+        self.state[parameter] = state
+        return state
+
+    def _load(self, parameter: Tensor, group: dict[str, Any], saved: dict[str, Any], saved_group: dict[str, Any]) -> None:
+        state = self.state[parameter] = {"step": int(saved["step"])}
+        for moment in MOMENTS:
+            codec, saved_codec = _codec(parameter, group, moment), _codec(parameter, saved_group, moment)
+            parts = saved[moment] if isinstance(saved[moment], dict) else {"codes": saved[moment].float().reshape(-1)}
+            state[moment] = {name: part.to(parameter.device, copy=True) for name, part in parts.items()}
+            if codec is not saved_codec:
+                values = saved_codec.decode(state[moment])
+                state[moment] = zeros(codec, parameter.numel(), parameter.device)
+                self._stored_state(parameter, group, moment).write(range(parameter.numel()), values)
+        weight = self._quantized.get(parameter)
+        if weight is None or not weight.needs_master:
+            return
+        if "master_weights" in saved:
+            master = {name: part.to(parameter.device, copy=True) for name, part in saved["master_weights"].items()}
+        else:
+            master = new_master(weight, MASTER_CODEC)
+        state["master_weights"] = master
+
+    def _stored_weight(self, parameter: Tensor) -> StoredWeight:
+        draw = self._draw(parameter, "weight")
+        weight = self._quantized.get(parameter)
+        if weight is None:
+            return WideWeight(parameter) if parameter.dtype == torch.float32 else RoundedWeight(parameter, draw)
+        if weight.needs_master:
+            return MasteredWeight(weight, self.state[parameter]["master_weights"], draw)
+        if weight.residual is not None:
+            return SplitWeight(weight.codes, weight.dequant_scale, weight.residual, draw)
+        return ScaledWeight(weight.codes, weight.dequant_scale, draw)
+
+    def _stored_state(self, parameter: Tensor, group: dict[str, Any], moment: str) -> StoredState:
+        return StoredState(_codec(parameter, group, moment), self.state[parameter][moment], self._draw(parameter, moment))
+
+    def _draw(self, parameter: Tensor, purpose: str) -> Draw:
+        """A source of random words for this step of a parameter, a stream of its own for each purpose."""
+        parameter_index, first_element = self._origins[parameter]
+        stream = parameter_index * len(PURPOSES) + PURPOSES.index(purpose)
+        step = self.state[parameter]["step"]
+
+        def draw(elements: range) -> Tensor:
+            shifted = range(first_element + elements.start, first_element + elements.stop)
+            return kernels.random_bits(self.seed, step, stream, shifted, parameter.device)
+
+        return draw
+
+
+def adam_(values: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: dict[str, Any]) -> None:
+    """One step on fp32 tensors: values and moments in place, the gradient is left alone."""
+    beta1, beta2 = group["betas"]
+    if group["maximize"]:
+        gradient = -gradient
+    if group["weight_decay"] and group["decoupled_weight_decay"]:
+        values.mul_(1 - group["lr"] * group["weight_decay"])
+    elif group["weight_decay"]:
+        gradient = gradient + values * group["weight_decay"]
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    values.sub_((exp_avg / denominator).mul_(group["lr"] / (1 - beta1**step)))
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Refuse what no step could use: ValueError with the option, what was got and what is allowed."""
+    for name, is_allowed, allowed in (
+        ("lr", lambda lr: lr >= 0, "at least 0"),
+        ("betas", lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 up to, not including, 1"),
+        ("eps", lambda eps: eps >= 0, "at least 0"),
+        ("weight_decay", lambda weight_decay: weight_decay >= 0, "at least 0"),
+    ):
+        if not is_allowed(group[name]):
+            raise ValueError(f"{name} is {group[name]}; allowed: {allowed}. Change it in the parameter group.")
+    for moment in MOMENTS:
+        codec, codecs = group[f"{moment}_codec"], MOMENT_CODECS[moment]
+        if codec not in codecs:
+            raise ValueError(f"{moment}_codec is {codec!r}; allowed: {', '.join(codecs)}. Change it in the parameter group.")
+
+
+def _codec(parameter: Tensor, group: dict[str, Any], moment: str) -> Codec:
+    """The codec of a parameter's moment; a group of torch's own optimizers names none and has fp32."""
+    small = parameter.numel() < MIN_QUANTIZED_ELEMENTS
+    return CODECS["fp32" if small else group.get(f"{moment}_codec", "fp32")]
