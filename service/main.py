@@ -6,6 +6,7 @@ reads at import is set.
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ def serve(
     given |= {"data_roots": data_roots} if data_roots else {}
     given |= {"pools_file": pools_file} if pools_file else {"pools": default_pools(slots)}
     settings = _checked(given)
+    _end_by_exception()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with _listening(settings) as listener:
         hold_serve_lock(settings.data_dir)
@@ -56,6 +58,16 @@ def serve(
         with _local_cluster(settings) as launcher:
             _run(settings, database, launcher, listener)
         database.close()
+
+
+def _end_by_exception() -> None:
+    """Let SIGTERM and SIGINT unwind the stack, so that Ray is ended: uvicorn raises them anew once it has shut down."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
 
 
 def _run(settings: Settings, database: Database, launcher: Launcher, listener: socket.socket) -> None:

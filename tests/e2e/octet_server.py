@@ -43,6 +43,7 @@ class Server:
 
     def stop(self) -> None:
         assert self._process is not None
+        self.client.close()
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(60)
 

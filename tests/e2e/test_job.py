@@ -83,7 +83,7 @@ def test_a_bad_spec_is_refused_at_submission(
 
 
 def test_another_address_than_loopback_needs_a_key(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "client.cli", "serve", "--host", "0.0.0.0", "--port", "0", "--data-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "client.cli", "serve", "--host", "0.0.0.0", "--port", "8765", "--data-dir", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
     assert result.returncode == 2
     assert "key" in result.stderr
