@@ -4,8 +4,12 @@ Gaussian data cannot see a wrong granularity, and a whole-tensor error hides a r
 own magnitude, and quality is measured per tile. A failure names the worst tile and both values there.
 """
 
+from collections.abc import Callable
+from itertools import accumulate
+
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 TILE = 128
 
@@ -48,3 +52,12 @@ def assert_sqnr(actual: Tensor, expected: Tensor, min_db: float, tile: tuple[int
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected| / |expected| in the L2 norm."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The most that torch's CPU allocator held at a time during a call, beyond what was held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return max(held, default=0)

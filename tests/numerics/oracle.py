@@ -38,9 +38,7 @@ def groups(shape: tuple[int, int], granularity: str, block: tuple[int, int]) -> 
     ]
 
 
-def quantize(
-    x: np.ndarray, dtype: str, granularity: str, block: tuple[int, int] = (1, 128)
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize(x: np.ndarray, dtype: str, granularity: str, block: tuple[int, int] = (1, 128)) -> tuple[np.ndarray, np.ndarray]:
     """(codes as unsigned integers, dequant_scales in order) of a matrix, one group at a time."""
     x = np.asarray(x, np.float64)
     codes = np.zeros(x.shape, np.uint16 if dtype == "float16" else np.uint8)

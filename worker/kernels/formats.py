@@ -40,9 +40,7 @@ def scale_shape(shape: torch.Size, granularity: str, block: tuple[int, int] = (1
     return (*shape[:-1], num_blocks) if block[0] == 1 else (-(-shape[:-1].numel() // BLOCK), num_blocks)
 
 
-def dequant_scale_from_amax(
-    amax: Tensor, dtype: torch.dtype, margin: int = 0, previous: Tensor | None = None
-) -> Tensor:
+def dequant_scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0, previous: Tensor | None = None) -> Tensor:
     """The fp32 dequant_scale for each amax: the inverse of `2^(floor(log2(max_of_format / amax)) - margin)`.
 
     The logarithm comes from the exponent and mantissa of amax, so no rounding of a quotient can move it. The exponent

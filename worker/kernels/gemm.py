@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.kernels.dispatch import implementation
-from worker.kernels.formats import BLOCK
+from worker.kernels.formats import BLOCK, scale_shape
 
 ALIGNMENT = 16  # CUDA's FP8 GEMM takes K and N in multiples of this
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -56,27 +56,23 @@ def _check_codes(a_MK: Tensor, b_NK: Tensor) -> None:
         raise ValueError("matmul of E5M2 with E5M2 does not exist on CUDA. Quantize one operand to float8_e4m3fn.")
     if a_MK.ndim != 2 or b_NK.ndim != 2 or a_MK.shape[1] != b_NK.shape[1]:
         shapes = f"{tuple(a_MK.shape)} and {tuple(b_NK.shape)}"
-        raise ValueError(
-            f"matmul needs a (M, K) and b (N, K); got {shapes}. Both are summed over their last dimension."
-        )
+        raise ValueError(f"matmul needs a (M, K) and b (N, K); got {shapes}. Both are summed over their last dimension.")
 
 
 def _scale_kind(name: str, dequant_scale: Tensor, codes: Tensor) -> str:
-    num_rows, num_blocks = codes.shape[0], -(-codes.shape[1] // BLOCK)
     if dequant_scale.ndim == 0:
         return "tensor"
-    kinds = {
-        (num_rows, 1): "row",
-        (num_rows, num_blocks): _BLOCK_KINDS[0],
-        (-(-num_rows // BLOCK), num_blocks): _BLOCK_KINDS[1],
-    }
+    kinds = [  # where two have the same shape they mean the same, and the first is taken
+        ("row", scale_shape(codes.shape, "row")),
+        (_BLOCK_KINDS[0], scale_shape(codes.shape, "block", (1, BLOCK))),
+        (_BLOCK_KINDS[1], scale_shape(codes.shape, "block", (BLOCK, BLOCK))),
+    ]
     shape = tuple(dequant_scale.shape)
-    if shape not in kinds:
-        allowed = "; ".join(f"{kind} {expected}" for expected, kind in kinds.items())
-        raise ValueError(
-            f"{name}_dequant_scale is {shape} for codes {tuple(codes.shape)}; allowed: tensor (); {allowed}."
-        )
-    return kinds[shape]
+    for kind, expected in kinds:
+        if shape == expected:
+            return kind
+    allowed = "; ".join(f"{kind} {expected}" for kind, expected in kinds)
+    raise ValueError(f"{name}_dequant_scale is {shape} for codes {tuple(codes.shape)}; allowed: tensor (); {allowed}.")
 
 
 def _check_kinds(kinds: tuple[str, str], num_blocks: int) -> None:

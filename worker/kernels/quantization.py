@@ -46,9 +46,7 @@ def compute_amax(x: Tensor, granularity: str = "tensor", block: tuple[int, int] 
     return implementation(x.device).compute_amax(x.detach(), granularity, block)
 
 
-def dequant_scale_from_amax(
-    amax: Tensor, dtype: torch.dtype, margin: int = 0, previous: Tensor | None = None
-) -> Tensor:
+def dequant_scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0, previous: Tensor | None = None) -> Tensor:
     """The power-of-two fp32 dequant_scale for each amax (NUMERICS.md, section 3); see formats.py."""
     _check_scaled_dtype(dtype)
     return formats.dequant_scale_from_amax(amax.detach(), dtype, margin, previous)
@@ -76,9 +74,7 @@ def all_finite(x: Tensor) -> Tensor:
 def _check_scaled_dtype(dtype: torch.dtype) -> None:
     if dtype not in SCALED_FORMATS:
         allowed = ", ".join(str(known) for known in SCALED_FORMATS)
-        raise ValueError(
-            f"codes cannot have dtype {dtype}; allowed: {allowed}. Other dtypes are stored without a scale."
-        )
+        raise ValueError(f"codes cannot have dtype {dtype}; allowed: {allowed}. Other dtypes are stored without a scale.")
 
 
 def _check_scale_shape(dequant_scale: Tensor, shape: torch.Size) -> None:

@@ -62,9 +62,7 @@ class TestScale:
     @pytest.mark.parametrize("margin", [0, 3])
     def test_equals_exact_arithmetic_next_to_every_power_of_two(self, dtype: torch.dtype, margin: int) -> None:
         limit = oracle.MAX[str(dtype)[6:]]
-        around = np.float32(
-            [2.0**e * m for e in range(-148, 127) for m in (1.0, limit / 2 ** math.floor(math.log2(limit)))]
-        )
+        around = np.float32([2.0**e * m for e in range(-148, 127) for m in (1.0, limit / 2 ** math.floor(math.log2(limit)))])
         amax = np.concatenate([around, np.nextafter(around, np.float32(0)), np.nextafter(around, np.float32(np.inf))])
         amax = amax[(amax > 0) & np.isfinite(amax)]
         expected = np.array([oracle.dequant_scale(float(a), str(dtype)[6:], margin) for a in amax])
@@ -81,9 +79,7 @@ class TestQuantizeAgainstOracle:
     ) -> None:
         assert_equals_oracle(mixed_magnitudes(*shape), dtype, granularity, block)
 
-    def test_zeros_huge_element_and_nonfinite(
-        self, dtype: torch.dtype, granularity: str, block: tuple[int, int]
-    ) -> None:
+    def test_zeros_huge_element_and_nonfinite(self, dtype: torch.dtype, granularity: str, block: tuple[int, int]) -> None:
         x = mixed_magnitudes(260, 260)
         x[:130, :130] = 0
         x[3, 140] = 3e38
@@ -94,15 +90,11 @@ class TestQuantizeAgainstOracle:
         """Ties and their neighbours, subnormal codes, and everything around the largest code."""
         significands = torch.arange(0, 2, 2**-6)
         ties = (significands * 2.0 ** torch.arange(-20, 9).unsqueeze(1)).flatten()
-        x = torch.stack(
-            [ties, torch.nextafter(ties, torch.tensor(0.0)), torch.nextafter(ties, torch.tensor(9e9)), -ties]
-        )
+        x = torch.stack([ties, torch.nextafter(ties, torch.tensor(0.0)), torch.nextafter(ties, torch.tensor(9e9)), -ties])
         assert_equals_oracle(x, dtype, granularity, block)
 
     @pytest.mark.parametrize("shape", [(128,), (127,), (3, 5, 130), (0,), (0, 5), (5, 0), (2, 0, 128)])
-    def test_other_shapes(
-        self, dtype: torch.dtype, granularity: str, block: tuple[int, int], shape: tuple[int, ...]
-    ) -> None:
+    def test_other_shapes(self, dtype: torch.dtype, granularity: str, block: tuple[int, int], shape: tuple[int, ...]) -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         if x.numel():
             assert_equals_oracle(x, dtype, granularity, block)
@@ -118,15 +110,11 @@ class TestQuantizeAgainstOracle:
             np.testing.assert_array_equal(integers(codes), integers(same_codes))
             assert torch.equal(kernels.dequantize(codes, dequant_scale), kernels.dequantize(same_codes, same_scale))
 
-    def test_dequantize_is_codes_times_scale(
-        self, dtype: torch.dtype, granularity: str, block: tuple[int, int]
-    ) -> None:
+    def test_dequantize_is_codes_times_scale(self, dtype: torch.dtype, granularity: str, block: tuple[int, int]) -> None:
         x = mixed_magnitudes(260, 300)
         codes, dequant_scale = kernels.quantize(x, dtype, granularity, block=block)
         values = codes.float().numpy()
-        for scale, group in zip(
-            dequant_scale.flatten().tolist(), oracle.groups((260, 300), granularity, block), strict=True
-        ):
+        for scale, group in zip(dequant_scale.flatten().tolist(), oracle.groups((260, 300), granularity, block), strict=True):
             values[group] *= scale
         np.testing.assert_array_equal(kernels.dequantize(codes, dequant_scale).numpy(), values)
         assert kernels.dequantize(codes, dequant_scale, torch.bfloat16).dtype == torch.bfloat16
