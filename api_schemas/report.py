@@ -73,6 +73,13 @@ class CheckpointReport(Contract):
     loss: float | None
 
 
+class ExporterReport(Contract):
+    """Where this rank serves its Prometheus metrics. Every rank sends it before anything else."""
+
+    kind: Literal["exporter"] = "exporter"
+    address: str = Field(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-z.-]{1,253}):[0-9]{1,5}$", max_length=262, description="host:port")
+
+
 class LogReport(Contract):
     """One line of this rank's log."""
 
@@ -101,7 +108,15 @@ class FinishedReport(Contract):
 
 
 ReportBody = Annotated[
-    PhaseReport | StartedReport | StepReport | EvaluationReport | CheckpointReport | LogReport | EventReport | FinishedReport,
+    ExporterReport
+    | PhaseReport
+    | StartedReport
+    | StepReport
+    | EvaluationReport
+    | CheckpointReport
+    | LogReport
+    | EventReport
+    | FinishedReport,
     Field(discriminator="kind"),
 ]
 

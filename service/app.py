@@ -10,7 +10,7 @@ from fastapi import Depends, FastAPI
 from api_schemas import Problem
 from service.db.engine import Database
 from service.deps import Parts, require_api_key
-from service.routes import catalog, jobs, operations, records, reports
+from service.routes import catalog, jobs, operations, prometheus, records, reports
 from service.routes.guards import LimitBodies, RefuseOtherHosts, refuse_unknown_query
 from service.routes.problems import answers, install
 from service.routes.telemetry import Telemetry, TimeRequests
@@ -20,10 +20,14 @@ from service.settings import Settings
 def create_app(settings: Settings, *, database: Database, wake: Callable[[], None] = lambda: None) -> FastAPI:
     """The API over a database. `wake` is called when there is something to do for a dispatcher in this process."""
 
+    telemetry = Telemetry(settings, database)
+    database.observe = telemetry.process.observe_transaction
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database.migrate()
-        yield
+        async with telemetry.process.watching_the_loop():
+            yield
 
     app = _Api(
         title="Octet",
@@ -37,8 +41,8 @@ def create_app(settings: Settings, *, database: Database, wake: Callable[[], Non
         responses=answers(421, 503),
     )
     app.state.parts = Parts(settings, database, wake)
-    app.state.telemetry = Telemetry(settings, database)
-    for router in (jobs.router, records.router, catalog.router, operations.router):
+    app.state.telemetry = telemetry
+    for router in (jobs.router, records.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
     app.include_router(reports.router)
     app.include_router(operations.health)
@@ -46,7 +50,7 @@ def create_app(settings: Settings, *, database: Database, wake: Callable[[], Non
     app.add_middleware(LimitBodies)
     if settings.is_loopback and not settings.api_keys:
         app.add_middleware(RefuseOtherHosts)
-    app.add_middleware(TimeRequests, telemetry=app.state.telemetry)
+    app.add_middleware(TimeRequests, telemetry=telemetry)
     return app
 
 

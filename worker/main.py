@@ -31,7 +31,9 @@ from api_schemas import (
 )
 from worker.config import Place, resolve
 from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode
+from worker.exporter import exported
 from worker.report import HttpReporter, LogReporter, Reporter, ReportHandler
+from worker.vitals import Vitals
 
 if TYPE_CHECKING:
     import torch
@@ -53,14 +55,16 @@ class Outcome:
 
 def run_rank(order: LaunchOrder, place: Place, placed_at: datetime) -> Outcome:
     """Run one rank of an attempt and report to the control plane."""
-    with HttpReporter(order, place.rank) as reporter:
+    vitals = Vitals()
+    with HttpReporter(order, place.rank) as reporter, exported(vitals, reporter, order.report_url):
         handler = ReportHandler(reporter)
         _log_to(handler)
         try:
             if place.rank == 0:
                 reporter.send(PhaseReport(phase="placed"), at=placed_at)
                 reporter.send(PhaseReport(phase="process_up"))
-            outcome = _train(order.spec, place, reporter, Path(order.job_dir), order.checkpoints, order.pool)
+            run = Run(reporter, vitals, Path(order.job_dir), order.checkpoints, order.pool)
+            outcome = _train(order.spec, place, run)
             if outcome.finished is not None and (place.rank == 0 or outcome.finished.outcome == "failed"):
                 reporter.send(outcome.finished)
             return outcome
@@ -68,30 +72,36 @@ def run_rank(order: LaunchOrder, place: Place, placed_at: datetime) -> Outcome:
             logging.getLogger().removeHandler(handler)
 
 
-def _train(
-    spec: JobSpec,
-    place: Place,
-    reporter: Reporter,
-    job_dir: Path,
-    checkpoints: tuple[CheckpointRef, ...],
-    pool: PoolConfig | None,
-) -> Outcome:
+@dataclass(frozen=True)
+class Run:
+    """What a rank is given beside the spec and its place."""
+
+    reporter: Reporter
+    vitals: Vitals
+    job_dir: Path
+    checkpoints: tuple[CheckpointRef, ...] = ()
+    pool: PoolConfig | None = None
+
+
+def _train(spec: JobSpec, place: Place, run: Run) -> Outcome:
     """Train, and say how it ended. Every error becomes an outcome here and nowhere else."""
     try:
         from worker.parallel import Ranks
         from worker.train import Trainer
+        from worker.vitals_device import bf16_peak, device_readings
 
         if place.rank == 0:
-            reporter.send(PhaseReport(phase="torch_imported"))
+            run.reporter.send(PhaseReport(phase="torch_imported"))
         with ExitStack() as stack:
-            device = _device(place, pool)
+            device = _device(place, run.pool)
+            run.vitals.describe_device(device_readings(device), bf16_peak(device))
             try:
                 config = resolve(spec, place)
             except ValueError as error:
                 raise InvalidConfig(str(error)) from error
             logger.info("%s", config)
             ranks = stack.enter_context(Ranks(place, device))
-            summary = Trainer(config, ranks, reporter, job_dir).run(checkpoints)
+            summary = Trainer(config, ranks, run.reporter, run.job_dir, run.vitals).run(run.checkpoints)
         return Outcome(FinishedReport(outcome="succeeded", summary=summary), _describe(summary))
     except Cancelled as stop:
         return Outcome(FinishedReport(outcome="cancelled", message=str(stop)), str(stop))
@@ -167,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     if spec is None:
         return 2
     place = _place_from_torchrun(options.accelerator, options.threads)
-    outcome = _train(spec, place, LogReporter(), options.job_dir, (), None)
+    outcome = _train(spec, place, Run(LogReporter(), Vitals(), options.job_dir))
     logger.info("%s", outcome.message)
     if outcome.succeeded and place.rank == 0:
         assert outcome.finished is not None

@@ -23,10 +23,12 @@ from api_schemas import (
     EventReport,
     JobSummary,
     PhaseReport,
+    ReportBody,
     StartedReport,
     StepReport,
 )
 from worker import checkpoint
+from worker.activations import activations_counted_once
 from worker.api import initialize, memory_report
 from worker.config import TrainConfig
 from worker.data import TextData, load_text
@@ -35,6 +37,7 @@ from worker.fp8.convert import ConversionReport
 from worker.models import GPT, GPTConfig
 from worker.parallel import Ranks, average_gradients, broadcast_parameters
 from worker.report import Reporter
+from worker.vitals import Vitals
 
 _MAX_NON_FINITE_STEPS = 10
 _STEP_TIMES_KEPT = 1000
@@ -62,6 +65,7 @@ class Trainer:
     config: TrainConfig
     ranks: Ranks
     reporter: Reporter
+    vitals: Vitals
     folder: Path
 
     # What it trains
@@ -72,10 +76,13 @@ class Trainer:
     progress: Progress
     step_times_s: deque[float]
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, reporter: Reporter, job_dir: Path) -> None:
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, reporter: Reporter, job_dir: Path, vitals: Vitals | None = None
+    ) -> None:
         self.config = config
         self.ranks = ranks
         self.reporter = reporter
+        self.vitals = vitals or Vitals()
         self.folder = job_dir / "checkpoints"
         self.progress = Progress()
         self.step_times_s = deque(maxlen=_STEP_TIMES_KEPT)
@@ -88,7 +95,7 @@ class Trainer:
         converted, self.optimizer = initialize(model, optimizer, opt_level=config.level, seed=config.seed)
         self.model, self.report = cast(GPT, converted), cast(ConversionReport, converted.octet_report)
         broadcast_parameters(self.model, ranks)
-        self._first_report(PhaseReport(phase="model_built"))
+        self._tell(PhaseReport(phase="model_built"))
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
         """Train to the last step, from the newest of `checkpoints` that passes its check."""
@@ -97,13 +104,16 @@ class Trainer:
         self._report_start()
         evaluation_loss: float | None = None
         while self.progress.step < self.config.steps:
-            self.step()
+            with self.vitals.timed("other"):
+                self.step()
             if self.progress.step == started_at_step + 1:
-                self._first_report(PhaseReport(phase="first_step"))
+                self._tell(PhaseReport(phase="first_step"))
             if self._is_due(self.config.eval_every):
-                evaluation_loss = self.evaluate()
+                with self.vitals.timed("evaluation"):
+                    evaluation_loss = self.evaluate()
             if self._is_due(self.config.checkpoint_every):
-                self.save()
+                with self.vitals.timed("checkpoint"):
+                    self.save()
         if evaluation_loss is None:
             evaluation_loss = self.evaluate()
         return self._summary(evaluation_loss)
@@ -112,10 +122,13 @@ class Trainer:
         """One optimizer step over the global batch."""
         started_at = time.perf_counter()
         learning_rate = self._set_learning_rate()
-        loss_sum, data_wait_s = self._forward_backward()
-        average_gradients(self.model.parameters(), self.ranks)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
-        self.optimizer.step()
+        with self.vitals.timed("forward_backward"):
+            loss_sum, data_wait_s = self._forward_backward()
+        with self.vitals.timed("communication"):
+            average_gradients(self.model.parameters(), self.ranks)
+        with self.vitals.timed("optimizer"):
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
+            self.optimizer.step()
         if not self.progress.memory_bytes:
             self._count_memory()
         self.optimizer.zero_grad(set_to_none=True)
@@ -129,7 +142,8 @@ class Trainer:
         self.progress.train_time_s += step_time_s
         self.step_times_s.append(step_time_s)
         self._note_loss(loss)
-        self._first_report(
+        self.vitals.observe_wire(self.ranks.sent_bytes)
+        self._tell(
             StepReport(
                 step=self.progress.step,
                 loss=_finite(loss),
@@ -149,11 +163,12 @@ class Trainer:
         first = self.progress.position + self.ranks.rank * config.rank_batch_size
         losses, data_wait_s = [], 0.0
         for index in range(config.num_micro_batches):
-            waiting_since = time.perf_counter()
-            batch = self.data.train_batch(first + index * config.micro_batch_size, config.micro_batch_size)
-            tokens_BT, targets_BT = (part.to(self.ranks.device) for part in batch)
-            data_wait_s += time.perf_counter() - waiting_since
-            loss = self.model.loss(tokens_BT, targets_BT) / config.num_micro_batches
+            with self.vitals.timed("data_wait") as wait:
+                batch = self.data.train_batch(first + index * config.micro_batch_size, config.micro_batch_size)
+                tokens_BT, targets_BT = (part.to(self.ranks.device) for part in batch)
+            data_wait_s += wait.seconds
+            with activations_counted_once(self.model, self.vitals):
+                loss = self.model.loss(tokens_BT, targets_BT) / config.num_micro_batches
             loss.backward()
             losses.append(loss.detach())
         return float(torch.stack(losses).sum()), data_wait_s
@@ -172,7 +187,7 @@ class Trainer:
         self.model.train()
         loss_sum, tokens = self.ranks.sum(loss_sum, num_tokens)
         loss = loss_sum / tokens
-        self._first_report(EvaluationReport(step=self.progress.step, loss=_finite(loss), tokens=int(tokens)))
+        self._tell(EvaluationReport(step=self.progress.step, loss=_finite(loss), tokens=int(tokens)))
         return loss
 
     def save(self) -> None:
@@ -188,7 +203,7 @@ class Trainer:
         }
         saved = checkpoint.save(self.folder, self.progress.step, state)
         last_loss = self.progress.recent_losses[-1] if self.progress.recent_losses else None
-        self.reporter.send(CheckpointReport(step=self.progress.step, loss=last_loss, **asdict(saved)))
+        self._tell(CheckpointReport(step=self.progress.step, loss=last_loss, **asdict(saved)))
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:
@@ -196,7 +211,7 @@ class Trainer:
                 state: dict[str, Any] = checkpoint.load(self.folder, ref)
             except checkpoint.BadCheckpoint as error:
                 message = f"{error}; trying the one before"
-                self._first_report(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
+                self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -206,7 +221,9 @@ class Trainer:
             return
 
     def _report_start(self) -> None:
-        self._first_report(
+        self.vitals.observe_memory(self.progress.memory_bytes)
+        self.vitals.describe_work(self.config, _num_parameters(self.model))
+        self._tell(
             StartedReport(
                 resumed_from_step=self.progress.step,
                 node=self.config.place.master_address,
@@ -260,6 +277,7 @@ class Trainer:
         """After the first step: every state exists and the gradients are still alive."""
         self.progress.memory_bytes = memory_report(self.model, self.optimizer)
         self.progress.converted_memory_bytes = memory_report(self.model, self.optimizer, converted_only=True)
+        self.vitals.observe_memory(self.progress.memory_bytes)
 
     def _is_due(self, every: int) -> bool:
         step = self.progress.step
@@ -272,8 +290,9 @@ class Trainer:
             return stop
         return None
 
-    def _first_report(self, body: Any) -> None:
-        """Facts that all ranks share are told once."""
+    def _tell(self, body: ReportBody) -> None:
+        """Every rank keeps the numbers for its own metrics; facts that all ranks share are reported once."""
+        self.vitals.observe(body)
         if self.ranks.is_first:
             self.reporter.send(body)
 

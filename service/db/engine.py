@@ -5,13 +5,15 @@ whoever writes about a job locks its row first (`store.lock_job`), so writes abo
 """
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from service.db.migrate import upgrade
@@ -31,6 +33,8 @@ class Database:
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
+        self.observe: Callable[[str, float, bool], None] = _ignore
+        """Told of each transaction: read or write, its seconds, whether the database broke it."""
         self._engine = _engine(url)
         self._reading: Engine
         self._writing: Engine
@@ -54,13 +58,18 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Session]:
         """A consistent view that changes nothing."""
-        with Session(self._reading, autoflush=False) as session, session.begin():
+        with self._timed("read"), Session(self._reading, autoflush=False) as session, session.begin():
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
         """One transaction: all of it is durable when this returns, none of it when it raises."""
-        with self._one_writer, Session(self._writing, expire_on_commit=False) as session, session.begin():
+        with (
+            self._timed("write"),
+            self._one_writer,
+            Session(self._writing, expire_on_commit=False) as session,
+            session.begin(),
+        ):
             yield session
 
     def now(self, session: Session) -> datetime:
@@ -77,8 +86,29 @@ class Database:
         with self.read() as session:
             session.execute(text("SELECT 1"))
 
+    def num_bytes(self, session: Session) -> int:
+        """What the whole database takes on disk."""
+        if not self.is_sqlite:
+            return int(session.execute(select(func.pg_database_size(func.current_database()))).scalar_one())
+        return int(session.execute(text("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")).scalar_one())
+
     def close(self) -> None:
         self._engine.dispose()
+
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        began, broke = time.perf_counter(), False
+        try:
+            yield
+        except DBAPIError:
+            broke = True
+            raise
+        finally:
+            self.observe(kind, time.perf_counter() - began, broke)
+
+
+def _ignore(kind: str, seconds: float, broke: bool) -> None:
+    return None
 
 
 def _engine(url: str) -> Engine:

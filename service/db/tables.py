@@ -218,6 +218,16 @@ class ReportStreamRow(Base):
     last_seq: Mapped[int] = mapped_column(BigInteger)
 
 
+class ExporterRow(Base):
+    """Where a rank serves its Prometheus metrics."""
+
+    __tablename__ = "exporters"
+
+    attempt_id: Mapped[str] = mapped_column(id_column(), ForeignKey("attempts.id"), primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    address: Mapped[str] = mapped_column(String(262))
+
+
 class IdempotencyKeyRow(Base):
     __tablename__ = "idempotency_keys"
 

@@ -19,6 +19,7 @@ from api_schemas import (
     DesiredState,
     EvaluationReport,
     EventReport,
+    ExporterReport,
     FailureReason,
     FinishedReport,
     LogReport,
@@ -38,7 +39,7 @@ from service.jobs.lifecycle import AttemptEvent
 
 MAX_LOG_LINES = 100_000
 START_PHASES = ("placed", "process_up", "torch_imported", "model_built", "first_step")
-_FROM_ANY_RANK = (LogReport, EventReport, FinishedReport)
+_FROM_ANY_RANK = (ExporterReport, LogReport, EventReport, FinishedReport)
 _OF_TRAINING = (StepReport, EvaluationReport, CheckpointReport)
 _ENDINGS = {"succeeded": AttemptEvent.SUCCEED, "failed": AttemptEvent.FAIL, "cancelled": AttemptEvent.CANCEL}
 
@@ -135,6 +136,8 @@ class _Batch:
 
     def _apply_one(self, report: Report) -> None:
         match report.body:
+            case ExporterReport() as body:
+                store_records.put_exporter(self.session, self.attempt.id, self.rank, body.address)
             case PhaseReport() as body:
                 self._phase(body, report.at)
             case StartedReport() as body:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from sqlalchemy import delete, func, or_, select
+from sqlalchemy import ColumnElement, delete, func, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -151,8 +151,21 @@ def count_endings(session: Session) -> dict[tuple[AttemptState, FailureReason | 
     }
 
 
-def jobs_heard_of(session: Session, since: datetime, limit: int) -> list[JobRow]:
-    """Jobs with a progress that are live, or ended after `since`; newest first."""
+def jobs_to_show(session: Session, since: datetime, limit: int) -> list[JobRow]:
+    """Jobs that had an attempt and are live, or ended after `since`; newest first."""
+    return list(session.scalars(select(JobRow).where(*_to_show(since)).order_by(JobRow.id.desc()).limit(limit)))
+
+
+def count_jobs_to_show(session: Session, since: datetime) -> int:
+    return session.scalar(select(func.count()).select_from(JobRow).where(*_to_show(since))) or 0
+
+
+def _to_show(since: datetime) -> tuple[ColumnElement[bool], ...]:
     live = [state for state in JobState if not state.is_terminal]
-    query = select(JobRow).where(JobRow.reported_at.is_not(None), or_(JobRow.state.in_(live), JobRow.finished_at > since))
-    return list(session.scalars(query.order_by(JobRow.id.desc()).limit(limit)))
+    return JobRow.current_attempt_id.is_not(None), or_(JobRow.state.in_(live), JobRow.finished_at > since)
+
+
+def oldest_queued(session: Session) -> dict[str, datetime]:
+    """Since when the job waits that waits longest, by pool."""
+    query = select(JobRow.pool, func.min(JobRow.queued_at)).where(JobRow.state == JobState.QUEUED).group_by(JobRow.pool)
+    return {pool: since for pool, since in session.execute(query)}

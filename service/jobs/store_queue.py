@@ -82,6 +82,14 @@ def live_attempts(session: Session) -> list[AttemptRow]:
     return list(session.scalars(select(AttemptRow).where(AttemptRow.state.in_(_LIVE)).order_by(AttemptRow.id)))
 
 
+def count_leases(session: Session, now: datetime) -> tuple[int, int]:
+    """Leases of live attempts that run, and that are over."""
+    is_held = AttemptRow.lease_expires_at > now
+    query = select(func.count().filter(is_held), func.count().filter(~is_held))
+    held, overdue = session.execute(query.where(AttemptRow.state.in_(_LIVE), AttemptRow.lease_expires_at.is_not(None))).one()
+    return held, overdue
+
+
 def attempts_to_release(session: Session, now: datetime) -> list[AttemptRow]:
     """Over, not known to be gone, and not in the hands of a launch that is still under way."""
     query = (

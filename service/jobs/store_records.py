@@ -7,7 +7,8 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from service.db.tables import CheckpointRow, LogLineRow, MetricRow, ReportStreamRow
+from api_schemas import AttemptState
+from service.db.tables import AttemptRow, CheckpointRow, ExporterRow, JobRow, LogLineRow, MetricRow, ReportStreamRow
 
 
 def last_sequence(session: Session, attempt_id: str, rank: int) -> int:
@@ -18,6 +19,23 @@ def last_sequence(session: Session, attempt_id: str, rank: int) -> int:
 
 def set_last_sequence(session: Session, attempt_id: str, rank: int, seq: int) -> None:
     session.merge(ReportStreamRow(attempt_id=attempt_id, rank=rank, last_seq=seq))
+
+
+def put_exporter(session: Session, attempt_id: str, rank: int, address: str) -> None:
+    session.merge(ExporterRow(attempt_id=attempt_id, rank=rank, address=address))
+
+
+def live_exporters(session: Session) -> list[tuple[ExporterRow, AttemptRow, str]]:
+    """Where the ranks of live attempts serve their metrics, with the attempt and the job's level."""
+    live = [state for state in AttemptState if not state.is_terminal]
+    query = (
+        select(ExporterRow, AttemptRow, JobRow.spec)
+        .join(AttemptRow, AttemptRow.id == ExporterRow.attempt_id)
+        .join(JobRow, JobRow.id == AttemptRow.job_id)
+        .where(AttemptRow.state.in_(live))
+        .order_by(ExporterRow.attempt_id, ExporterRow.rank)
+    )
+    return [(exporter, attempt, spec["precision"]["level"]) for exporter, attempt, spec in session.execute(query)]
 
 
 def metrics_after(session: Session, job_id: str, step: int, limit: int) -> list[MetricRow]:
@@ -51,6 +69,36 @@ def drop_after(session: Session, job_id: str, step: int) -> None:
 def last_metric(session: Session, job_id: str) -> MetricRow | None:
     query = select(MetricRow).where(MetricRow.job_id == job_id).order_by(MetricRow.step.desc()).limit(1)
     return session.scalar(query)
+
+
+def last_metrics(session: Session, job_ids: Sequence[str]) -> dict[str, MetricRow]:
+    """The last step of each of these jobs' curves."""
+    query = select(MetricRow).join(JobRow, (JobRow.id == MetricRow.job_id) & (JobRow.step == MetricRow.step))
+    return {row.job_id: row for row in session.scalars(query.where(MetricRow.job_id.in_(job_ids)))}
+
+
+def last_evaluations(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
+    """The loss of each of these jobs' last evaluation."""
+    newest = (
+        select(MetricRow.job_id, func.max(MetricRow.step).label("step"))
+        .where(MetricRow.job_id.in_(job_ids), MetricRow.evaluation_loss.is_not(None))
+        .group_by(MetricRow.job_id)
+        .subquery()
+    )
+    rows = select(MetricRow).join(newest, (newest.c.job_id == MetricRow.job_id) & (newest.c.step == MetricRow.step))
+    return {row.job_id: row.evaluation_loss for row in session.scalars(rows) if row.evaluation_loss is not None}
+
+
+def last_checkpoints(session: Session, job_ids: Sequence[str]) -> dict[str, CheckpointRow]:
+    """The newest checkpoint of each of these jobs."""
+    newest = (
+        select(CheckpointRow.job_id, func.max(CheckpointRow.step).label("step"))
+        .where(CheckpointRow.job_id.in_(job_ids))
+        .group_by(CheckpointRow.job_id)
+        .subquery()
+    )
+    rows = select(CheckpointRow).join(newest, (newest.c.job_id == CheckpointRow.job_id) & (newest.c.step == CheckpointRow.step))
+    return {row.job_id: row for row in session.scalars(rows)}
 
 
 def put_checkpoint(session: Session, row: CheckpointRow) -> None:

@@ -1,13 +1,12 @@
 """What Prometheus gets of the control plane.
 
 What the database knows is counted at the scrape, so every process tells the same and a restart forgets nothing; what
-only this process saw (requests, refused writes, waits) is observed as it happens. The last values that live jobs reported
-are repeated here, so a job of five seconds is seen too. Job ids are labels of gauges alone, of `MAX_JOBS` jobs at most.
+only this process saw (requests, refused writes, waits) is observed as it happens. See also `telemetry_jobs`, the last
+values of each job, and `telemetry_process`.
 """
 
 import time
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -19,10 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.db.engine import Database
 from service.jobs import store, store_queue
+from service.routes.telemetry_jobs import JobsCollector
+from service.routes.telemetry_process import ProcessTelemetry
 from service.settings import Settings
 
-MAX_JOBS = 200
-FINISHED_SHOWN_FOR = timedelta(minutes=15)
 _WAITS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 43_200)
 
 
@@ -50,7 +49,9 @@ class Telemetry:
             ["method", "route", "code"],
             registry=self.registry,
         )
+        self.process = ProcessTelemetry(self.registry)
         self.registry.register(_DatabaseCollector(settings, database))
+        self.registry.register(JobsCollector(database))
         ProcessCollector(registry=self.registry)
 
     def observe_report(self, queue_wait_s: float | None, phase_s: Mapping[str, float]) -> None:
@@ -98,7 +99,9 @@ class _DatabaseCollector(Collector):
                 self._slots(session),
                 _attempts(session),
                 self._leader(session),
-                *self._live_jobs(session),
+                self._oldest_wait(session),
+                self._leases(session),
+                self._size(session),
             ]
 
     def _jobs(self, session: Session) -> Metric:
@@ -120,21 +123,28 @@ class _DatabaseCollector(Collector):
         held = store_queue.lease_is_held(session, store_queue.LEADER, self._database.now(session))
         return GaugeMetricFamily("octet_dispatcher_leads", "1 while some dispatcher holds the lease", value=float(held))
 
-    def _live_jobs(self, session: Session) -> list[Metric]:
-        labels = ["job_id", "pool", "level"]
-        families = {
-            "step": GaugeMetricFamily("octet_job_step", "optimizer steps done", labels=labels),
-            "loss": GaugeMetricFamily("octet_job_loss", "last training loss, nats per token", labels=labels),
-            "tokens_per_s": GaugeMetricFamily("octet_job_tokens_per_second", "over all ranks, last step", labels=labels),
-            "remaining_s": GaugeMetricFamily("octet_job_remaining_seconds", "at the speed of the last step", labels=labels),
-        }
-        since = self._database.now(session) - FINISHED_SHOWN_FOR
-        for job in store.jobs_heard_of(session, since, MAX_JOBS):
-            for name, family in families.items():
-                value = getattr(job, name)
-                if value is not None:
-                    family.add_metric([job.id, job.pool, job.spec["precision"]["level"]], value)
-        return list(families.values())
+    def _oldest_wait(self, session: Session) -> Metric:
+        family = GaugeMetricFamily("octet_queue_oldest_wait_seconds", "of the job that waits longest", labels=["pool"])
+        waiting_since = store.oldest_queued(session)
+        now = self._database.now(session)
+        for pool in self._settings.pools:
+            since = waiting_since.get(pool.name, now)
+            family.add_metric([pool.name], (now - since).total_seconds())
+        return family
+
+    def _leases(self, session: Session) -> Metric:
+        family = GaugeMetricFamily(
+            "octet_attempt_leases",
+            "leases of live attempts that run, and that are over and not yet acted upon",
+            labels=["state"],
+        )
+        held, overdue = store_queue.count_leases(session, self._database.now(session))
+        family.add_metric(["held"], held)
+        family.add_metric(["overdue"], overdue)
+        return family
+
+    def _size(self, session: Session) -> Metric:
+        return GaugeMetricFamily("octet_database_size_bytes", "of the whole database", value=self._database.num_bytes(session))
 
 
 def _attempts(session: Session) -> Metric:

@@ -45,6 +45,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
 def _average_wide(gradients: list[Tensor], ranks: Ranks) -> None:
     flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
     dist.all_reduce(flat)
+    # Each rank sends all shards but one twice: to where they are summed, and the sums to the others.
+    ranks.sent_bytes["float32"] += 2 * flat.nbytes * (ranks.world_size - 1) // ranks.world_size
     flat /= ranks.world_size
     for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
@@ -77,6 +79,7 @@ def _average_fp8(gradients: list[Float8Gradient], ranks: Ranks) -> None:
     own_S = torch.cat([codes.view(torch.uint8) for codes, _ in shards])
     gathered_RS = torch.empty_like(sent_RS)
     dist.all_gather(list(gathered_RS), own_S)
+    ranks.sent_bytes["float8_e4m3fn"] += 2 * own_S.nbytes * (world_size - 1)
     parts = gathered_RS.split(shard_sizes, dim=1)
     for gradient, codes_RS, (_, dequant_scale) in zip(gradients, parts, shards, strict=True):
         codes = codes_RS.reshape(-1)[: gradient.numel()].view(torch.float8_e4m3fn)

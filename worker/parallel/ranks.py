@@ -1,5 +1,6 @@
 """The group of ranks: meeting, agreeing on numbers, parting."""
 
+from collections import Counter
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -20,6 +21,7 @@ class Ranks:
         self.rank = place.rank
         self.world_size = place.world_size
         self.device = device
+        self.sent_bytes: Counter[str] = Counter()  # of gradients, by the dtype they travel in
         self._place = place
 
     def __enter__(self) -> Self:

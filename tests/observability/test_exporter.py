@@ -1,0 +1,184 @@
+"""A rank's metrics: what they say of a real run, what they cost in series, where they are served."""
+
+import math
+import urllib.request
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from api_schemas import EventReport, ExporterReport, JobSpec, ReportBody, StepReport
+from worker.config import Place, resolve
+from worker.exporter import DROPPED, MAX_SERIES, Exporter, VitalsCollector, exported, local_address_towards
+from worker.parallel import Ranks
+from worker.report import LogReporter
+from worker.train import Trainer
+from worker.vitals import FAMILIES, OPERANDS, PHASES, Vitals, gpt_flops_per_token
+
+Scrape = Callable[[Vitals], dict[tuple[str, str], float]]
+
+
+@pytest.fixture(scope="module")
+def scrape() -> Scrape:
+    """What Prometheus would get of these vitals, over HTTP: values by name and label value."""
+
+    def over_http(vitals: Vitals) -> dict[tuple[str, str], float]:
+        with Exporter(vitals, "127.0.0.1") as exporter:
+            return parse(exporter.address)
+
+    return over_http
+
+
+def parse(address: str) -> dict[tuple[str, str], float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, next(iter(sample.labels.values()), "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def step(number: int, loss: float | None = 2.0) -> StepReport:
+    return StepReport(
+        step=number, loss=loss, gradient_norm=1.0, learning_rate=0.1, tokens=128, step_time_s=0.5, data_wait_s=0.1
+    )
+
+
+def test_a_real_run_fills_the_metrics(spec_document: dict[str, object], tmp_path: Path, scrape: Scrape) -> None:
+    config = resolve(JobSpec.model_validate(spec_document), Place())
+    vitals = Vitals()
+    with Ranks(config.place, torch.device("cpu")) as ranks:
+        trainer = Trainer(config, ranks, LogReporter(), tmp_path, vitals)
+        summary = trainer.run()
+    values = scrape(vitals)
+
+    assert values["octet_train_step", ""] == values["octet_train_steps_total", ""] == 4
+    assert values["octet_train_tokens_total", ""] == summary.tokens == 4 * 4 * 32
+    assert values["octet_train_samples_total", ""] == 4 * 4
+    assert values["octet_eval_loss", ""] == pytest.approx(summary.evaluation_loss)
+    assert values["octet_checkpoints_total", ""] == 1
+    assert {name: values["octet_memory_bytes", name] for name in summary.memory_bytes} == summary.memory_bytes
+    # One micro-batch keeps at least the input of each of the 4 linear layers of a block: 4*32 tokens, 32 or 128 wide, fp32.
+    assert values["octet_memory_bytes", "activations"] > 4 * 32 * (3 * 32 + 128) * 4
+    phases = {phase: values["octet_train_seconds_total", phase] for phase in PHASES}
+    steps_s = sum(phases.values()) - phases["evaluation"] - phases["checkpoint"]
+    assert steps_s == pytest.approx(summary.train_time_s, rel=0.2, abs=0.02)
+    flops = gpt_flops_per_token(
+        num_matmul_parameters=summary.num_parameters - 64 * 32, num_layers=1, hidden_size=32, sequence_length=32
+    )
+    assert values["octet_train_flops_total", ""] == pytest.approx(flops * summary.tokens)
+
+
+def test_a_phase_inside_another_counts_once(scrape: Scrape) -> None:
+    vitals = Vitals()
+    with vitals.timed("other") as whole:
+        with vitals.timed("forward_backward"), vitals.timed("data_wait"):
+            torch.ones(10_000).sum()
+        with vitals.timed("optimizer"):
+            torch.ones(10_000).sum()
+    values = scrape(vitals)
+    assert sum(value for (name, _), value in values.items() if name == "octet_train_seconds_total") == pytest.approx(
+        whole.seconds
+    )
+
+
+def test_a_loss_that_is_not_a_number_is_seen_and_counted(scrape: Scrape) -> None:
+    vitals = Vitals()
+    vitals.observe(step(1))
+    vitals.observe(step(2, loss=None))
+    values = scrape(vitals)
+    assert math.isnan(values["octet_train_loss", ""])
+    assert values["octet_train_non_finite_steps_total", ""] == 1
+
+
+def test_fp8_health_is_that_of_the_worst_layer(scrape: Scrape) -> None:
+    vitals = Vitals()
+    vitals.observe_fp8(
+        SimpleNamespace(operand="input", amax=amax, dequant_scale=1.0, overflow_ratio=0.0, underflow_ratio=0.1, sqnr_db=db)
+        for amax, db in ((3.0, 30.0), (7.0, 20.0))
+    )
+    values = scrape(vitals)
+    assert values["octet_fp8_amax", "input"] == 7.0
+    assert values["octet_fp8_sqnr_decibels", "input"] == 20.0
+
+
+def full_vitals() -> Vitals:
+    """Every family with every value of its label that the code can give it."""
+    labels = {
+        "octet_train_seconds_total": PHASES,
+        "octet_memory_bytes": (
+            "weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other", "activations",
+        ),
+        "octet_layers": ("converted", "skipped"),
+        "octet_wire_sent_bytes_total": ("float32", "float8_e4m3fn"),
+        "octet_train_flops_utilization_ratio": ("989 TFLOP/s dense bf16",),
+    }  # fmt: skip
+    vitals = Vitals()
+    for family in FAMILIES:
+        default = OPERANDS if family.label == "operand" else ("",)
+        for label in labels.get(family.name, default):
+            assert bool(label) == bool(family.label), family
+            vitals.set(family.name, 1.0, label)
+    return vitals
+
+
+def test_everything_a_rank_can_say_fits_its_budget(scrape: Scrape) -> None:
+    values = scrape(full_vitals())
+    assert len(values) <= MAX_SERIES
+    assert values[DROPPED, ""] == 0
+
+
+def test_what_is_over_the_budget_is_left_out_whole_and_counted() -> None:
+    vitals = Vitals()
+    vitals.observe(step(1))
+    for number in range(20):
+        vitals.set("octet_wire_sent_bytes_total", 1.0, f"dtype_{number}")
+    collector = VitalsCollector(vitals, max_series=15)
+    for scrapes in (1, 2):
+        metrics = list(collector.collect())
+        samples = [sample for metric in metrics for sample in metric.samples]
+        assert len(samples) <= 15
+        assert not [sample for sample in samples if sample.name == "octet_wire_sent_bytes_total"]
+        assert samples[-1].name == DROPPED
+        assert samples[-1].value == 20 * scrapes
+
+
+class Heard(LogReporter):
+    def __init__(self) -> None:
+        self.bodies: list[ReportBody] = []
+
+    def send(self, body: ReportBody, at: datetime | None = None) -> None:
+        self.bodies.append(body)
+
+
+def test_the_control_plane_is_told_where_and_nothing_listens_afterwards() -> None:
+    reporter, vitals = Heard(), Vitals()
+    vitals.observe(step(7))
+    with exported(vitals, reporter, "http://127.0.0.1:8000"):
+        (body,) = reporter.bodies
+        assert isinstance(body, ExporterReport)
+        assert body.address.startswith("127.0.0.1:")
+        assert parse(body.address)["octet_train_step", ""] == 7
+    with pytest.raises(OSError, match="refused"):
+        parse(body.address)
+
+
+def test_a_rank_without_a_way_to_the_control_plane_still_runs_and_says_so() -> None:
+    reporter = Heard()
+    with exported(Vitals(), reporter, "http://no-such-host.invalid:8000"):
+        (body,) = reporter.bodies
+    assert isinstance(body, EventReport)
+    assert body.type == "exporter.failed"
+
+
+def test_the_address_is_the_one_on_the_way_to_the_control_plane() -> None:
+    assert local_address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    assert local_address_towards("http://[::1]:8000/path") == "::1"
+    with Exporter(Vitals(), "::1") as exporter:
+        assert exporter.address.startswith("[::1]:")
+        assert (DROPPED, "") in parse(exporter.address)

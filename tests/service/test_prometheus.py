@@ -1,0 +1,136 @@
+"""What Prometheus gets of the control plane: targets for the ranks, the last values of each job, the process itself."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from api_schemas import (
+    CheckpointReport,
+    EvaluationReport,
+    EventReport,
+    ExporterReport,
+    FailureReason,
+    FinishedReport,
+    StepReport,
+)
+from service.routes import telemetry_jobs
+
+Values = dict[tuple[str, str], float]
+
+
+def scrape(client: TestClient, job_id: str) -> Values:
+    """The series of one job and those of none, by name and the last label that does not only say which job it is."""
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    values: Values = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            of_job = {"job_id", "pool", "level"} if "job_id" in sample.labels else set()
+            label = [value for name, value in sample.labels.items() if name not in of_job][-1:] or [""]
+            if sample.labels.get("job_id", job_id) == job_id:
+                values[sample.name, label[0]] = sample.value
+    return values
+
+
+def step(number: int) -> StepReport:
+    return StepReport(step=number, loss=2.5, gradient_norm=1.5, learning_rate=0.1, tokens=100, step_time_s=0.5, data_wait_s=0.1)
+
+
+def test_a_rank_is_a_target_while_its_attempt_lives(world: Any, client: TestClient) -> None:
+    assert client.get("/internal/v1/prometheus/targets").json() == []
+    job_id, rank = world.start()
+    rank.send(ExporterReport(address="127.0.0.1:12345"))
+    (attempt,) = world.attempts(job_id)
+    (group,) = client.get("/internal/v1/prometheus/targets").json()
+    assert group == {
+        "targets": ["127.0.0.1:12345"],
+        "labels": {"job": job_id, "attempt": attempt.id, "rank": "0", "pool": "cpu", "level": "fp32"},
+    }
+    rank.send(FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR))
+    assert client.get("/internal/v1/prometheus/targets").json() == []
+
+
+def test_an_address_is_not_just_any_text(world: Any, client: TestClient) -> None:
+    for address in ("127.0.0.1", "http://127.0.0.1:1", "a b:1", "127.0.0.1:123456", "x@y:80", "[::1]:80\n"):
+        with pytest.raises(ValueError, match="address"):
+            ExporterReport(address=address)
+    assert ExporterReport(address="[fd00::1]:80")
+
+
+def test_the_last_values_of_a_job_are_repeated(world: Any, client: TestClient) -> None:
+    job_id, rank = world.start(labels={"comparison": "levels", "other": "not shown"})
+    rank.send(step(1))
+    rank.send(EvaluationReport(step=1, loss=2.25, tokens=10))
+    rank.send(CheckpointReport(step=1, name="step_0000000001", num_bytes=5, sha256="0" * 64, loss=2.5))
+    values = scrape(client, job_id)
+    assert values["octet_job_info", "small"] == 1
+    assert 'comparison="levels"' in client.get("/metrics").text
+    assert values["octet_job_state", "running"] == 1
+    assert values["octet_job_step", ""] == 1
+    assert values["octet_job_loss", ""] == 2.5
+    assert values["octet_job_evaluation_loss", ""] == 2.25
+    assert values["octet_job_gradient_norm", ""] == 1.5
+    assert values["octet_job_tokens_per_second", ""] == 200
+    assert values["octet_job_last_checkpoint_step", ""] == 1
+    assert values["octet_job_last_report_timestamp_seconds", ""] == world.clock.now().timestamp()
+    assert values["octet_attempt_leases", "held"] == 1
+    assert "not shown" not in client.get("/metrics").text
+
+    world.clock.turn(world.settings.lease_s + 1)
+    values = scrape(client, job_id)
+    assert values["octet_attempt_leases", "overdue"] == 1
+
+
+def test_series_of_an_ended_job_go_away(world: Any, client: TestClient) -> None:
+    job_id, rank = world.start()
+    rank.send(step(1))
+    rank.send(FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR))
+    values = scrape(client, job_id)
+    assert values["octet_job_state", "failed"] == 1
+    assert ("octet_job_last_report_timestamp_seconds", "") not in values
+    world.clock.turn(telemetry_jobs.ENDED_SHOWN_FOR.total_seconds() + 1)
+    assert job_id not in client.get("/metrics").text
+
+
+def test_a_job_never_has_more_series_than_its_budget(world: Any, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id, rank = world.start(labels={"comparison": "levels"})
+    rank.send(step(1))
+    whole = [line for line in client.get("/metrics").text.splitlines() if job_id in line]
+    assert len(whole) <= telemetry_jobs.MAX_SERIES - 12  # room for evaluation, checkpoint, start phases, memory classes
+    monkeypatch.setattr(telemetry_jobs, "MAX_SERIES", 5)
+    for scrapes in (1, 2):
+        text = client.get("/metrics").text
+        assert len([line for line in text.splitlines() if job_id in line]) == 5
+        assert f"octet_exporter_dropped_series_total {scrapes * (len(whole) - 5):.1f}" in text
+
+
+def test_only_the_newest_jobs_have_series(world: Any, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = world.start()
+    world.clock.turn(1)
+    second, _ = world.start()
+    monkeypatch.setattr(telemetry_jobs, "MAX_JOBS", 1)
+    text = client.get("/metrics").text
+    assert second in text
+    assert first not in text
+    assert "octet_jobs_hidden 1.0" in text
+
+
+def test_the_queue_the_loop_and_the_database_are_seen(world: Any, client: TestClient) -> None:
+    world.submit(workers=4)
+    world.clock.turn(30)
+    client.get("/healthz")
+    values = scrape(client, "")
+    assert values["octet_queue_oldest_wait_seconds", "cpu"] == 30
+    assert values["octet_queue_oldest_wait_seconds", "h100"] == 0
+    assert values["octet_database_size_bytes", ""] > 1000
+    assert values["octet_database_transaction_duration_seconds_count", "write"] > 0
+    assert values["octet_database_errors_total", "write"] == 0
+    assert values["octet_exporter_dropped_series_total", ""] == 0
+
+
+def test_an_event_of_a_rank_that_serves_nothing_is_kept(world: Any, client: TestClient) -> None:
+    job_id, rank = world.start()
+    rank.send(EventReport(type="exporter.failed", message="no way"))
+    assert "exporter.failed" in [event.type for event in world.events(job_id)]

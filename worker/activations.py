@@ -1,0 +1,41 @@
+"""How many bytes a forward pass keeps for its backward pass: counted once from what autograd really saves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from worker.vitals import Vitals
+
+
+class ActivationCount:
+    """Bytes of distinct storages that were saved, without those of parameters and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = (*model.parameters(), *model.buffers())
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.num_bytes = 0
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.num_bytes += storage.nbytes()
+        return tensor
+
+
+@contextmanager
+def activations_counted_once(model: nn.Module, vitals: Vitals) -> Iterator[None]:
+    """Around every forward pass. The first one's saved tensors are counted into `vitals`; they stay what they are."""
+    if vitals.knows("octet_memory_bytes", "activations"):
+        yield
+        return
+    count = ActivationCount(model)
+    with saved_tensors_hooks(count.note, _unchanged):
+        yield
+    vitals.observe_memory({"activations": count.num_bytes})
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,126 @@
+"""Serves a rank's vitals to Prometheus, on a port of its own, and tells the control plane where.
+
+It listens only on the address by which the rank reaches the control plane: whoever runs beside that, Prometheus too,
+reaches the rank by it, and on one machine it is the loopback. A scrape costs the training loop nothing but its share of
+the processor: `benchmarks/exporter_overhead.py` measures it.
+"""
+
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from socketserver import TCPServer
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+
+from api_schemas import EventReport, ExporterReport
+from worker.report import Reporter
+from worker.vitals import Family, Vitals
+
+MAX_SERIES = 60
+DROPPED = "octet_exporter_dropped_series_total"
+_POLL_S = 0.05
+
+
+class VitalsCollector(Collector):
+    """Vitals in Prometheus' words, at most `max_series` of them: a family that does not fit whole is left out and counted."""
+
+    def __init__(self, vitals: Vitals, max_series: int = MAX_SERIES) -> None:
+        self._vitals = vitals
+        self._max_series = max_series
+        self._num_dropped = 0
+        self._lock = threading.Lock()
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        num_left = self._max_series - 1  # one is the count of those left out
+        num_dropped = 0
+        for metric in self._families():
+            if len(metric.samples) > num_left:
+                num_dropped += len(metric.samples)
+                continue
+            num_left -= len(metric.samples)
+            yield metric
+        with self._lock:
+            self._num_dropped += num_dropped
+            yield CounterMetricFamily(DROPPED, "series left out of answers because of the budget", value=self._num_dropped)
+
+    def _families(self) -> Iterable[Metric]:
+        found: dict[Family, Metric] = {}
+        for family, label, value in self._vitals.read():
+            if family not in found:
+                make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+                found[family] = make(family.name, family.help, labels=[family.label] if family.label else [])
+            found[family].add_metric([label] if family.label else [], value)
+        return found.values()
+
+
+class Exporter:
+    """A context: inside it, `http://{address}/metrics` answers. Raises OSError where nothing can listen on `host`."""
+
+    def __init__(self, vitals: Vitals, host: str, port: int = 0) -> None:
+        registry = CollectorRegistry()
+        registry.register(VitalsCollector(vitals))
+        server_class = _ServerV6 if ":" in host else _Server
+        self._server = make_server(host, port, make_wsgi_app(registry), server_class, handler_class=_QuietHandler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="octet-exporter", daemon=True)
+        self.address = f"[{host}]:{self._server.server_port}" if ":" in host else f"{host}:{self._server.server_port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@contextmanager
+def exported(vitals: Vitals, reporter: Reporter, report_url: str) -> Iterator[None]:
+    """Serve the vitals and report the address. A rank that cannot serve them trains all the same, and says so."""
+    try:
+        exporter = Exporter(vitals, local_address_towards(report_url))
+    except OSError as error:
+        reporter.send(EventReport(type="exporter.failed", message=f"this rank's metrics are not served: {error}"))
+        yield
+        return
+    with exporter:
+        reporter.send(ExporterReport(address=exporter.address))
+        yield
+
+
+def local_address_towards(url: str) -> str:
+    """This machine's address on the way to `url`. Nothing is sent. Raises OSError where there is no way."""
+    parts = urlsplit(url)
+    port = parts.port or 80
+    family, kind, protocol, _, peer = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(peer)
+        return str(probe.getsockname()[0])
+
+
+class _Server(ThreadingWSGIServer):
+    def server_bind(self) -> None:
+        """As the parents do, without asking the name service for this machine's name, which can take seconds."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.setup_environ()
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape every few seconds is not worth a line in the log."""

@@ -1,0 +1,237 @@
+"""What a rank knows of its own health: the table of its metrics, and the values they have now.
+
+The training loop only writes numbers into `Vitals`; `worker.exporter` formats them when Prometheus asks, on another thread.
+Loads no torch. Labels that tell ranks apart (job, attempt, rank, pool, level) are not here: service discovery adds them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from api_schemas import CheckpointReport, EvaluationReport, ReportBody, StartedReport, StepReport
+from worker.config import TrainConfig
+
+PHASES = ("data_wait", "forward_backward", "communication", "optimizer", "evaluation", "checkpoint", "other")
+OPERANDS = ("input", "weight", "grad_output")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric: its name, and what its values mean."""
+
+    name: str
+    help: str
+    label: str | None = None
+
+    @property
+    def kind(self) -> Literal["counter", "gauge"]:
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+FAMILIES = (
+    Family("octet_train_step", "optimizer steps done, over all attempts of the job"),
+    Family("octet_train_loss", "training loss of the last step, mean over the global batch, nats per token"),
+    Family("octet_train_gradient_norm", "global L2 norm of the gradients before clipping, last step"),
+    Family("octet_train_learning_rate", "learning rate of the last step"),
+    Family("octet_train_step_duration_seconds", "wall time of the last step"),
+    Family("octet_train_last_step_timestamp_seconds", "when the last step ended, unix time"),
+    Family("octet_train_steps_total", "optimizer steps taken by this process"),
+    Family("octet_train_tokens_total", "tokens this rank trained on; the sum over ranks is the job's"),
+    Family("octet_train_samples_total", "sequences this rank trained on; the sum over ranks is the job's"),
+    Family("octet_train_flops_total", "model FLOPs of this rank's tokens, forward and backward, nothing recomputed"),
+    Family("octet_train_non_finite_steps_total", "steps whose loss or gradient norm was NaN or infinite"),
+    Family(
+        "octet_train_seconds_total",
+        "host wall time by phase; on cuda, work queued in one phase may be waited for in the next",
+        "phase",
+    ),
+    Family("octet_train_flops_utilization_ratio", "model FLOP/s of the last step over the peak that the label names", "peak"),
+    Family("octet_eval_loss", "loss of the last evaluation, nats per token"),
+    Family("octet_memory_bytes", "bytes of live tensors at the end of the first step's backward pass, by class", "class"),
+    Family("octet_memory_used_bytes", "in use now: on cuda of the whole device, on cpu resident in this process"),
+    Family("octet_memory_peak_bytes", "the most so far: on cuda allocated by torch, on cpu resident in this process"),
+    Family(
+        "octet_memory_limit_bytes", "what there is: on cuda the device's memory, on cpu the control group's or the machine's"
+    ),
+    Family("octet_layers", "linear layers that compute in FP8, and those left as they were or demoted", "state"),
+    Family("octet_fp8_amax", "largest magnitude in the last sample, over the layers", "operand"),
+    Family("octet_fp8_dequant_scale", "largest dequant_scale in the last sample, over the layers", "operand"),
+    Family("octet_fp8_overflow_ratio", "share of elements clamped to the format's maximum, worst layer", "operand"),
+    Family("octet_fp8_underflow_ratio", "share of non-zero elements that became zero, worst layer", "operand"),
+    Family("octet_fp8_sqnr_decibels", "signal to quantisation noise, worst layer", "operand"),
+    Family("octet_wire_sent_bytes_total", "gradient bytes this rank sent to others, by the dtype they travel in", "dtype"),
+    Family("octet_checkpoints_total", "checkpoints written by this process"),
+    Family("octet_checkpoint_bytes", "size of the last checkpoint"),
+    Family("octet_checkpoint_last_success_timestamp_seconds", "when the last checkpoint was complete, unix time"),
+    Family("octet_gpu_power_watts", "draw of this rank's GPU, from NVML"),
+    Family("octet_gpu_sm_clock_hertz", "clock of its multiprocessors, from NVML"),
+    Family("octet_gpu_temperature_celsius", "its temperature, from NVML"),
+    Family("octet_gpu_utilization_ratio", "share of the last sample period in which a kernel ran, from NVML"),
+)
+_BY_NAME = {family.name: family for family in FAMILIES}
+
+
+class OperandSample(Protocol):
+    """What is read of `worker.fp8.statistics.OperandSample`."""
+
+    @property
+    def operand(self) -> str: ...
+    @property
+    def amax(self) -> float: ...
+    @property
+    def dequant_scale(self) -> float: ...
+    @property
+    def overflow_ratio(self) -> float: ...
+    @property
+    def underflow_ratio(self) -> float: ...
+    @property
+    def sqnr_db(self) -> float: ...
+
+
+class Lap:
+    """How long a timed phase took; known when it is over."""
+
+    seconds = 0.0
+
+
+class Vitals:
+    """The present values of one rank's metrics. The training thread writes, a scrape reads."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, str], float] = {}
+        self._lock = threading.Lock()
+        self._inner_s = 0.0
+        self._world_size = 1
+        self._samples_per_step = 0
+        self._flops_per_token = 0.0
+        self._peak_flops: float | None = None
+        self._read_device: Callable[[], Iterable[tuple[str, float]]] = tuple
+
+    def read(self) -> list[tuple[Family, str, float]]:
+        """Every value that is known, in the order of the table: its family, the value of its label, the value."""
+        with self._lock:
+            values = dict(self._values)
+        values |= {(name, ""): value for name, value in self._read_device()}
+        return sorted(
+            ((_BY_NAME[name], label, value) for (name, label), value in values.items()),
+            key=lambda entry: FAMILIES.index(entry[0]),
+        )
+
+    def knows(self, name: str, label: str = "") -> bool:
+        return (name, label) in self._values
+
+    def set(self, name: str, value: float, label: str = "") -> None:
+        assert name in _BY_NAME, name
+        with self._lock:
+            self._values[name, label] = value
+
+    def add(self, name: str, value: float, label: str = "") -> None:
+        assert name in _BY_NAME, name
+        with self._lock:
+            self._values[name, label] = self._values.get((name, label), 0.0) + value
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[Lap]:
+        """Count the time spent inside towards `phase`; a phase inside another is not counted in the outer one too."""
+        assert phase in PHASES, phase
+        lap = Lap()
+        outer_inner_s, self._inner_s = self._inner_s, 0.0
+        began = time.perf_counter()
+        try:
+            yield lap
+        finally:
+            lap.seconds = time.perf_counter() - began
+            self.add("octet_train_seconds_total", lap.seconds - self._inner_s, phase)
+            self._inner_s = outer_inner_s + lap.seconds
+
+    def describe_work(self, config: TrainConfig, num_parameters: int) -> None:
+        """What a step is. The tied head counts as the product that it is, learned positions do not."""
+        self._world_size = config.place.world_size
+        self._samples_per_step = config.global_batch_size
+        self._flops_per_token = gpt_flops_per_token(
+            num_matmul_parameters=num_parameters - config.sizes.max_sequence_length * config.sizes.hidden_size,
+            num_layers=config.sizes.num_layers,
+            hidden_size=config.sizes.hidden_size,
+            sequence_length=config.sequence_length,
+        )
+
+    def describe_device(self, read: Callable[[], Iterable[tuple[str, float]]], peak_flops: float | None) -> None:
+        """`read` is called at each scrape; `peak_flops` is the device's FLOP/s in dense bf16, if it is known."""
+        self._read_device = read
+        self._peak_flops = peak_flops
+
+    def observe(self, body: ReportBody) -> None:
+        """Take over what a report says. Every rank does, also those that do not send it."""
+        match body:
+            case StartedReport():
+                self.set("octet_train_step", body.resumed_from_step)
+                self.set("octet_train_non_finite_steps_total", 0.0)
+                self.observe_layers(body.num_layers_converted, body.num_layers_skipped)
+            case StepReport():
+                self._observe_step(body)
+            case EvaluationReport():
+                self.set("octet_eval_loss", _number(body.loss))
+            case CheckpointReport():
+                self.add("octet_checkpoints_total", 1)
+                self.set("octet_checkpoint_bytes", body.num_bytes)
+                self.set("octet_checkpoint_last_success_timestamp_seconds", time.time())
+            case _:
+                pass  # phases, logs and events are not numbers
+
+    def observe_layers(self, num_converted: int, num_skipped: int) -> None:
+        self.set("octet_layers", num_converted, "converted")
+        self.set("octet_layers", num_skipped, "skipped")
+
+    def observe_memory(self, num_bytes: Mapping[str, int]) -> None:
+        for kind, value in num_bytes.items():
+            self.set("octet_memory_bytes", value, kind)
+
+    def observe_wire(self, sent_bytes: Mapping[str, int]) -> None:
+        """`sent_bytes`: by dtype, since the process started."""
+        for dtype, value in sent_bytes.items():
+            self.set("octet_wire_sent_bytes_total", value, dtype)
+
+    def observe_fp8(self, samples: Iterable[OperandSample]) -> None:
+        """The layers of one sample taken together, an operand at a time: the worst of each number."""
+        by_operand: dict[str, list[OperandSample]] = {}
+        for sample in samples:
+            by_operand.setdefault(sample.operand, []).append(sample)
+        for operand, found in by_operand.items():
+            self.set("octet_fp8_amax", max(sample.amax for sample in found), operand)
+            self.set("octet_fp8_dequant_scale", max(sample.dequant_scale for sample in found), operand)
+            self.set("octet_fp8_overflow_ratio", max(sample.overflow_ratio for sample in found), operand)
+            self.set("octet_fp8_underflow_ratio", max(sample.underflow_ratio for sample in found), operand)
+            self.set("octet_fp8_sqnr_decibels", min(sample.sqnr_db for sample in found), operand)
+
+    def _observe_step(self, body: StepReport) -> None:
+        self.set("octet_train_step", body.step)
+        self.set("octet_train_loss", _number(body.loss))
+        self.set("octet_train_gradient_norm", _number(body.gradient_norm))
+        self.set("octet_train_learning_rate", body.learning_rate)
+        self.set("octet_train_step_duration_seconds", body.step_time_s)
+        self.set("octet_train_last_step_timestamp_seconds", time.time())
+        self.add("octet_train_steps_total", 1)
+        self.add("octet_train_tokens_total", body.tokens / self._world_size)
+        self.add("octet_train_samples_total", self._samples_per_step / self._world_size)
+        self.add("octet_train_flops_total", self._flops_per_token * body.tokens / self._world_size)
+        if self._peak_flops:
+            achieved = self._flops_per_token * body.tokens / self._world_size / body.step_time_s
+            peak = f"{self._peak_flops / 1e12:.0f} TFLOP/s dense bf16"
+            self.set("octet_train_flops_utilization_ratio", achieved / self._peak_flops, peak)
+        if body.loss is None or body.gradient_norm is None:
+            self.add("octet_train_non_finite_steps_total", 1)
+
+
+def gpt_flops_per_token(*, num_matmul_parameters: int, num_layers: int, hidden_size: int, sequence_length: int) -> float:
+    """FLOPs of one token, forward and backward: 6 for each parameter in a product, 12·L·D·T for attention's own products.
+
+    Chowdhery et al., PaLM (2022), appendix B. Causal attention is counted whole, as there.
+    """
+    return 6.0 * num_matmul_parameters + 12.0 * num_layers * hidden_size * sequence_length
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value

@@ -1,0 +1,82 @@
+"""What a rank's device says of itself: memory in use and at its peak, and on CUDA power, clock and temperature from NVML.
+
+Read when Prometheus asks, not by the training loop.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Readings = Iterator[tuple[str, float]]
+
+PEAK_FLOPS = {
+    "H100 80GB HBM3": 989.4e12,
+    "H100 SXM": 989.4e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756.5e12,
+    "A100": 312e12,
+}
+"""Dense bf16 peaks by a part of the device's name, from the vendor's data sheets; ratios are always of these, also in FP8."""
+
+
+def device_readings(device: torch.device) -> Callable[[], Readings]:
+    """What to call at each scrape for this device: names of `worker.vitals` families and their values."""
+    if device.type == "cpu":
+        return _read_process
+    gpu = _open_nvml(device)
+    return lambda: _read_cuda(device, gpu)
+
+
+def bf16_peak(device: torch.device) -> float | None:
+    """FLOP/s that this device can do at most in dense bf16; None where we do not know."""
+    if device.type == "cpu":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def _read_process() -> Readings:
+    """Resident memory of this process, and the smaller of its control group's limit and the machine's memory."""
+    status = Path("/proc/self/status").read_text()
+    yield "octet_memory_used_bytes", _kilobytes(status, "VmRSS")
+    yield "octet_memory_peak_bytes", _kilobytes(status, "VmHWM")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    own = limit.read_text().strip() if limit.exists() else "max"
+    machine = _kilobytes(Path("/proc/meminfo").read_text(), "MemTotal")
+    yield "octet_memory_limit_bytes", machine if own == "max" else min(machine, float(own))
+
+
+def _read_cuda(device: torch.device, gpu: Any | None) -> Readings:
+    num_free, num_bytes = torch.cuda.mem_get_info(device)
+    yield "octet_memory_used_bytes", num_bytes - num_free
+    yield "octet_memory_peak_bytes", torch.cuda.max_memory_allocated(device)
+    yield "octet_memory_limit_bytes", num_bytes
+    if gpu is not None:
+        import pynvml
+
+        yield "octet_gpu_power_watts", pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
+        yield "octet_gpu_sm_clock_hertz", pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM) * 1e6
+        yield "octet_gpu_temperature_celsius", pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)
+        yield "octet_gpu_utilization_ratio", pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+
+
+def _open_nvml(device: torch.device) -> Any | None:
+    """NVML's handle of the device; None where the package or the library is missing: torch's own readings remain."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except pynvml.NVMLError:
+        return None
+
+
+def _kilobytes(text: str, name: str) -> float:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+    assert found is not None, name
+    return int(found[1]) * 1024.0
