@@ -41,7 +41,7 @@ class LocalRay:
 
     def environment(self) -> dict[str, str]:
         """What a process must have in its environment before it imports Ray, which reads it then, to speak with the cluster."""
-        return _environment(self._dir)
+        return ray_environment(self._dir / "token")
 
     def ensure(self) -> str:
         """The address of the cluster; its keeper is started where none runs. Raises RuntimeError with Ray's own words."""
@@ -107,10 +107,11 @@ def hold_serve_lock(data_dir: Path) -> int:
     return descriptor
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def ray_environment(token_file: Path) -> dict[str, str]:
+    """What every process of a cluster with this token must have in its environment before it imports Ray."""
     return {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str((folder / "token").resolve()),
+        "RAY_AUTH_TOKEN_PATH": str(token_file.resolve()),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
@@ -168,7 +169,7 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
         return 0 if stopping else ray.poll() or 0
     finally:
         (folder / "cluster.json").unlink(missing_ok=True)
-        _end(ray)
+        end_ray(ray)
         shutil.rmtree(temp_dir, ignore_errors=True)
 
 
@@ -180,10 +181,11 @@ def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen
         # Any free port: two local clusters would otherwise share Ray's fixed range.
         *("--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
     ]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For `preexec_fn`: the child gets SIGTERM when its parent dies."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
@@ -203,16 +205,41 @@ def _publish(folder: Path, temp_dir: Path) -> bool:
     return True
 
 
-def _end(ray: "subprocess.Popen[bytes]") -> None:
-    """Ray ends its own processes on SIGTERM; what is left of its group after ten seconds is killed."""
+def end_ray(ray: "subprocess.Popen[bytes]") -> None:
+    """Ray ends its processes on SIGTERM, some of them later than itself: what is left of its session is killed."""
     ray.terminate()
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             ray.wait(_STOP_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(ray.pid, signal.SIGKILL)
+        while left := _session_members(ray.pid):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         ray.wait()
+
+
+def _session_members(session: int) -> list[int]:
+    """The processes of a session that still run. Where there is no /proc, only its leader is known."""
+    if not Path("/proc/self").exists():
+        return [session] if _runs(session) else []
+    members = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == session and _runs(int(entry.name)):
+                members.append(int(entry.name))
+    return members
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat")
+        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def main() -> int:
