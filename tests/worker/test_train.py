@@ -1,0 +1,136 @@
+"""The loop: it learns, resumes to the bit at every level, accumulates, and passes over a damaged checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from api_schemas import CheckpointRef, CheckpointReport, EvaluationReport, EventReport, JobSpec, ReportBody, StepReport
+from api_schemas.levels import LEVELS
+from worker.config import Place, resolve
+from worker.errors import Cancelled, NonFiniteLoss, Stopped
+from worker.parallel import Ranks
+from worker.train import Trainer, learning_rate_at
+
+
+class Recorder:
+    """A reporter that keeps what it is told, and tells to stop after a step of the test's choice."""
+
+    def __init__(self, stop_after_step: int | None = None, stop: type[Stopped] = Cancelled) -> None:
+        self.reports: list[ReportBody] = []
+        self._stop_after_step = stop_after_step
+        self._stop = stop
+
+    def send(self, body: ReportBody, at: object = None) -> None:
+        self.reports.append(body)
+
+    def check(self) -> None:
+        if self._stop_after_step is not None and len(self.of(StepReport)) + 1 >= self._stop_after_step:
+            raise self._stop("the test says so")
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [report for report in self.reports if isinstance(report, kind)]
+
+    def losses(self) -> list[float]:
+        return [report.loss for report in self.of(StepReport)]
+
+    def checkpoints(self) -> tuple[CheckpointRef, ...]:
+        """Newest first."""
+        found = [CheckpointRef(step=r.step, name=r.name, sha256=r.sha256) for r in self.of(CheckpointReport)]
+        return tuple(reversed(found))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def train(
+    document: dict[str, Any], job_dir: Path, checkpoints: tuple[CheckpointRef, ...] = (), recorder: Recorder | None = None
+) -> tuple[Recorder, Any]:
+    recorder = recorder or Recorder()
+    config = resolve(JobSpec.model_validate(document), Place())
+    with Ranks(config.place, torch.device("cpu")) as ranks:
+        return recorder, Trainer(config, ranks, recorder, job_dir).run(checkpoints)
+
+
+def with_training(document: dict[str, Any], level: str = "fp32", **training: Any) -> dict[str, Any]:
+    return document | {"precision": {"level": level}, "training": document["training"] | training}
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_a_resumed_run_is_bit_identical(tmp_path: Path, spec_document: dict[str, Any], level: str) -> None:
+    document = with_training(spec_document, level, steps=9, checkpoint_every=4)
+    whole, whole_summary = train(document, tmp_path / "whole")
+    interrupted = Recorder(stop_after_step=6)
+    with pytest.raises(Cancelled):
+        train(document, tmp_path / "parts", recorder=interrupted)
+    resumed, resumed_summary = train(document, tmp_path / "parts", interrupted.checkpoints())
+    assert [report.step for report in resumed.of(StepReport)] == [5, 6, 7, 8, 9]
+    assert resumed.losses() == whole.losses()[4:]
+    assert resumed_summary.evaluation_loss == whole_summary.evaluation_loss
+    assert resumed_summary.final_loss == whole_summary.final_loss
+    assert resumed_summary.memory_bytes == whole_summary.memory_bytes
+    assert resumed.checkpoints()[0].sha256 != ""
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_it_learns(tmp_path: Path, spec_document: dict[str, Any], level: str) -> None:
+    document = with_training(spec_document, level, steps=40, optimizer={"learning_rate": 1e-2})
+    recorder, summary = train(document, tmp_path)
+    assert summary.evaluation_loss < 0.7 * recorder.losses()[0]
+    assert summary.evaluation_loss == recorder.of(EvaluationReport)[-1].loss
+
+
+def test_micro_batches_give_the_gradients_of_the_whole_batch(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    whole, _ = train(with_training(spec_document, global_batch_size=8), tmp_path / "a")
+    parts, _ = train(with_training(spec_document, global_batch_size=8, micro_batch_size=2), tmp_path / "b")
+    assert parts.losses() == pytest.approx(whole.losses(), rel=1e-5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_an_event(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = with_training(spec_document, steps=9, checkpoint_every=3)
+    whole, _ = train(document, tmp_path)
+    newest, older = whole.checkpoints()[1:]
+    (tmp_path / "checkpoints" / newest.name / "tensors.safetensors").write_bytes(b"not tensors")
+    resumed, _ = train(document, tmp_path, (newest, older))
+    assert [report.step for report in resumed.of(StepReport)] == list(range(4, 10))
+    (event,) = resumed.of(EventReport)
+    assert event.type == "checkpoint.rejected"
+    assert newest.name in event.message
+
+
+def test_resuming_after_the_last_step_only_evaluates(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    whole, summary = train(spec_document, tmp_path)
+    resumed, again = train(spec_document, tmp_path, whole.checkpoints())
+    assert resumed.of(StepReport) == []
+    assert again.evaluation_loss == summary.evaluation_loss
+    assert again.memory_bytes == summary.memory_bytes
+
+
+def test_a_loss_that_stays_infinite_ends_the_run(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = with_training(spec_document, steps=100, optimizer={"learning_rate": 10.0}, gradient_clip=None)
+    config = resolve(JobSpec.model_validate(document), Place())
+    with Ranks(config.place, torch.device("cpu")) as ranks:
+        trainer = Trainer(config, ranks, Recorder(), tmp_path)
+        with torch.no_grad():
+            next(trainer.model.parameters()).fill_(torch.nan)
+        with pytest.raises(NonFiniteLoss, match="learning_rate"):
+            trainer.run()
+    assert trainer.progress.step == 10
+
+
+def test_the_schedule_warms_up_and_ends_at_its_fraction(spec_document: dict[str, Any]) -> None:
+    training = {"steps": 100, "optimizer": {"learning_rate": 1.0}, "schedule": {"warmup_steps": 10, "final_fraction": 0.1}}
+    config = resolve(JobSpec.model_validate(with_training(spec_document, **training)), Place())
+    rates = [learning_rate_at(step, config) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert max(rates) == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_a_world_of_another_size_is_refused(spec_document: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"resources\.workers"):
+        resolve(JobSpec.model_validate(spec_document), Place(world_size=2))
