@@ -42,6 +42,8 @@ def build_app() -> typer.Typer:
     commands: dict[str, Callable[..., None]] = {
         "serve": cli_server.serve,
         "demo": cli_server.demo,
+        "api": cli_server.api,
+        "dispatcher": cli_server.dispatcher,
         "submit": cli_jobs.submit,
         "validate": cli_jobs.validate,
         "watch": cli_jobs.watch,

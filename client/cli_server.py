@@ -1,6 +1,8 @@
-"""Commands that run a server: serve and demo."""
+"""Commands that run a server: serve, demo, and the two processes of cluster mode, api and dispatcher."""
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +12,10 @@ from client.cli_options import FAILED, REFUSED, connect
 from client.demo import demo_spec, run_demo, run_demo_on_own_server
 from client.terminal import Terminal
 
+DatabaseUrlFile = Annotated[
+    Path | None,
+    typer.Option("--database-url-file", envvar="OCTET_DATABASE_URL_FILE", help="File with the URL, postgresql://…"),
+]
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Where the database, checkpoints and logs live.")]
 
 
@@ -23,15 +29,9 @@ def serve(
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Ranks at once in the cpu pool.")] = None,
 ) -> None:
     """Run Octet on this machine: API, dispatcher, database and a local Ray in one process."""
-    try:
+    with _refusing("serve"):
         from service.main import serve as run_server
-    except ModuleNotFoundError as error:
-        Terminal().complain(
-            f"octet serve needs the package {error.name!r}, which is not installed. "
-            "Install Octet with the extras that serving needs: pip install 'octet[service,worker,client]'"
-        )
-        raise typer.Exit(REFUSED) from error
-    try:
+
         run_server(
             host=host,
             port=port,
@@ -41,6 +41,41 @@ def serve(
             data_roots=tuple(data_root or ()),
             slots=slots,
         )
+
+
+def api(database_url_file: DatabaseUrlFile = None) -> None:
+    """Cluster mode: the API alone, on PostgreSQL. Configured by OCTET_* variables; see docs/deploy.md."""
+    with _refusing("api"):
+        from service.cluster_mode import api as run_api
+
+        run_api(database_url_file=database_url_file)
+
+
+def dispatcher(
+    ray_address: Annotated[str, typer.Option("--ray-address", envvar="OCTET_RAY_ADDRESS", help="The Ray head: host:port.")],
+    ray_token_file: Annotated[
+        Path, typer.Option("--ray-token-file", envvar="RAY_AUTH_TOKEN_PATH", help="The cluster's token.")
+    ],
+    database_url_file: DatabaseUrlFile = None,
+) -> None:
+    """Cluster mode: what runs jobs on a Ray cluster. Several may run; one leads. See docs/deploy.md."""
+    with _refusing("dispatcher"):
+        from service.cluster_mode import dispatch
+
+        dispatch(ray_address=ray_address, ray_token_file=ray_token_file, database_url_file=database_url_file)
+
+
+@contextmanager
+def _refusing(command: str) -> Iterator[None]:
+    """Say in one line why a server cannot start."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        Terminal().complain(
+            f"octet {command} needs the package {error.name!r}, which is not installed. "
+            "Install Octet with the extras that serving needs: pip install 'octet[service,worker,client]'"
+        )
+        raise typer.Exit(REFUSED) from error
     except (OSError, ValueError, RuntimeError) as error:
         Terminal().complain(str(error))
         raise typer.Exit(REFUSED) from error

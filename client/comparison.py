@@ -85,18 +85,17 @@ def _savings(counts: Sequence[float | None]) -> list[str]:
 
 
 def verdict(jobs: Sequence[Job]) -> str:
-    """What the other levels cost and save against the first, in one line."""
+    """What the other levels hold and reach against the first, in one line."""
     first, *others = jobs
-    yardstick, name = summary_of(first), first.spec.precision.level
-    if not others:
-        return f"{name} holds {bytes_per_parameter(yardstick):.2f} bytes per parameter."
-    phrases = []
+    yardstick, level = summary_of(first), first.spec.precision.level
+    phrases = [f"{level} holds {bytes_per_parameter(yardstick):.2f} bytes per parameter"]
     for job in others:
         summary = summary_of(job)
         saving = 1 - bytes_per_parameter(summary) / bytes_per_parameter(yardstick)
         gap = summary.evaluation_loss / yardstick.evaluation_loss - 1
-        phrases.append(f"{job.spec.precision.level} holds {saving:.0%} less than {name} at {gap:+.2%} evaluation loss")
-    return f"{'; '.join(phrases)}."
+        held = f"{job.spec.precision.level} {bytes_per_parameter(summary):.2f} ({saving:.0%} less)"
+        phrases.append(f"{held} at {gap:+.2%} evaluation loss")
+    return f"{', '.join(phrases)}."
 
 
 def start_times(jobs: Sequence[Job]) -> Table:

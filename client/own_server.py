@@ -1,4 +1,7 @@
-"""A server for as long as the demo lasts: `octet serve` in a process group of its own, which never outlives us."""
+"""A server for as long as the demo lasts: `octet serve` in a process group of its own, which never outlives us.
+
+Nor does its Ray, which by design outlives a server that is killed.
+"""
 
 import contextlib
 import os
@@ -23,12 +26,13 @@ _LOG_LINES_SHOWN = 20
 
 
 class OwnServer:
-    """A running server: where it listens, and whether it still lives."""
+    """A running server: where it listens, and whether it still lives. Its log is `server.log` in its data folder."""
 
-    def __init__(self, command: list[str], url: str, log_path: Path) -> None:
+    def __init__(self, command: list[str], url: str, data_dir: Path) -> None:
         self.url = url
-        self.log_path = log_path
-        with log_path.open("wb") as log:
+        self.log_path = data_dir / "server.log"
+        self._data_dir = data_dir
+        with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -55,7 +59,9 @@ class OwnServer:
         terminal.show(Text(f"The server is ready after {duration(time.monotonic() - started)}."))
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ask it to end, wait, then kill whatever is left of its process group."""
+        """Ask it to end, wait, then kill whatever is left of its process group, and end its Ray if it could not."""
+        from service.cluster.local_ray import LocalRay
+
         try:
             self._process.terminate()
             self._process.wait(timeout_s)
@@ -65,6 +71,7 @@ class OwnServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            LocalRay(self._data_dir, ()).stop()
 
     def _log_end(self) -> str:
         lines = self.log_path.read_text("utf-8", "replace").splitlines()[-_LOG_LINES_SHOWN:]
@@ -77,9 +84,9 @@ def own_server(data_dir: Path, data_root: str, terminal: Terminal) -> Iterator[O
     port = _free_port()
     command = [sys.executable, "-P", "-m", "client.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--data-dir", str(data_dir), "--data-root", data_root]
-    url, log_path = f"http://127.0.0.1:{port}", data_dir / "server.log"
+    url = f"http://127.0.0.1:{port}"
     terminal.show(Text(f"Starting octet serve on {url}; its data and server.log are in {data_dir}."))
-    server = OwnServer(command, url, log_path)
+    server = OwnServer(command, url, data_dir)
     try:
         server.wait_until_ready(terminal)
         yield server

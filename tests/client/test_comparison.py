@@ -56,7 +56,7 @@ def test_a_level_that_converts_nothing_has_no_saving_there(
 
 
 def test_the_verdict_is_one_line(pair: list[Job]) -> None:
-    assert verdict(pair) == "O2 holds 50% less than fp32 at +2.00% evaluation loss."
+    assert verdict(pair) == "fp32 holds 16.00 bytes per parameter, O2 8.00 (50% less) at +2.00% evaluation loss."
     assert verdict(pair[:1]) == "fp32 holds 16.00 bytes per parameter."
 
 

@@ -1,6 +1,10 @@
 """The demo against the real application, with ranks that report in place of a cluster: what it asks, shows and leaves."""
 
+import contextlib
+import os
 import signal
+import subprocess
+import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
@@ -76,7 +80,10 @@ def test_it_ends_with_the_comparison(own_app: OctetApp, make_summary: MakeSummar
     assert rows["final training loss"][-2:] == ["1.7500", "1.7500"]
     assert rows["in converted layers"][-2:] == ["16.00", "6.00"]
     assert "first step" in shown.stdout
-    assert shown.stdout.splitlines()[-1] == "Passed: O2 holds 70% less than fp32 at +0.00% evaluation loss."
+    assert (
+        shown.stdout.splitlines()[-1]
+        == "Passed: fp32 holds 16.00 bytes per parameter, O2 4.80 (70% less) at +0.00% evaluation loss."
+    )
     assert "\x1b" not in shown.stdout
     with Client(own_app.url) as client:
         jobs = list(client.jobs())
@@ -129,3 +136,31 @@ def test_a_server_that_does_not_start_leaves_its_log(tmp_path: Path) -> None:
     assert "the server ended with exit status" in shown.stderr
     assert f"are in {tmp_path}" in shown.stderr
     assert (tmp_path / "server.log").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ended_by", "status"), [(None, 1), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal.Signals | None, status: int) -> None:
+    """The whole path, Ray and worker included. Ten steps are too few to learn anything, and the status says so."""
+    command = [sys.executable, "-m", "client.cli", "demo", "--steps", "10", "--levels", "fp32", "--data-dir", str(tmp_path)]
+    shown = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            shown += line
+            if ended_by is not None and "job.placed" in line:
+                demo.send_signal(ended_by)
+    assert demo.returncode == status, shown
+    assert ("FAILED to learn" in shown) == (ended_by is None)
+    assert processes_of(tmp_path) == []
+
+
+def processes_of(data_dir: Path) -> list[str]:
+    """Command lines of all processes that were started for this folder: it is in their environment or arguments."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            about = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            if str(data_dir).encode() in about and process.name != str(os.getpid()):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found

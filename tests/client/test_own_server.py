@@ -22,7 +22,7 @@ time.sleep(60)
 
 
 def server(tmp_path: Path, code: str) -> OwnServer:
-    return OwnServer([sys.executable, "-c", code], "http://127.0.0.1:9", tmp_path / "server.log")
+    return OwnServer([sys.executable, "-c", code], "http://127.0.0.1:9", tmp_path)
 
 
 def is_running(pid: int) -> bool:
