@@ -56,8 +56,12 @@ class World:
         """Time passes, and the dispatcher goes on leading."""
         while seconds > 0:
             self.clock.turn(min(seconds, 4))
-            self.work.lead()
+            self.renew()
             seconds -= 4
+
+    def renew(self) -> None:
+        """The leader renews its lease."""
+        self.work.lead()
 
     def restart(self) -> None:
         """The leader is gone without a word; its lease runs out and another leads."""
@@ -70,6 +74,7 @@ class World:
         workers = changes.pop("workers", 1)
         document["resources"] = {"pool": changes.pop("pool", "cpu"), "workers": workers}
         document["training"]["global_batch_size"] = 4 * workers
+        document["training"]["steps"] = changes.pop("steps", 4)
         document["retry"] = {"max_failures": changes.pop("max_failures", 0)}
         spec = JobSpec.model_validate(document | changes)
         with self.database.write() as session:
@@ -81,7 +86,7 @@ class World:
 
     def dispatch(self) -> None:
         """One pass of every loop."""
-        self.work.lead()
+        self.renew()
         for loop in (place, launch, watch, clean):
             loop.step(self.work)
 

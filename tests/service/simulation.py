@@ -1,0 +1,224 @@
+"""Crashes and workers to order: a control plane that dies at a chosen instant, and ranks that live on meanwhile.
+
+A crash is a BaseException, so nothing in the service can catch it by accident; what the process held in memory is gone with
+the `Work` object, the database has what was committed, and the cluster goes on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api_schemas import (
+    AttemptRef,
+    AttemptState,
+    CheckpointReport,
+    DesiredState,
+    FailureReason,
+    FinishedReport,
+    JobState,
+    LaunchOrder,
+    ReportBatch,
+)
+from service.cluster.fake import FakeLauncher
+from service.db.engine import Database
+from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow, MetricRow
+from service.errors import ServiceError
+from tests.service.world import Rank, World, started, step
+
+
+class Crash(BaseException):
+    """kill -9 of the control plane, here and now."""
+
+
+class Fuse:
+    """Counts the instants at which a process can die, and burns down at the chosen one. 0 never burns."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.burnt = False
+
+    def set(self, left: int) -> None:
+        self.left, self.burnt = left, False
+
+    @contextmanager
+    def wet(self) -> Iterator[None]:
+        """Nothing burns meanwhile."""
+        left, self.left = self.left, 0
+        yield
+        self.left = left
+
+    def instant(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.burnt = True
+            raise Crash
+
+
+class MortalDatabase(Database):
+    """Dies before or after a commit."""
+
+    fuse: Fuse
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        with super().write() as session:
+            yield session
+            self.fuse.instant()
+        self.fuse.instant()
+
+
+class MortalLauncher(FakeLauncher):
+    """The control plane dies before or after a call that changes the cluster."""
+
+    fuse: Fuse
+
+    def launch(self, order: LaunchOrder) -> None:
+        self.fuse.instant()
+        super().launch(order)
+        self.fuse.instant()
+
+    def stop(self, ref: AttemptRef, grace_s: float) -> None:
+        self.fuse.instant()
+        super().stop(ref, grace_s)
+        self.fuse.instant()
+
+
+class MortalWorld(World):
+    """A world whose control plane can die, though not of renewing the leader's lease, which it does all the time."""
+
+    database: MortalDatabase
+
+    def renew(self) -> None:
+        with self.database.fuse.wet():
+            super().renew()
+
+
+class Worker:
+    """An attempt's one rank: trains two steps at a time, saves each time, sends again what was not acknowledged."""
+
+    def __init__(self, world: World, order: LaunchOrder) -> None:
+        self.rank = Rank(world, order)
+        self.world, self.order = world, order
+        self.steps = order.spec.training.steps
+        self.step: int | None = None
+        self.unacknowledged: ReportBatch | None = None
+        self.is_over = False
+
+    @property
+    def is_running(self) -> bool:
+        return not self.is_over and self.rank.ref in self.world.launcher.orders
+
+    def advance(self) -> None:
+        """Do a bit and report it. Dies of a refusal, as a fenced rank does."""
+        if not self.is_running:
+            return
+        if self.unacknowledged is None:
+            self.unacknowledged = self._next_batch()
+        try:
+            reply = self.rank.deliver(self.unacknowledged)
+        except ServiceError:
+            self._exit()
+            return
+        self.unacknowledged = None
+        if self._said_goodbye:
+            self._exit()
+        elif reply.desired is DesiredState.CANCEL:
+            self._said_goodbye = True
+            self.unacknowledged = self.rank.batch(FinishedReport(outcome="cancelled"))
+
+    def die(self, reason: FailureReason = FailureReason.WORKER_LOST) -> None:
+        if self.is_running:
+            self.world.launcher.exit(self.rank.ref, reason)
+        self.is_over = True
+
+    _said_goodbye = False
+
+    def _next_batch(self) -> ReportBatch:
+        if self.step is None:
+            self.step = self.order.checkpoints[0].step if self.order.checkpoints else 0
+            return self.rank.batch(started(self.step))
+        if self.step >= self.steps:
+            self._said_goodbye = True
+            return self.rank.batch(FinishedReport(outcome="succeeded"))
+        done = range(self.step + 1, min(self.step + 2, self.steps) + 1)
+        self.step = done[-1]
+        save = CheckpointReport(step=self.step, name=f"step_{self.step:010}", num_bytes=1, sha256="0" * 64, loss=1.0)
+        return self.rank.batch(*[step(number) for number in done], save)
+
+    def _exit(self) -> None:
+        self.world.launcher.exit(self.rank.ref)
+        self.is_over = True
+
+
+class Cluster:
+    """The workers of everything that was ever launched."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.workers: dict[AttemptRef, Worker] = {}
+
+    def live(self) -> list[Worker]:
+        for ref, order in self.world.launcher.orders.items():
+            if ref not in self.workers:
+                self.workers[ref] = Worker(self.world, order)
+        return [worker for worker in self.workers.values() if worker.is_running]
+
+
+def survive(world: World, act: Callable[[], Any]) -> bool:
+    """Do something; if the control plane dies of it, start it again. Whether it was done to the end."""
+    try:
+        act()
+    except Crash:
+        survive(world, world.restart)
+        return False
+    return True
+
+
+def settle(world: World, cluster: Cluster, max_rounds: int = 200) -> None:
+    """Let time pass and workers work until every job is over and every slot is free."""
+    for _ in range(max_rounds):
+        survive(world, lambda: world.turn(1))
+        survive(world, world.dispatch)
+        for worker in cluster.live():
+            survive(world, worker.advance)
+        if is_settled(world):
+            return
+    raise AssertionError(f"not settled after {max_rounds} rounds: {[(job.id, job.state) for job in world.all_jobs()]}")
+
+
+def is_settled(world: World) -> bool:
+    with world.database.read() as session:
+        open_attempts = session.scalars(select(AttemptRow.id).where(AttemptRow.released_at.is_(None))).all()
+        states = session.scalars(select(JobRow.state)).all()
+    return not open_attempts and all(state.is_terminal for state in states) and not world.launcher.orders
+
+
+def check_invariants(world: World) -> None:
+    """What must hold at every instant, whatever died."""
+    with world.database.read() as session:
+        for job in session.scalars(select(JobRow)):
+            attempts = session.scalars(select(AttemptRow).where(AttemptRow.job_id == job.id).order_by(AttemptRow.epoch)).all()
+            events = session.scalars(select(EventRow.seq).where(EventRow.job_id == job.id).order_by(EventRow.seq)).all()
+            lines = session.scalars(select(LogLineRow.seq).where(LogLineRow.job_id == job.id).order_by(LogLineRow.seq)).all()
+            assert list(events) == list(range(1, job.last_event_seq + 1)), "event numbers have gaps"
+            assert list(lines) == list(range(1, job.last_log_seq + 1)), "log numbers have gaps"
+            assert [attempt.epoch for attempt in attempts] == list(range(1, job.num_attempts + 1))
+            live = [attempt for attempt in attempts if not attempt.state.is_terminal]
+            assert len(live) == (job.state in {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING})
+            assert all(attempt is attempts[-1] for attempt in live)
+            assert all(attempt.state.is_terminal for attempt in attempts if attempt.released_at is not None)
+            assert (job.state is JobState.RUNNING) <= any(attempt.state is AttemptState.RUNNING for attempt in live)
+            assert (job.finished_at is not None) == job.state.is_terminal
+        for pool in world.settings.pools:
+            held = session.scalars(
+                select(AttemptRow.workers).where(AttemptRow.released_at.is_(None), AttemptRow.pool == pool.name)
+            )
+            assert sum(held) <= pool.slots, "more slots are given than there are"
+
+
+def curve(world: World, job_id: str) -> list[int]:
+    with world.database.read() as session:
+        return list(session.scalars(select(MetricRow.step).where(MetricRow.job_id == job_id).order_by(MetricRow.step)))

@@ -1,0 +1,116 @@
+"""The control plane is killed at every instant at which it matters, one after the other, and must recover from each.
+
+The instants are the moments before and after each commit and each call that changes the cluster. The story has a job that
+fails and resumes, and one that is cancelled while it runs; it must end the same way every time.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from api_schemas import FailureReason, JobSpec, JobState
+from service.errors import IllegalTransition
+from service.settings import Settings
+from tests.service.conftest import POOLS, empty
+from tests.service.simulation import (
+    Cluster,
+    Fuse,
+    MortalDatabase,
+    MortalLauncher,
+    MortalWorld,
+    check_invariants,
+    curve,
+    is_settled,
+    settle,
+    survive,
+)
+from tests.service.world import TurnedClock, World
+
+
+@pytest.fixture
+def mortal(database_url: str, clock: TurnedClock) -> Iterator[MortalDatabase]:
+    database = MortalDatabase(database_url, clock)
+    database.fuse = Fuse()
+    yield database
+    database.close()
+
+
+def new_world(database: MortalDatabase, clock: TurnedClock, settings: Settings, spec: dict[str, Any]) -> MortalWorld:
+    database.fuse.set(0)
+    with database.write() as session:
+        empty(session)
+    launcher = MortalLauncher(POOLS)
+    launcher.fuse = database.fuse
+    return MortalWorld(database, clock, settings, launcher, JobSpec.model_validate(spec))
+
+
+def submit(world: World, key: str, **changes: Any) -> str:
+    """Submit as a careful client does: with a key, again if nothing was heard."""
+    found: list[str] = []
+    while not survive(world, lambda: found.append(world.submit(key, **changes))):
+        pass
+    return found[-1]
+
+
+def cancel(world: World, job_id: str) -> None:
+    """Cancel, again if nothing was heard. That it is over already is an answer too."""
+    with contextlib.suppress(IllegalTransition):
+        while not survive(world, lambda: world.cancel(job_id)):
+            pass
+
+
+def tell_the_story(world: MortalWorld, cluster_dies_too: bool) -> None:
+    fuse = world.database.fuse
+    cluster = Cluster(world)
+    resumes = submit(world, "a", max_failures=1)
+    stops = submit(world, "b", name="stops", priority=90, steps=1000)
+    third_waits = submit(world, "c", name="waits", workers=2)
+    was_burnt = fuse.burnt
+    for round_ in range(60):
+        survive(world, lambda: world.turn(1))
+        survive(world, world.dispatch)
+        for worker in cluster.live():
+            survive(world, worker.advance)
+        check_invariants(world)
+        if round_ == 3:
+            cancel(world, stops)
+        first = next((worker for worker in cluster.workers.values() if worker.order.job_id == resumes), None)
+        if first is not None and first.order.epoch == 1 and first.step == 2 and first.unacknowledged is None:
+            first.die(FailureReason.WORKER_LOST)
+        if cluster_dies_too and fuse.burnt and not was_burnt:
+            world.launcher.lose_everything()
+        was_burnt = fuse.burnt
+        if is_settled(world):
+            break
+    survive(world, world.tidy)
+    settle(world, cluster)
+    check_invariants(world)
+    assert len(world.all_jobs()) == 3, "no job is lost, none is stored twice"
+    assert world.job(resumes).state is JobState.SUCCEEDED
+    assert world.job(stops).state is JobState.CANCELLED
+    assert world.job(third_waits).state is JobState.SUCCEEDED
+    assert curve(world, resumes) == [1, 2, 3, 4]
+    assert curve(world, third_waits) == [1, 2, 3, 4]
+    never_twice = [(order.attempt_id, order.epoch) for order in world.launcher.started]
+    assert len(never_twice) == len(set(never_twice)) or cluster_dies_too
+
+
+@pytest.mark.parametrize("cluster_dies_too", [False, True], ids=["cluster-lives", "cluster-dies-too"])
+def test_killed_at_every_instant_it_recovers(
+    mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any], cluster_dies_too: bool
+) -> None:
+    # Every instant on SQLite where the cluster lives; a sample of them elsewhere, for time's sake.
+    stride = (3 if cluster_dies_too else 1) * (1 if mortal.is_sqlite else 5)
+    instant, burnt = 0, True
+    while burnt:
+        instant += stride
+        world = new_world(mortal, clock, settings, spec_document)
+        mortal.fuse.set(instant)
+        try:
+            tell_the_story(world, cluster_dies_too)
+        except AssertionError as error:
+            raise AssertionError(f"after a crash at instant {instant}: {error}") from error
+        burnt = mortal.fuse.burnt
+    assert instant > 50, "the story has become too short to prove anything"

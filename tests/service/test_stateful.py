@@ -1,0 +1,166 @@
+"""Random lives of the control plane: anything may happen in any order, and the invariants hold after each of it.
+
+At the end the cluster is reachable again and time passes: then every job must be over and every slot free.
+"""
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from api_schemas import FailureReason, JobSpec, JobState, LogReport
+from service.dispatcher import clean, launch, place, watch
+from service.errors import IllegalTransition, ServiceError
+from service.settings import Settings
+from tests.service.conftest import POOLS, empty
+from tests.service.simulation import (
+    Cluster,
+    Fuse,
+    MortalDatabase,
+    MortalLauncher,
+    MortalWorld,
+    check_invariants,
+    curve,
+    settle,
+    survive,
+)
+from tests.service.world import TurnedClock
+
+SPEC: dict[str, Any] = {
+    "name": "random",
+    "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 64},
+    "data": {"path": "/data"},
+    "training": {"steps": 4, "global_batch_size": 4, "sequence_length": 32},
+}
+
+
+class ControlPlane(RuleBasedStateMachine):
+    """One life. `database_url` is set by the test."""
+
+    database_url = ""
+
+    @initialize()
+    def begin(self) -> None:
+        clock = TurnedClock()
+        database = MortalDatabase(self.database_url, clock)
+        database.fuse = Fuse()
+        with database.write() as session:
+            empty(session)
+        launcher = MortalLauncher(POOLS)
+        launcher.fuse = database.fuse
+        config = Settings(data_dir=Path(tempfile.gettempdir(), "octet-unused"), pools=POOLS, cancel_grace_s=5)
+        self.world = MortalWorld(database, clock, config, launcher, JobSpec.model_validate(SPEC))
+        self.cluster = Cluster(self.world)
+        self.jobs: list[str] = []
+
+    @rule(workers=st.integers(1, 2), priority=st.integers(0, 2), max_failures=st.integers(0, 2))
+    def submit(self, workers: int, priority: int, max_failures: int) -> None:
+        survive(
+            self.world,
+            lambda: self.jobs.append(self.world.submit(workers=workers, priority=priority, max_failures=max_failures)),
+        )
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(self.jobs))
+        with contextlib.suppress(IllegalTransition):
+            survive(self.world, lambda: self.world.cancel(job_id))
+
+    @rule(loop=st.sampled_from([place, launch, watch, clean]))
+    def one_loop(self, loop: Any) -> None:
+        self.world.renew()
+        survive(self.world, lambda: loop.step(self.world.work))
+
+    @rule()
+    def all_loops(self) -> None:
+        survive(self.world, self.world.dispatch)
+
+    @rule()
+    def janitor(self) -> None:
+        self.world.renew()
+        survive(self.world, self.world.tidy)
+
+    @rule()
+    def workers_advance(self) -> None:
+        for worker in self.cluster.live():
+            survive(self.world, worker.advance)
+
+    @rule()
+    def a_worker_repeats_itself(self) -> None:
+        """A log line is sent, its answer is lost, and it is sent again."""
+        worker = next(iter(self.cluster.live()), None)
+        if worker is not None and worker.unacknowledged is None:
+            batch = worker.unacknowledged = worker.rank.batch(LogReport(level="INFO", message="again"))
+            with contextlib.suppress(ServiceError):
+                survive(self.world, lambda: worker.rank.deliver(batch))
+
+    @rule(reason=st.sampled_from([FailureReason.WORKER_LOST, FailureReason.OUT_OF_MEMORY]))
+    def a_worker_dies(self, reason: FailureReason) -> None:
+        for worker in self.cluster.live()[:1]:
+            worker.die(reason)
+
+    @rule()
+    def the_cluster_is_lost(self) -> None:
+        self.world.launcher.lose_everything()
+
+    @rule(reachable=st.booleans())
+    def the_network(self, reachable: bool) -> None:
+        self.world.launcher.reachable = reachable
+
+    @rule(seconds=st.sampled_from([1, 3, 10, 80]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.turn(seconds)
+
+    @rule(seconds=st.sampled_from([0, 60, 400]))
+    def the_control_plane_is_away(self, seconds: float) -> None:
+        self.world.clock.turn(seconds)
+        survive(self.world, self.world.restart)
+
+    @rule(instants=st.integers(1, 8))
+    def it_will_die(self, instants: int) -> None:
+        self.world.database.fuse.set(instants)
+
+    @invariant()
+    def nothing_is_broken(self) -> None:
+        if hasattr(self, "world"):
+            check_invariants(self.world)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.world.database.fuse.set(0)
+        self.world.launcher.reachable = True
+        self.world.restart()
+        settle(self.world, self.cluster)
+        self.world.tidy()
+        check_invariants(self.world)
+        stored = {job.id for job in self.world.all_jobs()}
+        assert set(self.jobs) <= stored, "a job that was accepted is lost"
+        for job_id in stored:
+            if self.world.job(job_id).state is JobState.SUCCEEDED:
+                assert curve(self.world, job_id) == [1, 2, 3, 4]
+        self.world.database.close()
+
+
+def test_random_lives_keep_every_promise(database_url: str) -> None:
+    class Here(ControlPlane):
+        pass
+
+    Here.database_url = database_url
+    few = "postgres" in database_url
+    run_state_machine_as_test(
+        Here,
+        settings=settings(
+            max_examples=8 if few else 30,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+            print_blob=True,
+        ),
+    )
