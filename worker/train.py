@@ -92,8 +92,9 @@ class Trainer:
         optimizer = torch.optim.AdamW(
             _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas, eps=config.eps
         )
-        converted, self.optimizer = initialize(model, optimizer, opt_level=config.level, seed=config.seed)
-        self.model, self.report = cast(GPT, converted), cast(ConversionReport, converted.octet_report)
+        converted, low_bit = initialize(model, optimizer, opt_level=config.level, seed=config.seed)
+        self.model, self.optimizer = cast(GPT, converted), cast(torch.optim.Optimizer, low_bit)
+        self.report = cast(ConversionReport, converted.octet_report)
         broadcast_parameters(self.model, ranks)
         self._tell(PhaseReport(phase="model_built"))
 

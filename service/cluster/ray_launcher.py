@@ -8,16 +8,16 @@ cluster are then absent.
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as DeadlineExceeded
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from service.cluster.launcher import LauncherError
 
 from api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
+from service.cluster.launcher import LauncherError
 from worker.supervisor import NAMESPACE, Supervisor, actor_name
 
 _CONNECT_S = 60.0
@@ -47,7 +47,7 @@ class RayLauncher:
         """Start the attempt's supervisor, or find the one that an earlier call started; returns once it answers."""
         ref = AttemptRef(attempt_id=order.attempt_id, epoch=order.epoch)
         key, value = order.pool.node_label
-        actor = ray.remote(Supervisor)
+        actor: Any = ray.remote(Supervisor)
 
         def start() -> None:
             supervisor = actor.options(
@@ -98,13 +98,13 @@ class RayLauncher:
 
         self._call(grace_s + 2 * _CALL_S, end)
 
-    def list(self) -> list[AttemptRef]:
+    def list(self) -> Sequence[AttemptRef]:
         """Every attempt that has a supervisor on the cluster."""
         names: list[str] = self._call(_CALL_S, ray.util.list_named_actors)
         found = [name.removeprefix(_NAME_PREFIX).rsplit("-", 1) for name in names if name.startswith(_NAME_PREFIX)]
         return [AttemptRef(attempt_id=attempt_id, epoch=int(epoch)) for attempt_id, epoch in found]
 
-    def capacity(self) -> "list[PoolCapacity]":
+    def capacity(self) -> Sequence[PoolCapacity]:
         """The slots of the nodes that are there now."""
         resources: dict[str, float] = self._call(_CALL_S, ray.cluster_resources)
         return [PoolCapacity(pool=pool.name, slots_present=int(resources.get(pool.slot_resource, 0))) for pool in self._pools]
