@@ -1,15 +1,16 @@
 """What every precision level computes and stores in what: one row per level, and nothing else decides.
 
-The service prints this table (`GET /v1/levels`), the worker reads the same row. Code asks the row, never the
-level's name. `bytes_per_parameter` is the most that weight, master weight, weight gradient and both moments of a
-converted layer may take together on one rank, scales included; a test counts it from live storage.
+The service prints this table (`GET /v1/levels`), the worker reads the same row. Code asks the row, never the level's
+name. `bytes_per_parameter` is the most that weight, master weight, weight gradient and both moments of a converted layer
+may take together on one rank, scales included; a test counts it from live storage.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from api_schemas.base import Contract
+from api_schemas.recipe import RecipeSpec
 
 StateCodec = Literal["fp32", "bf16-sr", "fp16-block", "fp8-tensor", "fp8-block", "fp8-dre", "int8-companded", "uint8-companded"]
 
@@ -20,52 +21,67 @@ class Level(Contract):
     name: str
     description: str
     gemm: Literal["fp32", "fp16", "bf16", "fp8"]
-    gradient_communication: Literal["fp32", "fp8"]
-    weight: Literal["fp32", "fp16+scale"]
-    master_weight: Literal["none"]
-    weight_gradient: Literal["fp32", "fp8"]
-    exp_avg: StateCodec
-    exp_avg_sq: StateCodec
-    bytes_per_parameter: float = Field(gt=0)
+    engine: Literal["octet", "torchao"] = Field(default="octet", description="whose FP8 linear layer")
+    loss_scaling: bool = Field(default=False, description="whether the loss is scaled dynamically")
+    recipe: RecipeSpec | None = Field(default=None, description="how FP8 operands are scaled unless the job says otherwise")
+    gradient_communication: Literal["fp32", "bf16", "fp8"] = "fp32"
+    weight: Literal["fp32", "fp16+scale", "fp8"] = "fp32"
+    master_weight: Literal["none", "fp16+scale", "int8-residual"] = "none"
+    weight_gradient: Literal["fp32", "fp8"] = "fp32"
+    exp_avg: StateCodec = "fp32"
+    exp_avg_sq: StateCodec = "fp32"
+    bytes_per_parameter: float = Field(default=16, gt=0)
 
+
+def _fp8(name: str, description: str, bytes_per_parameter: float, **columns: Any) -> Level:
+    """A level whose gradients are FP8, held and sent."""
+    return Level(
+        name=name,
+        description=description,
+        bytes_per_parameter=bytes_per_parameter,
+        gemm="fp8",
+        recipe=RecipeSpec(),
+        gradient_communication="fp8",
+        weight_gradient="fp8",
+        **columns,
+    )
+
+
+_SCALED = {"weight": "fp16+scale"}
+_MASTERED = {"weight": "fp8", "master_weight": "fp16+scale"}
+_SPLIT = {"weight": "fp8", "master_weight": "int8-residual"}
+_STATES = {"exp_avg": "fp8-dre", "exp_avg_sq": "fp16-block"}
+_8BIT_STATES = {"exp_avg": "int8-companded", "exp_avg_sq": "uint8-companded"}
 
 _ROWS = (
+    Level(name="fp32", description="Everything in fp32: the reference.", gemm="fp32"),
     Level(
-        name="fp32",
-        description="Everything in fp32: the reference.",
-        gemm="fp32",
-        gradient_communication="fp32",
-        weight="fp32",
-        master_weight="none",
-        weight_gradient="fp32",
-        exp_avg="fp32",
-        exp_avg_sq="fp32",
-        bytes_per_parameter=16,
+        name="fp16-amp",
+        description="Linear layers multiply in fp16, with a dynamically scaled loss; what lasts is fp32.",
+        gemm="fp16",
+        loss_scaling=True,
     ),
+    Level(name="bf16-amp", description="Linear layers multiply in bf16; what lasts is fp32.", gemm="bf16"),
     Level(
-        name="bf16-amp",
-        description="Linear layers multiply in bf16; everything that lasts longer than a layer is fp32.",
-        gemm="bf16",
-        gradient_communication="fp32",
-        weight="fp32",
-        master_weight="none",
-        weight_gradient="fp32",
-        exp_avg="fp32",
-        exp_avg_sq="fp32",
-        bytes_per_parameter=16,
-    ),
-    Level(
-        name="O2",
-        description="FP8 matrix products, gradients and first moment; FP16 weights and second moment with scales.",
+        name="te",
+        description="Transformer Engine's way: FP8 products with delayed scaling; what lasts is fp32.",
         gemm="fp8",
-        gradient_communication="fp8",
-        weight="fp16+scale",
-        master_weight="none",
-        weight_gradient="fp8",
-        exp_avg="fp8-dre",
-        exp_avg_sq="fp16-block",
-        bytes_per_parameter=6.2,
+        recipe=RecipeSpec(scaling="delayed", amax_history_length=1024, amax_compute_algorithm="max"),
     ),
+    Level(
+        name="ao",
+        description="torchao's own Float8Linear: FP8 products with current scaling; what lasts is fp32.",
+        gemm="fp8",
+        engine="torchao",
+        recipe=RecipeSpec(),
+        gradient_communication="bf16",
+    ),
+    _fp8("O1", "FP8 products and gradients; FP16 weights with scales; fp32 moments.", 11.1, **_SCALED),
+    _fp8("O2", "O1 with an FP8 first and an FP16 second moment.", 6.2, **_SCALED, **_STATES),
+    _fp8("O3", "O2 with FP8 weights and FP16 master weights.", 7.2, **_MASTERED, **_STATES),
+    _fp8("O3-split", "O3 whose master weight is the INT8 rest of the FP8 weight.", 6.2, **_SPLIT, **_STATES),
+    _fp8("O2-8bit", "O2 with both moments in 8 bits.", 5.2, **_SCALED, **_8BIT_STATES),
+    _fp8("O3-split-8bit", "O3-split with both moments in 8 bits.", 5.2, **_SPLIT, **_8BIT_STATES),
 )
 
 LEVELS: dict[str, Level] = {row.name: row for row in _ROWS}

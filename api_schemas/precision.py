@@ -1,13 +1,110 @@
-"""In which formats a job computes and stores."""
+"""In which formats a job computes and stores: a level, and what may be changed about it."""
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from api_schemas.base import Contract
+from pydantic import Field, model_validator
 
-LevelName = Literal["fp32", "bf16-amp", "O2"]
+from api_schemas.base import Contract, refusal
+from api_schemas.levels import LEVELS, Level
+from api_schemas.recipe import RecipeSpec
+
+LevelName = Literal["fp32", "fp16-amp", "bf16-amp", "te", "ao", "O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit"]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Globs = tuple[Annotated[str, Field(min_length=1, max_length=200)], ...]
+
+_TORCHAO_RECIPES = {
+    "tensorwise": RecipeSpec(),
+    "rowwise": RecipeSpec(granularity="row", format="E4M3"),
+    "rowwise_with_gw_hp": RecipeSpec(granularity="row", format="E4M3", high_precision_gemms=("grad_weight",)),
+}
+
+
+class DemotionSpec(Contract):
+    """A layer goes to bf16 for good when one of its operands breaks a limit in `patience` samples in a row."""
+
+    max_overflow_ratio: Ratio = Field(default=0.01, description="share of elements clamped to the format's maximum")
+    max_underflow_ratio: Ratio = Field(default=0.5, description="share of non-zero elements that became zero")
+    min_sqnr_db: float = Field(default=15.0, description="signal to quantisation noise; FP8 in range has 25 to 31 dB")
+    patience: int = Field(default=3, ge=1)
+
+
+class TorchaoSpec(Contract):
+    """Options of torchao's Float8Linear beyond the recipe."""
+
+    pad_inner_dim: bool = Field(default=False, description="pad inner dimensions to a multiple of 16 with zeros")
+    fsdp_float8_all_gather: bool = Field(default=False, description="gather sharded weights in FP8, under FSDP2")
 
 
 class PrecisionSpec(Contract):
-    """A row of the level table (`api_schemas.levels`), by name."""
+    """A row of the level table (`GET /v1/levels`) by name, how FP8 operands are scaled, and which layers are converted."""
 
     level: LevelName = "O2"
+    recipe: RecipeSpec | None = Field(default=None, description="of FP8 products; default: the level's")
+    include: Globs = Field(default=("*",), description="names of linear layers to convert, as globs")
+    exclude: Globs = Field(default=(), description="names of linear layers to leave in bf16, as globs")
+    convert_heads: bool = Field(default=False, description="convert classifiers and language model heads too")
+    skip_first_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's start")
+    skip_last_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's end")
+    strict: bool = Field(default=False, description="fail where a layer would be skipped that nothing above excludes")
+    gradient_accumulation: Literal["fp8", "fp32"] = Field(
+        default="fp8", description="between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter"
+    )
+    statistics_every: int = Field(default=0, ge=0, description="steps between two samples of FP8 statistics; 0: none")
+    demotion: DemotionSpec | None = None
+    torchao: TorchaoSpec | None = None
+
+    @property
+    def row(self) -> Level:
+        """What the level computes and stores in what."""
+        return LEVELS[self.level]
+
+    @property
+    def resolved_recipe(self) -> RecipeSpec | None:
+        """The recipe that the job runs with; None where no product is in FP8."""
+        return self.recipe or self.row.recipe
+
+    @property
+    def torchao_recipe(self) -> str:
+        """The name of the recipe among torchao's own."""
+        return next(name for name, recipe in _TORCHAO_RECIPES.items() if recipe == self.resolved_recipe)
+
+    @model_validator(mode="after")
+    def _options_fit_the_level(self) -> Self:
+        row = self.row
+        fp8_levels = ", ".join(name for name, level in LEVELS.items() if level.gemm == "fp8")
+        if self.recipe is not None and row.gemm != "fp8":
+            raise self._out_of_place("recipe", fp8_levels)
+        if self.torchao is not None and row.engine != "torchao":
+            raise self._out_of_place("torchao", "ao")
+        if self.statistics_every and (row.gemm != "fp8" or row.engine == "torchao"):
+            raise self._out_of_place("statistics_every", fp8_levels.replace("ao, ", ""))
+        if self.demotion is not None and not self.statistics_every:
+            raise refusal(
+                "demotion",
+                got="statistics_every: 0",
+                allowed="demotion where statistics are sampled",
+                change="Set precision.statistics_every, or remove precision.demotion.",
+            )
+        if row.engine == "torchao" and self.resolved_recipe not in _TORCHAO_RECIPES.values():
+            named = "; ".join(f"{name}: {_changed(recipe)}" for name, recipe in _TORCHAO_RECIPES.items())
+            raise refusal(
+                "recipe",
+                got=_changed(self.resolved_recipe),
+                allowed=f"what torchao has: {named}",
+                change="Set precision.recipe to one of these, or precision.level to te.",
+            )
+        return self
+
+    def _out_of_place(self, field: str, levels: str) -> Exception:
+        return refusal(
+            field,
+            got=f"level {self.level}",
+            allowed=f"{field} at level {levels}",
+            change=f"Remove precision.{field}, or choose another precision.level.",
+        )
+
+
+def _changed(recipe: RecipeSpec | None) -> str:
+    """A recipe in a user's words: what differs from the default."""
+    fields = recipe.model_dump(mode="json", exclude_defaults=True) if recipe else {}
+    return ", ".join(f"{name} {value}" for name, value in fields.items()) or "the default"

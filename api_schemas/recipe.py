@@ -10,21 +10,24 @@ GemmName = Literal["output", "grad_input", "grad_weight"]
 
 
 class RecipeSpec(Contract):
-    """Scales of the operands of the three products of a linear layer.
+    """Formats and scales of the operands of a linear layer's three products."""
 
-    `current` takes the scale from the tensor at hand; `delayed` from the largest values of past steps, with one scale for
-    a tensor. HYBRID holds grad_output as E5M2 and the rest as E4M3; E4M3 holds everything so.
-    """
-
-    scaling: Literal["current", "delayed"] = "current"
-    granularity: Literal["tensor", "row", "block"] = "tensor"
-    format: Literal["HYBRID", "E4M3"] = "HYBRID"
-    margin: Annotated[int, Field(ge=0, le=16)] = 0
-    interval: Annotated[int, Field(ge=1)] = 1
-    amax_history_length: Annotated[int, Field(ge=1, le=65_536)] = 16
+    scaling: Literal["current", "delayed"] = Field(
+        default="current", description="current: from the tensor at hand; delayed: from the largest values of past steps"
+    )
+    granularity: Literal["tensor", "row", "block"] = Field(
+        default="tensor",
+        description="elements that share a scale; block: 1x128 of activations and gradients, 128x128 of weights",
+    )
+    format: Literal["HYBRID", "E4M3"] = Field(
+        default="HYBRID", description="HYBRID: gradients of outputs in E5M2, the rest in E4M3; E4M3: all of them"
+    )
+    margin: Annotated[int, Field(ge=0, le=16)] = Field(default=0, description="powers of two of headroom above the amax")
+    interval: Annotated[int, Field(ge=1)] = Field(default=1, description="delayed: steps between two changes of a scale")
+    amax_history_length: Annotated[int, Field(ge=1, le=65_536)] = Field(default=16, description="delayed: steps looked back")
     amax_compute_algorithm: Literal["max", "most_recent"] = "max"
-    high_precision_gemms: frozenset[GemmName] = frozenset()
-    fp8_in_evaluation: bool = True
+    high_precision_gemms: tuple[GemmName, ...] = Field(default=(), description="products left in bf16")
+    fp8_in_evaluation: bool = Field(default=True, description="false: evaluation computes in bf16")
 
     @model_validator(mode="after")
     def _history_is_of_tensors(self) -> Self:

@@ -7,98 +7,166 @@ Linear layers are replaced in place; parameter objects stay, so the optimizer's 
 when the model is on its device; load checkpoints and make learning-rate schedulers afterwards.
 """
 
-from dataclasses import replace
-from difflib import get_close_matches
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
+from pydantic import ValidationError
+from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS, Level
-from worker.fp8.convert import ConversionReport, LayerRules, replace_layers, replaceable_linears, select_layers
+from api_schemas.levels import Level
+from api_schemas.precision import PrecisionSpec
+from api_schemas.problem import explain
+from worker.fp8.convert import ConversionReport, replace_layers, replaceable_linears, select_layers
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.half import HalfLinear
 from worker.fp8.linear import Float8Linear
+from worker.fp8.loss_scaling import LossScaling, scale_losses
 from worker.fp8.recipe import Recipe
+from worker.fp8.statistics import OperandSample
+from worker.fp8.steps import STEP_KEEPER, LayerDemoted, StepKeeper
+from worker.fp8.torchao_linear import torchao_converter
+from worker.fp8.weights import store_weight
 from worker.memory import memory_report
-from worker.optim import QuantizedWeight, adopt
+from worker.optim import LowBitAdamW, QuantizedWeight, adopt
 from worker.optim.adopt import REPRESENTABLE
 
 FIRST_GRADIENT_STREAM = 1 << 31
 """Below it are the optimizer's random streams, above it those of gradient accumulation."""
 
-_WEIGHT_CODES = {"fp32": None, "fp16+scale": torch.float16}
-
 
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    opt_level: str = "O2",
+    opt_level: str | PrecisionSpec = "O2",
     *,
     seed: int = 0,
-    **rules: Any,
+    on_event: Callable[[LayerDemoted], None] | None = None,
+    **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Convert `model` to the level; returns it with an optimizer that holds its states as the level says.
+    """Convert `model` to a level; returns it with an optimizer that holds its states as the level says.
 
-    `seed` is that of stochastic rounding, `rules` are the fields of `LayerRules`. `model.octet_report` tells what was done.
+    opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. seed: of stochastic
+    rounding. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
     Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; another optimizer stays as it
-    is where the level stores everything in fp32, and is refused elsewhere. Raises ValueError for that, for an unknown
-    level, and for surprises under `strict`.
+    is where the level stores everything in fp32. Raises ValueError for options that do not exist or do not fit the level,
+    for an optimizer that the level cannot represent, and for surprises under `strict`.
     """
-    level = find_level(opt_level)
+    precision = opt_level if isinstance(opt_level, PrecisionSpec) else _read_options(opt_level, options)
     if optimizer is not None:
-        _check_optimizer(optimizer, level)
-    model, report = _convert(model, level, LayerRules(**rules), seed)
+        _check_optimizer(optimizer, precision.row)
+    selected, skipped = select_layers(model, precision)
+    num_parameters = sum(model.get_parameter(f"{name}.weight".lstrip(".")).numel() for name in selected)
+    originals: dict[Tensor, Tensor] = {}
+    model = _convert(model, selected, precision, seed, originals)
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
-        quantized = _quantized_weights(model)
-        optimizer = adopt(optimizer, level.exp_avg, level.exp_avg_sq, quantized=quantized, seed=seed)
-    model.octet_report = replace(report, bytes_by_class=memory_report(model, optimizer))  # type: ignore[assignment]
+        quantized, row = _quantized_weights(model, originals), precision.row
+        optimizer = adopt(optimizer, row.exp_avg, row.exp_avg_sq, quantized=quantized, seed=seed)
+    _follow_steps(model, optimizer, precision, on_event)
+    model.octet_report = ConversionReport(  # type: ignore[assignment]
+        precision.level, tuple(selected), tuple(skipped), num_parameters, memory_report(model, optimizer)
+    )
     return model, optimizer
 
 
-def find_level(name: str) -> Level:
-    """The row of the level table; ValueError with what is allowed otherwise."""
-    if name in LEVELS:
-        return LEVELS[name]
-    with_letter = {known.lower(): known for known in LEVELS}.get(name.lower().replace("0", "o", 1))
-    close = [with_letter] if with_letter else get_close_matches(name, LEVELS, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else "Choose one of these."
-    raise ValueError(f"unknown opt_level {name!r}; allowed: {', '.join(LEVELS)}. {hint}")
+def fp8_statistics(model: nn.Module) -> list[OperandSample]:
+    """The newest samples of a model that was initialized with `statistics_every`, one for each operand of each layer."""
+    keeper = dict(model.named_children()).get(STEP_KEEPER)
+    if not isinstance(keeper, StepKeeper):
+        raise ValueError("the model samples no statistics. Initialize it at an FP8 level with statistics_every.")
+    return keeper.samples
 
 
-def _convert(model: nn.Module, level: Level, rules: LayerRules, seed: int) -> tuple[nn.Module, ConversionReport]:
-    selected, skipped = select_layers(model, rules)
-    num_parameters = sum(model.get_parameter(f"{name}.weight" if name else "weight").numel() for name in selected)
-    report = ConversionReport(level.name, tuple(selected), tuple(skipped), num_parameters)
-    if level.gemm == "fp32":
-        return model, report
-    in_half = replaceable_linears(model)
-    if level.gemm == "fp8":
-        in_half = [name for name in in_half if name not in set(selected)]
-        streams = count(FIRST_GRADIENT_STREAM)
-
-        def to_float8(linear: nn.Linear) -> Float8Linear:
-            position = RoundingPosition(seed, stream=next(streams)) if level.weight_gradient == "fp8" else None
-            return Float8Linear(linear, Recipe(), weight_codes=_WEIGHT_CODES[level.weight], gradient_position=position)
-
-        model = replace_layers(model, selected, to_float8)
-    compute_dtype = torch.float16 if level.gemm == "fp16" else torch.bfloat16
-    return replace_layers(model, in_half, lambda linear: HalfLinear(linear, compute_dtype)), report
+def _read_options(opt_level: str, options: dict[str, Any]) -> PrecisionSpec:
+    try:
+        return PrecisionSpec.model_validate({"level": opt_level, **options})
+    except ValidationError as error:
+        complaints = [
+            f"{violation.field}: got {violation.got}; allowed: {violation.allowed}. {violation.message}"
+            for violation in explain(error, PrecisionSpec)
+        ]
+        raise ValueError("\n".join(complaints)) from None
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, level: Level) -> None:
     """Refuse before anything is changed."""
     stores_fp32 = (level.weight, level.weight_gradient, level.exp_avg, level.exp_avg_sq) == ("fp32",) * 4
-    if type(optimizer) not in REPRESENTABLE and not stores_fp32:
+    if type(optimizer) not in REPRESENTABLE and (not stores_fp32 or level.loss_scaling):
         raise ValueError(
             f"level {level.name} cannot hold the states of {type(optimizer).__name__}; allowed: "
-            f"{', '.join(known.__name__ for known in REPRESENTABLE)}. Use one of these, or a level of fp32 states."
+            f"{', '.join(known.__name__ for known in REPRESENTABLE)}. Use one of these, or level fp32, bf16-amp, te or ao."
         )
 
 
-def _quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
+def _convert(
+    model: nn.Module, selected: list[str], precision: PrecisionSpec, seed: int, originals: dict[Tensor, Tensor]
+) -> nn.Module:
+    """The model with the layers of the level in it. `originals` receives the values of weights that need a master."""
+    row = precision.row
+    if row.gemm == "fp32":
+        return model
+    in_half = replaceable_linears(model)
+    if row.gemm == "fp8":
+        in_half = [name for name in in_half if name not in set(selected)]
+        if row.engine == "torchao":
+            convert = torchao_converter(precision, next(model.parameters()).device)
+        else:
+            convert = _float8_converter(precision, seed, originals)
+        model = replace_layers(model, selected, convert)
+    compute_dtype = torch.float16 if row.gemm == "fp16" else torch.bfloat16
+    return replace_layers(model, in_half, lambda linear: HalfLinear(linear, compute_dtype))
+
+
+def _float8_converter(precision: PrecisionSpec, seed: int, originals: dict[Tensor, Tensor]) -> Callable[[nn.Linear], nn.Module]:
+    row, spec = precision.row, precision.resolved_recipe
+    assert spec is not None
+    recipe, streams = Recipe.resolve(spec), count(FIRST_GRADIENT_STREAM)
+    holds_fp8_gradients = row.weight_gradient == "fp8" and precision.gradient_accumulation == "fp8"
+
+    def convert(linear: nn.Linear) -> nn.Module:
+        if row.master_weight == "fp16+scale":
+            originals[linear.weight] = linear.weight.detach()
+        position = RoundingPosition(seed, next(streams)) if holds_fp8_gradients else None
+        return Float8Linear(linear, recipe, store_weight(linear.weight, row), position)
+
+    return convert
+
+
+def _quantized_weights(model: nn.Module, originals: dict[Tensor, Tensor]) -> list[QuantizedWeight]:
     layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
     return [
-        QuantizedWeight(layer.weight, layer.weight_dequant_scale) for layer in layers if layer.weight_dequant_scale is not None
+        QuantizedWeight(layer.weight, layer.weight_dequant_scale, layer.weight_residual, originals.pop(layer.weight, None))
+        for layer in layers
+        if layer.weight_dequant_scale is not None
     ]
+
+
+def _follow_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    precision: PrecisionSpec,
+    on_event: Callable[[LayerDemoted], None] | None,
+) -> None:
+    """Let the model do after each step of the optimizer what its precision needs done."""
+    recipe = precision.resolved_recipe
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    if layers and recipe is not None and (recipe.scaling == "delayed" or precision.statistics_every):
+        keeper = StepKeeper(layers, precision.statistics_every, precision.demotion, on_event)
+        model.register_module(STEP_KEEPER, keeper)
+        if optimizer is not None:
+            optimizer.register_step_post_hook(partial(_keep, keeper))
+    if precision.row.loss_scaling:
+        scaling = scale_losses(model)
+        if optimizer is not None:
+            optimizer.register_step_post_hook(partial(_rescale, scaling))
+
+
+def _keep(keeper: StepKeeper, *_step: Any) -> None:
+    keeper.after_step()
+
+
+def _rescale(scaling: LossScaling, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
+    assert isinstance(optimizer, LowBitAdamW)
+    scaling.update(optimizer.num_skipped_steps)

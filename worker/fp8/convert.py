@@ -12,6 +12,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from api_schemas.precision import PrecisionSpec
+
 MIN_FEATURES = 16
 """FP8 products on CUDA work on multiples of 16; a dimension below that would be mostly padding."""
 
@@ -19,16 +21,6 @@ HEADS = ("head", "*.head", "*lm_head*", "*classifier*", "score", "*.score", "*pr
 """What torchvision, timm and transformers call the layer that makes the logits."""
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-@dataclass(frozen=True)
-class LayerRules:
-    """Globs over module names: convert what `include` matches, unless `exclude` or another rule speaks against it."""
-
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = ()
-    convert_heads: bool = False
-    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,16 +53,19 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def select_layers(model: nn.Module, rules: LayerRules) -> tuple[list[str], list[SkippedLayer]]:
+def select_layers(model: nn.Module, rules: PrecisionSpec) -> tuple[list[str], list[SkippedLayer]]:
     """Split the linear layers of a model into those to convert and those to leave, with the reason. Changes nothing.
+
+    A layer is converted if `include` matches its name, unless `exclude` or another rule speaks against it.
 
     Raises ValueError under `strict` if a layer is left out that nobody asked to leave out, or a glob matches no layer.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     users = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     selected, skipped = [], []
+    ends = _names_at_the_ends(list(linears), rules)
     for name, linear in linears.items():
-        reason = _why_not_wanted(name, rules)
+        reason = _why_not_wanted(name, rules, ends)
         layer = SkippedLayer(name, reason, by_request=True) if reason else None
         if layer is None:
             reason = _why_not_possible(name, linear, model, num_users=users[id(linear.weight)])
@@ -104,11 +99,17 @@ def replaceable_linears(model: nn.Module) -> list[str]:
     return [name for name, linear in linears if _why_opaque(name, linear, model) is None]
 
 
-def _why_not_wanted(name: str, rules: LayerRules) -> str | None:
+def _names_at_the_ends(names: list[str], rules: PrecisionSpec) -> frozenset[str]:
+    return frozenset(names[: rules.skip_first_layers] + names[max(0, len(names) - rules.skip_last_layers) :])
+
+
+def _why_not_wanted(name: str, rules: PrecisionSpec, ends: frozenset[str]) -> str | None:
     if _matches(name, rules.exclude):
         return "excluded by name"
     if not _matches(name, rules.include):
         return "not included by name"
+    if name in ends:
+        return f"among the first {rules.skip_first_layers} or last {rules.skip_last_layers} linear layers"
     if _matches(name, HEADS) and not rules.convert_heads:
         return "a head: its rounding error would go straight into the loss"
     return None
@@ -136,7 +137,7 @@ def _why_opaque(name: str, linear: nn.Module, model: nn.Module) -> str | None:
     return None
 
 
-def _refuse_surprises(names: Collection[str], skipped: Collection[SkippedLayer], rules: LayerRules) -> None:
+def _refuse_surprises(names: Collection[str], skipped: Collection[SkippedLayer], rules: PrecisionSpec) -> None:
     surprises = [f"{layer.name}: {layer.reason}" for layer in skipped if not layer.by_request]
     surprises += [
         f"the glob {glob!r} matches no linear layer"

@@ -23,6 +23,7 @@ from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8
 from worker.fp8.half import half_matmul
 from worker.fp8.operand import Codes, OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
+from worker.fp8.weights import StoredWeight
 
 
 class Float8Linear(nn.Module):
@@ -33,15 +34,16 @@ class Float8Linear(nn.Module):
 
     weight: nn.Parameter
     weight_dequant_scale: Tensor | None
+    weight_residual: Tensor | None
 
     def __init__(
         self,
         linear: nn.Linear,
         recipe: Recipe,
-        weight_codes: torch.dtype | None = None,
+        stored_weight: StoredWeight | None = None,
         gradient_position: RoundingPosition | None = None,
     ) -> None:
-        """weight_codes: format to hold the weight in; None keeps it. gradient_position: hold gradients in FP8."""
+        """stored_weight: takes the place of the weight's values. gradient_position: gradients are held in FP8."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.get_parameter("weight"), linear.bias
@@ -54,8 +56,9 @@ class Float8Linear(nn.Module):
         self.num_breaches = 0  # samples in a row that broke a limit
         self.is_demoted = False
         self.register_buffer("weight_dequant_scale", None)
-        if weight_codes is not None:
-            self.weight.data, self.weight_dequant_scale = kernels.quantize(self.weight, weight_codes)
+        self.register_buffer("weight_residual", None)
+        if stored_weight is not None:
+            self.weight.data, self.weight_dequant_scale, self.weight_residual = stored_weight
         self._prepare_gradient()
         self.train(linear.training)
 
@@ -80,20 +83,23 @@ class Float8Linear(nn.Module):
 
     def weight_operand(self, *, transposed: bool = False) -> Codes:
         """The weight in FP8: as it is held, or quantised from what is held."""
-        if self.weight.dtype == E4M3:
+        if self.weight.dtype == E4M3 and self.recipe.granularity != "block":
             assert self.weight_dequant_scale is not None
             stored = Codes(self.weight.detach(), self.weight_dequant_scale)
             return stored.t() if transposed else stored
-        rows, columns = self.weight_scaling.quantize(self.weight, rows=not transposed, columns=transposed)
+        held, held_dequant_scale = self.weight.detach(), self.weight_dequant_scale
+        if held.dtype == E4M3:
+            held, held_dequant_scale = self.weight_values(), None
+        rows, columns = self.weight_scaling.quantize(held, rows=not transposed, columns=transposed)
         codes = columns if transposed else rows
         assert codes is not None
-        if self.weight_dequant_scale is not None:  # the weight is FP16 codes: its scale joins that of the FP8 codes
-            codes = codes._replace(dequant_scale=codes.dequant_scale * self.weight_dequant_scale)
+        if held_dequant_scale is not None:  # what is held are codes: their scale joins that of the new ones
+            codes = codes._replace(dequant_scale=codes.dequant_scale * held_dequant_scale)
         return codes
 
     def extra_repr(self) -> str:
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
-        return f"{shape}, weight={self.weight.dtype}, {self.recipe}"
+        return f"{shape}, weight={self.weight.dtype}, {'all in bf16' if self.is_demoted else self.recipe}"
 
     def get_extra_state(self) -> Tensor:
         """What `state_dict` keeps beside tensors: roundings of the gradient so far, breaches in a row, demoted or not."""

@@ -17,27 +17,41 @@ NAME = "octet_loss_scaling"
 """The submodule's name in the model; its buffers are in the model's `state_dict`."""
 
 
+LARGEST_SCALE = 2.0**32
+
+
 class LossScaling(nn.Module):
     """The scale and how long it has been good. A power of two, so that scaling rounds nothing."""
 
     loss_scale: Tensor
-    num_good_steps: Tensor
 
     def __init__(self, parameters: Iterable[nn.Parameter], initial_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         super().__init__()
         self.growth_interval = growth_interval
+        self.num_good_steps = 0
+        self.num_skipped_steps = 0
         self._unscaled = [parameter for parameter in parameters if parameter.requires_grad]
-        device = self._unscaled[0].device
-        self.register_buffer("loss_scale", torch.tensor(float(initial_scale), device=device))
-        self.register_buffer("num_good_steps", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("loss_scale", torch.tensor(initial_scale, device=self._unscaled[0].device))
         self._hook_parameters()
 
-    def update(self, step_was_finite: Tensor) -> None:
-        """Grow or shrink the scale after an optimizer step."""
-        grows = step_was_finite & (self.num_good_steps + 1 >= self.growth_interval)
-        factor = torch.where(step_was_finite, torch.where(grows, 2.0, 1.0), 0.5)
-        self.loss_scale.copy_((self.loss_scale * factor).clamp(1.0, 2.0**32))
-        self.num_good_steps.copy_(torch.where(step_was_finite & ~grows, self.num_good_steps + 1, 0))
+    def update(self, num_skipped_steps: int) -> None:
+        """Grow or shrink the scale after an optimizer step, given how many steps the optimizer has skipped so far."""
+        if num_skipped_steps > self.num_skipped_steps:
+            self.loss_scale.div_(2).clamp_(min=1.0)
+            self.num_good_steps = 0
+        else:
+            self.num_good_steps += 1
+        if self.num_good_steps == self.growth_interval:
+            self.loss_scale.mul_(2).clamp_(max=LARGEST_SCALE)
+            self.num_good_steps = 0
+        self.num_skipped_steps = num_skipped_steps
+
+    def get_extra_state(self) -> Tensor:
+        """What `state_dict` keeps beside the scale."""
+        return torch.tensor([self.num_good_steps, self.num_skipped_steps])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.num_good_steps, self.num_skipped_steps = state.tolist()
 
     def _hook_parameters(self) -> None:
         for parameter in self._unscaled:

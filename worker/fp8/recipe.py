@@ -35,7 +35,7 @@ class Recipe:
             amax_compute_algorithm=spec.amax_compute_algorithm,
             margin=spec.margin,
             interval=spec.interval,
-            high_precision=spec.high_precision_gemms,
+            high_precision=frozenset(spec.high_precision_gemms),
             fp8_in_evaluation=spec.fp8_in_evaluation,
         )
 

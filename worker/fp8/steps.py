@@ -7,31 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from api_schemas.precision import DemotionSpec
 from worker.fp8.linear import Float8Linear
 from worker.fp8.statistics import OperandSample
 
-NAME = "octet_steps"
+STEP_KEEPER = "octet_steps"
 """The submodule's name in a converted model; what it remembers is in the model's `state_dict`."""
-
-
-@dataclass(frozen=True)
-class DemotionRule:
-    """A layer goes to bf16 for good when one of its operands breaches a limit in `patience` samples in a row."""
-
-    max_overflow_ratio: float
-    max_underflow_ratio: float
-    min_sqnr_db: float
-    patience: int
-
-    def breach(self, sample: OperandSample) -> str | None:
-        """What is out of bounds, with the numbers."""
-        if sample.overflow_ratio > self.max_overflow_ratio:
-            return f"overflow_ratio {sample.overflow_ratio:.2g} > {self.max_overflow_ratio:.2g}"
-        if sample.underflow_ratio > self.max_underflow_ratio:
-            return f"underflow_ratio {sample.underflow_ratio:.2g} > {self.max_underflow_ratio:.2g}"
-        if not sample.sqnr_db >= self.min_sqnr_db:
-            return f"sqnr_db {sample.sqnr_db:.1f} < {self.min_sqnr_db:.1f}"
-        return None
 
 
 @dataclass(frozen=True)
@@ -53,13 +34,13 @@ class StepKeeper(nn.Module):
         self,
         layers: dict[str, Float8Linear],
         sample_every: int = 0,
-        rule: DemotionRule | None = None,
+        limits: DemotionSpec | None = None,
         on_event: Callable[[LayerDemoted], None] | None = None,
     ) -> None:
         """sample_every: optimizer steps between two samples, 0 for none. on_event: told of each demotion."""
         super().__init__()
         self.layers = layers  # a plain dict: they are submodules of the model already
-        self.sample_every, self.rule, self.on_event = sample_every, rule, on_event
+        self.sample_every, self.limits, self.on_event = sample_every, limits, on_event
         self.num_steps = 0
         self.samples = []
         self._choose_whether_to_sample()
@@ -86,15 +67,15 @@ class StepKeeper(nn.Module):
         self.samples = [
             OperandSample(self.num_steps, name, operand, *row) for (name, operand, _), row in zip(taken, numbers, strict=True)
         ]
-        if self.rule is not None:
-            self._demote_by(self.rule)
+        if self.limits is not None:
+            self._demote_by(self.limits)
 
-    def _demote_by(self, rule: DemotionRule) -> None:
+    def _demote_by(self, limits: DemotionSpec) -> None:
         for name, layer in self.layers.items():
-            found = [(sample, rule.breach(sample)) for sample in self.samples if sample.layer == name]
+            found = [(sample, _breach(sample, limits)) for sample in self.samples if sample.layer == name]
             breaches = [(sample.operand, reason) for sample, reason in found if reason]
             layer.num_breaches = layer.num_breaches + 1 if breaches else 0
-            if layer.num_breaches >= rule.patience and not layer.is_demoted:
+            if layer.num_breaches >= limits.patience and not layer.is_demoted:
                 layer.is_demoted = True
                 if self.on_event is not None:
                     self.on_event(LayerDemoted(self.num_steps, name, *breaches[0]))
@@ -118,8 +99,12 @@ class StepKeeper(nn.Module):
         return {**self.__dict__, "on_event": None}
 
 
-def keep_steps(model: nn.Module, optimizer: torch.optim.Optimizer | None, keeper: StepKeeper) -> None:
-    """Attach the keeper to the model, and to the end of the optimizer's step."""
-    model.register_module(NAME, keeper)
-    if optimizer is not None:
-        optimizer.register_step_post_hook(lambda *_: keeper.after_step())
+def _breach(sample: OperandSample, limits: DemotionSpec) -> str | None:
+    """What is out of bounds, with the numbers."""
+    if sample.overflow_ratio > limits.max_overflow_ratio:
+        return f"overflow_ratio {sample.overflow_ratio:.2g} > {limits.max_overflow_ratio:.2g}"
+    if sample.underflow_ratio > limits.max_underflow_ratio:
+        return f"underflow_ratio {sample.underflow_ratio:.2g} > {limits.max_underflow_ratio:.2g}"
+    if not sample.sqnr_db >= limits.min_sqnr_db:
+        return f"sqnr_db {sample.sqnr_db:.1f} < {limits.min_sqnr_db:.1f}"
+    return None

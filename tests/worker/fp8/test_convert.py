@@ -3,7 +3,8 @@
 import pytest
 from torch import nn
 
-from worker.fp8.convert import LayerRules, SkippedLayer, replace_layers, replaceable_linears, select_layers
+from api_schemas.precision import PrecisionSpec
+from worker.fp8.convert import SkippedLayer, replace_layers, replaceable_linears, select_layers
 from worker.models import GPT, GPTConfig
 
 TINY = GPTConfig(hidden_size=32, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
@@ -16,19 +17,19 @@ class Replacement(nn.Module):
 
 
 def reasons(model: nn.Module, **rules: object) -> dict[str, str]:
-    _, skipped = select_layers(model, LayerRules(**rules))
+    _, skipped = select_layers(model, PrecisionSpec(**rules))
     return {layer.name: layer.reason for layer in skipped}
 
 
 def test_a_gpt_converts_everything_but_its_head() -> None:
-    selected, skipped = select_layers(GPT(TINY), LayerRules())
+    selected, skipped = select_layers(GPT(TINY), PrecisionSpec())
     expected = ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
     assert selected == [f"blocks.{block}.{name}" for block in range(2) for name in expected]
     assert [(layer.name, layer.by_request) for layer in skipped] == [("head", True)]
 
 
 def test_globs_include_and_exclude() -> None:
-    selected, skipped = select_layers(GPT(TINY), LayerRules(include=("*.mlp.*",), exclude=("blocks.1.*",)))
+    selected, skipped = select_layers(GPT(TINY), PrecisionSpec(include=("*.mlp.*",), exclude=("blocks.1.*",)))
     assert selected == ["blocks.0.mlp.up", "blocks.0.mlp.down"]
     assert SkippedLayer("blocks.1.mlp.up", "excluded by name", by_request=True) in skipped
     assert SkippedLayer("blocks.0.attention.qkv", "not included by name", by_request=True) in skipped
@@ -64,14 +65,14 @@ def test_layers_that_another_module_may_read_are_left_alone() -> None:
 def test_strict_refuses_what_nobody_asked_for() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))
     with pytest.raises(ValueError, match=r"1: 32 -> 8 features; .*; the glob 'blocks.\*' matches no linear layer"):
-        select_layers(model, LayerRules(exclude=("blocks.*",), strict=True))
-    assert select_layers(model, LayerRules(exclude=("1",), strict=True))[0] == ["0"]
+        select_layers(model, PrecisionSpec(exclude=("blocks.*",), strict=True))
+    assert select_layers(model, PrecisionSpec(exclude=("1",), strict=True))[0] == ["0"]
 
 
 def test_a_layer_used_twice_is_replaced_in_both_places() -> None:
     shared = nn.Linear(32, 32)
     model = nn.Sequential(shared, nn.Sequential(shared, nn.GELU()))
-    selected, _ = select_layers(model, LayerRules())
+    selected, _ = select_layers(model, PrecisionSpec())
     assert selected == ["0"]
     replace_layers(model, selected, Replacement)
     assert isinstance(model[0], Replacement)
@@ -81,4 +82,4 @@ def test_a_layer_used_twice_is_replaced_in_both_places() -> None:
 
 def test_a_model_that_is_one_layer_comes_back_replaced() -> None:
     linear = nn.Linear(32, 32)
-    assert isinstance(replace_layers(linear, select_layers(linear, LayerRules())[0], Replacement), Replacement)
+    assert isinstance(replace_layers(linear, select_layers(linear, PrecisionSpec())[0], Replacement), Replacement)

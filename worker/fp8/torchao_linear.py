@@ -1,0 +1,29 @@
+"""torchao's own Float8Linear, chosen by a precision's recipe. torchao is loaded only where a level asks for it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from api_schemas.precision import PrecisionSpec, TorchaoSpec
+
+
+def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
+    """What makes torchao's layer of a linear layer; the parameters stay. Without FP8 hardware its products are emulated."""
+    if find_spec("torchao") is None:
+        raise ValueError(
+            f"level {precision.level} needs torchao, which is not installed: pip install --no-deps torchao==0.18.0"
+        )
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    options = precision.torchao or TorchaoSpec()
+    config = replace(
+        Float8LinearConfig.from_recipe_name(precision.torchao_recipe),
+        pad_inner_dim=options.pad_inner_dim,
+        enable_fsdp_float8_all_gather=options.fsdp_float8_all_gather,
+        emulate=device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9),
+    )
+    return lambda linear: Float8Linear.from_float(linear, config)

@@ -1,0 +1,33 @@
+"""How a converted layer holds its weight: the tensors that a level's row asks for, made from the values."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from api_schemas.levels import Level
+from worker import kernels
+from worker.fp8.recipe import E4M3
+
+
+class StoredWeight(NamedTuple):
+    """`value = codes * dequant_scale`, the codes refined by an INT8 residual if there is one."""
+
+    codes: Tensor
+    dequant_scale: Tensor
+    residual: Tensor | None = None
+
+
+def store_weight(values: Tensor, level: Level) -> StoredWeight | None:
+    """The weight as the level holds it, rounded to nearest; None where it stays as it is."""
+    values = values.detach().float()
+    if level.weight == "fp32":
+        return None
+    if level.weight == "fp16+scale":
+        return StoredWeight(*kernels.quantize(values, torch.float16))
+    if level.master_weight != "int8-residual":
+        return StoredWeight(*kernels.quantize(values, E4M3))
+    dequant_scale = kernels.dequant_scale_from_amax(kernels.compute_amax(values), E4M3)
+    halves = torch.full(values.shape, 1 << 11, dtype=torch.int32, device=values.device)
+    codes, residual = kernels.split_encode(values / dequant_scale, halves)  # 12 bits are dropped: half of them rounds
+    return StoredWeight(codes, dequant_scale, residual)
