@@ -162,7 +162,7 @@ def test_an_unknown_level_is_refused_with_a_hint(name: str, hint: str) -> None:
 
 
 def test_an_option_that_does_not_exist_is_refused_with_a_hint() -> None:
-    with pytest.raises(ValueError, match="unknown field 'exclud'.*Did you mean 'exclude'"):
+    with pytest.raises(ValueError, match=r"unknown field 'exclud'.*Did you mean 'exclude'"):
         initialize(GPT(TINY), opt_level="O2", exclud=("head",))
 
 

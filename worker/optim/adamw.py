@@ -147,8 +147,8 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold; torch's own drops every attribute that it does not know."""
-        own = ("seed", "num_skipped_steps", "all_ranks_finite", "_quantized", "_origins")
-        own += ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # a converted model follows the steps by these
+        own = ["seed", "num_skipped_steps", "all_ranks_finite", "_quantized", "_origins"]
+        own += ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]  # a converted model follows the steps by these
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:

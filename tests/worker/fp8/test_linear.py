@@ -26,10 +26,10 @@ def make_linear(in_features: int = 48, out_features: int = 32, seed: int = 0) ->
     return linear
 
 
-def convert(linear: nn.Linear, level: str = "O2", recipe: Recipe = Recipe()) -> Float8Linear:
+def convert(linear: nn.Linear, level: str = "O2", recipe: Recipe | None = None) -> Float8Linear:
     row = LEVELS[level]
     position = RoundingPosition(seed=0, stream=0) if row.weight_gradient == "fp8" else None
-    return Float8Linear(linear, recipe, store_weight(linear.weight, row), position)
+    return Float8Linear(linear, recipe or Recipe(), store_weight(linear.weight, row), position)
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
