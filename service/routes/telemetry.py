@@ -16,8 +16,10 @@ from prometheus_client.registry import Collector
 from sqlalchemy.orm import Session
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api_schemas import AttemptState, FailureReason
 from service.db.engine import Database
 from service.jobs import store, store_queue
+from service.jobs.reports import START_PHASES
 from service.routes.telemetry_jobs import JobsCollector
 from service.routes.telemetry_process import ProcessTelemetry
 from service.settings import Settings
@@ -43,6 +45,8 @@ class Telemetry:
             buckets=_WAITS,
             registry=self.registry,
         )
+        for phase in START_PHASES:
+            self._start_overhead.labels(phase)  # zero until it happens, so that the first one is an increase
         self._requests = Histogram(
             "octet_http_request_duration_seconds",
             "until the answer began",
@@ -149,8 +153,11 @@ class _DatabaseCollector(Collector):
 
 def _attempts(session: Session) -> Metric:
     family = CounterMetricFamily("octet_attempts", "attempts that ended", labels=["outcome", "reason"])
-    for (outcome, reason), count in store.count_endings(session).items():
-        family.add_metric([outcome.value, reason.value if reason else ""], count)
+    endings = store.count_endings(session)
+    # Those that never happened are zero, so that the first one is an increase.
+    every = [(AttemptState.SUCCEEDED, None), (AttemptState.CANCELLED, None)]
+    for outcome, reason in {*endings, *every, *((AttemptState.FAILED, reason) for reason in FailureReason)}:
+        family.add_metric([outcome.value, reason.value if reason else ""], endings.get((outcome, reason), 0))
     return family
 
 

@@ -42,6 +42,7 @@ HELP = {
     "octet_job_queue_wait_seconds": "from the queue to a slot, last attempt",
     "octet_job_start_seconds": "from the placement to each phase of the start, last attempt",
     "octet_job_last_report_timestamp_seconds": "when the job was last heard of, while it runs",
+    "octet_job_started_timestamp_seconds": "when the job first began to train",
     "octet_job_last_checkpoint_timestamp_seconds": "when the last checkpoint was complete",
     "octet_job_last_checkpoint_step": "step of the last checkpoint",
     "octet_job_checkpoint_interval_seconds": "expected time between checkpoints at the speed of the last step",
@@ -140,6 +141,7 @@ def _values(reported: Reported) -> Iterator[Value]:
     yield "octet_job_attempts", job.num_attempts, ()
     yield "octet_job_failures", job.num_failures + job.num_platform_failures, ()
     yield "octet_job_evaluation_loss", evaluation_loss, ()
+    yield "octet_job_started_timestamp_seconds", job.started_at.timestamp() if job.started_at else None, ()
     if metric is not None:
         yield "octet_job_gradient_norm", metric.gradient_norm, ()
         yield "octet_job_learning_rate", metric.learning_rate, ()
