@@ -8,9 +8,8 @@ import shutil
 import signal
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from client.errors import OctetError
 from client.job_file import check_spec
 from client.own_server import own_server
 from client.render import job_details, log_line
+from client.signals import handled, leave
 from client.terminal import Terminal
 from client.watch import watch
 
@@ -64,7 +64,7 @@ def demo_spec(level: str, steps: int, comparison: str) -> JobSpec:
 
 def run_demo(terminal: Terminal, specs: Sequence[JobSpec], client: Client) -> bool:
     """Compare the jobs on a server that runs. True if every job succeeded and learned."""
-    with _signals_as_exit():
+    with handled(leave, signal.SIGTERM, signal.SIGHUP):
         return _compare(client, specs, terminal)
 
 
@@ -75,7 +75,7 @@ def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data
     has_failed = True
     try:
         with (
-            _signals_as_exit(),
+            handled(leave, signal.SIGTERM, signal.SIGHUP),
             own_server(folder, specs[0].data.path, terminal) as server,
             Client(server.url) as client,
         ):
@@ -123,18 +123,3 @@ def _report(jobs: Sequence[Job], terminal: Terminal) -> bool:
     terminal.show("")
     terminal.show(Text(f"{'Passed' if has_passed else 'FAILED to learn'}: {verdict(jobs)}"))
     return has_passed
-
-
-@contextlib.contextmanager
-def _signals_as_exit() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that what was started is stopped."""
-
-    def leave(signal_number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signal_number)
-
-    former = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from client.api import Client
 from client.errors import ServerFailed
+from client.signals import handled
 from client.terminal import Terminal
 from client.text import duration
 
@@ -91,8 +92,9 @@ def own_server(data_dir: Path, data_root: str, terminal: Terminal) -> Iterator[O
         server.wait_until_ready(terminal)
         yield server
     finally:
-        terminal.show(Text("Stopping the server."))
-        server.stop()
+        with handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a second Ctrl-C leaves nothing behind
+            terminal.show(Text("Stopping the server."))
+            server.stop()
 
 
 def _free_port() -> int:
