@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from api_schemas import DataSpec, JobSpec, ModelSizes
+from api_schemas import DataSpec, JobSpec, ModelSizes, PrecisionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Place:
 class TrainConfig:
     """Every number that the training loop reads. Batch sizes count sequences."""
 
-    level: str
+    precision: PrecisionSpec
     sizes: ModelSizes
     data: DataSpec
     place: Place
@@ -62,7 +62,7 @@ def resolve(spec: JobSpec, place: Place) -> TrainConfig:
         )
     training = spec.training
     return TrainConfig(
-        level=spec.precision.level,
+        precision=spec.precision,
         sizes=spec.model.sizes,
         data=spec.data,
         place=place,

@@ -29,11 +29,12 @@ from api_schemas import (
 )
 from worker import checkpoint
 from worker.activations import activations_counted_once
-from worker.api import initialize, memory_report
+from worker.api import fp8_statistics, initialize, memory_report
 from worker.config import TrainConfig
 from worker.data import TextData, load_text
 from worker.errors import Cancelled, NonFiniteLoss, Stopped
 from worker.fp8.convert import ConversionReport
+from worker.fp8.steps import LayerDemoted
 from worker.models import GPT, GPTConfig
 from worker.parallel import Ranks, average_gradients, broadcast_parameters
 from worker.report import Reporter
@@ -92,7 +93,9 @@ class Trainer:
         optimizer = torch.optim.AdamW(
             _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas, eps=config.eps
         )
-        converted, low_bit = initialize(model, optimizer, opt_level=config.level, seed=config.seed)
+        converted, low_bit = initialize(
+            model, optimizer, opt_level=config.precision, seed=config.seed, on_event=self._layer_demoted
+        )
         self.model, self.optimizer = cast(GPT, converted), cast(torch.optim.Optimizer, low_bit)
         self.report = cast(ConversionReport, converted.octet_report)
         broadcast_parameters(self.model, ranks)
@@ -144,6 +147,8 @@ class Trainer:
         self.step_times_s.append(step_time_s)
         self._note_loss(loss)
         self.vitals.observe_wire(self.ranks.sent_bytes)
+        if self.config.precision.statistics_every and self.report.converted:
+            self.vitals.observe_fp8(fp8_statistics(self.model))
         self._tell(
             StepReport(
                 step=self.progress.step,
@@ -290,6 +295,11 @@ class Trainer:
         except Stopped as stop:
             return stop
         return None
+
+    def _layer_demoted(self, event: LayerDemoted) -> None:
+        self.vitals.observe_demotion()
+        message = f"layer {event.layer!r} computes in bf16 from step {event.step} on: {event.operand} {event.reason}"
+        self._tell(EventReport(type="layer.demoted", message=message, data={"layer": event.layer, "step": event.step}))
 
     def _tell(self, body: ReportBody) -> None:
         """Every rank keeps the numbers for its own metrics; facts that all ranks share are reported once."""

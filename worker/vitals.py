@@ -6,7 +6,7 @@ Loads no torch. Labels that tell ranks apart (job, attempt, rank, pool, level) a
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -107,6 +107,7 @@ class Vitals:
         self._world_size = 1
         self._samples_per_step = 0
         self._flops_per_token = 0.0
+        self._last_samples: Sequence[OperandSample] = ()
         self._peak_flops: float | None = None
         self._read_device: Callable[[], Iterable[tuple[str, float]]] = tuple
 
@@ -169,7 +170,8 @@ class Vitals:
             case StartedReport():
                 self.set("octet_train_step", body.resumed_from_step)
                 self.set("octet_train_non_finite_steps_total", 0.0)
-                self.observe_layers(body.num_layers_converted, body.num_layers_skipped)
+                self.set("octet_layers", body.num_layers_converted, "converted")
+                self.set("octet_layers", body.num_layers_skipped, "skipped")
             case StepReport():
                 self._observe_step(body)
             case EvaluationReport():
@@ -181,9 +183,10 @@ class Vitals:
             case _:
                 pass  # phases, logs and events are not numbers
 
-    def observe_layers(self, num_converted: int, num_skipped: int) -> None:
-        self.set("octet_layers", num_converted, "converted")
-        self.set("octet_layers", num_skipped, "skipped")
+    def observe_demotion(self) -> None:
+        """One layer less computes in FP8."""
+        self.add("octet_layers", -1, "converted")
+        self.add("octet_layers", 1, "demoted")
 
     def observe_memory(self, num_bytes: Mapping[str, int]) -> None:
         for kind, value in num_bytes.items():
@@ -194,8 +197,11 @@ class Vitals:
         for dtype, value in sent_bytes.items():
             self.set("octet_wire_sent_bytes_total", value, dtype)
 
-    def observe_fp8(self, samples: Iterable[OperandSample]) -> None:
+    def observe_fp8(self, samples: Sequence[OperandSample]) -> None:
         """The layers of one sample taken together, an operand at a time: the worst of each number."""
+        if samples is self._last_samples:
+            return
+        self._last_samples = samples
         by_operand: dict[str, list[OperandSample]] = {}
         for sample in samples:
             by_operand.setdefault(sample.operand, []).append(sample)

@@ -5,7 +5,6 @@ import urllib.request
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_schemas import EventReport, ExporterReport, JobSpec, ReportBody, StepReport
 from worker.config import Place, resolve
 from worker.exporter import DROPPED, MAX_SERIES, Exporter, VitalsCollector, exported, local_address_towards
+from worker.fp8.statistics import OperandSample
 from worker.parallel import Ranks
 from worker.report import LogReporter
 from worker.train import Trainer
@@ -74,6 +74,21 @@ def test_a_real_run_fills_the_metrics(spec_document: dict[str, object], tmp_path
     assert values["octet_train_flops_total", ""] == pytest.approx(flops * summary.tokens)
 
 
+def test_an_fp8_run_tells_how_well_the_codes_hold(spec_document: dict[str, object], tmp_path: Path, scrape: Scrape) -> None:
+    precision = {"level": "O2", "statistics_every": 2, "demotion": {"min_sqnr_db": 100, "patience": 1}}
+    config = resolve(JobSpec.model_validate(spec_document | {"precision": precision}), Place())
+    vitals, heard = Vitals(), Heard()
+    with Ranks(config.place, torch.device("cpu")) as ranks:
+        Trainer(config, ranks, heard, tmp_path, vitals).run()
+    values = scrape(vitals)
+    for operand in OPERANDS:
+        assert values["octet_fp8_amax", operand] > 0
+        assert 10 < values["octet_fp8_sqnr_decibels", operand] < 60
+        assert values["octet_fp8_overflow_ratio", operand] == 0
+    num_demoted = len([body for body in heard.bodies if isinstance(body, EventReport) and body.type == "layer.demoted"])
+    assert values["octet_layers", "demoted"] == num_demoted > 0  # nothing reaches 100 dB
+
+
 def test_a_phase_inside_another_counts_once(scrape: Scrape) -> None:
     vitals = Vitals()
     with vitals.timed("other") as whole:
@@ -99,8 +114,10 @@ def test_a_loss_that_is_not_a_number_is_seen_and_counted(scrape: Scrape) -> None
 def test_fp8_health_is_that_of_the_worst_layer(scrape: Scrape) -> None:
     vitals = Vitals()
     vitals.observe_fp8(
-        SimpleNamespace(operand="input", amax=amax, dequant_scale=1.0, overflow_ratio=0.0, underflow_ratio=0.1, sqnr_db=db)
-        for amax, db in ((3.0, 30.0), (7.0, 20.0))
+        [
+            OperandSample(1, "layer", "input", amax, 1.0, overflow_ratio=0.0, underflow_ratio=0.1, sqnr_db=decibels)
+            for amax, decibels in ((3.0, 30.0), (7.0, 20.0))
+        ]
     )
     values = scrape(vitals)
     assert values["octet_fp8_amax", "input"] == 7.0
@@ -114,7 +131,7 @@ def full_vitals() -> Vitals:
         "octet_memory_bytes": (
             "weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other", "activations",
         ),
-        "octet_layers": ("converted", "skipped"),
+        "octet_layers": ("converted", "skipped", "demoted"),
         "octet_wire_sent_bytes_total": ("float32", "float8_e4m3fn"),
         "octet_train_flops_utilization_ratio": ("989 TFLOP/s dense bf16",),
     }  # fmt: skip

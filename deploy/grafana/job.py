@@ -1,0 +1,371 @@
+"""Job: one job from its loss down to the bits on the wire."""
+
+from deploy.grafana.model import Annotation, Board, Panel, Query, Row, Variable
+
+_JOB = '{job_id="$job_id"}'
+_RATE = "[$__rate_interval]"
+
+
+def _reported(metric: str) -> str:
+    """What the control plane last heard; every api process tells the same."""
+    return f"max({metric}{_JOB})"
+
+
+def _by(label: str, metric: str, selector: str = _JOB) -> str:
+    return f"max by ({label}) ({metric}{selector})"
+
+
+def _stat(title: str, description: str, unit: str, expr: str) -> Panel:
+    return Panel(title, description, unit, (Query(expr, title.lower()),), kind="stat", width=4)
+
+
+_NOW = Row(
+    "Now",
+    (
+        Panel(
+            "State",
+            "Also which level, pool and comparison it belongs to.",
+            "short",
+            (Query(f"max by (state, level, pool) (octet_job_state{_JOB})", "{{state}} · {{level}} · {{pool}}"),),
+            kind="stat",
+            width=4,
+        ),
+        _stat("Done", "Share of the steps.", "percentunit", f"{_reported('octet_job_step')} / {_reported('octet_job_steps')}"),
+        _stat("Time left", "At the speed of the last step.", "s", _reported("octet_job_remaining_seconds")),
+        _stat("Loss", "Of the last step, nats per token.", "short", _reported("octet_job_loss")),
+        _stat("Evaluation loss", "Of the last evaluation, nats per token.", "short", _reported("octet_job_evaluation_loss")),
+        Panel(
+            "Attempts and failures",
+            "Attempts that were placed, and those of them that failed.",
+            "short",
+            (
+                Query(_reported("octet_job_attempts"), "attempts"),
+                Query(_reported("octet_job_failures"), "failures"),
+            ),
+            kind="stat",
+            width=4,
+        ),
+    ),
+)
+
+_LEARNING = Row(
+    "Learning",
+    (
+        Panel(
+            "Loss",
+            "Training loss of each step and loss of each evaluation, nats per token. Steps in between are in the API's curve.",
+            "short",
+            (
+                Query(_reported("octet_job_loss"), "training"),
+                Query(_reported("octet_job_evaluation_loss"), "evaluation"),
+            ),
+            width=12,
+        ),
+        Panel(
+            "Gradient norm",
+            "Global L2 norm before clipping.",
+            "short",
+            (Query(_reported("octet_job_gradient_norm"), "gradient norm"),),
+            width=6,
+        ),
+        Panel(
+            "Learning rate",
+            "Of the last step.",
+            "sci",
+            (Query(_reported("octet_job_learning_rate"), "learning rate"),),
+            width=6,
+        ),
+        Panel(
+            "Steps that were not finite",
+            "Loss or gradient norm NaN or infinite, by rank. Ten in a row end the job.",
+            "short",
+            (Query(_by("rank", "octet_train_non_finite_steps_total"), "rank {{rank}}"),),
+        ),
+        Panel(
+            "Step",
+            "By rank: they must go together.",
+            "short",
+            (Query(_by("rank", "octet_train_step"), "rank {{rank}}"),),
+        ),
+        Panel(
+            "Loss as each rank sees it",
+            "The mean over the global batch, so all ranks tell the same; another value is a rank out of step.",
+            "short",
+            (
+                Query(_by("rank", "octet_train_loss"), "rank {{rank}}"),
+                Query(_by("rank", "octet_eval_loss"), "rank {{rank}} evaluation"),
+            ),
+        ),
+    ),
+)
+
+_SPEED = Row(
+    "Speed",
+    (
+        Panel(
+            "Tokens per second",
+            "Over all ranks: counted by the ranks over a minute, and as last reported.",
+            "short",
+            (
+                Query(f"sum(job_id:octet_train_tokens:rate1m{_JOB})", "over a minute"),
+                Query(_reported("octet_job_tokens_per_second"), "last step"),
+            ),
+        ),
+        Panel(
+            "Sequences per second",
+            "Over all ranks.",
+            "short",
+            (Query(f"sum(rate(octet_train_samples_total{_JOB}{_RATE}))", "sequences/s"),),
+        ),
+        Panel(
+            "Model FLOP/s",
+            "6 per parameter and token and 12·L·D·T for attention; what is recomputed does not count. By rank.",
+            "flops",
+            (Query(f"sum by (rank) (rate(octet_train_flops_total{_JOB}{_RATE}))", "rank {{rank}}"),),
+        ),
+        Panel(
+            "Step time",
+            "Of the last step by rank, the mean over five minutes, and what the control plane last heard.",
+            "s",
+            (
+                Query(_by("rank", "octet_train_step_duration_seconds"), "rank {{rank}}"),
+                Query(f"max(job_id:octet_train_step_seconds:mean5m{_JOB})", "mean of five minutes"),
+                Query(_reported("octet_job_step_duration_seconds"), "last reported"),
+            ),
+        ),
+        Panel(
+            "Where the time goes",
+            "Share of the wall time by phase, mean over ranks, as the host sees it: on cuda, work queued in one phase may be "
+            "waited for in the next.",
+            "percentunit",
+            (
+                Query(
+                    f"sum by (phase) (rate(octet_train_seconds_total{_JOB}{_RATE})) / scalar(count(octet_train_step{_JOB}))",
+                    "{{phase}}",
+                ),
+            ),
+            kind="stacked",
+        ),
+        Panel(
+            "Wait for data",
+            "In the last step.",
+            "s",
+            (Query(_reported("octet_job_data_wait_seconds"), "wait for data"),),
+        ),
+        Panel(
+            "Start",
+            "From the placement of the last attempt to each phase of its start, and the wait for the slot before.",
+            "s",
+            (
+                Query(_by("phase", "octet_job_start_seconds"), "{{phase}}"),
+                Query(_reported("octet_job_queue_wait_seconds"), "queue"),
+            ),
+            kind="bars",
+        ),
+        Panel(
+            "Seconds since the last step",
+            "By rank. Minutes of it mean a rank that hangs.",
+            "s",
+            (Query(f"time() - {_by('rank', 'octet_train_last_step_timestamp_seconds')}", "rank {{rank}}"),),
+        ),
+        Panel(
+            "Seconds since the last report",
+            "What the control plane goes by. It alerts after half a minute; the lease ends after a minute.",
+            "s",
+            (Query(f"time() - {_reported('octet_job_last_report_timestamp_seconds')}", "last report"),),
+        ),
+    ),
+)
+
+_MEMORY = Row(
+    "Memory",
+    (
+        Panel(
+            "Memory by class",
+            "Bytes of live tensors on rank 0 after the first step's backward pass. Activations: what one micro-batch saves.",
+            "bytes",
+            (Query(_by("class", "octet_memory_bytes", '{job_id="$job_id", rank="0"}'), "{{class}}"),),
+            kind="stacked",
+            width=12,
+        ),
+        Panel(
+            "Memory used",
+            "In use, the most so far, and what there is, by rank: of the device on cuda, of the process on cpu.",
+            "bytes",
+            (
+                Query(_by("rank", "octet_memory_used_bytes"), "used, rank {{rank}}"),
+                Query(_by("rank", "octet_memory_peak_bytes"), "peak, rank {{rank}}"),
+                Query(_by("rank", "octet_memory_limit_bytes"), "limit, rank {{rank}}"),
+            ),
+            width=6,
+            log=True,
+        ),
+        Panel(
+            "Share of the memory",
+            "Of the rank that uses most of its own. Alerts above 95 %.",
+            "percentunit",
+            (Query(f"max(job_id:octet_memory_used:ratio{_JOB})", "fullest rank"),),
+            width=6,
+        ),
+    ),
+)
+
+_FP8 = Row(
+    "FP8 health",
+    (
+        Panel(
+            "Overflow",
+            "Share of elements clamped to the format's maximum, worst layer, by operand. Alerts above 0.1 %.",
+            "percentunit",
+            (Query(f"max by (operand) (job_id:octet_fp8_overflow:ratio{_JOB})", "{{operand}}"),),
+        ),
+        Panel(
+            "Underflow",
+            "Share of non-zero elements that became zero, worst layer, by operand.",
+            "percentunit",
+            (Query(_by("operand", "octet_fp8_underflow_ratio"), "{{operand}}"),),
+        ),
+        Panel(
+            "Quantisation error",
+            "Signal to noise, worst layer, by operand: 31.5 dB for E4M3 and 25.5 dB for E5M2 where nothing is out of range.",
+            "dB",
+            (Query(f"min by (operand) (octet_fp8_sqnr_decibels{_JOB})", "{{operand}}"),),
+        ),
+        Panel(
+            "Amax",
+            "Largest magnitude over the layers, by operand.",
+            "short",
+            (Query(_by("operand", "octet_fp8_amax"), "{{operand}}"),),
+            log=True,
+        ),
+        Panel(
+            "Scale",
+            "Largest dequant_scale over the layers, by operand: value = codes × dequant_scale.",
+            "short",
+            (Query(_by("operand", "octet_fp8_dequant_scale"), "{{operand}}"),),
+            log=True,
+        ),
+        Panel(
+            "Layers",
+            "Linear layers in FP8, left as they were, and demoted to bf16 since.",
+            "short",
+            (Query(_by("state", "octet_layers"), "{{state}}"),),
+            kind="stacked",
+        ),
+    ),
+)
+
+_WIRE = Row(
+    "Wire and checkpoints",
+    (
+        Panel(
+            "Gradient bytes on the wire",
+            "What all ranks together send each second, by the dtype that it travels in. None with one rank.",
+            "Bps",
+            (Query(f"sum by (dtype) (rate(octet_wire_sent_bytes_total{_JOB}{_RATE}))", "{{dtype}}"),),
+            kind="stacked",
+        ),
+        Panel(
+            "Age of the last checkpoint",
+            "And what it may be, from the spec and the step time. Alerts at three times that and five minutes.",
+            "s",
+            (
+                Query(f"time() - {_reported('octet_job_last_checkpoint_timestamp_seconds')}", "age"),
+                Query(_reported("octet_job_checkpoint_interval_seconds"), "interval"),
+                Query(f"time() - max(octet_checkpoint_last_success_timestamp_seconds{_JOB})", "age, by the rank"),
+            ),
+        ),
+        Panel(
+            "Checkpoints",
+            "Written by the present attempt, their size, and the step of the last.",
+            "short",
+            (
+                Query(f"sum(octet_checkpoints_total{_JOB})", "written"),
+                Query(_reported("octet_job_last_checkpoint_step"), "last step"),
+                Query(f"max(octet_checkpoint_bytes{_JOB}) / 1e6", "MB"),
+            ),
+        ),
+    ),
+)
+
+_GPU = Row(
+    "GPU",
+    (
+        Panel(
+            "Share of the peak",
+            "Model FLOP/s of the last step over the peak that the legend names, by rank.",
+            "percentunit",
+            (Query(_by("rank, peak", "octet_train_flops_utilization_ratio"), "rank {{rank}} of {{peak}}"),),
+            needs="gpu",
+        ),
+        Panel(
+            "Power",
+            "From NVML in the rank, and from DCGM where it runs on the same nodes.",
+            "watt",
+            (Query(_by("rank", "octet_gpu_power_watts"), "rank {{rank}}"),),
+            needs="gpu",
+        ),
+        Panel(
+            "Clock of the multiprocessors",
+            "From NVML in the rank. A drop under load is a power or temperature limit.",
+            "hertz",
+            (Query(_by("rank", "octet_gpu_sm_clock_hertz"), "rank {{rank}}"),),
+            needs="gpu",
+        ),
+        Panel(
+            "Temperature",
+            "From NVML in the rank.",
+            "celsius",
+            (Query(_by("rank", "octet_gpu_temperature_celsius"), "rank {{rank}}"),),
+            needs="gpu",
+        ),
+        Panel(
+            "Busy",
+            "Share of the last sample period in which a kernel ran, from NVML in the rank.",
+            "percentunit",
+            (Query(_by("rank", "octet_gpu_utilization_ratio"), "rank {{rank}}"),),
+            needs="gpu",
+        ),
+        Panel(
+            "Tensor cores busy (DCGM)",
+            "Of every GPU that a DCGM exporter watches; enable DCGM_FI_PROF_PIPE_TENSOR_ACTIVE there.",
+            "percentunit",
+            (Query("max by (Hostname, gpu) (DCGM_FI_PROF_PIPE_TENSOR_ACTIVE)", "{{Hostname}} GPU {{gpu}}"),),
+            needs="dcgm",
+        ),
+        Panel(
+            "Power (DCGM)",
+            "Of every GPU that a DCGM exporter watches.",
+            "watt",
+            (Query("max by (Hostname, gpu) (DCGM_FI_DEV_POWER_USAGE)", "{{Hostname}} GPU {{gpu}}"),),
+            needs="dcgm",
+        ),
+        Panel(
+            "Memory used (DCGM)",
+            "Of every GPU that a DCGM exporter watches.",
+            "mbytes",
+            (Query("max by (Hostname, gpu) (DCGM_FI_DEV_FB_USED)", "{{Hostname}} GPU {{gpu}}"),),
+            needs="dcgm",
+        ),
+        Panel(
+            "Errors (DCGM)",
+            "The last XID error of every GPU that a DCGM exporter watches; zero is none.",
+            "short",
+            (Query("max by (Hostname, gpu) (DCGM_FI_DEV_XID_ERRORS)", "{{Hostname}} GPU {{gpu}}"),),
+            needs="dcgm",
+        ),
+    ),
+)
+
+BOARD = Board(
+    uid="octet-job",
+    title="Octet / Job",
+    description="One job: learning, speed, memory, FP8 health, wire, checkpoints, GPU.",
+    variables=(Variable("job_id", "Job", "label_values(octet_job_info, job_id)"),),
+    annotations=(
+        Annotation("Checkpoint", f"changes(octet_job_last_checkpoint_step{_JOB}{_RATE}) > 0", "blue"),
+        Annotation("Attempt", f"changes(octet_job_attempts{_JOB}{_RATE}) > 0", "orange"),
+        Annotation("Failure", f"changes(octet_job_failures{_JOB}{_RATE}) > 0", "red"),
+    ),
+    rows=(_NOW, _LEARNING, _SPEED, _MEMORY, _FP8, _WIRE, _GPU),
+)

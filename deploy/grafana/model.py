@@ -1,0 +1,194 @@
+"""What a dashboard is here: boards of rows of panels of queries, as plain data, and how that becomes Grafana's JSON.
+
+The same data is drawn by `render` and executed against a live Prometheus by the tests, so nothing is stated twice. A panel
+cannot be written without a unit, a description and a query.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from grafana_foundation_sdk.builders import bargauge, common, dashboard, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.models import common as common_models
+from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+TAG = "octet"
+SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+GrafanaPanel = timeseries.Panel | stat.Panel | bargauge.Panel | table.Panel
+Kind = Literal["lines", "stacked", "points", "stat", "bars", "table"]
+
+
+@dataclass(frozen=True)
+class Query:
+    """PromQL and how its series are called; `{{label}}` stands for a label's value."""
+
+    expr: str
+    legend: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel. `unit` is Grafana's id of it; `log` draws the axis in powers of ten."""
+
+    title: str
+    description: str
+    unit: str
+    queries: tuple[Query, ...]
+    kind: Kind = "lines"
+    width: int = 8
+    log: bool = False
+    needs: Literal["nothing", "gpu", "dcgm"] = "nothing"
+
+
+@dataclass(frozen=True)
+class Row:
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A choice at the top of the board. `multi`: several, or all, to be matched with =~."""
+
+    name: str
+    label: str
+    query: str
+    multi: bool = False
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """A vertical line wherever the expression has a value."""
+
+    name: str
+    expr: str
+    color: str
+
+
+@dataclass(frozen=True)
+class Board:
+    """One dashboard. The uid is part of addresses that people keep: never change it."""
+
+    uid: str
+    title: str
+    description: str
+    rows: tuple[Row, ...]
+    variables: tuple[Variable, ...] = ()
+    annotations: tuple[Annotation, ...] = ()
+    range: str = "now-1h"
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        return tuple(panel for row in self.rows for panel in row.panels)
+
+
+def to_grafana(board: Board) -> models.Dashboard:
+    """The board in Grafana's own types."""
+    builder = (
+        dashboard.Dashboard(board.title)
+        .uid(board.uid)
+        .description(board.description)
+        .tags([TAG])
+        .time(board.range, "now")
+        .refresh("10s")
+        .timezone("browser")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .link(
+            dashboard.DashboardLink("Octet").type(models.DashboardLinkType.DASHBOARDS).tags([TAG]).keep_time(True).icon("apps")
+        )
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+    for variable in board.variables:
+        builder.with_variable(_variable(variable))
+    for annotation in board.annotations:
+        query = dashboard.AnnotationQuery().name(annotation.name).datasource(SOURCE).enable(True)
+        builder.annotation(query.expr(annotation.expr).icon_color(annotation.color))
+    number = 0
+    for row in board.rows:
+        builder.with_row(dashboard.Row(row.title))
+        for panel in row.panels:
+            number += 1
+            builder.with_panel(_panel(panel, number))
+    return builder.build()
+
+
+def _variable(variable: Variable) -> dashboard.QueryVariable:
+    builder = (
+        dashboard.QueryVariable(variable.name)
+        .label(variable.label)
+        .query(variable.query)
+        .datasource(SOURCE)
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(models.VariableSort.ALPHABETICAL_DESC)
+        .multi(variable.multi)
+        .include_all(variable.multi)
+    )
+    return builder.all_value(".*") if variable.multi else builder
+
+
+def _panel(panel: Panel, number: int) -> GrafanaPanel:
+    builder = _BUILDERS[panel.kind](panel)
+    builder.id(number).title(panel.title).description(panel.description).unit(panel.unit).datasource(SOURCE)
+    builder.height(4 if panel.kind == "stat" else 8).span(panel.width).links([])
+    for index, query in enumerate(panel.queries):
+        target = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(chr(ord("A") + index))
+        target.datasource(SOURCE)
+        if panel.kind == "table":
+            target.instant().format(PromQueryFormat.TABLE)
+        elif panel.kind in {"stat", "bars"}:
+            target.instant()
+        else:
+            target.range()
+        builder.with_target(target)
+    return builder
+
+
+def _lines(panel: Panel) -> timeseries.Panel:
+    builder = timeseries.Panel().line_width(1.5).fill_opacity(0).show_points(common_models.VisibilityMode.AUTO)
+    if panel.kind == "stacked":
+        builder.fill_opacity(60).stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
+    if panel.kind == "points":
+        builder.draw_style(common_models.GraphDrawStyle.POINTS).point_size(6)
+    if panel.log:
+        builder.scale_distribution(common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LOG).log(10))
+    else:
+        builder.min(0)
+    legend = common.VizLegendOptions().display_mode(common_models.LegendDisplayMode.LIST).show_legend(True)
+    tooltip = common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI)
+    return builder.legend(legend.placement(common_models.LegendPlacement.BOTTOM)).tooltip(tooltip)
+
+
+def _stat(panel: Panel) -> stat.Panel:
+    return stat.Panel().graph_mode(common_models.BigValueGraphMode.NONE).reduce_options(_last())
+
+
+def _bars(panel: Panel) -> bargauge.Panel:
+    return bargauge.Panel().orientation(common_models.VizOrientation.HORIZONTAL).reduce_options(_last()).min(0)
+
+
+def _table(panel: Panel) -> table.Panel:
+    """One row for each set of labels, one column for each query, under the query's legend."""
+    names = {f"Value #{chr(ord('A') + index)}": query.legend for index, query in enumerate(panel.queries)}
+    organize = {"excludeByName": {"Time": True}, "renameByName": names | {"Value": panel.queries[0].legend}}
+    to_job = dashboard.DashboardLink("Open the job").url("/d/octet-job?var-job_id=${__data.fields.job_id}&${__url_time_range}")
+    return (
+        table.Panel()
+        .with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
+        .with_transformation(models.DataTransformerConfig(id_val="organize", options=organize))
+        .data_links([to_job])
+    )
+
+
+def _last() -> common.ReduceDataOptions:
+    return common.ReduceDataOptions().calcs(["lastNotNull"])
+
+
+_BUILDERS: dict[Kind, Callable[[Panel], GrafanaPanel]] = {
+    "lines": _lines,
+    "stacked": _lines,
+    "points": _lines,
+    "stat": _stat,
+    "bars": _bars,
+    "table": _table,
+}
