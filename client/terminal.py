@@ -7,6 +7,7 @@ from typing import TextIO
 
 from pydantic import BaseModel
 from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
 
 from client.text import printable
 
@@ -18,7 +19,8 @@ class Terminal:
 
     def __init__(self) -> None:
         self.out = _console(sys.stdout)
-        self.err = _console(sys.stderr)
+        self._wide = _console(sys.stdout, width=_UNLIMITED_WIDTH)
+        self._err = _console(sys.stderr, width=_UNLIMITED_WIDTH)
 
     @property
     def is_live(self) -> bool:
@@ -26,7 +28,9 @@ class Terminal:
         return self.out.is_terminal and not self.out.is_dumb_terminal
 
     def show(self, what: RenderableType) -> None:
-        self.out.print(what)
+        """Print in full, so that ids stay whole: a terminal that is too narrow breaks the lines itself."""
+        for line in self._wide.render_lines(what, pad=False):
+            self._wide.print(Segments(_without_trailing_blanks(line)))
 
     def spinner(self, text: str) -> AbstractContextManager[object]:
         """Something that moves while we wait; on a pipe, one line."""
@@ -36,7 +40,7 @@ class Terminal:
         return nullcontext()
 
     def complain(self, text: str) -> None:
-        self.err.print(printable(text), style="red")
+        self._err.print(printable(text), style="red")
 
     def show_json(self, model: BaseModel) -> None:
         """One document, indented."""
@@ -53,14 +57,17 @@ class Terminal:
         self.out.file.flush()
 
 
-def _console(stream: TextIO) -> Console:
-    is_terminal = stream.isatty()
-    return Console(
-        file=stream,
-        force_terminal=is_terminal,  # FORCE_COLOR must not put control characters into a file
-        width=None if is_terminal else _UNLIMITED_WIDTH,
-        markup=False,
-        highlight=False,
-        emoji=False,
-        soft_wrap=not is_terminal,
-    )
+def _console(stream: TextIO, width: int | None = None) -> Console:
+    # FORCE_COLOR must not put control characters into a file, so the stream alone decides.
+    return Console(file=stream, force_terminal=stream.isatty(), width=width, markup=False, highlight=False, emoji=False)
+
+
+def _without_trailing_blanks(line: Iterable[Segment]) -> list[Segment]:
+    """Tables fill their last column with blanks, which a narrow terminal would show as empty lines."""
+    segments = list(Segment.simplify(line))
+    while segments and not segments[-1].text.strip():
+        segments.pop()
+    if segments:
+        text, style, _ = segments[-1]
+        segments[-1] = Segment(text.rstrip(), style)
+    return [*segments, Segment.line()]

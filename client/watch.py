@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self
 
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from api_schemas import Event, Job
@@ -122,21 +122,25 @@ class _LiveDisplay:
         self._live.update(_rows(jobs))
 
 
-def _rows(jobs: Sequence[Job]) -> Table:
+def _rows(jobs: Sequence[Job]) -> Group:
+    """A row per job, then why the queued ones wait. It fits into 80 columns: what is redrawn must not wrap."""
     numbers = ("STEP", "LOSS", "TOKENS/S", "LEFT")
-    grid = table("JOB", "LEVEL", "STATE", "", *numbers, right=numbers)
+    grid = table("JOB", "STATE", "", *numbers, right=numbers)
+    grid.columns[2].max_width = 24
+    waiting = []
     for job in jobs:
         steps, seen = job.spec.training.steps, job.progress
         step = seen.step if seen else 0
-        remaining_s = seen.remaining_s if seen and not job.state.is_terminal else None
         grid.add_row(
             job.name,
-            job.spec.precision.level,
             state_text(job.state),
-            Text(one_line(job.queue.why)) if job.queue else ProgressBar(total=steps, completed=step, width=24),
+            ProgressBar(total=steps, completed=step),
             f"{step}/{steps}",
             number(seen.loss if seen else None),
             number(seen.tokens_per_s if seen else None, ",.0f"),
-            duration(remaining_s),
+            duration(seen.remaining_s if seen and not job.state.is_terminal else None),
         )
-    return grid
+        if job.queue:
+            why = one_line(f"{job.name} waits: {job.queue.why}")
+            waiting.append(Text(why, style="yellow", no_wrap=True, overflow="ellipsis"))
+    return Group(grid, *waiting)

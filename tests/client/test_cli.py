@@ -13,7 +13,7 @@ from client.cli import build_app
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
-    "serve", "demo", "submit", "validate", "watch", "cancel", "list", "show", "logs", "events", "metrics",
+    "serve", "api", "dispatcher", "demo", "submit", "validate", "watch", "cancel", "list", "show", "logs", "events", "metrics",
     "checkpoints", "attempts", "levels", "pools", "version",
 }  # fmt: skip
 
