@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from api_schemas import PoolConfig
 _START_S = 60.0
 _LINGER_S = 120.0
 _STOP_S = 10.0
+_KEEPER_LOCK = "keeper.lock"
 _OBJECT_STORE_BYTES = 100_000_000
 # Ray replaces 127.0.0.1 by the address of the network that is up just then; a laptop changes that in mid-job.
 _ADDRESS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
@@ -38,6 +40,9 @@ class LocalRay:
     def __init__(self, data_dir: Path, pools: tuple[PoolConfig, ...]) -> None:
         self._dir = data_dir / "ray"
         self._pools = pools
+        self._lock = threading.Lock()
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
 
     def environment(self) -> dict[str, str]:
         """What a process must have in its environment before it imports Ray, which reads it then, to speak with the cluster."""
@@ -48,31 +53,42 @@ class LocalRay:
         self._dir.mkdir(parents=True, exist_ok=True)
         _write_token(self._dir)
         deadline = time.monotonic() + _START_S
-        keeper: subprocess.Popen[bytes] | None = None
+        num_started = 0
         while time.monotonic() < deadline:
-            if address := self._running_address():
-                return address
-            if keeper is None and not _is_locked(self._dir / "keeper.lock"):
-                keeper = self._start_keeper()
-            if keeper is not None and keeper.poll() is not None:
-                break
+            with self._lock:
+                if self._is_stopped:
+                    raise RuntimeError("the local Ray was stopped with its server")
+                if address := self._running_address():
+                    return address
+                if not _is_locked(self._dir / _KEEPER_LOCK) and not (self._keeper and self._keeper.poll() is None):
+                    if num_started:
+                        break
+                    self._keeper, num_started = self._start_keeper(), 1
             time.sleep(0.05)
-        log = (self._dir / "keeper.log").read_text(errors="replace") if (self._dir / "keeper.log").exists() else ""
-        raise RuntimeError(f"the local Ray did not start within {_START_S:g} s. Its last words:\n{log[-2000:]}")
+        log = self._dir / "keeper.log"
+        words = log.read_text(errors="replace")[-2000:] if log.exists() else "none"
+        raise RuntimeError(f"the local Ray did not start within {_START_S:g} s. Its last words:\n{words}")
 
     def stop(self) -> None:
-        """End the cluster and wait until it is gone."""
-        try:
-            keeper_pid = int(json.loads((self._dir / "cluster.json").read_text())["keeper_pid"])
-            os.kill(keeper_pid, signal.SIGTERM)
-        except (OSError, ValueError, KeyError):
+        """End the cluster, wait until it is gone, and never start one again."""
+        with self._lock:
+            self._is_stopped = True
+            pid = self._keeper.pid if self._keeper and self._keeper.poll() is None else self._adopted_keeper()
+        if pid is None:
             return
-        deadline = time.monotonic() + 2 * _STOP_S
-        while _is_locked(self._dir / "keeper.lock") and time.monotonic() < deadline:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 3 * _STOP_S
+        while _is_alive(pid, self._keeper) and time.monotonic() < deadline:
             time.sleep(0.05)
 
+    def _adopted_keeper(self) -> int | None:
+        """The keeper that an earlier server started, by the number it left in the file that it locks."""
+        lock = self._dir / _KEEPER_LOCK
+        return int(lock.read_text()) if _is_locked(lock) else None
+
     def _running_address(self) -> str | None:
-        if not _is_locked(self._dir / "keeper.lock"):
+        if not _is_locked(self._dir / _KEEPER_LOCK):
             return None
         try:
             return str(json.loads((self._dir / "cluster.json").read_text())["address"])
@@ -140,15 +156,22 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
+def _is_alive(pid: int, child: "subprocess.Popen[bytes] | None") -> bool:
+    """Whether a process runs; a child of ours is waited for, so that it is no zombie."""
+    return child.poll() is None if child is not None and child.pid == pid else _runs(pid)
+
+
 # The keeper's own process.
 
 
 def _keep(folder: Path, resources: str, labels: str) -> int:
-    lock = os.open(folder / "keeper.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / _KEEPER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return 0
+    os.truncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
     (folder / "cluster.json").unlink(missing_ok=True)
     # Ray's sockets live in its temporary folder and their paths may have 107 characters at most.
     temp_dir = Path(tempfile.mkdtemp(prefix="octet-ray-"))
@@ -200,7 +223,7 @@ def _publish(folder: Path, temp_dir: Path) -> bool:
     if not address:
         return False
     unfinished = folder / "cluster.json.new"
-    unfinished.write_text(json.dumps({"address": address, "keeper_pid": os.getpid(), "temp_dir": str(temp_dir)}))
+    unfinished.write_text(json.dumps({"address": address, "temp_dir": str(temp_dir)}))
     unfinished.rename(folder / "cluster.json")
     return True
 
