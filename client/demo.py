@@ -85,9 +85,9 @@ def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data
         raise
     finally:
         if has_failed:
-            terminal.complain(f"The server's log and the jobs' files are in {folder}.")
+            terminal.complain(f"The server's log is {folder / 'server.log'}; the jobs' files are beside it.")
         elif data_dir is None:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
     return not has_failed
 
 

@@ -63,7 +63,7 @@ def watch(
                 continue
             away_since = None
             for job, event in sorted(events, key=lambda pair: pair[1].at):
-                last_seen[job.id] = event.seq
+                last_seen[job.id] = max(last_seen[job.id], event.seq)
                 display.note(_event_words(job, event))
             display.draw(jobs)
             if all(job.state.is_terminal for job in jobs):
