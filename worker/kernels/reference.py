@@ -68,7 +68,8 @@ def all_finite(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=x.device)
     if x.dtype.itemsize > 1:
-        return x.abs().amax() < torch.inf
+        smallest, largest = torch.aminmax(x)  # needs no temporary; NaN where there is one
+        return (smallest > -torch.inf) & (largest < torch.inf)
     first_nonfinite_code = 0x7F if x.dtype == torch.float8_e4m3fn else 0x7C
     return (x.view(torch.uint8) & 0x7F).amax() < first_nonfinite_code
 
