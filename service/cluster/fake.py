@@ -33,6 +33,11 @@ class FakeLauncher:
         self.orders.clear()
         self._probes.clear()
 
+    def is_running(self, ref: AttemptRef) -> bool:
+        """Whether processes of the attempt run, whoever can reach them."""
+        probe = self._probes.get(ref)
+        return probe is not None and probe.state is ProbeState.RUNNING
+
     # What the dispatcher does.
 
     def launch(self, order: LaunchOrder) -> None:

@@ -4,6 +4,7 @@ A crash is a BaseException, so nothing in the service can catch it by accident; 
 the `Work` object, the database has what was committed, and the cluster goes on.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -134,6 +135,15 @@ class Worker:
             self.world.launcher.exit(self.rank.ref, reason)
         self.is_over = True
 
+    def fail_and_linger(self) -> None:
+        """Report a failure, and do not end: somebody has to stop the processes."""
+        if self.unacknowledged is None:
+            self.is_over = True
+            failed = FinishedReport(outcome="failed", reason=FailureReason.WORKER_ERROR)
+            self.unacknowledged = self.rank.batch(failed)
+        with contextlib.suppress(ServiceError):
+            self.rank.deliver(self.unacknowledged)
+
     _said_goodbye = False
 
     def _next_batch(self) -> ReportBatch:
@@ -212,11 +222,19 @@ def check_invariants(world: World) -> None:
             assert all(attempt.state.is_terminal for attempt in attempts if attempt.released_at is not None)
             assert (job.state is JobState.RUNNING) <= any(attempt.state is AttemptState.RUNNING for attempt in live)
             assert (job.finished_at is not None) == job.state.is_terminal
+            processes = [attempt for attempt in attempts if is_alive(world, attempt)]
+            assert len(processes) <= 1, "two attempts of a job may train at once"
         for pool in world.settings.pools:
             held = session.scalars(
                 select(AttemptRow.workers).where(AttemptRow.released_at.is_(None), AttemptRow.pool == pool.name)
             )
             assert sum(held) <= pool.slots, "more slots are given than there are"
+
+
+def is_alive(world: World, attempt: AttemptRow) -> bool:
+    """Whether the attempt has processes whose lease has not made them stop themselves."""
+    lease_is_over = attempt.lease_expires_at is not None and attempt.lease_expires_at < world.clock.now()
+    return world.launcher.is_running(AttemptRef(attempt_id=attempt.id, epoch=attempt.epoch)) and not lease_is_over
 
 
 def curve(world: World, job_id: str) -> list[int]:

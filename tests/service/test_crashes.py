@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from api_schemas import FailureReason, JobSpec, JobState
+from api_schemas import AttemptState, FailureReason, JobSpec, JobState
+from service.dispatcher import launch, place
+from service.dispatcher.work import NotLeading
 from service.errors import IllegalTransition
 from service.settings import Settings
 from tests.service.conftest import POOLS, empty
@@ -95,6 +97,54 @@ def tell_the_story(world: MortalWorld, cluster_dies_too: bool) -> None:
     assert curve(world, third_waits) == [1, 2, 3, 4]
     never_twice = [(order.attempt_id, order.epoch) for order in world.launcher.started]
     assert len(never_twice) == len(set(never_twice)) or cluster_dies_too
+
+
+def test_a_launch_whose_answer_was_lost_is_adopted(
+    mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any]
+) -> None:
+    """The control plane dies with the processes started and nothing written; the next one must not start them again."""
+    world = new_world(mortal, clock, settings, spec_document)
+    job_id = world.submit()
+    world.renew()
+    place.step(world.work)
+    mortal.fuse.set(4)  # the claim has two instants, the launch two
+    assert not survive(world, lambda: launch.step(world.work))
+    assert len(world.launcher.orders) == 1
+    assert world.attempts(job_id)[0].state is AttemptState.LAUNCHING
+    world.dispatch()
+    assert len(world.launcher.started) == 1
+    assert world.attempts(job_id)[0].state is AttemptState.STARTING
+    world.rank_of(job_id).begin()
+    assert world.job(job_id).state is JobState.RUNNING, "the token of the first launch is the one that counts"
+
+
+def test_a_launch_that_left_nothing_is_made_again_with_a_new_token(
+    mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any]
+) -> None:
+    world = new_world(mortal, clock, settings, spec_document)
+    job_id = world.submit()
+    world.renew()
+    place.step(world.work)
+    mortal.fuse.set(3)
+    assert not survive(world, lambda: launch.step(world.work))
+    assert world.launcher.orders == {}
+    world.dispatch()
+    world.rank_of(job_id).begin()
+    assert world.job(job_id).num_attempts == 1
+
+
+def test_a_deposed_dispatcher_writes_nothing(
+    mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any]
+) -> None:
+    world = new_world(mortal, clock, settings, spec_document)
+    world.submit()
+    old = world.work
+    world.restart()
+    with pytest.raises(NotLeading):
+        place.step(old)
+    old.lead()
+    assert old.leads_since is None
+    assert world.work.leads_since is not None
 
 
 @pytest.mark.parametrize("cluster_dies_too", [False, True], ids=["cluster-lives", "cluster-dies-too"])

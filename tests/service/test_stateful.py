@@ -105,6 +105,11 @@ class ControlPlane(RuleBasedStateMachine):
             worker.die(reason)
 
     @rule()
+    def a_worker_fails_and_lingers(self) -> None:
+        for worker in self.cluster.live()[:1]:
+            survive(self.world, worker.fail_and_linger)
+
+    @rule()
     def the_cluster_is_lost(self) -> None:
         self.world.launcher.lose_everything()
 
