@@ -26,7 +26,7 @@ from worker.fp8.linear import Float8Linear
 from worker.fp8.loss_scaling import LossScaling, scale_losses
 from worker.fp8.recipe import Recipe
 from worker.fp8.statistics import OperandSample
-from worker.fp8.steps import STEP_KEEPER, LayerDemoted, StepKeeper
+from worker.fp8.steps import LayerDemoted, StepKeeper
 from worker.fp8.torchao_linear import torchao_converter
 from worker.fp8.weights import store_weight
 from worker.memory import memory_report
@@ -73,7 +73,7 @@ def initialize(
 
 def fp8_statistics(model: nn.Module) -> list[OperandSample]:
     """The newest samples of a model that was initialized with `statistics_every`, one for each operand of each layer."""
-    keeper = dict(model.named_children()).get(STEP_KEEPER)
+    keeper = getattr(model, "octet_steps", None)
     if not isinstance(keeper, StepKeeper):
         raise ValueError("the model samples no statistics. Initialize it at an FP8 level with statistics_every.")
     return keeper.samples
@@ -129,7 +129,7 @@ def _float8_converter(precision: PrecisionSpec, seed: int, originals: dict[Tenso
         if row.master_weight == "fp16+scale":
             originals[linear.weight] = linear.weight.detach()
         position = RoundingPosition(seed, next(streams)) if holds_fp8_gradients else None
-        return Float8Linear(linear, recipe, store_weight(linear.weight, row), position)
+        return Float8Linear(linear, recipe, store_weight(linear.weight, row), position, precision.statistics_every)
 
     return convert
 
@@ -153,8 +153,8 @@ def _follow_steps(
     recipe = precision.resolved_recipe
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     if layers and recipe is not None and (recipe.scaling == "delayed" or precision.statistics_every):
-        keeper = StepKeeper(layers, precision.statistics_every, precision.demotion, on_event)
-        model.register_module(STEP_KEEPER, keeper)
+        keeper = StepKeeper(layers, precision.demotion, on_event)
+        model.octet_steps = keeper  # type: ignore[assignment]
         if optimizer is not None:
             optimizer.register_step_post_hook(partial(_keep, keeper))
     if precision.row.loss_scaling:

@@ -42,8 +42,12 @@ class Float8Linear(nn.Module):
         recipe: Recipe,
         stored_weight: StoredWeight | None = None,
         gradient_position: RoundingPosition | None = None,
+        sample_every: int = 0,
     ) -> None:
-        """stored_weight: takes the place of the weight's values. gradient_position: gradients are held in FP8."""
+        """stored_weight: takes the place of the weight's values. gradient_position: gradients are held in FP8.
+
+        sample_every: optimizer steps between two samples of how well FP8 holds the operands; 0 for none.
+        """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.get_parameter("weight"), linear.bias
@@ -53,6 +57,7 @@ class Float8Linear(nn.Module):
         self.weight_scaling = OperandScaling(recipe, recipe.weight, device, square_blocks=True)
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
         self.gradient_position = gradient_position
+        self.sample_every = sample_every
         self.num_breaches = 0  # samples in a row that broke a limit
         self.is_demoted = False
         self.register_buffer("weight_dequant_scale", None)
@@ -60,6 +65,7 @@ class Float8Linear(nn.Module):
         if stored_weight is not None:
             self.weight.data, self.weight_dequant_scale, self.weight_residual = stored_weight
         self._prepare_gradient()
+        self.start_step(0)
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -101,13 +107,20 @@ class Float8Linear(nn.Module):
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
         return f"{shape}, weight={self.weight.dtype}, {'all in bf16' if self.is_demoted else self.recipe}"
 
+    def start_step(self, num_steps: int) -> None:
+        """Prepare for the forward passes between two optimizer steps, after that many of them."""
+        self.num_steps = num_steps
+        for scaling in self.scalings().values():
+            scaling.is_sampled = self.sample_every > 0 and num_steps % self.sample_every == 0
+
     def get_extra_state(self) -> Tensor:
-        """What `state_dict` keeps beside tensors: roundings of the gradient so far, breaches in a row, demoted or not."""
+        """What `state_dict` keeps beside tensors: counts of steps, of gradient roundings and of breaches; whether demoted."""
         num_roundings = self.gradient_position.count if self.gradient_position else 0
-        return torch.tensor([num_roundings, self.num_breaches, self.is_demoted])
+        return torch.tensor([self.num_steps, num_roundings, self.num_breaches, self.is_demoted])
 
     def set_extra_state(self, state: Tensor) -> None:
-        num_roundings, self.num_breaches, is_demoted = state.tolist()
+        num_steps, num_roundings, self.num_breaches, is_demoted = state.tolist()
+        self.start_step(num_steps)
         self.is_demoted = bool(is_demoted)
         if self.gradient_position:
             self.gradient_position.count = num_roundings

@@ -13,70 +13,63 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-NAME = "octet_loss_scaling"
-"""The submodule's name in the model; its buffers are in the model's `state_dict`."""
-
-
 LARGEST_SCALE = 2.0**32
 
 
-class LossScaling(nn.Module):
-    """The scale and how long it has been good. A power of two, so that scaling rounds nothing."""
+class LossScaling:
+    """The scale, a power of two so that scaling rounds nothing, and how long it has been good.
 
-    loss_scale: Tensor
+    `state` holds the scale, the good steps in a row and the skipped steps seen; it is a buffer of the model, and so in its
+    `state_dict`.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], initial_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
-        super().__init__()
         self.growth_interval = growth_interval
-        self.num_good_steps = 0
-        self.num_skipped_steps = 0
-        self._unscaled = [parameter for parameter in parameters if parameter.requires_grad]
-        self.register_buffer("loss_scale", torch.tensor(initial_scale, device=self._unscaled[0].device))
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.state = torch.tensor([initial_scale, 0.0, 0.0], dtype=torch.float64, device=self.parameters[0].device)
         self._hook_parameters()
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The present scale: fp32, ()."""
+        return self.state[0].float()
 
     def update(self, num_skipped_steps: int) -> None:
         """Grow or shrink the scale after an optimizer step, given how many steps the optimizer has skipped so far."""
-        if num_skipped_steps > self.num_skipped_steps:
-            self.loss_scale.div_(2).clamp_(min=1.0)
-            self.num_good_steps = 0
-        else:
-            self.num_good_steps += 1
-        if self.num_good_steps == self.growth_interval:
-            self.loss_scale.mul_(2).clamp_(max=LARGEST_SCALE)
-            self.num_good_steps = 0
-        self.num_skipped_steps = num_skipped_steps
-
-    def get_extra_state(self) -> Tensor:
-        """What `state_dict` keeps beside the scale."""
-        return torch.tensor([self.num_good_steps, self.num_skipped_steps])
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.num_good_steps, self.num_skipped_steps = state.tolist()
+        loss_scale, num_good_steps, num_skipped_before = self.state.tolist()
+        num_good_steps += 1
+        if num_skipped_steps > num_skipped_before:
+            loss_scale, num_good_steps = max(loss_scale / 2, 1.0), 0
+        elif num_good_steps == self.growth_interval:
+            loss_scale, num_good_steps = min(loss_scale * 2, LARGEST_SCALE), 0
+        self.state.copy_(torch.tensor([loss_scale, num_good_steps, num_skipped_steps], dtype=torch.float64))
 
     def _hook_parameters(self) -> None:
-        for parameter in self._unscaled:
+        for parameter in self.parameters:
             parameter.register_hook(lambda gradient: gradient / self.loss_scale)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the hooks, which copied parameters lose."""
-        super().__setstate__(state)
+        self.__dict__.update(state)
         self._hook_parameters()
 
 
 def scale_losses(model: nn.Module) -> LossScaling:
-    """Give a model its loss scaling."""
+    """Give a model its loss scaling, as `model.octet_loss_scaling`."""
     scaling = LossScaling(model.parameters())
-    model.register_module(NAME, scaling)
+    model.octet_loss_scaling = scaling  # type: ignore[assignment]
+    model.register_buffer("octet_loss_scaling_state", scaling.state)
     model.register_forward_hook(_scale_gradients_of_outputs)
     return scaling
 
 
 def _scale_gradients_of_outputs(model: nn.Module, _inputs: Any, outputs: Any) -> Any:
-    scaling = model.get_submodule(NAME)
+    scaling = model.octet_loss_scaling
     assert isinstance(scaling, LossScaling)
+    loss_scale = scaling.loss_scale
 
     def scale(output: Tensor) -> Tensor:
-        return _ScaleGradient.apply(output, scaling.loss_scale) if output.requires_grad else output
+        return _ScaleGradient.apply(output, loss_scale) if output.requires_grad else output
 
     return tree_map_only(Tensor, scale, outputs)
 

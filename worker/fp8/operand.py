@@ -66,6 +66,9 @@ class OperandScaling(nn.Module):
             return codes, codes.t()
         return self._quantize(x) if rows else None, self._quantize(x.t()) if columns else None
 
+    def extra_repr(self) -> str:
+        return str(self.dtype)
+
     def advance(self) -> None:
         """Close the slot of this optimizer step. No device is waited for."""
         if not self.recipe.amax_history_length:

@@ -5,14 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from api_schemas.precision import DemotionSpec
 from worker.fp8.linear import Float8Linear
 from worker.fp8.statistics import OperandSample
-
-STEP_KEEPER = "octet_steps"
-"""The submodule's name in a converted model; what it remembers is in the model's `state_dict`."""
 
 
 @dataclass(frozen=True)
@@ -25,47 +22,39 @@ class LayerDemoted:
     reason: str
 
 
-class StepKeeper(nn.Module):
-    """Runs after every optimizer step of a converted model."""
-
-    samples: list[OperandSample]
+class StepKeeper:
+    """Runs after every optimizer step of a converted model. It remembers nothing: what must last is in the layers."""
 
     def __init__(
         self,
         layers: dict[str, Float8Linear],
-        sample_every: int = 0,
         limits: DemotionSpec | None = None,
         on_event: Callable[[LayerDemoted], None] | None = None,
     ) -> None:
-        """sample_every: optimizer steps between two samples, 0 for none. on_event: told of each demotion."""
-        super().__init__()
-        self.layers = layers  # a plain dict: they are submodules of the model already
-        self.sample_every, self.limits, self.on_event = sample_every, limits, on_event
-        self.num_steps = 0
-        self.samples = []
-        self._choose_whether_to_sample()
+        """limits: what a layer must break to be demoted. on_event: told of each demotion."""
+        self.layers, self.limits, self.on_event = layers, limits, on_event
+        self.samples: list[OperandSample] = []
 
     def after_step(self) -> None:
         """Close the step that the optimizer has just taken or skipped."""
+        self._collect()
         for layer in self.layers.values():
             for scaling in layer.scalings().values():
                 scaling.advance()
-        self._collect()
-        self.num_steps += 1
-        self._choose_whether_to_sample()
+            layer.start_step(layer.num_steps + 1)
 
     def _collect(self) -> None:
-        taken: list[tuple[str, str, Tensor]] = []
+        taken: list[tuple[int, str, str, Tensor]] = []
         for name, layer in self.layers.items():
             for operand, scaling in layer.scalings().items():
                 if scaling.sample is not None:
-                    taken.append((name, operand, scaling.sample))
+                    taken.append((layer.num_steps, name, operand, scaling.sample))
                     scaling.sample = None
         if not taken:
             return
-        numbers = torch.stack([sample for _, _, sample in taken]).tolist()  # the only wait for the device
+        numbers = torch.stack([sample for *_, sample in taken]).tolist()  # the only wait for the device
         self.samples = [
-            OperandSample(self.num_steps, name, operand, *row) for (name, operand, _), row in zip(taken, numbers, strict=True)
+            OperandSample(step, name, operand, *row) for (step, name, operand, _), row in zip(taken, numbers, strict=True)
         ]
         if self.limits is not None:
             self._demote_by(self.limits)
@@ -78,21 +67,7 @@ class StepKeeper(nn.Module):
             if layer.num_breaches >= limits.patience and not layer.is_demoted:
                 layer.is_demoted = True
                 if self.on_event is not None:
-                    self.on_event(LayerDemoted(self.num_steps, name, *breaches[0]))
-
-    def _choose_whether_to_sample(self) -> None:
-        is_due = self.sample_every > 0 and self.num_steps % self.sample_every == 0
-        for layer in self.layers.values():
-            for scaling in layer.scalings().values():
-                scaling.is_sampled = is_due
-
-    def get_extra_state(self) -> Tensor:
-        """The number of optimizer steps, so that a resumed run samples the same ones."""
-        return torch.tensor(self.num_steps)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.num_steps = int(state)
-        self._choose_whether_to_sample()
+                    self.on_event(LayerDemoted(layer.num_steps, name, *breaches[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model does not report to the original's listener."""

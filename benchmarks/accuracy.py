@@ -1,0 +1,177 @@
+"""Does a level train as well as fp32? The same GPT, seed and batches at every level, on the Python standard library's source.
+
+    python benchmarks/accuracy.py --steps 1000
+
+writes a dated table (gap of the smoothed final loss to fp32, bytes per parameter) and the curves beside it, under
+benchmarks/results/. The test suite runs a short version of the same `train_curve`.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from api_schemas import DataSpec
+from api_schemas.levels import LEVELS
+from worker import initialize, memory_report
+from worker.data import TextData, load_text
+from worker.models import GPT, GPTConfig
+
+RESULTS = Path(__file__).parent / "results"
+LIMITS = {"O3": 0.007, "O3-split": 0.007, "O3-split-8bit": 0.007}
+DEFAULT_LIMIT = 0.005
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One network and one schedule, the same for every level."""
+
+    sizes: GPTConfig = GPTConfig(hidden_size=128, num_layers=6, num_heads=4, vocab_size=256, max_sequence_length=128)
+    batch_size: int = 16
+    steps: int = 1000
+    warmup_steps: int = 50
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    seed: int = 0
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then linear decay to zero."""
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        return self.learning_rate * warm * (1 - step / self.steps)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one level did."""
+
+    level: str
+    losses: list[float]
+    bytes_per_parameter: float
+    step_time_s: float
+
+    @property
+    def final_loss(self) -> float:
+        """The mean over the last tenth of the steps."""
+        return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
+
+
+def load_source_text(sequence_length: int) -> TextData:
+    """The Python source files of the standard library, as bytes."""
+    spec = DataSpec(path=sysconfig.get_path("stdlib"), include=("**/*.py",), exclude=("site-packages/**",))
+    return load_text(spec, sequence_length, seed=0)
+
+
+def train_curve(level: str, setting: Setting, data: TextData) -> Run:
+    """The training losses of one level."""
+    model = GPT(setting.sizes, seed=setting.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay
+    )
+    model, optimizer = initialize(model, optimizer, opt_level=level, seed=setting.seed)
+    losses: list[float] = []
+    step_times_s: list[float] = []
+    for step in range(setting.steps):
+        started_at = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = setting.learning_rate_at(step)
+        tokens_BT, targets_BT = data.train_batch(step * setting.batch_size, setting.batch_size)
+        optimizer.zero_grad()
+        loss = model.loss(tokens_BT, targets_BT)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        step_times_s.append(time.perf_counter() - started_at)
+    held = sum(memory_report(model, optimizer, converted_only=True).values())
+    return Run(level, losses, held / model.octet_report.num_converted_parameters, statistics.median(step_times_s))
+
+
+def gap(run: Run, reference: Run) -> float:
+    """Relative gap of the smoothed final loss; positive is worse."""
+    return run.final_loss / reference.final_loss - 1
+
+
+def table(runs: list[Run], setting: Setting) -> str:
+    """The report, in Markdown."""
+    num_parameters = GPT(setting.sizes).num_parameters
+    lines = [
+        f"# Accuracy of the levels, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python {' '.join(sys.argv)}` on {platform.machine()}, {torch.get_num_threads()} thread(s); "
+        f"torch {torch.__version__}, Python {platform.python_version()}.",
+        f"GPT of {num_parameters:,} parameters, {setting.steps} steps of {setting.batch_size} x "
+        f"{setting.sizes.max_sequence_length} bytes of the standard library's source, learning rate {setting.learning_rate}, "
+        f"seed {setting.seed}. Final loss: mean of the last tenth of the steps, nats per byte.",
+        "",
+        "| level | final loss | gap to fp32 | limit | bytes/param in converted layers | median step (s) |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for run in runs:
+        limit = LIMITS.get(run.level, DEFAULT_LIMIT)
+        lines.append(
+            f"| {run.level} | {run.final_loss:.4f} | {gap(run, runs[0]):+.2%} | {limit:.1%} "
+            f"| {run.bytes_per_parameter:.2f} | {run.step_time_s:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """The curves, and their distance from fp32's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    _, (curves, gaps) = plt.subplots(1, 2, figsize=(14, 5))
+    reference = smooth(runs[0].losses)
+    for run in runs:
+        smoothed = smooth(run.losses)
+        curves.plot(smoothed, label=run.level, linewidth=1)
+        gaps.plot([100 * (a / b - 1) for a, b in zip(smoothed, reference, strict=True)], label=run.level, linewidth=1)
+    curves.set(xlabel="step", ylabel="training loss (nats per byte, smoothed)", yscale="log")
+    gaps.set(xlabel="step", ylabel="gap to fp32 (%)", ylim=(-2, 2))
+    gaps.legend(ncols=2)
+    plt.tight_layout()
+    plt.savefig(path, dpi=120)
+
+
+def smooth(losses: list[float], decay: float = 0.95) -> list[float]:
+    """Exponential moving average, corrected for its start."""
+    average, weight, smoothed = 0.0, 0.0, []
+    for loss in losses:
+        average, weight = decay * average + (1 - decay) * loss, decay * weight + 1 - decay
+        smoothed.append(average / weight)
+    return smoothed
+
+
+def main() -> int:
+    """Run every level, print and write the report; 1 if a gap is above its limit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--levels", default=",".join(LEVELS), help="fp32 is always run, and first")
+    parser.add_argument("--name", default=f"{datetime.now(UTC):%Y-%m-%d}-accuracy")
+    options = parser.parse_args()
+    setting = Setting(steps=options.steps)
+    data = load_source_text(setting.sizes.max_sequence_length)
+    runs: list[Run] = []
+    for level in dict.fromkeys(["fp32", *options.levels.split(",")]):
+        runs.append(train_curve(level, setting, data))
+        sys.stderr.write(f"{level}: final loss {runs[-1].final_loss:.4f}, gap {gap(runs[-1], runs[0]):+.2%}\n")
+    report = table(runs, setting)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{options.name}.md").write_text(report + f"\n![curves]({options.name}.png)\n")
+    draw(runs, RESULTS / f"{options.name}.png")
+    sys.stdout.write(report)
+    return int(any(gap(run, runs[0]) > LIMITS.get(run.level, DEFAULT_LIMIT) for run in runs))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

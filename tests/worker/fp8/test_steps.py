@@ -1,0 +1,140 @@
+"""Between optimizer steps: sampled statistics that are true, and layers that go to bf16 by rule."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worker import fp8_statistics, initialize
+from worker.fp8.linear import Float8Linear
+from worker.fp8.statistics import measure
+from worker.fp8.steps import LayerDemoted
+from worker.kernels import dequantize, encode, quantize
+
+E4M3 = torch.float8_e4m3fn
+
+
+def make(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    return initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-4), **{"opt_level": "O2", **options})
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, input: Tensor) -> None:
+    model(input).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gaussian(seed: int = 0) -> Tensor:
+    return torch.randn(128, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def spiked() -> Tensor:
+    """One element that leaves the others less than half of E4M3's smallest number."""
+    values = gaussian()
+    values[0, 0] = 1e7
+    return values
+
+
+def test_gaussian_numbers_measure_as_theory_says() -> None:
+    values = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    amax, dequant_scale, overflow_ratio, underflow_ratio, sqnr_db = measure(values, *quantize(values, E4M3)).tolist()
+    assert amax == values.abs().max().item()
+    assert dequant_scale == 2.0**-6
+    assert overflow_ratio == 0
+    assert underflow_ratio < 1e-4
+    assert 31.0 < sqnr_db < 32.0
+
+
+def test_ratios_are_counts() -> None:
+    values = torch.tensor([1000.0, -1000.0, 448.0, 1e-5, -1e-5, 1e-5, 0.0, 1.0])
+    codes = encode(values, torch.ones(()), E4M3)
+    _, _, overflow_ratio, underflow_ratio, sqnr_db = measure(values, codes, torch.ones(())).tolist()
+    assert (overflow_ratio, underflow_ratio) == (2 / 8, 3 / 8)
+    noise = (values - dequantize(codes, torch.ones(()))).square().sum()
+    assert sqnr_db == pytest.approx((10 * torch.log10(values.square().sum() / noise)).item())
+    assert measure(torch.ones(4), *quantize(torch.ones(4), E4M3)).tolist()[-1] == 200
+
+
+def test_every_nth_step_is_sampled_for_every_layer_and_operand() -> None:
+    model, optimizer = make(statistics_every=3)
+    seen = []
+    for number in range(5):
+        step(model, optimizer, gaussian(number))
+        seen.append({sample.step for sample in fp8_statistics(model)})
+    assert seen == [{0}, {0}, {0}, {3}, {3}]
+    samples = fp8_statistics(model)
+    assert [(sample.layer, sample.operand) for sample in samples] == [
+        (layer, operand) for layer in ("0", "2") for operand in ("input", "weight", "grad_output")
+    ]
+    assert samples[0].amax == gaussian(3).abs().max().item()
+    assert all(20 < sample.sqnr_db < 40 for sample in samples)
+
+
+def test_evaluation_is_not_sampled() -> None:
+    model, optimizer = make(statistics_every=2)
+    step(model, optimizer, gaussian())
+    step(model, optimizer, gaussian())
+    model.eval()(gaussian(7))
+    model.train()
+    step(model, optimizer, gaussian(1))
+    assert fp8_statistics(model)[0].amax == gaussian(1).abs().max().item()
+
+
+def test_a_model_without_statistics_says_so() -> None:
+    with pytest.raises(ValueError, match="statistics_every"):
+        fp8_statistics(make()[0])
+
+
+def test_a_layer_that_breaks_a_limit_in_a_row_is_demoted_with_an_event() -> None:
+    events: list[LayerDemoted] = []
+    model, optimizer = make(statistics_every=1, demotion={"patience": 2}, on_event=events.append)
+    step(model, optimizer, spiked())
+    step(model, optimizer, gaussian())  # a good sample: the count starts again
+    step(model, optimizer, spiked())
+    assert events == []
+    step(model, optimizer, spiked())
+    assert [(event.step, event.layer, event.operand) for event in events] == [(3, "0", "input")]
+    assert events[0].reason.startswith("underflow_ratio 1 > 0.5")
+    assert isinstance(model[0], Float8Linear)
+    assert "all in bf16" in repr(model[0])
+    for _ in range(3):
+        step(model, optimizer, spiked())
+    assert len(events) == 1
+
+
+def test_a_demoted_layer_computes_in_bf16_and_still_trains_its_codes() -> None:
+    model, optimizer = make(statistics_every=1, demotion={"patience": 1})
+    layer = model[0]
+    step(model, optimizer, spiked())
+    assert layer.is_demoted
+    exact = gaussian() @ layer.weight_values().T + layer.bias
+    torch.testing.assert_close(layer(gaussian()), exact, rtol=2**-7, atol=2**-7)
+    before = layer.weight.clone()
+    step(model, optimizer, gaussian())
+    assert not torch.equal(layer.weight, before)
+    assert layer.weight.dtype == torch.float16
+
+
+def test_demotion_and_the_sampling_rhythm_survive_a_checkpoint() -> None:
+    options = {"statistics_every": 2, "demotion": {"patience": 1}}
+    model, optimizer = make(**options)
+    step(model, optimizer, spiked())
+    restored, _ = make(**options)
+    restored.load_state_dict(model.state_dict())
+    assert restored[0].is_demoted
+    assert not restored[2].is_demoted
+    assert not restored[2].input_scaling.is_sampled
+
+
+def test_a_copy_is_silent() -> None:
+    events: list[LayerDemoted] = []
+    pair = make(statistics_every=1, demotion={"patience": 1}, on_event=events.append)
+    twin, twin_optimizer = copy.deepcopy(pair)
+    step(twin, twin_optimizer, spiked())
+    assert twin[0].is_demoted
+    assert not pair[0][0].is_demoted
+    assert events == []
