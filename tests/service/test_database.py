@@ -1,0 +1,121 @@
+"""The database: migrations match the tables, transactions are whole, times and text come back as they went in."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+
+from api_schemas import AttemptState
+from service.db.engine import Database
+from service.db.tables import AttemptRow, Base
+from service.jobs import store
+from service.jobs.ids import is_id, new_id
+from tests.service.simulation import check_invariants
+from tests.service.world import World
+
+
+def test_the_migrations_make_the_tables_that_the_code_has(database: Database) -> None:
+    with database.read() as session:
+        context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_migrating_again_changes_nothing(database: Database) -> None:
+    database.migrate()
+    database.ping()
+
+
+def test_sqlite_is_set_up_to_lose_nothing(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/new/octet.db")
+    database.migrate()
+    with database.read() as session:
+        names = ("journal_mode", "synchronous", "foreign_keys")
+        found = [session.execute(text(f"PRAGMA {name}")).scalar() for name in names]
+    database.close()
+    assert found == ["wal", 2, 1]
+
+
+def test_another_database_is_refused() -> None:
+    with pytest.raises(ValueError, match="sqlite:///… or postgresql"):
+        Database("mysql://root@localhost/octet")
+
+
+def test_a_transaction_that_raises_leaves_nothing(world: World) -> None:
+    job_id = world.submit()
+
+    def fail() -> None:
+        with world.database.write() as session:
+            session.execute(text("UPDATE jobs SET name = 'changed'"))
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail()
+    assert world.job(job_id).name == "small"
+
+
+def test_one_live_attempt_per_job_is_a_rule_of_the_database(world: World) -> None:
+    job_id, rank = world.start()
+    second = AttemptRow(
+        id=new_id("att", world.clock.now()),
+        job_id=job_id,
+        epoch=2,
+        state=AttemptState.RESERVED,
+        pool="cpu",
+        workers=1,
+        created_at=world.clock.now(),
+    )
+
+    def add() -> None:
+        with world.database.write() as session:
+            session.add(second)
+
+    with pytest.raises(IntegrityError):
+        add()
+    assert [attempt.id for attempt in world.attempts(job_id)] == [rank.order.attempt_id]
+
+
+def test_moments_are_utc_on_both(world: World) -> None:
+    east = timezone(timedelta(hours=9))
+    world.clock.moment = datetime(2026, 3, 1, 8, 30, 0, 123456, tzinfo=east)
+    created = world.job(world.submit()).created_at
+    assert created == world.clock.moment
+    assert created.utcoffset() == timedelta(0)
+
+
+def test_writers_take_turns(world: World) -> None:
+    """Events of one job written by many threads at once have no gaps: each waits for the one before."""
+    job_id = world.submit()
+
+    def write(_: int) -> None:
+        with world.database.write() as session:
+            job = store.lock_job(session, job_id)
+            assert job is not None
+            store.add_event(session, job, world.clock.now(), "test.written", "by a thread")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(80)))
+    assert len(world.events(job_id)) == 81
+    check_invariants(world)
+
+
+def test_ids_sort_by_time_and_have_a_form() -> None:
+    early = datetime(2026, 1, 1, tzinfo=UTC)
+    ids = [new_id("job", early + timedelta(milliseconds=number)) for number in range(50)]
+    assert ids == sorted(ids)
+    assert all(is_id("job", each) for each in ids)
+    assert not is_id("att", ids[0])
+    assert not is_id("job", "job_../../../../etc/passwd0000")
+    assert not is_id("job", ids[0] + "\n")
+
+
+def test_postgres_time_is_the_server_s(database_url: str) -> None:
+    database = Database(database_url)
+    with database.read() as session:
+        here = datetime.now(UTC)
+        assert abs((database.now(session) - here).total_seconds()) < 60
+    database.close()

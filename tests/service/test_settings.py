@@ -1,0 +1,91 @@
+"""Settings refuse what would be unsafe or could not work."""
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from api_schemas import PoolConfig
+from service.settings import Settings
+
+KEY = "a key that is long enough"
+
+
+def refused(**values: object) -> str:
+    with pytest.raises(ValidationError) as caught:
+        Settings(**values)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_the_defaults_serve_this_machine_without_a_key(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    assert settings.is_loopback
+    assert settings.effective_database_url == f"sqlite:///{tmp_path}/octet.db"
+    assert settings.effective_report_url == "http://127.0.0.1:8000"
+    assert [pool.name for pool in settings.pools] == ["cpu"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "octet.example"])
+def test_another_address_than_loopback_needs_a_key_and_data_roots(tmp_path: Path, host: str) -> None:
+    assert "no API key is configured" in refused(data_dir=tmp_path, host=host)
+    assert "OCTET_DATA_ROOTS" in refused(data_dir=tmp_path, host=host, api_keys=(KEY,))
+    assert not Settings(data_dir=tmp_path, host=host, api_keys=(KEY,), data_roots=("/data",)).is_loopback
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
+def test_loopback_has_several_names(tmp_path: Path, host: str) -> None:
+    assert Settings(data_dir=tmp_path, host=host).is_loopback
+
+
+def test_a_short_key_is_refused_and_no_key_is_ever_shown(tmp_path: Path) -> None:
+    message = refused(data_dir=tmp_path, api_keys=("secret",))
+    assert "fewer than 16" in message
+    assert "secret" not in message
+    assert KEY not in repr(Settings(data_dir=tmp_path, api_keys=(KEY,)))
+
+
+def test_keys_come_from_a_file_and_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# for the demo\n{KEY}\n\n")
+    monkeypatch.setenv("OCTET_API_KEYS", "another key, one that is long; and a third one here".replace(";", ","))
+    settings = Settings(data_dir=tmp_path, api_keys_file=file, api_keys=("given directly, in code",))
+    assert len(settings.api_key_hashes) == 2
+    assert len(Settings(data_dir=tmp_path, api_keys=()).api_key_hashes) == 0
+    monkeypatch.setenv("OCTET_API_KEYS", f"{KEY},{KEY}2")
+    assert len(Settings(data_dir=tmp_path).api_key_hashes) == 2
+
+
+def test_folders_in_the_environment_are_separated_like_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTET_DATA_ROOTS", os.pathsep.join(["/data", "/more"]))
+    assert Settings(data_dir=tmp_path).readable_roots == (Path("/data"), Path("/more"))
+
+
+def test_pools_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "pools.yaml"
+    file.write_text("pools:\n- {name: h100, node_label: [pool, h100], slots: 8, accelerator: cuda}\n")
+    assert Settings(data_dir=tmp_path, pools_file=file).pools[0].accelerator == "cuda"
+    file.write_text("- {name: h100, slotz: 8}")
+    assert "slotz" in refused(data_dir=tmp_path, pools_file=file)
+    file.write_text("{")
+    assert "cannot be read as YAML" in refused(data_dir=tmp_path, pools_file=file)
+
+
+def test_pools_that_cannot_be(tmp_path: Path) -> None:
+    pool = PoolConfig(name="cpu", node_label=("pool", "cpu"), slots=1)
+    assert "no pool is configured" in refused(data_dir=tmp_path, pools=())
+    assert "got twice: cpu" in refused(data_dir=tmp_path, pools=(pool, pool))
+
+
+def test_a_data_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "not a folder" in refused(data_dir=file / "data")
+
+
+def test_a_heartbeat_that_cannot_keep_its_lease(tmp_path: Path) -> None:
+    assert "a third of lease_s" in refused(data_dir=tmp_path, lease_s=5)
+
+
+def test_unknown_settings_are_refused(tmp_path: Path) -> None:
+    assert "Extra inputs" in refused(data_dir=tmp_path, prot=1)
