@@ -63,16 +63,22 @@ _LEARNING = Row(
         ),
         Panel(
             "Gradient norm",
-            "Global L2 norm before clipping.",
+            "Global L2 norm before clipping, as last reported and as each rank has it: they must agree.",
             "short",
-            (Query(_reported("octet_job_gradient_norm"), "gradient norm"),),
+            (
+                Query(_reported("octet_job_gradient_norm"), "reported"),
+                Query(_by("rank", "octet_train_gradient_norm"), "rank {{rank}}"),
+            ),
             width=6,
         ),
         Panel(
             "Learning rate",
-            "Of the last step.",
+            "Of the last step, as last reported and as the ranks have it.",
             "sci",
-            (Query(_reported("octet_job_learning_rate"), "learning rate"),),
+            (
+                Query(_reported("octet_job_learning_rate"), "reported"),
+                Query(f"max(octet_train_learning_rate{_JOB})", "ranks"),
+            ),
             width=6,
         ),
         Panel(
@@ -158,7 +164,7 @@ _SPEED = Row(
             "s",
             (
                 Query(_by("phase", "octet_job_start_seconds"), "{{phase}}"),
-                Query(_reported("octet_job_queue_wait_seconds"), "queue"),
+                Query(_reported("octet_job_last_queue_wait_seconds"), "queue"),
             ),
             kind="bars",
         ),

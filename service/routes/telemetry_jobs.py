@@ -39,7 +39,7 @@ HELP = {
     "octet_job_remaining_seconds": "at the speed of the last step",
     "octet_job_attempts": "attempts that were placed",
     "octet_job_failures": "attempts that failed",
-    "octet_job_queue_wait_seconds": "from the queue to a slot, last attempt",
+    "octet_job_last_queue_wait_seconds": "from the queue to a slot, last attempt",
     "octet_job_start_seconds": "from the placement to each phase of the start, last attempt",
     "octet_job_last_report_timestamp_seconds": "when the job was last heard of, while it runs",
     "octet_job_started_timestamp_seconds": "when the job first began to train",
@@ -160,7 +160,7 @@ def _values(reported: Reported) -> Iterator[Value]:
 
 def _values_of_attempt(job: JobRow, attempt: AttemptRow) -> Iterator[Value]:
     if attempt.created_at >= job.queued_at:  # else it is back in the queue
-        yield "octet_job_queue_wait_seconds", (attempt.created_at - job.queued_at).total_seconds(), ()
+        yield "octet_job_last_queue_wait_seconds", (attempt.created_at - job.queued_at).total_seconds(), ()
     if attempt.last_report_at is not None and not attempt.state.is_terminal:
         yield "octet_job_last_report_timestamp_seconds", attempt.last_report_at.timestamp(), ()
     for phase in reports.START_PHASES:

@@ -1,0 +1,229 @@
+"""A real Prometheus over a real `octet serve` with real jobs: what the dashboards and rules are executed against.
+
+Also run by `make dashboards`, which draws the boards from what this sees. Series that no CPU machine has, those of GPUs,
+come from a small exporter beside it: a rank's own code over readings that a GPU could have given, and lines as DCGM's
+exporter writes them.
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from api_schemas import JobSpec
+from tests.e2e.octet_server import Server
+from worker.exporter import VitalsCollector
+from worker.vitals import Vitals
+
+ROOT = Path(__file__).parents[2]
+SCRAPE_S = 1
+DCGM = {
+    "DCGM_FI_DEV_POWER_USAGE": 412.5,
+    "DCGM_FI_DEV_FB_USED": 61_440.0,
+    "DCGM_FI_DEV_XID_ERRORS": 0.0,
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": 0.61,
+}
+
+
+class Missing(Exception):
+    """Prometheus is not installed here. The message says what to do."""
+
+
+class Prometheus:
+    """One process, scraping every second into a folder of its own."""
+
+    def __init__(self, folder: Path, octet_port: int, gpu_address: str) -> None:
+        for program in ("prometheus", "promtool"):
+            if shutil.which(program) is None:
+                raise Missing(f"missing: {program}. Install Debian's package `prometheus`, or run `make prometheus` as root.")
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._folder = folder
+        config = self._configured(octet_port, gpu_address)
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _configured(self, octet_port: int, gpu_address: str) -> dict[str, Any]:
+        """The committed configuration with faster scrapes, this server's port and the stand-in for a GPU."""
+        text = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
+        config: dict[str, Any] = yaml.safe_load(text.replace("127.0.0.1:8000", f"127.0.0.1:{octet_port}"))
+        config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
+        config["rule_files"] = [str(ROOT / "deploy/prometheus/rules/*.yml")]
+        for scrape in config["scrape_configs"]:
+            for discovery in scrape.get("http_sd_configs", ()):
+                discovery["refresh_interval"] = f"{SCRAPE_S}s"
+        dcgm = {"targets": [gpu_address], "labels": {"job_id": "gpu", "level": "O2", "pool": "h100", "rank": "0"}}
+        (self._folder / "targets").mkdir()
+        (self._folder / "targets/dcgm.yml").write_text(yaml.safe_dump([dcgm]))
+        return config
+
+    def __enter__(self) -> "Prometheus":
+        command = [
+            "prometheus", f"--config.file={self._folder / 'prometheus.yml'}", f"--storage.tsdb.path={self._folder / 'data'}",
+            f"--web.listen-address={urllib.parse.urlsplit(self.url).netloc}", "--log.level=warn",
+        ]  # fmt: skip
+        with (self._folder / "prometheus.log").open("wb") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.wait_for("vector(1)", timeout_s=30)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(30)
+
+    def instant(self, expr: str) -> list[dict[str, Any]]:
+        return self._get("query", query=expr)
+
+    def range(self, expr: str, start: float, end: float, step_s: float = SCRAPE_S) -> list[dict[str, Any]]:
+        return self._get("query_range", query=expr, start=start, end=end, step=step_s)
+
+    def wait_for(self, expr: str, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+        """Until the expression has a value."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if found := self.instant(expr):
+                    return found
+            except OSError:
+                pass  # it is not up yet
+            if time.monotonic() > deadline:
+                log = (self._folder / "prometheus.log").read_text()[-2000:]
+                raise AssertionError(f"no value within {timeout_s:g} s: {expr}\n{log}")
+            time.sleep(0.2)
+
+    def _get(self, what: str, **parameters: Any) -> list[dict[str, Any]]:
+        query = urllib.parse.urlencode(parameters)
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/v1/{what}?{query}", timeout=30) as answer:
+                body = json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{parameters['query']}: {error.read().decode()}") from error
+        result: list[dict[str, Any]] = body["data"]["result"]
+        return result if isinstance(result[0] if result else {}, dict) else [{"metric": {}, "value": result}]
+
+
+class Live:
+    """What ran: job ids by what they are for, the time in which they ran, what the exporters said in the middle."""
+
+    def __init__(self, prometheus: Prometheus, server: Server, start: float) -> None:
+        self.prometheus, self.server, self.start, self.end = prometheus, server, start, start
+        self.jobs: dict[str, str] = {}
+        self.exposed: dict[str, str] = {}
+
+    def run_jobs(self, corpus: Path) -> None:
+        """A job of two ranks at O2, which has all slots; then one at bf16-amp, and one whose text has gone by then."""
+        gone = corpus.with_name("gone")
+        shutil.copytree(corpus, gone)
+        self.jobs["O2"] = self.server.client.submit(spec(corpus, "O2", workers=2, steps=200)).id
+        self.jobs["bf16-amp"] = self.server.client.submit(spec(corpus, "bf16-amp", workers=1, steps=200)).id
+        self.jobs["fails"] = self.server.client.submit(spec(gone, "fp32", workers=1, steps=20)).id
+        shutil.rmtree(gone)
+        self.server.wait_for_step(self.jobs["O2"], 1)
+        self.prometheus.wait_for(f'octet_train_step{{job_id="{self.jobs["O2"]}", rank="1"}} > 50')
+        targets = json.loads(get(f"http://127.0.0.1:{self.server.port}/internal/v1/prometheus/targets"))
+        self.exposed["rank"] = get(f"http://{targets[0]['targets'][0]}/metrics")
+        self.exposed["api"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
+        for job_id in self.jobs.values():
+            self.server.finish(job_id)
+        time.sleep(3 * SCRAPE_S)  # the last values are scraped, and the rules have seen them
+        self.exposed["api at the end"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
+        self.end = time.time()
+
+    def filled_in(self, expr: str, job_id: str) -> str:
+        """A panel's expression as Grafana would send it."""
+        macros = {
+            "$__rate_interval": "15s",
+            "$__range": f"{max(60, round(self.end - self.start) + 10)}s",
+            "$job_id": job_id,
+            "$comparison": "live",
+            "$pool": ".*",
+        }
+        for macro, value in macros.items():
+            expr = expr.replace(macro, value)
+        return expr
+
+
+@contextmanager
+def running(folder: Path, corpus: Path) -> Iterator[Live]:
+    """Serve and train with Prometheus looking on; when this is entered, the jobs are over and all is still up."""
+    server = Server(folder / "octet")
+    with gpu_stand_in() as gpu_address, Prometheus(folder, server.port, gpu_address) as prometheus:
+        server.start()
+        try:
+            prometheus.wait_for('octet_jobs_hidden and on () up{job="octet-api"} == 1')
+            live = Live(prometheus, server, time.time())
+            live.run_jobs(corpus)
+            yield live
+        finally:
+            server.stop()
+
+
+def spec(corpus: Path, level: str, *, workers: int, steps: int) -> dict[str, Any]:
+    precision = {"level": level} | ({"statistics_every": 5} if level == "O2" else {})
+    return JobSpec.model_validate(
+        {
+            "name": f"live-{level.lower()}",
+            "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 256, "max_sequence_length": 64},
+            "precision": precision,
+            "data": {"source": "text", "path": str(corpus)},
+            "training": {
+                "steps": steps, "global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 64,
+                "eval_every": 40, "eval_batches": 2, "checkpoint_every": 40, "schedule": {"warmup_steps": 10},
+            },
+            "resources": {"workers": workers},
+            "labels": {"comparison": "live"},
+        }
+    ).model_dump(mode="json")  # fmt: skip
+
+
+class GpuNode(Collector):
+    """What the exporters of a GPU node would say."""
+
+    def collect(self) -> Iterator[Metric]:
+        vitals = Vitals()
+        vitals.set("octet_gpu_power_watts", 412.0)
+        vitals.set("octet_gpu_sm_clock_hertz", 1.98e9)
+        vitals.set("octet_gpu_temperature_celsius", 61.0)
+        vitals.set("octet_gpu_utilization_ratio", 0.97)
+        vitals.set("octet_train_flops_utilization_ratio", 0.41, "989 TFLOP/s dense bf16")
+        yield from VitalsCollector(vitals).collect()
+        for name, value in DCGM.items():
+            family = GaugeMetricFamily(name, "as DCGM's exporter has it", labels=["gpu", "Hostname"])
+            family.add_metric(["0", "node-1"], value)
+            yield family
+
+
+@contextmanager
+def gpu_stand_in() -> Iterator[str]:
+    registry = CollectorRegistry()
+    registry.register(GpuNode())
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,144 @@
+"""Every expression of every panel, annotation and rule, executed by a real Prometheus that watched real jobs."""
+
+import math
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.grafana.generate import BOARDS
+from deploy.grafana.model import Board
+from tests.observability.live import DCGM, ROOT, Live
+from worker.exporter import DROPPED, MAX_SERIES
+from worker.vitals import FAMILIES
+
+RULES: list[dict[str, Any]] = [
+    rule
+    for group in yaml.safe_load((ROOT / "deploy/prometheus/rules/octet.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+GPU_ONLY = {"octet_train_flops_utilization_ratio"} | {family.name for family in FAMILIES if "_gpu_" in family.name}
+FROM_PROMETHEUS = {"up", "scrape_duration_seconds"}
+UNUSED_ON_PURPOSE = {
+    "octet_job_info": "joins",
+    "process_virtual_memory_bytes": "prometheus-client's own",
+    "process_start_time_seconds": "prometheus-client's own",
+    "octet_http_request_duration_seconds_sum": "part of a histogram",
+    "octet_job_queue_wait_seconds_sum": "part of a histogram",
+    "octet_job_queue_wait_seconds_count": "part of a histogram",
+    "octet_event_loop_lag_seconds_sum": "part of a histogram",
+    "octet_event_loop_lag_seconds_count": "part of a histogram",
+    "octet_database_transaction_duration_seconds_sum": "part of a histogram",
+}
+
+
+def panel_queries() -> Iterator[Any]:
+    for board in BOARDS:
+        for panel in board.panels:
+            for number, query in enumerate(panel.queries):
+                yield pytest.param(query.expr, panel.needs, id=f"{board.uid}-{panel.title}-{number}")
+
+
+def test_the_jobs_went_as_they_should(live: Live) -> None:
+    states = {name: live.server.client.job(job_id).state.value for name, job_id in live.jobs.items()}
+    assert states == {"O2": "succeeded", "bf16-amp": "succeeded", "fails": "failed"}
+
+
+@pytest.mark.parametrize(("expr", "needs"), [*panel_queries()])
+def test_a_panel_has_data(live: Live, expr: str, needs: str) -> None:
+    job_id = "gpu" if needs == "gpu" else live.jobs["O2"]
+    assert has_data(live, live.filled_in(expr, job_id))
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_variables_and_annotations_have_values(live: Live, board: Board) -> None:
+    for variable in board.variables:
+        series, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable.query).groups()  # type: ignore[union-attr]
+        assert has_data(live, f"count by ({label}) ({series})"), variable
+    for annotation in board.annotations:
+        job_id = live.jobs["fails" if annotation.name == "Failure" else "O2"]
+        expr = live.filled_in(annotation.expr, job_id)
+        assert has_data(live, expr) or annotation.name == "Attempt", annotation
+        assert has_data(live, expr.replace(" > 0", "")), annotation
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if "record" in rule], ids=lambda rule: rule["record"])
+def test_a_recording_rule_has_data(live: Live, rule: dict[str, Any]) -> None:
+    assert has_data(live, rule["record"])
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if "alert" in rule], ids=lambda rule: rule["alert"])
+def test_an_alert_is_over_series_that_exist_and_is_quiet_here(live: Live, rule: dict[str, Any]) -> None:
+    for name in metrics_in(rule["expr"]):
+        assert has_data(live, name), name
+    assert live.prometheus.instant(f'ALERTS{{alertname="{rule["alert"]}", alertstate="firing"}}') == []
+
+
+def test_what_panels_and_rules_name_is_what_the_code_has(live: Live) -> None:
+    """Both ways: nothing is shown that nobody measures, and nothing is measured that nobody is shown."""
+    exposed = {line.partition("{")[0].split()[0] for text in live.exposed.values() for line in samples(text)}
+    known = exposed | {family.name for family in FAMILIES} | {DROPPED} | FROM_PROMETHEUS | set(DCGM)
+    known |= {rule["record"] for rule in RULES if "record" in rule}
+    expressions = [rule["expr"] for rule in RULES]
+    for board in BOARDS:
+        expressions += [query.expr for panel in board.panels for query in panel.queries]
+        expressions += [annotation.expr for annotation in board.annotations]
+        expressions += [variable.query for variable in board.variables]
+    named = {name for expr in expressions for name in metrics_in(expr)}
+    assert named - known == set(), "named in a panel or rule, and nothing exposes it"
+    unused = known - named - set(UNUSED_ON_PURPOSE) - FROM_PROMETHEUS
+    unused = {name for name in unused if not name.endswith("_created")}  # prometheus-client's own, beside every counter
+    assert unused == set(), "exposed, and no panel or rule shows it"
+
+
+def test_the_rank_told_everything_that_a_cpu_can_tell(live: Live) -> None:
+    told = {line.partition("{")[0].split()[0] for line in samples(live.exposed["rank"])}
+    assert told == {family.name for family in FAMILIES} - GPU_ONLY | {DROPPED}
+    assert len(list(samples(live.exposed["rank"]))) <= MAX_SERIES
+
+
+def test_discovery_labels_every_rank(live: Live) -> None:
+    found = live.prometheus.instant(f'last_over_time(octet_train_step{{job_id="{live.jobs["O2"]}"}}[10m])')
+    labels = [series["metric"] for series in found]
+    assert {entry["rank"] for entry in labels} == {"0", "1"}
+    for entry in labels:
+        assert entry["job"] == "octet-rank"
+        assert (entry["pool"], entry["level"]) == ("cpu", "O2")
+        assert entry["attempt"].startswith("att_")
+
+
+def test_series_of_an_ended_job_are_gone(live: Live) -> None:
+    live.prometheus.wait_for(f'absent(octet_train_step{{job_id="{live.jobs["O2"]}"}})', timeout_s=30)
+    live.prometheus.wait_for('absent(up{job="octet-rank"})', timeout_s=30)
+
+
+@pytest.mark.parametrize("exporter", ["rank", "api", "api at the end"])
+def test_promtool_has_nothing_to_say_about_the_metrics(live: Live, promtool: str, exporter: str) -> None:
+    answer = subprocess.run([promtool, "check", "metrics"], input=live.exposed[exporter], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr == ""
+
+
+def samples(text: str) -> Iterator[str]:
+    return (line for line in text.splitlines() if line and not line.startswith("#"))
+
+
+def has_data(live: Live, expr: str) -> bool:
+    """Whether the expression has a number at some moment of the run."""
+    found = live.prometheus.range(expr, live.start, live.end + 2)
+    values = [float(value) for series in found for _, value in series["values"]]
+    return any(not math.isnan(value) for value in values)
+
+
+def metrics_in(expr: str) -> set[str]:
+    """Names of metrics: words that are not functions, keywords, labels or inside quotes, braces, or grouping."""
+    bare = re.sub(r'"[^"]*"', "", expr)
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", bare)
+    bare = re.sub(r"\b(by|on|group_left|without|ignoring)\s*\([^)]*\)", " ", bare)
+    bare = re.sub(r"label_values\((.+), \w+\)", r"\1", bare)
+    return {
+        word for word in re.findall(r"[A-Za-z_][\w:]*", bare) if re.match(r"octet_|process_|DCGM_|up$|scrape_|\w+:octet", word)
+    }
