@@ -36,7 +36,7 @@ from worker.errors import Cancelled, NonFiniteLoss, Stopped
 from worker.fp8.convert import ConversionReport
 from worker.fp8.steps import LayerDemoted
 from worker.models import GPT, GPTConfig
-from worker.parallel import Ranks, average_gradients, broadcast_parameters
+from worker.parallel import Ranks, average_gradients, broadcast_parameters, share_scaling
 from worker.report import Reporter
 from worker.vitals import Vitals
 
@@ -130,6 +130,7 @@ class Trainer:
             loss_sum, data_wait_s = self._forward_backward()
         with self.vitals.timed("communication"):
             average_gradients(self.model.parameters(), self.ranks)
+            share_scaling(self.model, self.ranks)
         with self.vitals.timed("optimizer"):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
             self.optimizer.step()

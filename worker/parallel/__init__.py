@@ -2,5 +2,6 @@
 
 from worker.parallel.data_parallel import average_gradients, broadcast_parameters
 from worker.parallel.ranks import Ranks
+from worker.parallel.scaling import share_scaling
 
-__all__ = ["Ranks", "average_gradients", "broadcast_parameters"]
+__all__ = ["Ranks", "average_gradients", "broadcast_parameters", "share_scaling"]
