@@ -44,6 +44,12 @@ _LEVEL_OF_MIXED_PRECISION = {"no": "fp32", "fp16": "fp16-amp", "bf16": "bf16-amp
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 
 
+def is_accelerate(document: Mapping[str, Any]) -> bool:
+    """Whether a `precision` is written in Accelerate's words rather than in ours."""
+    known = {"fp8_config", "mixed_precision"}.union(*_KEYS.values())
+    return "level" not in document and any(_spelling(key) in known for key in document)
+
+
 def precision_from_accelerate(document: Mapping[str, Any]) -> PrecisionSpec:
     """The precision of an `fp8_config` block, or of a whole Accelerate `config.yaml`. ValueError says which key to change."""
     if "fp8_config" not in document and "mixed_precision" not in document:
@@ -78,8 +84,7 @@ def _canonical(block: Mapping[str, Any]) -> dict[str, Any]:
     known = sorted(frozenset[str]().union(*_KEYS.values()))
     options: dict[str, Any] = {}
     for written, value in block.items():
-        key = str(written).lower().lstrip("-").replace("-", "_").removeprefix("accelerate_").removeprefix("fp8_")
-        key = _ALIASES.get(key, key)
+        key = _spelling(written)
         if key not in known:
             close = get_close_matches(key, known, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
@@ -88,6 +93,12 @@ def _canonical(block: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{written!r} sets {key!r} a second time in fp8_config. Remove one of the two.")
         options[key] = value
     return options
+
+
+def _spelling(written: object) -> str:
+    key = str(written).lower().lstrip("-").replace("-", "_").removeprefix("accelerate_")
+    key = key if key == "fp8_config" else key.removeprefix("fp8_")
+    return _ALIASES.get(key, key)
 
 
 def _backend(options: Mapping[str, Any]) -> str:

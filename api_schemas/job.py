@@ -1,9 +1,11 @@
 """A job: what is asked (`JobSpec`) and what is shown (`Job`)."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from api_schemas.accelerate import is_accelerate, precision_from_accelerate
 from api_schemas.base import Contract, Timestamp, refusal
 from api_schemas.data import DataSpec
 from api_schemas.model import ModelSizes, ModelSpec
@@ -37,6 +39,19 @@ class JobSpec(Contract):
     priority: int = Field(default=50, ge=0, le=100, description="100 goes first")
     retry: RetrySpec = RetrySpec()
     labels: Labels = Field(default_factory=dict, max_length=64)
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _read_accelerate(cls, precision: Any) -> Any:
+        """An Accelerate `fp8_config` block, or its whole config.yaml, is taken as it stands."""
+        if not isinstance(precision, Mapping) or not is_accelerate(precision):
+            return precision
+        try:
+            return precision_from_accelerate(precision)
+        except ValidationError:
+            raise
+        except ValueError as error:
+            raise refusal("", got=dict(precision), allowed="an Accelerate FP8 configuration", change=str(error)) from None
 
     @property
     def micro_batch_size(self) -> int:

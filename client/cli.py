@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from client import cli_jobs, cli_server, cli_show
+from client import cli_import, cli_jobs, cli_server, cli_show
 from client.cli_options import exit_status
 from client.errors import OctetError
 from client.terminal import Terminal
@@ -61,7 +61,15 @@ def build_app() -> typer.Typer:
     }
     for name, command in commands.items():
         app.command(name)(command)
+    imports = typer.Typer(help="Write a job file from another project's configuration.", no_args_is_help=True)
+    imports.command("accelerate")(cli_import.accelerate)
+    imports.callback()(_only_subcommands)
+    app.add_typer(imports, name="import")
     return app
+
+
+def _only_subcommands() -> None:
+    """Keep `octet import` a group though it has one command."""
 
 
 def version() -> None:
