@@ -34,7 +34,7 @@ DEFAULT_LIMIT = 0.005
 class Setting:
     """One network and one schedule, the same for every level."""
 
-    sizes: GPTConfig = GPTConfig(hidden_size=128, num_layers=6, num_heads=4, vocab_size=256, max_sequence_length=128)
+    sizes: GPTConfig
     batch_size: int = 16
     steps: int = 1000
     warmup_steps: int = 50
@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--levels", default=",".join(LEVELS), help="fp32 is always run, and first")
     parser.add_argument("--name", default=f"{datetime.now(UTC):%Y-%m-%d}-accuracy")
     options = parser.parse_args()
-    setting = Setting(steps=options.steps)
+    setting = Setting(GPTConfig(128, 6, 4, vocab_size=256, max_sequence_length=128), steps=options.steps)
     data = load_source_text(setting.sizes.max_sequence_length)
     runs: list[Run] = []
     for level in dict.fromkeys(["fp32", *options.levels.split(",")]):

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from api_schemas.recipe import GemmName
 from worker import kernels
-from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8
+from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8, open_port
 from worker.fp8.half import half_matmul
 from worker.fp8.operand import Codes, OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
@@ -70,7 +70,8 @@ class Float8Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         input_TK = input.reshape(-1, self.in_features)
-        output_TN = Float8Products.apply(input_TK, self.weight, self.weight_dequant_scale, self)
+        weight_NK = self._gradient_port if torch.compiler.is_compiling() and self.weight.requires_grad else self.weight
+        output_TN = Float8Products.apply(input_TK, weight_NK, self.weight_dequant_scale, self)
         if self.bias is not None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         return output_TN.reshape(*input.shape[:-1], self.out_features)
@@ -136,7 +137,8 @@ class Float8Linear(nn.Module):
     def _prepare_gradient(self) -> None:
         if self.weight_dequant_scale is not None:
             self.weight.grad_dtype = torch.float32
-        if self.gradient_position is not None:
+        self._gradient_port = self.weight if self.weight_dequant_scale is None else open_port(self.weight)
+        if self.gradient_position is not None and self.weight.requires_grad:
             keep_gradient_in_fp8(self.weight, self.gradient_position)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,7 +154,9 @@ class Float8Linear(nn.Module):
                 f"a converted layer holds its weight as {probe.dtype} codes and cannot be cast; allowed: another "
                 "device. Cast the model before worker.initialize."
             )
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        self._prepare_gradient()
+        return self
 
 
 class Float8Products(torch.autograd.Function):
