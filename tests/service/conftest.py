@@ -121,9 +121,18 @@ def world(
     return World(database, clock, settings, launcher, JobSpec.model_validate(spec_document))
 
 
+@pytest.fixture(scope="session")
+def openapi_document(fast_dir: Path) -> dict[str, Any]:
+    database = Database(f"sqlite:///{fast_dir}/none.db")
+    document = create_app(Settings(data_dir=fast_dir / "none"), database=database).openapi()
+    database.close()
+    return document
+
+
 @pytest.fixture
-def client(world: World) -> Iterator[TestClient]:
+def client(world: World, openapi_document: dict[str, Any]) -> Iterator[TestClient]:
     """HTTP requests to an app over the world's database. A bug of ours is a 500, as it is for a user."""
     app = create_app(world.settings, database=world.database)
+    app.openapi_schema = openapi_document  # the same for every app, and slow to make
     with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:
         yield client

@@ -1,0 +1,243 @@
+"""The API of jobs: submit once, list in pages, cancel, and refuse with the field to change."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from api_schemas import ErrorCode, Job, JobState, Page, Problem, ValidatedJob
+from tests.service.world import World
+
+Document = dict[str, Any]
+
+
+def problem_of(response: Any, status: int) -> Problem:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = Problem.model_validate_json(response.content)
+    assert problem.status == status
+    assert "Traceback" not in response.text
+    return problem
+
+
+def test_submit_stores_the_job_and_says_where(client: TestClient, world: World, spec_document: Document) -> None:
+    response = client.post("/v1/jobs", json=spec_document)
+    assert response.status_code == 201
+    job = Job.model_validate_json(response.content)
+    assert response.headers["location"] == f"/v1/jobs/{job.id}"
+    assert job.state is JobState.QUEUED
+    assert job.queue is not None
+    assert job.queue.position == 1
+    assert client.get(response.headers["location"]).json() == response.json()
+    assert world.events(job.id)[0].type == "job.accepted"
+
+
+def test_the_same_key_and_body_give_the_same_job(client: TestClient, world: World, spec_document: Document) -> None:
+    headers = {"Idempotency-Key": "one"}
+    first = client.post("/v1/jobs", json=spec_document, headers=headers)
+    again = client.post("/v1/jobs", json=spec_document, headers=headers)
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert again.json()["id"] == first.json()["id"]
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["idempotent-replayed"] == "true"
+    assert len(world.all_jobs()) == 1
+
+
+def test_the_same_key_for_another_body_is_refused(client: TestClient, spec_document: Document) -> None:
+    headers = {"Idempotency-Key": "one"}
+    client.post("/v1/jobs", json=spec_document, headers=headers)
+    problem = problem_of(client.post("/v1/jobs", json=spec_document | {"priority": 1}, headers=headers), 422)
+    assert problem.code is ErrorCode.IDEMPOTENCY_MISMATCH
+
+
+def test_a_key_is_forgotten_after_a_day(client: TestClient, world: World, spec_document: Document) -> None:
+    headers = {"Idempotency-Key": "one"}
+    client.post("/v1/jobs", json=spec_document, headers=headers)
+    world.clock.turn(24 * 3600 + 1)
+    assert client.post("/v1/jobs", json=spec_document | {"priority": 1}, headers=headers).status_code == 201
+
+
+def test_a_replay_needs_no_data_any_more(client: TestClient, spec_document: Document, tmp_path_factory: Any) -> None:
+    folder = tmp_path_factory.mktemp("short_lived")
+    for number in range(2):
+        (folder / f"{number}.txt").write_text("some text\n" * 100)
+    spec = spec_document | {"data": {"path": str(folder)}}
+    first = client.post("/v1/jobs", json=spec, headers={"Idempotency-Key": "one"})
+    (folder / "0.txt").unlink()
+    again = client.post("/v1/jobs", json=spec, headers={"Idempotency-Key": "one"})
+    assert again.json()["id"] == first.json()["id"]
+
+
+def test_requests_with_one_key_at_once_make_one_job(client: TestClient, world: World, spec_document: Document) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(
+            threads.map(lambda _: client.post("/v1/jobs", json=spec_document, headers={"Idempotency-Key": "one"}), range(16))
+        )
+    assert {answer.status_code for answer in answers} == {201}
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    assert len([answer for answer in answers if "idempotent-replayed" not in answer.headers]) == 1
+    assert len(world.all_jobs()) == 1
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "x" * 256])
+def test_a_key_that_cannot_be_is_refused(client: TestClient, spec_document: Document, key: str) -> None:
+    problem_of(client.post("/v1/jobs", json=spec_document, headers={"Idempotency-Key": key}), 422)
+
+
+def test_validate_says_what_the_job_would_run_as_and_stores_nothing(
+    client: TestClient, world: World, spec_document: Document
+) -> None:
+    response = client.post("/v1/jobs/validate", json=spec_document)
+    validated = ValidatedJob.model_validate_json(response.content)
+    assert validated.num_parameters == validated.sizes.num_parameters > 0
+    assert validated.tokens_per_step == 4 * 32
+    assert validated.spec.training.optimizer.name == "adamw"
+    assert world.all_jobs() == []
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/jobs/validate"])
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        ({"precision": {"level": "02"}}, "precision.level", "with the letter O"),
+        ({"precision": {"level": "bf61-amp"}}, "precision.level", "Did you mean 'bf16-amp'?"),
+        ({"modle": {}}, "modle", "Did you mean 'model'?"),
+        ({"model": {"preset": "gpt-tiny", "num_heads": 3}}, "model.num_heads", "Change model.num_heads or model.hidden_size"),
+        ({"resources": {"pool": "cup"}}, "resources.pool", "Did you mean 'cpu'?"),
+        ({"resources": {"workers": 4}}, "resources.workers", "Lower resources.workers"),
+        ({"data": {"path": "/no/such/folder"}}, "data.path", "Nothing of that kind is there"),
+        ({"labels": {"team": "a\0b"}}, "labels.team", "Change labels.team"),
+        ({"name": "a/b"}, "name", "Change name"),
+    ],
+)
+def test_a_bad_spec_is_refused_with_what_to_change(
+    client: TestClient, world: World, spec_document: Document, path: str, change: Document, field: str, words: str
+) -> None:
+    problem = problem_of(client.post(path, json=spec_document | change), 422)
+    assert problem.code is ErrorCode.INVALID_REQUEST
+    assert [error.field for error in problem.errors] == [field]
+    assert words in problem.errors[0].message
+    assert problem.errors[0].allowed
+    assert world.all_jobs() == []
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [
+        (b"{", "application/json"),
+        (b"", "application/json"),
+        (b"[" * 100_000, "application/json"),
+        (b'{"priority": ' + b"9" * 5000 + b"}", "application/json"),
+        (b"\xff\xfe", "application/json"),
+        (b"name: small\n", "application/yaml"),
+        (b"name=small", "application/x-www-form-urlencoded"),
+    ],
+)
+def test_what_is_not_json_is_refused(client: TestClient, body: bytes, content_type: str) -> None:
+    response = client.post("/v1/jobs", content=body, headers={"Content-Type": content_type})
+    assert response.status_code in {400, 422}, response.text
+    problem_of(response, response.status_code)
+
+
+def test_a_body_that_is_too_large_is_refused_however_it_comes(client: TestClient) -> None:
+    headers = {"Content-Type": "application/json"}
+    for content in (b" " * 1_100_000, iter([b" " * 600_000] * 2)):
+        problem = problem_of(client.post("/v1/jobs", content=content, headers=headers), 413)
+        assert problem.code is ErrorCode.PAYLOAD_TOO_LARGE
+
+
+def test_pages_stay_put_while_jobs_arrive(client: TestClient, world: World) -> None:
+    made = []
+    for _ in range(5):
+        world.clock.turn(0.01)
+        made.append(world.submit())
+    first = Page[Job].model_validate_json(client.get("/v1/jobs?limit=2").content)
+    assert [job.id for job in first.data] == [made[4], made[3]]
+    assert first.has_more
+    world.clock.turn(0.01)
+    world.submit()
+    second = client.get(f"/v1/jobs?limit=2&after={first.last_id}").json()
+    assert [job["id"] for job in second["data"]] == [made[2], made[1]]
+    last = client.get(f"/v1/jobs?limit=2&after={second['last_id']}").json()
+    assert [job["id"] for job in last["data"]] == [made[0]]
+    assert last["has_more"] is False
+
+
+def test_filters(client: TestClient, world: World) -> None:
+    plain = world.submit()
+    named = world.submit(name="other", labels={"team": "research", "url": "a:b"})
+    gpu = world.submit(pool="h100")
+    world.cancel(plain)
+
+    def found(query: str) -> set[str]:
+        return {job["id"] for job in client.get(f"/v1/jobs?{query}").json()["data"]}
+
+    assert found("name=other") == {named}
+    assert found("pool=h100") == {gpu}
+    assert found("state=cancelled") == {plain}
+    assert found("state=cancelled&state=queued") == {plain, named, gpu}
+    assert found("label=team:research&label=url:a:b") == {named}
+    assert found("label=team:research&label=url:c") == set()
+    assert found("label=team:research&pool=h100") == set()
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=x", "limit"),
+        ("state=queud", "state.0"),
+        ("stat=queued", "stat"),
+        ("label=team", "label.0"),
+        ("after=job_1", "after"),
+        ("name=%00", "name"),
+        ("pool=%00", "pool"),
+    ],
+)
+def test_a_bad_query_is_refused(client: TestClient, query: str, field: str) -> None:
+    problem = problem_of(client.get(f"/v1/jobs?{query}"), 422)
+    assert [error.field for error in problem.errors] == [field]
+
+
+def test_no_route_takes_unknown_parameters(client: TestClient, world: World) -> None:
+    job_id = world.submit()
+    for path in ("/healthz", "/v1/levels", f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}/events", "/metrics"):
+        assert problem_of(client.get(f"{path}?verbose=1"), 422).errors[0].field == "verbose"
+
+
+@pytest.mark.parametrize("job_id", ["job_01kg9ys7g0zn9d2mqxrybeyjtc", "job_x", "..%2f..%2fetc", "job_%00", "é" * 30])
+@pytest.mark.parametrize("part", ["", "/events", "/logs", "/metrics", "/checkpoints", "/attempts"])
+def test_a_job_that_is_not_there(client: TestClient, job_id: str, part: str) -> None:
+    assert problem_of(client.get(f"/v1/jobs/{job_id}{part}"), 404).code is ErrorCode.NOT_FOUND
+
+
+def test_cancel_is_idempotent_until_the_job_is_over(client: TestClient, world: World) -> None:
+    job_id, rank = world.start()
+    for _ in range(2):
+        response = client.post(f"/v1/jobs/{job_id}/cancel")
+        assert response.status_code == 202
+        assert response.json()["state"] == "cancelling"
+    assert [event.type for event in world.events(job_id)].count("job.cancelling") == 1
+    rank.succeed()
+    problem = problem_of(client.post(f"/v1/jobs/{job_id}/cancel"), 409)
+    assert problem.code is ErrorCode.ILLEGAL_TRANSITION
+    assert "succeeded" in problem.detail
+    problem_of(client.post("/v1/jobs/job_01kg9ys7g0zn9d2mqxrybeyjtc/cancel"), 404)
+
+
+def test_a_waiting_job_says_why(client: TestClient, world: World) -> None:
+    world.submit(workers=2)
+    world.dispatch()
+    waiting = client.get(f"/v1/jobs/{world.submit()}").json()["queue"]
+    assert waiting == {"position": 1, "why": "needs 1 slots of pool 'cpu'; 0 of 2 are free"}
+
+
+def test_progress_is_what_was_last_reported(client: TestClient, world: World) -> None:
+    job_id, rank = world.start()
+    rank.train(1, 2)
+    progress = client.get(f"/v1/jobs/{job_id}").json()["progress"]
+    assert (progress["step"], progress["steps"], progress["loss"]) == (2, 4, 2.5)
+    assert progress["tokens_per_s"] == 256
+    assert progress["remaining_s"] == 1.0

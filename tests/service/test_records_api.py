@@ -1,0 +1,117 @@
+"""What a job leaves behind, as pages and as streams."""
+
+import json
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from api_schemas import CheckpointReport, EvaluationReport, LogReport
+from tests.service.world import Rank, World, step
+
+
+def save(number: int) -> CheckpointReport:
+    return CheckpointReport(step=number, name=f"step_{number:010}", num_bytes=10, sha256="a" * 64, loss=1.0)
+
+
+@pytest.fixture
+def trained(world: World) -> tuple[str, Rank]:
+    """A job that has trained three steps, saved twice, evaluated once and said a few words."""
+    job_id, rank = world.start()
+    rank.send(step(1), step(2), EvaluationReport(step=2, loss=2.0, tokens=64), save(2), step(3), save(3))
+    rank.send(*[LogReport(level="INFO", message=f"line {number}") for number in range(5)])
+    return job_id, rank
+
+
+def test_metrics(client: TestClient, trained: tuple[str, Rank]) -> None:
+    job_id, _ = trained
+    page = client.get(f"/v1/jobs/{job_id}/metrics?limit=2").json()
+    assert [point["step"] for point in page["data"]] == [1, 2]
+    assert (page["has_more"], page["last_id"]) == (True, "2")
+    assert page["data"][1]["evaluation_perplexity"] == pytest.approx(7.389056)
+    assert page["data"][0]["evaluation_loss"] is None
+    assert page["data"][0]["tokens_per_s"] == 256
+    rest = client.get(f"/v1/jobs/{job_id}/metrics?after=2").json()
+    assert [point["step"] for point in rest["data"]] == [3]
+
+
+def test_an_evaluation_beyond_floats_has_no_perplexity(client: TestClient, world: World) -> None:
+    job_id, rank = world.start()
+    rank.send(step(1), EvaluationReport(step=1, loss=1e6, tokens=1))
+    assert client.get(f"/v1/jobs/{job_id}/metrics").json()["data"][0]["evaluation_perplexity"] is None
+
+
+def test_events_and_logs_in_pages(client: TestClient, trained: tuple[str, Rank]) -> None:
+    job_id, _ = trained
+    for part in ("events", "logs"):
+        seen: list[int] = []
+        after = "0"
+        while True:
+            page = client.get(f"/v1/jobs/{job_id}/{part}?limit=2&after={after}").json()
+            seen += [item["seq"] for item in page["data"]]
+            if not page["has_more"]:
+                break
+            after = page["last_id"]
+        assert seen == list(range(1, len(seen) + 1))
+        assert len(seen) >= 5
+
+
+def test_checkpoints_and_attempts(client: TestClient, trained: tuple[str, Rank]) -> None:
+    job_id, rank = trained
+    page = client.get(f"/v1/jobs/{job_id}/checkpoints?limit=1").json()
+    assert [item["step"] for item in page["data"]] == [2]
+    rest = client.get(f"/v1/jobs/{job_id}/checkpoints?after={page['last_id']}").json()
+    assert [item["step"] for item in rest["data"]] == [3]
+    attempts = client.get(f"/v1/jobs/{job_id}/attempts").json()["data"]
+    assert [item["id"] for item in attempts] == [rank.order.attempt_id]
+    assert attempts[0]["node"] == "node-1"
+    assert client.get(f"/v1/jobs/{job_id}/attempts?after={rank.order.attempt_id}").json()["data"] == []
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "attempts"])
+@pytest.mark.parametrize("after", ["x", "%00", "ckpt_01kg9ys7g0zn9d2mqxrybeyjtc"])
+def test_a_cursor_that_names_nothing_is_refused(client: TestClient, trained: tuple[str, Rank], part: str, after: str) -> None:
+    assert client.get(f"/v1/jobs/{trained[0]}/{part}?after={after}").status_code == 422
+
+
+@pytest.mark.parametrize("after", ["-1", "x", "9" * 30])
+def test_a_cursor_that_is_no_number_is_refused(client: TestClient, trained: tuple[str, Rank], after: str) -> None:
+    for part in ("events", "logs", "metrics"):
+        assert client.get(f"/v1/jobs/{trained[0]}/{part}?after={after}").status_code == 422
+
+
+def messages(text: str) -> list[dict[str, Any]]:
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
+    fields = [dict(line.split(": ", 1) for line in block.split("\n")) for block in blocks]
+    return [{**json.loads(each["data"]), "number": int(each["id"]), "name": each["event"]} for each in fields]
+
+
+@pytest.mark.parametrize(("part", "name"), [("events", "event"), ("logs", "log_line")])
+def test_a_stream_has_everything_and_ends_with_the_job(
+    client: TestClient, trained: tuple[str, Rank], part: str, name: str
+) -> None:
+    job_id, rank = trained
+    rank.succeed()
+    headers = {"Accept": "text/event-stream"}
+    response = client.get(f"/v1/jobs/{job_id}/{part}", headers=headers)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    everything = messages(response.text)
+    assert [each["number"] for each in everything] == list(range(1, len(everything) + 1))
+    assert {each["name"] for each in everything} == {name}
+    resumed = messages(client.get(f"/v1/jobs/{job_id}/{part}", headers=headers | {"Last-Event-ID": "3"}).text)
+    assert resumed == everything[3:]
+
+
+def test_a_stream_goes_on_while_the_job_runs(client: TestClient, trained: tuple[str, Rank]) -> None:
+    """The stream is open when the last line comes; it still has it, and then ends."""
+    job_id, rank = trained
+    with client.stream("GET", f"/v1/jobs/{job_id}/logs", headers={"Accept": "text/event-stream"}) as response:
+        rank.send(LogReport(level="INFO", message="the last words"))
+        rank.succeed()
+        text = "".join(response.iter_text())
+    assert messages(text)[-1]["message"] == "the last words"
+
+
+def test_a_stream_of_nothing_is_refused(client: TestClient) -> None:
+    response = client.get("/v1/jobs/job_01kg9ys7g0zn9d2mqxrybeyjtc/events", headers={"Accept": "text/event-stream"})
+    assert response.status_code == 404
