@@ -93,6 +93,13 @@ class PrecisionSpec(Contract):
                 allowed=f"what torchao has: {named}",
                 change="Set precision.recipe to one of these, or precision.level to te.",
             )
+        if self.torchao is not None and self.torchao.fsdp_float8_all_gather and self.torchao_recipe != "tensorwise":
+            raise refusal(
+                "torchao",
+                got=f"fsdp_float8_all_gather with {self.torchao_recipe}",
+                allowed="fsdp_float8_all_gather with tensor scales",
+                change="Set torchao.fsdp_float8_all_gather to false, or remove precision.recipe.",
+            )
         return self
 
     def _out_of_place(self, field: str, levels: str) -> Exception:

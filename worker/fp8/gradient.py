@@ -103,6 +103,7 @@ def open_port(parameter: nn.Parameter) -> Tensor:
 def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
     """Do with the gradient what autograd does with one that comes straight to the parameter."""
     gradient, port.grad = port.grad, None
+    assert gradient is not None
     if parameter.grad is None:
         parameter.grad = gradient
     else:

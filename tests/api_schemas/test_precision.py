@@ -1,0 +1,53 @@
+"""A precision is a row of the table, and what may be changed about it."""
+
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from api_schemas.levels import LEVELS
+from api_schemas.precision import LevelName, PrecisionSpec
+from api_schemas.problem import explain
+
+
+def test_the_names_of_the_schema_are_those_of_the_table() -> None:
+    assert get_args(LevelName) == tuple(LEVELS)
+    assert all(row.name == name for name, row in LEVELS.items())
+
+
+def test_the_table_promises_what_numerics_md_does() -> None:
+    promised = {name: row.bytes_per_parameter for name, row in LEVELS.items() if row.bytes_per_parameter != 16}
+    assert promised == {"O1": 11.1, "O2": 6.2, "O3": 7.2, "O3-split": 6.2, "O2-8bit": 5.2, "O3-split-8bit": 5.2}
+    assert all((row.recipe is not None) == (row.gemm == "fp8") for row in LEVELS.values())
+
+
+def test_the_recipe_is_the_levels_unless_the_job_has_its_own() -> None:
+    assert PrecisionSpec(level="fp32").resolved_recipe is None
+    te = PrecisionSpec(level="te").resolved_recipe
+    assert te is not None
+    assert (te.scaling, te.amax_history_length) == ("delayed", 1024)
+    assert PrecisionSpec(level="O2", recipe=te).resolved_recipe == te
+
+
+@pytest.mark.parametrize(
+    ("document", "field", "allowed"),
+    [
+        ({"level": "bf16-amp", "recipe": {}}, "recipe", "recipe at level te, ao, O1"),
+        ({"level": "O2", "torchao": {}}, "torchao", "torchao at level ao"),
+        ({"level": "ao", "statistics_every": 10}, "statistics_every", "statistics_every at level te, O1"),
+        ({"level": "O2", "demotion": {}}, "demotion", "demotion where statistics are sampled"),
+        ({"level": "ao", "recipe": {"scaling": "delayed"}}, "recipe", "what torchao has: tensorwise"),
+        ({"level": "O2", "recipe": {"scaling": "delayed", "granularity": "row"}}, "recipe.granularity", "tensor, where"),
+        (
+            {"level": "ao", "recipe": {"granularity": "row", "format": "E4M3"}, "torchao": {"fsdp_float8_all_gather": True}},
+            "torchao",
+            "fsdp_float8_all_gather with tensor scales",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(document: dict[str, Any], field: str, allowed: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        PrecisionSpec.model_validate(document)
+    (violation,) = explain(caught.value, PrecisionSpec)
+    assert violation.field == field
+    assert allowed in str(violation.allowed)
