@@ -112,6 +112,20 @@ BOARD = Board(
                             "95th percentile",
                         ),
                     ),
+                    width=12,
+                ),
+                Panel(
+                    "Start overhead, 95th percentile",
+                    "Of each phase of the starts in the time that is shown.",
+                    "s",
+                    (
+                        Query(
+                            "histogram_quantile(0.95, sum by (phase, le)"
+                            " (increase(octet_job_start_overhead_seconds_bucket[$__range])))",
+                            "{{phase}}",
+                        ),
+                    ),
+                    width=12,
                 ),
             ),
         ),

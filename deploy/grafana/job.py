@@ -15,6 +15,12 @@ def _by(label: str, metric: str, selector: str = _JOB) -> str:
     return f"max by ({label}) ({metric}{selector})"
 
 
+def _changed(metric: str, selector: str = _JOB) -> str:
+    """A value at the moment at which the series begins or changes, and at no other."""
+    now, before = f"max({metric}{selector})", f"max({metric}{selector} offset $__interval)"
+    return f"{now} != {before} or ({now} unless {before})"
+
+
 def _stat(title: str, description: str, unit: str, expr: str) -> Panel:
     return Panel(title, description, unit, (Query(expr, title.lower()),), kind="stat", width=4)
 
@@ -369,9 +375,10 @@ BOARD = Board(
     description="One job: learning, speed, memory, FP8 health, wire, checkpoints, GPU.",
     variables=(Variable("job_id", "Job", "label_values(octet_job_info, job_id)"),),
     annotations=(
-        Annotation("Checkpoint", f"changes(octet_job_last_checkpoint_step{_JOB}{_RATE}) > 0", "blue"),
-        Annotation("Attempt", f"changes(octet_job_attempts{_JOB}{_RATE}) > 0", "orange"),
-        Annotation("Failure", f"changes(octet_job_failures{_JOB}{_RATE}) > 0", "red"),
+        Annotation("Checkpoint", _changed("octet_job_last_checkpoint_step"), "blue"),
+        Annotation("Attempt", _changed("octet_job_attempts"), "orange"),
+        Annotation("Failure", f"({_changed('octet_job_failures')}) > 0", "red"),
+        Annotation("Layer demoted", _changed("octet_layers", '{job_id="$job_id", state="demoted"}'), "purple"),
     ),
     rows=(_NOW, _LEARNING, _SPEED, _MEMORY, _FP8, _WIRE, _GPU),
 )

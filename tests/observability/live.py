@@ -124,11 +124,14 @@ class Live:
         self.exposed: dict[str, str] = {}
 
     def run_jobs(self, corpus: Path) -> None:
-        """A job of two ranks at O2, which has all slots; then one at bf16-amp, and one whose text has gone by then."""
+        """A job of two ranks at O2, which has all slots; then others in pairs, one whose text has gone by then."""
         gone = corpus.with_name("gone")
         shutil.copytree(corpus, gone)
         self.jobs["O2"] = self.server.client.submit(spec(corpus, "O2", workers=2, steps=200)).id
         self.jobs["bf16-amp"] = self.server.client.submit(spec(corpus, "bf16-amp", workers=1, steps=200)).id
+        demoting = spec(corpus, "O2", workers=1, steps=200)
+        demoting["precision"] |= {"demotion": {"min_sqnr_db": 100.0, "patience": 20}}  # nothing reaches 100 dB
+        self.jobs["demotes"] = self.server.client.submit(demoting | {"labels": {}}).id
         self.jobs["fails"] = self.server.client.submit(spec(gone, "fp32", workers=1, steps=20)).id
         shutil.rmtree(gone)
         self.server.wait_for_step(self.jobs["O2"], 1)
@@ -146,6 +149,7 @@ class Live:
         """A panel's expression as Grafana would send it."""
         macros = {
             "$__rate_interval": "15s",
+            "$__interval": "1s",
             "$__range": f"{max(60, round(self.end - self.start) + 10)}s",
             "$job_id": job_id,
             "$comparison": "live",

@@ -44,7 +44,7 @@ def panel_queries() -> Iterator[Any]:
 
 def test_the_jobs_went_as_they_should(live: Live) -> None:
     states = {name: live.server.client.job(job_id).state.value for name, job_id in live.jobs.items()}
-    assert states == {"O2": "succeeded", "bf16-amp": "succeeded", "fails": "failed"}
+    assert states == {"O2": "succeeded", "bf16-amp": "succeeded", "demotes": "succeeded", "fails": "failed"}
 
 
 @pytest.mark.parametrize(("expr", "needs"), [*panel_queries()])
@@ -59,10 +59,8 @@ def test_variables_and_annotations_have_values(live: Live, board: Board) -> None
         series, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable.query).groups()  # type: ignore[union-attr]
         assert has_data(live, f"count by ({label}) ({series})"), variable
     for annotation in board.annotations:
-        job_id = live.jobs["fails" if annotation.name == "Failure" else "O2"]
-        expr = live.filled_in(annotation.expr, job_id)
-        assert has_data(live, expr) or annotation.name == "Attempt", annotation
-        assert has_data(live, expr.replace(" > 0", "")), annotation
+        job = {"Failure": "fails", "Layer demoted": "demotes"}.get(annotation.name, "O2")
+        assert has_data(live, live.filled_in(annotation.expr, live.jobs[job])), annotation
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "record" in rule], ids=lambda rule: rule["record"])

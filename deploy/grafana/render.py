@@ -1,0 +1,184 @@
+"""Draws a board from what Prometheus has, so that a reader sees it without Grafana. matplotlib, one PNG for each board."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from deploy.grafana.model import Board, Panel, Query
+
+Series = list[dict[str, Any]]
+Ask = Callable[[str], Series]
+"""Answers an expression with the matrix of the time that is drawn."""
+
+_COLUMNS = 24
+_INCHES_PER_COLUMN, _INCHES_PER_ROW = 0.72, 0.36
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_SUFFIXES = {
+    "bytes": "B", "mbytes": "MB", "Bps": "B/s", "s": "s", "flops": "FLOP/s", "watt": "W", "hertz": "Hz", "celsius": "°C",
+    "dB": "dB", "reqps": "/s", "ops": "/s",
+}  # fmt: skip
+
+
+def draw(board: Board, ask: Ask, path: Path, start: float) -> None:
+    """`ask` is given each query of the board; `start` is the unix time that the axes begin at."""
+    places, num_rows = _layout(board)
+    figure = pyplot.figure(figsize=(_COLUMNS * _INCHES_PER_COLUMN, num_rows * _INCHES_PER_ROW), dpi=80)
+    grid = figure.add_gridspec(num_rows, _COLUMNS, left=0.02, right=0.985, top=1, bottom=0)
+    lines = [(annotation.color, ask(annotation.expr)) for annotation in board.annotations]
+    for title, row in places["rows"]:
+        _header(figure, title, 1 - row / num_rows - 0.6 / num_rows, is_board=row == 0)
+    for panel, row, column in places["panels"]:
+        height = _height(panel)
+        axes = figure.add_subplot(grid[row + 1 : row + height, column : column + panel.width])
+        axes.set_position(_inset(axes, num_rows))
+        axes.set_title(panel.title, fontsize=9, loc="left", fontweight="bold")
+        _DRAWN.get(panel.kind, _draw_lines)(axes, panel, ask, start)
+        if panel.kind in {"lines", "stacked"} and axes.lines + list(axes.collections):
+            for color, series in lines:
+                for moment in {at for one in series for at, _ in one["values"]}:
+                    axes.axvline(moment - start, color=color, linewidth=0.5, alpha=0.4)
+    figure.savefig(path, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _layout(board: Board) -> tuple[dict[str, list[Any]], int]:
+    """Panels flow left to right and wrap, as in Grafana."""
+    places: dict[str, list[Any]] = {"rows": [(board.title, 0)], "panels": []}
+    row = 2
+    for group in board.rows:
+        places["rows"].append((group.title, row))
+        row, column, height = row + 1, 0, 0
+        for panel in group.panels:
+            if column + panel.width > _COLUMNS:
+                row, column, height = row + height, 0, 0
+            places["panels"].append((panel, row, column))
+            column, height = column + panel.width, max(height, _height(panel))
+        row += height
+    return places, row
+
+
+def _height(panel: Panel) -> int:
+    return 4 if panel.kind == "stat" else 8
+
+
+def _header(figure: Figure, title: str, y: float, *, is_board: bool) -> None:
+    figure.text(0.012, y, title, fontsize=15 if is_board else 11, fontweight="bold", color="#1f3b57", va="center")
+
+
+def _inset(axes: Axes, num_rows: int) -> list[float]:
+    """Room for tick labels left and below."""
+    box = axes.get_position()
+    return [box.x0 + 0.026, box.y0 + 0.9 / num_rows, box.width - 0.034, box.height - 1.4 / num_rows]
+
+
+def _draw_lines(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
+    found = [(name, series["values"]) for name, series in _series(panel, ask)]
+    curves = [(name, [at - start for at, _ in values], [float(value) for _, value in values]) for name, values in found]
+    if panel.kind == "stacked" and curves:
+        moments = sorted({moment for _, times, _ in curves for moment in times})
+        heights = [_aligned(times, values, moments) for _, times, values in curves]
+        axes.stackplot(moments, heights, labels=[name for name, _, _ in curves], alpha=0.75)
+    for name, times, values in curves if panel.kind != "stacked" else ():
+        axes.plot(times, values, marker="." if len(times) < 40 else None, linewidth=1.2, markersize=3, label=name)
+    if panel.log:
+        axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value, panel.unit)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} s"))
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.25)
+    if not panel.log and curves:
+        top = axes.get_ylim()[1]
+        axes.set_ylim(-0.03 * top, top)  # a curve that lies at zero is seen
+    if curves:
+        axes.legend(fontsize=6, ncols=2, loc="best", framealpha=0.6)
+    else:
+        axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", fontsize=9, color="grey")
+
+
+def _draw_stat(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
+    axes.set_axis_off()
+    found = _series(panel, ask)
+    now = max((series["values"][-1][0] for _, series in found), default=0.0)
+    values = [(name, _last(series)) for name, series in found if series["values"][-1][0] == now]
+    shown = [(name, value) for name, value in values if value is not None]
+    if len(shown) == 1 and "·" not in shown[0][0] and panel.title != "Version":
+        texts = [human(shown[0][1], panel.unit)]
+    else:
+        texts = [name if value == 1 and ("·" in name or panel.title == "Version") else f"{name} {human(value, panel.unit)}"
+                 for name, value in shown]  # fmt: skip
+    size = 17 if len(texts) == 1 and len(texts[0]) < 12 else 9
+    axes.text(0.02, 0.5, "\n".join(texts) or "no data", fontsize=size, va="center", color="#2f6f4f")
+
+
+def _draw_bars(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
+    values = [(name, _last(series)) for name, series in _series(panel, ask)]
+    shown = [(name, value) for name, value in values if value is not None]
+    bars = axes.barh([name for name, _ in shown], [value for _, value in shown], color="#4c78a8")
+    axes.bar_label(bars, labels=[f" {human(value, panel.unit)}" for _, value in shown], fontsize=7)
+    box = axes.get_position()
+    axes.set_position([box.x0 + 0.035, box.y0, box.width - 0.06, box.height])
+    axes.tick_params(labelsize=7, labelbottom=False)
+    axes.invert_yaxis()
+
+
+def _draw_table(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    names: list[str] = []
+    for query in panel.queries:
+        for series in ask(query.expr):
+            names = sorted(series["metric"])
+            value = _last(series)
+            if value is not None:
+                rows.setdefault(tuple(series["metric"][name] for name in names), {})[query.legend] = human(value, panel.unit)
+    axes.set_axis_off()
+    if rows:
+        columns = [query.legend for query in panel.queries]
+        cells = [[*labels, *(values.get(column, "") for column in columns)] for labels, values in rows.items()]
+        table = axes.table(cells, colLabels=[*names, *columns], loc="upper left", cellLoc="left")
+        table.set_fontsize(8)
+
+
+def _series(panel: Panel, ask: Ask) -> list[tuple[str, dict[str, Any]]]:
+    return [(_name(query, series["metric"]), series) for query in panel.queries for series in ask(query.expr)]
+
+
+def _name(query: Query, labels: dict[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), query.legend)
+
+
+def _last(series: dict[str, Any]) -> float | None:
+    values = [float(value) for _, value in series["values"]]
+    return next((value for value in reversed(values) if not math.isnan(value)), None)
+
+
+def _aligned(times: list[float], values: list[float], moments: list[float]) -> list[float]:
+    known = {time: 0.0 if math.isnan(value) else value for time, value in zip(times, values, strict=True)}
+    return [known.get(moment, 0.0) for moment in moments]
+
+
+def human(value: float, unit: str) -> str:
+    """A number as the unit is read."""
+    if unit == "percentunit":
+        return f"{value * 100:.3g} %"
+    if unit == "sci":
+        return f"{value:.2e}"
+    suffix = f" {_SUFFIXES[unit]}" if unit in _SUFFIXES else ""
+    if unit == "s" and 0 < abs(value) < 0.1:
+        return f"{value * 1e3:.3g} ms"
+    for factor, prefix in _PREFIXES:
+        if abs(value) >= factor and unit != "s":
+            return f"{value / factor:.3g} {prefix}{suffix.strip()}".rstrip()
+    return f"{value:.4g}{suffix}"
+
+
+_DRAWN = {"stat": _draw_stat, "bars": _draw_bars, "table": _draw_table}
