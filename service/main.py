@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +18,15 @@ from typing import Any
 import uvicorn
 from pydantic import ValidationError
 
-from api_schemas import PoolConfig
 from service.app import create_app
 from service.cluster.launcher import Launcher
 from service.cluster.local_ray import LocalRay, hold_serve_lock
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
-from service.settings import Settings
+from service.settings import Settings, default_pool
 
 _SHUTDOWN_S = 3
+_STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,13 @@ def serve(
     given: dict[str, Any] = {"host": host, "port": port, "data_dir": data_dir.resolve()}
     given |= {"api_keys_file": api_key_file} if api_key_file else {}
     given |= {"data_roots": data_roots} if data_roots else {}
-    given |= {"pools_file": pools_file} if pools_file else {"pools": default_pools(slots)}
-    settings = _checked(given)
-    _end_by_exception()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with _listening(settings) as listener:
+    given |= {"pools_file": pools_file} if pools_file else {}
+    given |= {"pools": (default_pool(slots),)} if slots and not pools_file else {}
+    settings = checked_settings(given)
+    # Before any thread is started: all of them inherit it, and `_run` alone hears the signals.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    log_to_stderr()
+    with listening(settings) as listener:
         hold_serve_lock(settings.data_dir)
         database = Database(settings.effective_database_url)
         database.migrate()
@@ -60,7 +63,11 @@ def serve(
         database.close()
 
 
-def _end_by_exception() -> None:
+def log_to_stderr() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def end_by_exception() -> None:
     """Let SIGTERM and SIGINT unwind the stack, so that Ray is ended: uvicorn raises them anew once it has shut down."""
 
     def end(_number: int, _frame: object) -> None:
@@ -71,18 +78,33 @@ def _end_by_exception() -> None:
 
 
 def _run(settings: Settings, database: Database, launcher: Launcher, listener: socket.socket) -> None:
+    """Serve in a thread and wait for a signal here. Ray installs handlers that print a stack trace; none runs this way."""
     dispatcher = Dispatcher(database, launcher, settings)
     app = create_app(settings, database=database, wake=dispatcher.wake)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S)
+    server = uvicorn.Server(config)
+
+    def serve_until_told() -> None:
+        try:
+            server.run(sockets=[listener])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # should it end by itself, the wait below ends too
+
+    thread = threading.Thread(target=serve_until_told, name="octet-http")
     dispatcher.start()
+    thread.start()
     try:
         logger.info("Octet listens on http://%s:%d, data in %s", settings.host, settings.port, settings.data_dir)
-        uvicorn.Server(config).run(sockets=[listener])
+        received = signal.sigwait(_STOP_SIGNALS)
+        logger.info("stopping on %s", signal.Signals(received).name)
     finally:
+        server.should_exit = True
+        thread.join()
         dispatcher.stop()
 
 
-def _checked(given: dict[str, Any]) -> Settings:
+def checked_settings(given: dict[str, Any]) -> Settings:
+    """Settings from these and from OCTET_* variables. Raises ValueError in words that say what to change."""
     try:
         return Settings(**given)
     except ValidationError as error:
@@ -91,7 +113,7 @@ def _checked(given: dict[str, Any]) -> Settings:
 
 
 @contextmanager
-def _listening(settings: Settings) -> Iterator[socket.socket]:
+def listening(settings: Settings) -> Iterator[socket.socket]:
     """The socket is bound before anything else is started, so a taken port costs nothing."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -119,10 +141,3 @@ def _local_cluster(settings: Settings) -> Iterator[Launcher]:
     finally:
         launcher.close()
         local.stop()
-
-
-def default_pools(slots: int | None = None) -> tuple[PoolConfig, ...]:
-    """One pool over this machine's cores: two slots unless told otherwise, the cores shared out among them."""
-    num_slots = slots or 2
-    threads = max(1, (os.cpu_count() or 1) // num_slots)
-    return (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=num_slots, threads_per_worker=threads),)

@@ -19,9 +19,10 @@ SHORTEST_API_KEY = 16
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
-def default_pool() -> PoolConfig:
-    """The pool `cpu` of a machine that nobody configured: one rank per processor."""
-    return PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=os.cpu_count() or 1)
+def default_pool(slots: int = 2) -> PoolConfig:
+    """The pool `cpu` of a machine that nobody configured: room for two ranks, the processors shared out among them."""
+    threads = max(1, (os.cpu_count() or 1) // slots)
+    return PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=slots, threads_per_worker=threads)
 
 
 class Settings(BaseSettings):

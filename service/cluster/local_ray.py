@@ -165,6 +165,8 @@ def _is_alive(pid: int, child: "subprocess.Popen[bytes] | None") -> bool:
 
 
 def _keep(folder: Path, resources: str, labels: str) -> int:
+    # The server that starts us has blocked these signals, to wait for them; that is inherited.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     lock = os.open(folder / _KEEPER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
