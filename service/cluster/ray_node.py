@@ -1,0 +1,55 @@
+"""The Ray node of a dispatcher. A driver needs a Ray node on its own machine, so the dispatcher joins the cluster with one
+that has no resources and no labels: nothing is ever placed on it.
+"""
+
+import logging
+import socket
+import subprocess
+import sys
+
+from service.cluster.local_ray import die_with_parent, end_ray
+
+NODE_MANAGER_PORT = 6380  # fixed, so that a health check can ask whether the node is there
+_CONNECT_S = 2.0
+_OBJECT_STORE_BYTES = 100_000_000
+
+logger = logging.getLogger(__name__)
+
+
+class RayNode:
+    """A `ray start` in a child process: started when it is needed, again when it has ended, and stopped with us."""
+
+    def __init__(self, head_address: str) -> None:
+        """`head_address`: host:port of the head's GCS. Raises ValueError where it is not of that form."""
+        self._host, _, port = head_address.rpartition(":")
+        if not self._host or not port.isdecimal():
+            raise ValueError(f"the Ray head's address is host:port, for example ray-head:6379; got {head_address!r}")
+        self._port = int(port)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ensure(self) -> str:
+        """The head's address, with our node started. Raises ConnectionError while the head does not answer."""
+        try:
+            socket.create_connection((self._host, self._port), timeout=_CONNECT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"the Ray head at {self._host}:{self._port} does not answer: {error}") from error
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning("our Ray node ended with status %d; it is started again", self._process.returncode)
+            self._process = None
+        if self._process is None:
+            self._process = self._start()
+        return f"{self._host}:{self._port}"
+
+    def stop(self) -> None:
+        """Leave the cluster."""
+        if self._process is not None:
+            end_ray(self._process)
+            self._process = None
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self._host}:{self._port}", "--block"),
+            *("--num-cpus=0", "--num-gpus=0", f"--node-manager-port={NODE_MANAGER_PORT}"),
+            *("--disable-usage-stats", "--include-log-monitor=false", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
+        ]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
