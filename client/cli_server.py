@@ -82,7 +82,7 @@ def _refusing(command: str) -> Iterator[None]:
 
 
 def demo(
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of each job.")] = 400,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of each job.")] = 300,
     levels: Annotated[str, typer.Option("--levels", help="Precision levels, the yardstick first.")] = "fp32,O2",
     data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Default: a temporary folder.")] = None,
     url: Annotated[str | None, typer.Option("--url", help="Use a running server instead of one of our own.")] = None,
