@@ -42,10 +42,19 @@ class World:
     """Everything but HTTP. `work` is the dispatcher that leads now; `restart` kills it and lets another take over."""
 
     def __init__(
-        self, database: Database, clock: TurnedClock, settings: Settings, launcher: FakeLauncher, spec: JobSpec
+        self,
+        database: Database,
+        clock: TurnedClock,
+        settings: Settings,
+        launcher: FakeLauncher,
+        spec: JobSpec,
+        *,
+        leads: bool = True,
     ) -> None:
         self.database, self.clock, self.settings, self.launcher, self.spec = database, clock, settings, launcher, spec
-        self.work = self.new_dispatcher()
+        self.work = Work(database, launcher, settings)
+        if leads:
+            self.work.lead()
 
     def new_dispatcher(self) -> Work:
         work = Work(self.database, self.launcher, self.settings)

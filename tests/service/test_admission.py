@@ -1,0 +1,159 @@
+"""What can be known of a job at submission is known at submission."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_schemas import JobSpec, Violation
+from service.errors import InvalidRequest
+from service.jobs import admission
+from service.settings import Settings
+from worker.data import load_text
+from worker.errors import DataError
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The one folder that jobs may read."""
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def violation(root: Path, document: Document, **changes: Any) -> Violation | None:
+    """What is wrong with the job, or None."""
+    spec = JobSpec.model_validate({**document, **{name: document.get(name, {}) | value for name, value in changes.items()}})
+    try:
+        admission.check(spec, Settings(data_dir=root.parent / "octet", data_roots=(root,)))
+    except InvalidRequest as error:
+        (only,) = error.errors
+        return only
+    return None
+
+
+def write(folder: Path, sizes: dict[str, int], byte: bytes = b"x") -> Path:
+    for name, size in sizes.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(byte * size)
+    return folder
+
+
+def test_a_folder_and_a_file_that_will_do(root: Path, spec_document: Document) -> None:
+    write(root, {"a.txt": 500, "b/c.txt": 500})
+    assert violation(root, spec_document, data={"path": str(root)}) is None
+    assert violation(root, spec_document, data={"path": str(root / "a.txt")}) is None
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/", "/proc/self/environ", "/dev/zero", "/sys", "/no/such"])
+def test_what_lies_outside_the_data_roots_is_not_even_looked_at(root: Path, spec_document: Document, path: str) -> None:
+    found = violation(root, spec_document, data={"path": path})
+    assert found is not None
+    assert found.field == "data.path"
+    assert str(root) in str(found.allowed)
+
+
+@pytest.mark.parametrize("path", ["/proc/self/environ", "/dev/zero", "/sys/kernel"])
+def test_devices_are_never_read_whatever_the_roots(tmp_path: Path, spec_document: Document, path: str) -> None:
+    assert violation(Path("/"), spec_document, data={"path": path}) is not None
+
+
+def test_links_are_followed_before_the_check(root: Path, spec_document: Document) -> None:
+    (root / "out").symlink_to("/etc")
+    (root / "loop").symlink_to(root / "loop")
+    for name in ("out", "out/passwd", "loop", "../octet", "a/../../octet"):
+        found = violation(root, spec_document, data={"path": f"{root}/{name}"})
+        assert found is not None, name
+        assert found.field == "data.path"
+
+
+def test_what_is_not_there_or_not_a_file(root: Path, spec_document: Document) -> None:
+    os.mkfifo(root / "pipe")
+    for name in ("missing", "pipe", "x" * 300):
+        found = violation(root, spec_document, data={"path": str(root / name)})
+        assert found is not None, name
+        assert found.field == "data.path"
+
+
+def test_a_file_that_cannot_be_read(root: Path, spec_document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(root, {"a.txt": 500})
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who can read everything
+    monkeypatch.setattr("service.settings._check_folder", lambda _: None)
+    found = violation(root, spec_document, data={"path": str(root / "a.txt")})
+    assert found is not None
+    assert "permissions" in found.message
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [{"include": ["*.py"]}, {"exclude": ["**"]}, {"include": ["a.txt"]}, {"exclude": ["b/**"]}],
+)
+def test_globs_that_leave_fewer_than_two_files(root: Path, spec_document: Document, selection: Document) -> None:
+    write(root, {"a.txt": 500, "b/c.txt": 500})
+    found = violation(root, spec_document, data={"path": str(root), **selection})
+    assert found is not None
+    assert found.field == "data.include"
+    assert "of the files" in found.message
+
+
+def test_binary_hidden_and_linked_files_do_not_count(root: Path, spec_document: Document) -> None:
+    write(root, {"a.txt": 500, ".hidden": 500, ".git/b.txt": 500})
+    write(root, {"binary": 500}, byte=b"\0")
+    (root / "link.txt").symlink_to(root / "a.txt")
+    found = violation(root, spec_document, data={"path": str(root)})
+    assert found is not None
+    assert found.message.startswith("1 of the files")
+
+
+def test_a_sequence_longer_than_a_part_of_the_text(root: Path, spec_document: Document) -> None:
+    write(root, {"a.txt": 33, "b.txt": 33})
+    data = {"path": str(root)}
+    assert violation(root, spec_document, data=data) is None
+    write(root, {"b.txt": 32})
+    found = violation(root, spec_document, data=data)
+    assert found is not None
+    assert (found.field, found.got) == ("training.sequence_length", "32")
+    assert "32 bytes" in str(found.allowed)
+
+
+def test_the_evaluation_part_of_one_file(root: Path, spec_document: Document) -> None:
+    write(root, {"a.txt": 321})
+    data = {"path": str(root / "a.txt")}
+    assert violation(root, spec_document, data=data) is None
+    write(root, {"a.txt": 320})
+    found = violation(root, spec_document, data=data)
+    assert found is not None
+    assert "evaluation text" in str(found.allowed)
+
+
+def test_the_split_is_the_one_that_the_worker_makes(root: Path, spec_document: Document) -> None:
+    """Refused here exactly where `worker.data.load_text` would refuse."""
+    sizes = {f"file_{number}.txt": 5 + 9 * number for number in range(12)}
+    write(root, sizes)
+    for length in range(8, 60, 3):
+        training = {"sequence_length": length}
+        found = violation(root, spec_document, data={"path": str(root)}, training=training)
+        data = JobSpec.model_validate(spec_document | {"data": {"path": str(root)}}).data
+        with contextlib.nullcontext() if found is None else pytest.raises(DataError):
+            load_text(data, length, seed=0)
+
+
+def test_a_very_large_folder_is_not_walked_to_its_end(
+    root: Path, spec_document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(root, {f"{number}.txt": 1 for number in range(20)})
+    monkeypatch.setattr(admission, "MAX_FILES", 10)
+    assert violation(root, spec_document, data={"path": str(root)}) is None
+
+
+def test_pools_and_workers(root: Path, spec_document: Document) -> None:
+    found = violation(root, spec_document, resources={"pool": "cpuu"})
+    assert found is not None
+    assert "Did you mean 'cpu'?" in found.message
+    found = violation(root, spec_document, resources={"workers": 4096}, training={"global_batch_size": 4096})
+    assert found is not None
+    assert found.field == "resources.workers"

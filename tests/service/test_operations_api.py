@@ -1,0 +1,82 @@
+"""Health, readiness, what Prometheus sees, levels and pools."""
+
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from api_schemas import FailureReason, FinishedReport, PhaseReport
+from api_schemas.levels import LEVELS
+from tests.service.world import World
+
+
+def samples(client: TestClient) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    return {(each.name, tuple(sorted(each.labels.items()))): each.value for family in families for each in family.samples}
+
+
+def test_ready_means_that_somebody_leads(client: TestClient, world: World) -> None:
+    assert client.get("/readyz").json() == {"status": "ready"}
+    world.clock.turn(6)
+    assert client.get("/readyz").status_code == 503
+    assert client.get("/healthz").json() == {"status": "ok"}
+    world.renew()
+    assert client.get("/readyz").status_code == 200
+    world.work.give_up()
+    assert client.get("/readyz").status_code == 503
+
+
+def test_prometheus_sees_jobs_slots_attempts_and_the_last_values(client: TestClient, world: World) -> None:
+    done, rank = world.start()
+    rank.train(1, 2)
+    rank.succeed()
+    _, rank = world.start(name="fails")
+    rank.send(FinishedReport(outcome="failed", reason=FailureReason.OUT_OF_MEMORY))
+    live, rank = world.start(name="lives")
+    rank.train(1, 2, 3)
+    seen = samples(client)
+    for state, count in (("succeeded", 1), ("failed", 1), ("running", 1)):
+        assert seen["octet_jobs", (("pool", "cpu"), ("state", state))] == count
+    assert seen["octet_attempts_total", (("outcome", "failed"), ("reason", "out_of_memory"))] == 1
+    assert seen["octet_attempts_total", (("outcome", "succeeded"), ("reason", ""))] == 1
+    assert seen["octet_pool_slots", (("kind", "configured"), ("pool", "cpu"))] == 2
+    assert seen["octet_pool_slots", (("kind", "used"), ("pool", "cpu"))] == 1
+    assert seen["octet_job_step", (("job_id", live), ("level", "fp32"), ("pool", "cpu"))] == 3
+    assert seen["octet_job_step", (("job_id", done), ("level", "fp32"), ("pool", "cpu"))] == 2
+    assert seen["octet_dispatcher_leads", ()] == 1
+    world.clock.turn(16 * 60)
+    assert not [labels for name, labels in samples(client) if name == "octet_job_step" and ("job_id", done) in labels]
+
+
+def test_waits_and_phases_are_measured_where_they_are_reported(client: TestClient, world: World) -> None:
+    job_id = world.submit()
+    world.clock.turn(2)
+    world.dispatch()
+    rank = world.rank_of(job_id)
+    world.clock.turn(3)
+    batch = rank.batch(PhaseReport(phase="process_up"))
+    headers = {"Authorization": f"Bearer {rank.order.token}"}
+    client.post(f"/internal/v1/attempts/{rank.order.attempt_id}/reports", json=batch.model_dump(mode="json"), headers=headers)
+    seen = samples(client)
+    assert seen["octet_job_queue_wait_seconds_sum", ()] == 2
+    assert seen["octet_job_start_overhead_seconds_sum", (("phase", "process_up"),)] == 3
+
+
+def test_requests_are_measured_by_route_not_by_path(client: TestClient, world: World) -> None:
+    client.get(f"/v1/jobs/{world.submit()}")
+    client.get("/nowhere")
+    seen = samples(client)
+    name = "octet_http_request_duration_seconds_count"
+    assert seen[name, (("code", "200"), ("method", "GET"), ("route", "/v1/jobs/{job_id}"))] == 1
+    assert seen[name, (("code", "404"), ("method", "any"), ("route", "unmatched"))] == 1
+
+
+def test_levels_are_the_table(client: TestClient) -> None:
+    levels = client.get("/v1/levels").json()["data"]
+    assert [level["name"] for level in levels] == list(LEVELS)
+
+
+def test_pools_show_what_is_free_and_who_waits(client: TestClient, world: World) -> None:
+    world.start(workers=2)
+    world.submit()
+    cpu, h100 = client.get("/v1/pools").json()["data"]
+    assert (cpu["slots"], cpu["slots_used"], cpu["jobs_live"], cpu["jobs_queued"]) == (2, 2, 1, 1)
+    assert (h100["slots"], h100["slots_used"], h100["accelerator"]) == (8, 0, "cuda")
