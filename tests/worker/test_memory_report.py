@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from api_schemas.levels import LEVELS
+from tests.numerics.measure import peak_bytes
 from worker import initialize, memory_report
 from worker.fp8.operand import OperandScaling
 from worker.models import GPT, GPTConfig
@@ -43,6 +44,21 @@ def num_history_bytes(model: nn.Module) -> int:
     """Of delayed scaling's windows: 3 operands of (1024 + 4) numbers a layer, whatever the layer's size."""
     scalings = [module for module in model.modules() if isinstance(module, OperandScaling)]
     return sum(buffer.untyped_storage().nbytes() for scaling in scalings for buffer in scaling.buffers())
+
+
+@pytest.mark.parametrize("level", [name for name, row in LEVELS.items() if row.weight_gradient == "fp8"])
+def test_nothing_holds_more_than_two_layers_for_a_moment(level: str) -> None:
+    """Forward and backward; tests/worker/optim does the same for the optimizer's step."""
+    num_layers, layer = 16, 256 * 256
+    two_layers = 2 * layer * LEVELS[level].bytes_per_parameter
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(num_layers)))
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level)
+    input = torch.ones(1, 256)
+    loss = model(input).sum()
+    assert peak_bytes(lambda: model(input)) <= two_layers
+    gradients = num_layers * layer
+    assert gradients <= peak_bytes(loss.backward) <= gradients + two_layers
+    assert memory_report(model, optimizer)["gradients"] == gradients
 
 
 def test_storage_counts_once_and_in_full() -> None:

@@ -37,6 +37,11 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtyp
     return output.to(compute_dtype).to(input.dtype)
 
 
+def activation_dtype(input: Tensor) -> torch.dtype:
+    """What an FP8 layer returns: its input's dtype on a CPU; at most 16 bits on an accelerator, as under autocast."""
+    return input.dtype if input.device.type == "cpu" or input.dtype == torch.float16 else torch.bfloat16
+
+
 def half_matmul(a_MK: Tensor, b_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     """`a @ b.T` with bf16 operands, accumulated in fp32."""
     return half_linear(a_MK, b_NK, None, torch.bfloat16).to(out_dtype)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8, open_port
-from worker.fp8.half import half_matmul
+from worker.fp8.half import activation_dtype, half_matmul
 from worker.fp8.operand import Codes, OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 from worker.fp8.weights import StoredWeight
@@ -172,11 +172,11 @@ class Float8Products(torch.autograd.Function):
         )
         saved = (input_TK.to(torch.bfloat16), None) if "grad_weight" in wide else input_columns or (None, None)
         ctx.save_for_backward(*saved, weight_NK, weight_dequant_scale)
-        ctx.layer, ctx.high_precision = layer, wide
+        ctx.layer, ctx.high_precision, ctx.input_dtype = layer, wide, input_TK.dtype
         if "output" in wide:
-            return half_matmul(input_TK, layer.weight_values(), input_TK.dtype)
+            return half_matmul(input_TK, layer.weight_values(), activation_dtype(input_TK))
         assert input_rows is not None
-        return product(input_rows, layer.weight_operand(), input_TK.dtype)
+        return product(input_rows, layer.weight_operand(), activation_dtype(input_TK))
 
     @staticmethod
     @once_differentiable
@@ -191,9 +191,9 @@ class Float8Products(torch.autograd.Function):
         )
         grad_input_TK = grad_weight_NK = None
         if needs_input and "grad_input" in wide:
-            grad_input_TK = half_matmul(grad_output_TN, layer.weight_values().t(), grad_output_TN.dtype)
+            grad_input_TK = half_matmul(grad_output_TN, layer.weight_values().t(), ctx.input_dtype)
         elif needs_input:
-            grad_input_TK = product(grad_rows, layer.weight_operand(transposed=True), grad_output_TN.dtype)
+            grad_input_TK = product(grad_rows, layer.weight_operand(transposed=True), ctx.input_dtype)
         if needs_weight and "grad_weight" in wide:
             grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), torch.float32)
         elif needs_weight:

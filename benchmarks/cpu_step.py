@@ -1,0 +1,90 @@
+"""What a training step at each level costs on a CPU, against fp32's: the demo's model, one thread.
+
+    python benchmarks/cpu_step.py --levels O2,O3-split
+
+The levels take turns step by step, so that whatever else the machine does weighs on all of them alike. O2 is to stay
+below 1.6 times fp32's step.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from worker import initialize
+from worker.models import GPT, GPTConfig
+
+SIZES = GPTConfig(hidden_size=128, num_layers=4, num_heads=4, vocab_size=256, max_sequence_length=256)
+BATCH_SIZE = 16
+LIMIT = 1.6
+
+
+def step_of(level: str) -> Callable[[], None]:
+    """One training step of a fresh model at the level."""
+    model = GPT(SIZES)
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level)
+    tokens = torch.randint(0, 256, (BATCH_SIZE, SIZES.max_sequence_length + 1), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(levels: list[str], num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step of each level; the first rounds, which allocate, are not counted."""
+    steps = {level: step_of(level) for level in levels}
+    times_s: dict[str, list[float]] = {level: [] for level in levels}
+    for round_number in range(num_rounds + 2):
+        for level, step in steps.items():
+            started_at = time.perf_counter()
+            step()
+            if round_number >= 2:
+                times_s[level].append(time.perf_counter() - started_at)
+    return times_s
+
+
+def main() -> int:
+    """Print and write the table; 1 if O2 takes too long."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--levels", default="O2")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    times_s = measure(list(dict.fromkeys(["fp32", *options.levels.split(",")])), options.rounds)
+    ratio = {
+        level: statistics.median(a / b for a, b in zip(times, times_s["fp32"], strict=True)) for level, times in times_s.items()
+    }
+    lines = [
+        f"# A training step on CPU, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python {' '.join(sys.argv)}` on {platform.machine()}, 1 thread; torch {torch.__version__}. "
+        f"GPT of hidden 128, 4 layers, 4 heads; {BATCH_SIZE} x {SIZES.max_sequence_length} tokens; {options.rounds} steps of each level in turn.",
+        "",
+        "| level | median step (s) | fastest (s) | median of step / fp32 step |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {level} | {statistics.median(times):.3f} | {min(times):.3f} | {ratio[level]:.2f} |"
+        for level, times in times_s.items()
+    ]
+    report = "\n".join(lines) + "\n"
+    sys.stdout.write(report)
+    if options.write:
+        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-step.md").write_text(report)
+    return int(ratio.get("O2", 0) > LIMIT)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

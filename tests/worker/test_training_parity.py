@@ -1,0 +1,38 @@
+"""Every level learns real text as fp32 does: 150 steps from the same start on the same batches.
+
+The thousand-step version, with curves, is benchmarks/accuracy.py.
+"""
+
+import math
+
+import pytest
+
+from api_schemas.levels import LEVELS
+from benchmarks.accuracy import DEFAULT_LIMIT, LIMITS, Run, Setting, gap, load_source_text, train_curve
+from worker.data import TextData
+from worker.models import GPTConfig
+
+SIZES = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, max_sequence_length=64)
+SETTING = Setting(SIZES, batch_size=8, steps=150, warmup_steps=20, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def text() -> TextData:
+    return load_source_text(SIZES.max_sequence_length)
+
+
+@pytest.fixture(scope="module")
+def reference(text: TextData) -> Run:
+    return train_curve("fp32", SETTING, text)
+
+
+def test_the_reference_learns(reference: Run, text: TextData) -> None:
+    assert reference.losses[0] == pytest.approx(math.log(256), abs=0.2)
+    assert reference.final_loss < 0.85 * text.facts["unigram_entropy_nats"]
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "fp32"])
+def test_the_final_loss_is_that_of_fp32(level: str, reference: Run, text: TextData) -> None:
+    run = train_curve(level, SETTING, text)
+    assert abs(gap(run, reference)) <= LIMITS.get(level, DEFAULT_LIMIT), (run.final_loss, reference.final_loss)
+    assert run.losses != reference.losses
