@@ -45,8 +45,6 @@ class TrainingSpec(Contract):
         default=1.0, gt=0.0, description="largest global L2 norm of the gradients; null: no clipping"
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only after the last step")
-    eval_batches: int = Field(
-        default=16, ge=1, le=100_000, description="batches of global_batch_size sequences per evaluation"
-    )
+    eval_batches: int = Field(default=16, ge=1, le=100_000, description="batches of global_batch_size sequences per evaluation")
     checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only after the last step")
     seed: int = Field(default=0, ge=0, lt=2**63)

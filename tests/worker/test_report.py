@@ -105,9 +105,7 @@ def send_lines(reporter: HttpReporter, count: int) -> None:
         reporter.send(LogReport(level="INFO", message=str(number)))
 
 
-def test_reports_arrive_in_order_and_once_though_a_reply_was_lost(
-    reporter: HttpReporter, control_plane: ControlPlane
-) -> None:
+def test_reports_arrive_in_order_and_once_though_a_reply_was_lost(reporter: HttpReporter, control_plane: ControlPlane) -> None:
     control_plane.lose_next_reply = True
     send_lines(reporter, 2500)
     wait_until(lambda: len(control_plane.reports) == 2500)
