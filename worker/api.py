@@ -54,6 +54,8 @@ def initialize(
     is where the level stores everything in fp32. Raises ValueError for options that do not exist or do not fit the level,
     for an optimizer that the level cannot represent, and for surprises under `strict`.
     """
+    if hasattr(model, "octet_report"):
+        raise ValueError("the model is initialized already. Build it anew to train it at another level.")
     precision = opt_level if isinstance(opt_level, PrecisionSpec) else _read_options(opt_level, options)
     if optimizer is not None:
         _check_optimizer(optimizer, precision.row)

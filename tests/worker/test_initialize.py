@@ -166,6 +166,12 @@ def test_an_option_that_does_not_exist_is_refused_with_a_hint() -> None:
         initialize(GPT(TINY), opt_level="O2", exclud=("head",))
 
 
+def test_a_model_is_initialized_once() -> None:
+    model, _ = make("O2")
+    with pytest.raises(ValueError, match="initialized already"):
+        initialize(model, opt_level="O2")
+
+
 def test_importing_the_package_loads_no_torch() -> None:
     code = "import sys, worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

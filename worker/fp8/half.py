@@ -38,7 +38,9 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtyp
 
 
 def activation_dtype(input: Tensor) -> torch.dtype:
-    """What an FP8 layer returns: its input's dtype on a CPU; at most 16 bits on an accelerator, as under autocast."""
+    """What an FP8 layer returns: what autocast asks for; else, like the input, but at most 16 bits on an accelerator."""
+    if torch.is_autocast_enabled(input.device.type):
+        return torch.get_autocast_dtype(input.device.type)
     return input.dtype if input.device.type == "cpu" or input.dtype == torch.float16 else torch.bfloat16
 
 

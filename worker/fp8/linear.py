@@ -71,7 +71,9 @@ class Float8Linear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         input_TK = input.reshape(-1, self.in_features)
         weight_NK = self._gradient_port if torch.compiler.is_compiling() and self.weight.requires_grad else self.weight
-        output_TN = Float8Products.apply(input_TK, weight_NK, self.weight_dequant_scale, self)
+        output_dtype = activation_dtype(input)
+        with torch.autocast(input.device.type, enabled=False):  # what is computed here is the recipe's to say
+            output_TN = Float8Products.apply(input_TK, weight_NK, self.weight_dequant_scale, output_dtype, self)
         if self.bias is not None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         return output_TN.reshape(*input.shape[:-1], self.out_features)
@@ -164,7 +166,12 @@ class Float8Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_TK: Tensor, weight_NK: Tensor, weight_dequant_scale: Tensor | None, layer: Float8Linear
+        ctx: Any,
+        input_TK: Tensor,
+        weight_NK: Tensor,
+        weight_dequant_scale: Tensor | None,
+        output_dtype: torch.dtype,
+        layer: Float8Linear,
     ) -> Tensor:
         wide = layer.high_precision
         input_rows, input_columns = layer.input_scaling.quantize(
@@ -174,13 +181,13 @@ class Float8Products(torch.autograd.Function):
         ctx.save_for_backward(*saved, weight_NK, weight_dequant_scale)
         ctx.layer, ctx.high_precision, ctx.input_dtype = layer, wide, input_TK.dtype
         if "output" in wide:
-            return half_matmul(input_TK, layer.weight_values(), activation_dtype(input_TK))
+            return half_matmul(input_TK, layer.weight_values(), output_dtype)
         assert input_rows is not None
-        return product(input_rows, layer.weight_operand(), activation_dtype(input_TK))
+        return product(input_rows, layer.weight_operand(), output_dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
         input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
         layer, wide = ctx.layer, ctx.high_precision
         needs_input, needs_weight = ctx.needs_input_grad[:2]
@@ -198,4 +205,4 @@ class Float8Products(torch.autograd.Function):
             grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), torch.float32)
         elif needs_weight:
             grad_weight_NK = product(grad_columns, Codes(input_saved, input_dequant_scale), torch.float32)
-        return grad_input_TK, grad_weight_NK, None, None
+        return grad_input_TK, grad_weight_NK, None, None, None

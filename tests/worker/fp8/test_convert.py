@@ -35,6 +35,13 @@ def test_globs_include_and_exclude() -> None:
     assert SkippedLayer("blocks.0.attention.qkv", "not included by name", by_request=True) in skipped
 
 
+def test_layers_at_the_ends_may_be_left_out() -> None:
+    selected, skipped = select_layers(GPT(TINY), PrecisionSpec(level="O2", skip_first_layers=1, skip_last_layers=2))
+    assert len(selected) == 6
+    assert [layer.name for layer in skipped] == ["blocks.0.attention.qkv", "blocks.1.mlp.down", "head"]
+    assert skipped[0].reason == "among the first 1 or last 2 linear layers"
+
+
 def test_a_tied_weight_is_left_alone_even_where_heads_are_converted() -> None:
     assert "shared with another module" in reasons(GPT(TINY), convert_heads=True)["head"]
 

@@ -66,6 +66,18 @@ def test_the_three_products(level: str) -> None:
         torch.testing.assert_close(layer.weight.grad.dequantize(), rounded(grad_weight_NK, E4M3), rtol=2**-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("level", ["te", "O2"])
+def test_autocast_decides_the_outputs_dtype_and_nothing_else(level: str) -> None:
+    layer, input_TK = convert(make_linear(), level), random_values(24, 48)
+    expected = layer(input_TK)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(input_TK)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=2**-7, atol=2**-9)
+    output.sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
 def test_any_leading_shape() -> None:
     layer = convert(make_linear())
     input_BTK = random_values(2, 3, 48)
