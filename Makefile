@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint types fmt snapshots bench clean
+.PHONY: install demo test prometheus dashboards lint types fmt snapshots bench clean
 .DEFAULT_GOAL := demo
 
 # torch comes first and pinned: an unpinned torch, or one pulled in by a dependency, brings gigabytes of CUDA libraries.
@@ -20,8 +20,19 @@ install: $(STAMP)
 demo: install
 	$(BIN)/octet demo
 
-test: install
+test: install prometheus
 	$(BIN)/python -m pytest
+
+# The tests of metrics ask a real Prometheus. Where it cannot be installed they are skipped, or fail under CI=true.
+prometheus:
+	@command -v promtool >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
+	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends prometheus; } \
+	  || echo "Prometheus could not be installed; see tests/observability/live.py"
+
+# Write the dashboards' JSON, and draw them from a live run into docs/dashboards.
+dashboards: install prometheus
+	$(BIN)/python -m deploy.grafana.generate
+	$(BIN)/python -m tests.observability.draw
 
 lint: install
 	$(BIN)/ruff check .
