@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from api_schemas.levels import Level
+from api_schemas.levels import LEVELS, Level
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import explain
 from worker.fp8.convert import ConversionReport, replace_layers, replaceable_linears, select_layers
@@ -56,7 +56,7 @@ def initialize(
     """
     if hasattr(model, "octet_report"):
         raise ValueError("the model is initialized already. Build it anew to train it at another level.")
-    precision = opt_level if isinstance(opt_level, PrecisionSpec) else _read_options(opt_level, options)
+    precision = _read_options(opt_level, options)
     if optimizer is not None:
         _check_optimizer(optimizer, precision.row)
     selected, skipped = select_layers(model, precision)
@@ -81,7 +81,11 @@ def fp8_statistics(model: nn.Module) -> list[OperandSample]:
     return keeper.samples
 
 
-def _read_options(opt_level: str, options: dict[str, Any]) -> PrecisionSpec:
+def _read_options(opt_level: str | PrecisionSpec, options: dict[str, Any]) -> PrecisionSpec:
+    if isinstance(opt_level, PrecisionSpec):
+        if options:
+            raise ValueError(f"got a whole PrecisionSpec and {', '.join(options)} beside it. Put these into the spec.")
+        return opt_level
     try:
         return PrecisionSpec.model_validate({"level": opt_level, **options})
     except ValidationError as error:
@@ -94,12 +98,17 @@ def _read_options(opt_level: str, options: dict[str, Any]) -> PrecisionSpec:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, level: Level) -> None:
     """Refuse before anything is changed."""
-    stores_fp32 = (level.weight, level.weight_gradient, level.exp_avg, level.exp_avg_sq) == ("fp32",) * 4
-    if type(optimizer) not in REPRESENTABLE and (not stores_fp32 or level.loss_scaling):
+    if type(optimizer) not in REPRESENTABLE and not _takes_any_optimizer(level):
+        others = ", ".join(name for name, row in LEVELS.items() if _takes_any_optimizer(row))
         raise ValueError(
             f"level {level.name} cannot hold the states of {type(optimizer).__name__}; allowed: "
-            f"{', '.join(known.__name__ for known in REPRESENTABLE)}. Use one of these, or level fp32, bf16-amp, te or ao."
+            f"{', '.join(known.__name__ for known in REPRESENTABLE)}. Use one of these, or a level of {others}."
         )
+
+
+def _takes_any_optimizer(level: Level) -> bool:
+    """Whether everything that an optimizer reads and writes is fp32, and no step has to be skipped."""
+    return {level.weight, level.weight_gradient, level.exp_avg, level.exp_avg_sq} == {"fp32"} and not level.loss_scaling
 
 
 def _convert(

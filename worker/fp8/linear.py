@@ -85,10 +85,12 @@ class Float8Linear(nn.Module):
         return self.recipe.high_precision if uses_fp8 else ALL_GEMMS
 
     def weight_values(self) -> Tensor:
-        """The weight's values, decoded if it is held as codes."""
+        """The weight's values, as precisely as the layer holds them."""
         if self.weight_dequant_scale is None:
             return self.weight.detach()
-        return kernels.dequantize(self.weight.detach(), self.weight_dequant_scale)
+        if self.weight_residual is None:
+            return kernels.dequantize(self.weight.detach(), self.weight_dequant_scale)
+        return kernels.split_decode(self.weight.detach(), self.weight_residual).mul_(self.weight_dequant_scale)
 
     def weight_operand(self, *, transposed: bool = False) -> Codes:
         """The weight in FP8: as it is held, or quantised from what is held."""
@@ -139,9 +141,12 @@ class Float8Linear(nn.Module):
     def _prepare_gradient(self) -> None:
         if self.weight_dequant_scale is not None:
             self.weight.grad_dtype = torch.float32
-        self._gradient_port = self.weight if self.weight_dequant_scale is None else open_port(self.weight)
+        self._open_port()
         if self.gradient_position is not None and self.weight.requires_grad:
             keep_gradient_in_fp8(self.weight, self.gradient_position)
+
+    def _open_port(self) -> None:
+        self._gradient_port = self.weight if self.weight_dequant_scale is None else open_port(self.weight)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what a copied or unpickled parameter loses: the dtype of its gradient and the hook."""
@@ -157,7 +162,7 @@ class Float8Linear(nn.Module):
                 "device. Cast the model before worker.initialize."
             )
         super()._apply(fn, recurse)
-        self._prepare_gradient()
+        self._open_port()
         return self
 
 
