@@ -5,6 +5,7 @@ Read when Prometheus asks, not by the training loop.
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,22 @@ def _read_cuda(device: torch.device, gpu: Any | None) -> Readings:
     yield "octet_memory_peak_bytes", torch.cuda.max_memory_allocated(device)
     yield "octet_memory_limit_bytes", num_bytes
     if gpu is not None:
-        import pynvml
+        yield from _read_nvml(gpu)
 
-        yield "octet_gpu_power_watts", pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
-        yield "octet_gpu_sm_clock_hertz", pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM) * 1e6
-        yield "octet_gpu_temperature_celsius", pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)
-        yield "octet_gpu_utilization_ratio", pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+
+def _read_nvml(gpu: Any) -> Readings:
+    """What this GPU supports of it: a MIG slice, for one, has no utilization of its own."""
+    import pynvml
+
+    readings: dict[str, Callable[[], float]] = {
+        "octet_gpu_power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+        "octet_gpu_sm_clock_hertz": lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM) * 1e6,
+        "octet_gpu_temperature_celsius": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+        "octet_gpu_utilization_ratio": lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    }
+    for name, read in readings.items():
+        with suppress(pynvml.NVMLError):
+            yield name, read()
 
 
 def _open_nvml(device: torch.device) -> Any | None:

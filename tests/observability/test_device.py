@@ -1,0 +1,90 @@
+"""What a device says of itself, on the CPU for real and on a GPU as far as a machine without one can show."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from worker.vitals import FAMILIES, Vitals
+from worker.vitals_device import bf16_peak, device_readings
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class NVMLError(Exception):
+    pass
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """torch and NVML as they answer on an H200; the units are NVML's own: mW, MHz, percent."""
+    nvml = ModuleType("pynvml")
+    answers = {
+        "NVMLError": NVMLError,
+        "NVML_CLOCK_SM": 1,
+        "NVML_TEMPERATURE_GPU": 0,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetPowerUsage": lambda gpu: 412_500,
+        "nvmlDeviceGetClockInfo": lambda gpu, kind: {1: 1980}[kind],
+        "nvmlDeviceGetTemperature": lambda gpu, kind: {0: 61}[kind],
+        "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=97),
+    }
+    for name, answer in answers.items():
+        setattr(nvml, name, answer)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 100))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    return nvml
+
+
+def test_the_cpu_tells_this_process() -> None:
+    held = bytearray(64 << 20)
+    readings = dict(device_readings(CPU)())
+    assert len(held) < readings["octet_memory_used_bytes"] <= readings["octet_memory_peak_bytes"]
+    assert readings["octet_memory_peak_bytes"] < readings["octet_memory_limit_bytes"]
+    assert bf16_peak(CPU) is None
+
+
+def test_a_gpu_tells_base_units(cuda: ModuleType) -> None:
+    assert dict(device_readings(CUDA)()) == {
+        "octet_memory_used_bytes": 60,
+        "octet_memory_peak_bytes": 70,
+        "octet_memory_limit_bytes": 100,
+        "octet_gpu_power_watts": 412.5,
+        "octet_gpu_sm_clock_hertz": 1.98e9,
+        "octet_gpu_temperature_celsius": 61,
+        "octet_gpu_utilization_ratio": 0.97,
+    }
+    assert bf16_peak(CUDA) == 989.4e12
+
+
+def test_without_nvml_torch_still_tells_the_memory(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise NVMLError("the driver is not loaded")
+
+    monkeypatch.setattr(cuda, "nvmlInit", refuse)
+    assert set(dict(device_readings(CUDA)())) == {
+        "octet_memory_used_bytes", "octet_memory_peak_bytes", "octet_memory_limit_bytes",
+    }  # fmt: skip
+
+
+def test_what_a_gpu_does_not_support_is_left_out(cuda: ModuleType) -> None:
+    def refuse(gpu: str) -> None:
+        raise NVMLError("not supported")
+
+    cuda.nvmlDeviceGetUtilizationRates = refuse
+    names = set(dict(device_readings(CUDA)()))
+    assert "octet_gpu_power_watts" in names
+    assert "octet_gpu_utilization_ratio" not in names
+
+
+def test_readings_are_taken_at_each_scrape_and_are_in_the_table(cuda: ModuleType) -> None:
+    vitals = Vitals()
+    vitals.describe_device(device_readings(CUDA), bf16_peak(CUDA))
+    assert {family.name for family, _, _ in vitals.read()} <= {family.name for family in FAMILIES}
+    cuda.nvmlDeviceGetPowerUsage = lambda gpu: 100_000
+    assert {family.name: value for family, _, value in vitals.read()}["octet_gpu_power_watts"] == 100
