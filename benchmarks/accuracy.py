@@ -35,7 +35,7 @@ class Setting:
     """One network and one schedule, the same for every level."""
 
     sizes: GPTConfig
-    batch_size: int = 16
+    batch_size: int = 8
     steps: int = 1000
     warmup_steps: int = 50
     learning_rate: float = 1e-3
@@ -158,8 +158,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--levels", default=",".join(LEVELS), help="fp32 is always run, and first")
     parser.add_argument("--name", default=f"{datetime.now(UTC):%Y-%m-%d}-accuracy")
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    setting = Setting(GPTConfig(128, 6, 4, vocab_size=256, max_sequence_length=128), steps=options.steps)
+    torch.set_num_threads(options.threads)
+    setting = Setting(GPTConfig(128, 5, 4, vocab_size=256, max_sequence_length=128), steps=options.steps)
     data = load_source_text(setting.sizes.max_sequence_length)
     runs: list[Run] = []
     for level in dict.fromkeys(["fp32", *options.levels.split(",")]):
