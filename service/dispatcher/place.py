@@ -17,14 +17,17 @@ def step(work: Work) -> None:
     except LauncherError as error:
         logger.warning("nothing is placed: %s", error)
         return
+    pools = [pool.name for pool in work.settings.pools]
     with work.database.read() as session:
-        if store_queue.slots_present(session) == present and not store_queue.queue(session):
+        queue = [job for pool in pools for job in store_queue.head_of_queue(session, pool)]
+        if store_queue.slots_present(session) == present and not queue:
             return
     with work.write() as (session, now):
         if store_queue.slots_present(session) != present:
             store_queue.set_slots_present(session, present, now)
         states = pool_states(work.settings.pools, present, store_queue.slots_used(session))
-        decisions = plan(store_queue.queue(session), states, now, work.settings.lease_grace_s)
+        queue = [job for pool in pools for job in store_queue.head_of_queue(session, pool)]
+        decisions = plan(queue, states, now, work.settings.lease_grace_s)
         for decision in decisions:
             if decision.why is not None:
                 continue

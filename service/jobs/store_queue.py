@@ -12,6 +12,7 @@ from api_schemas import AttemptState, JobState
 from service.db.tables import AttemptRow, JobRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
+HEAD_OF_QUEUE = 200
 _LIVE = [state for state in AttemptState if not state.is_terminal]
 _OVER = [state for state in AttemptState if state.is_terminal]
 
@@ -28,8 +29,8 @@ class QueuedJob(NamedTuple):
     former_lease_expires_at: datetime | None
 
 
-def queue(session: Session, pools: Iterable[str] | None = None) -> list[QueuedJob]:
-    """Every queued job, in no order."""
+def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
+    """The first jobs of a pool's queue, in order: enough to fill it, few enough to look at often."""
     query = (
         select(
             JobRow.id,
@@ -41,11 +42,19 @@ def queue(session: Session, pools: Iterable[str] | None = None) -> list[QueuedJo
             AttemptRow.lease_expires_at,
         )
         .outerjoin(AttemptRow, (AttemptRow.id == JobRow.current_attempt_id) & AttemptRow.released_at.is_(None))
-        .where(JobRow.state == JobState.QUEUED)
+        .where(JobRow.state == JobState.QUEUED, JobRow.pool == pool)
+        .order_by(JobRow.priority.desc(), JobRow.id)
+        .limit(HEAD_OF_QUEUE)
     )
-    if pools is not None:
-        query = query.where(JobRow.pool.in_(list(pools)))
     return [QueuedJob(*row) for row in session.execute(query)]
+
+
+def positions(session: Session, job_ids: Iterable[str]) -> dict[str, int]:
+    """The places of these queued jobs in their pools' queues, from 1."""
+    in_order = func.row_number().over(partition_by=JobRow.pool, order_by=(JobRow.priority.desc(), JobRow.id))
+    queued = select(JobRow.id, in_order.label("position")).where(JobRow.state == JobState.QUEUED).subquery()
+    rows = session.execute(select(queued.c.id, queued.c.position).where(queued.c.id.in_(list(job_ids))))
+    return {job_id: position for job_id, position in rows}
 
 
 def slots_used(session: Session) -> dict[str, int]:

@@ -101,18 +101,23 @@ def _shown(session: Session, parts: Parts, rows: Iterable[JobRow]) -> list[Job]:
     rows = list(rows)
     session.flush()
     current = store.current_attempts(session, rows)
-    places = _queue_places(session, parts, {row.pool for row in rows if row.state is JobState.QUEUED})
+    places = _queue_places(session, parts, [row for row in rows if row.state is JobState.QUEUED])
     return [views.job(row, current.get(row.id), places.get(row.id)) for row in rows]
 
 
-def _queue_places(session: Session, parts: Parts, pools: set[str]) -> dict[str, QueuePlace]:
-    """The place of every queued job of these pools, by the plan that the dispatcher follows."""
-    if not pools:
+def _queue_places(session: Session, parts: Parts, rows: list[JobRow]) -> dict[str, QueuePlace]:
+    """Where queued jobs stand, by the plan that the dispatcher follows; far back in the queue only the number counts."""
+    if not rows:
         return {}
+    heads = [job for pool in {row.pool for row in rows} for job in store_queue.head_of_queue(session, pool)]
     states = pool_states(parts.settings.pools, store_queue.slots_present(session), store_queue.slots_used(session))
     now = parts.database.now(session)
-    decisions = plan(store_queue.queue(session, pools), states, now, parts.settings.lease_grace_s)
-    return {each.job_id: QueuePlace(position=each.position, why=each.why or _STARTS_SOON) for each in decisions}
+    decisions = plan(heads, states, now, parts.settings.lease_grace_s)
+    places = {each.job_id: QueuePlace(position=each.position, why=each.why or _STARTS_SOON) for each in decisions}
+    far_back = {row.id: row.pool for row in rows if row.id not in places}
+    for job_id, position in store_queue.positions(session, far_back).items() if far_back else ():
+        places[job_id] = QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {far_back[job_id]!r}")
+    return places
 
 
 def _label(text: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.service.world import World
+from tests.service.world import Rank, World
 
 URL = "http://127.0.0.1:8000"
 CHECKS = [
@@ -34,12 +34,12 @@ def test_generated_requests_are_answered_as_documented(client: TestClient, world
     rank.train(1, 2)
     num_requests = 0
     for result in schema.get_all_operations():
-        num_requests += fuzz(result.ok(), job_id)
+        num_requests += fuzz(result.ok(), job_id, rank)
     assert num_requests >= 15 * EXAMPLES / 2
 
 
-def fuzz(operation: Any, job_id: str) -> int:
-    """Send generated requests to one operation, some of them about a job that exists; how many."""
+def fuzz(operation: Any, job_id: str, rank: Rank) -> int:
+    """Send generated requests to one operation, some of them about a job and an attempt that exist; how many."""
     modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
     cases = st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes])
     num_requests = 0
@@ -50,6 +50,9 @@ def fuzz(operation: Any, job_id: str) -> int:
         nonlocal num_requests
         if is_known and "job_id" in case.path_parameters:
             case.path_parameters["job_id"] = job_id
+        if is_known and "attempt_id" in case.path_parameters:
+            case.path_parameters["attempt_id"] = rank.order.attempt_id
+            case.headers["Authorization"] = f"Bearer {rank.order.token}"
         case.headers.pop("Accept", None)  # a stream of a job that runs has no end
         case.validate_response(case.call(base_url=URL), checks=CHECKS)
         num_requests += 1

@@ -7,6 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from api_schemas import ErrorCode, Job, JobState, Page, Problem, ValidatedJob
+from service.jobs import store_queue
 from tests.service.world import World
 
 Document = dict[str, Any]
@@ -232,6 +233,16 @@ def test_a_waiting_job_says_why(client: TestClient, world: World) -> None:
     world.dispatch()
     waiting = client.get(f"/v1/jobs/{world.submit()}").json()["queue"]
     assert waiting == {"position": 1, "why": "needs 1 slots of pool 'cpu'; 0 of 2 are free"}
+
+
+def test_far_back_in_the_queue_only_the_number_is_told(client: TestClient, world: World, monkeypatch: Any) -> None:
+    monkeypatch.setattr(store_queue, "HEAD_OF_QUEUE", 2)
+    for _ in range(3):
+        world.clock.turn(0.01)
+        last = world.submit(workers=2)
+    urgent = world.submit(priority=51)
+    assert client.get(f"/v1/jobs/{last}").json()["queue"] == {"position": 4, "why": "3 jobs are ahead in pool 'cpu'"}
+    assert client.get(f"/v1/jobs/{urgent}").json()["queue"]["position"] == 1
 
 
 def test_progress_is_what_was_last_reported(client: TestClient, world: World) -> None:
