@@ -1,0 +1,209 @@
+"""What a rank's metrics cost the training loop: steps with and without them, in turns, in one run.
+
+    python -m benchmarks.exporter_overhead
+
+In turns of a few steps: A, no vitals and nobody asks; B, vitals are written and another process scrapes the exporter every
+second, five times as often as the shipped configuration. Each pair of turns gives one ratio of processor time per step,
+of all threads of the rank, the exporter's too: on a CPU that is the step time without what other programs take. The
+median of the ratios is the figure, its spread the quartiles. Writes a dated table under benchmarks/results/.
+"""
+
+import argparse
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import sysconfig
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+
+from api_schemas import JobSpec, ReportBody, StepReport
+from worker.config import Place, TrainConfig, resolve
+from worker.exporter import Exporter, VitalsCollector
+from worker.parallel import Ranks
+from worker.report import LogReporter
+from worker.train import Trainer
+from worker.vitals import Lap, Vitals
+from worker.vitals_device import device_readings
+
+RESULTS = Path(__file__).parent / "results"
+SCRAPE_EVERY_S = 1.0
+LIMIT = 0.02
+SIZES = {
+    "small": {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "batch": 4, "length": 32},
+    "medium": {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "batch": 8, "length": 64},
+}
+
+
+class NoVitals(Vitals):
+    """Keeps nothing; the loop still learns how long it waited for data, as it did before there were vitals."""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[Lap]:
+        lap = Lap()
+        began = time.perf_counter()
+        yield lap
+        lap.seconds = time.perf_counter() - began
+
+    def observe(self, body: ReportBody) -> None:
+        pass
+
+    def observe_wire(self, sent_bytes: Any) -> None:
+        pass
+
+    def observe_fp8(self, samples: Any) -> None:
+        pass
+
+
+class Silent(LogReporter):
+    def send(self, body: ReportBody, at: datetime | None = None) -> None:
+        pass
+
+
+def scrape_when_asked(address: str, asked: Event, over: Event) -> None:
+    """The other process."""
+    while not over.is_set():
+        if asked.wait(0.1):
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+                answer.read()
+            over.wait(SCRAPE_EVERY_S)
+
+
+def measure(level: str, size: str, statistics_every: int, num_pairs: int, turn_s: float) -> tuple[list[float], float]:
+    """statistics_every: of B. The ratio B/A of each pair of turns, and the median processor time of a step of A in seconds."""
+    vitals = Vitals()
+    with tempfile.TemporaryDirectory() as folder, Exporter(vitals, "127.0.0.1") as exporter:
+        context = multiprocessing.get_context("spawn")
+        asked, over = context.Event(), context.Event()
+        scraper = context.Process(target=scrape_when_asked, args=(exporter.address, asked, over), daemon=True)
+        scraper.start()
+        plain = _trainer(level, size, 0, Path(folder), NoVitals())
+        observed = _trainer(level, size, statistics_every, Path(folder), vitals)
+        num_steps = min(_steps_in(plain, turn_s), _steps_in(observed, turn_s))
+        ratios, plain_s = [], []
+        for pair in range(num_pairs):
+            step_s: dict[str, float] = {}
+            for name in ("plain", "observed") if pair % 2 == 0 else ("observed", "plain"):
+                asked.set() if name == "observed" else asked.clear()
+                step_s[name] = _run(observed if name == "observed" else plain, num_steps) / num_steps
+            ratios.append(step_s["observed"] / step_s["plain"])
+            plain_s.append(step_s["plain"])
+        over.set()
+        scraper.join()
+    return ratios, statistics.median(plain_s)
+
+
+def cost_of_the_calls(num_steps: int = 2000) -> tuple[float, float]:
+    """Seconds that one step's writing of vitals takes, and that one scrape takes; the best of five."""
+    vitals, config = Vitals(), _config("O2", "small", 0)
+    vitals.describe_work(config, 100_000)
+    vitals.describe_device(device_readings(torch.device("cpu")), None)
+    report = StepReport(step=1, loss=2.0, gradient_norm=1.0, learning_rate=0.1, tokens=128, step_time_s=0.01, data_wait_s=0.001)
+    collector = VitalsCollector(vitals)
+    step_s, scrape_s = [], []
+    for _ in range(5):
+        began = time.process_time()
+        for _ in range(num_steps):
+            with vitals.timed("other"):
+                with vitals.timed("forward_backward"), vitals.timed("data_wait"):
+                    pass
+                with vitals.timed("communication"):
+                    pass
+                with vitals.timed("optimizer"):
+                    pass
+                vitals.observe_wire({"float32": 1, "float8_e4m3fn": 1})
+                vitals.observe(report)
+        step_s.append((time.process_time() - began) / num_steps)
+        began = time.process_time()
+        for _ in range(100):
+            registry = CollectorRegistry()
+            registry.register(collector)
+            generate_latest(registry)
+        scrape_s.append((time.process_time() - began) / 100)
+    return min(step_s), min(scrape_s)
+
+
+def _trainer(level: str, size: str, statistics_every: int, folder: Path, vitals: Vitals) -> Trainer:
+    config = _config(level, size, statistics_every)
+    return Trainer(config, Ranks(config.place, torch.device("cpu")), Silent(), folder, vitals)
+
+
+def _config(level: str, size: str, statistics_every: int) -> TrainConfig:
+    shape = SIZES[size]
+    document = {
+        "name": "overhead",
+        "model": {
+            **{name: shape[name] for name in ("hidden_size", "num_layers", "num_heads")},
+            "vocab_size": 256, "max_sequence_length": 128,
+        },
+        "precision": {"level": level} | ({"statistics_every": statistics_every} if statistics_every else {}),
+        "data": {"source": "text", "path": sysconfig.get_paths()["stdlib"] + "/json"},
+        "training": {"steps": 100_000, "global_batch_size": shape["batch"], "sequence_length": shape["length"]},
+    }  # fmt: skip
+    return resolve(JobSpec.model_validate(document), Place())
+
+
+def _steps_in(trainer: Trainer, turn_s: float) -> int:
+    """How many steps make a turn, after a warm-up that also counts memory and activations."""
+    _run(trainer, 5)
+    return max(5, round(turn_s / (_run(trainer, 5) / 5)))
+
+
+def _run(trainer: Trainer, num_steps: int) -> float:
+    began = time.process_time()
+    for _ in range(num_steps):
+        with trainer.vitals.timed("other"):
+            trainer.step()
+    return time.process_time() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=30, help="pairs of turns for each line of the table")
+    parser.add_argument("--turn", type=float, default=1.0, help="seconds of a turn")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [
+        f"# What a rank's metrics cost, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python -m benchmarks.exporter_overhead --pairs {options.pairs} --turn {options.turn:g}`: torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}. Scraped every "
+        f"{SCRAPE_EVERY_S:g} s (shipped: 5 s). Allowed: {LIMIT:.0%} of the step time.",
+        "",
+        "| level | network | step, processor time | cost, median | quartiles |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for level, size in (("bf16-amp", "small"), ("O2", "small"), ("bf16-amp", "medium"), ("O2", "medium")):
+        ratios, step_s = measure(level, size, 0, options.pairs, options.turn)
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        cells = (level, size, f"{step_s * 1e3:.1f} ms", f"{middle - 1:+.2%}", f"{low - 1:+.2%} to {high - 1:+.2%}")
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)  # noqa: T201
+    step_s, scrape_s = cost_of_the_calls()
+    sampled, _ = measure("O2", "medium", 1, max(4, options.pairs // 4), options.turn)
+    cost = statistics.median(sampled) - 1
+    lines += [
+        "",
+        f"Alone, the calls of one step take {step_s * 1e6:.0f} µs and a scrape {scrape_s * 1e3:.1f} ms of another thread: with "
+        f"a scrape every 5 s they are within {LIMIT:.0%} of any step longer than {step_s / (LIMIT - scrape_s / 5) * 1e3:.1f} ms.",
+        "",
+        f"One sample of FP8 statistics (`precision.statistics_every`) costs {cost:.2f} of a step of the medium network at O2, "
+        f"its vitals included: every {math.ceil(cost / LIMIT)} steps or more seldom it takes at most {LIMIT:.0%}.",
+    ]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-exporter_overhead.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
