@@ -85,6 +85,8 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines; set OCTET_DATA_ROOTS to the folders jobs may read"
             )
+        if self.report_url:
+            AnyHttpUrl(self.report_url)
         _check_pools(self.pools)
         if self.heartbeat_s * 3 > self.lease_s:
             raise ValueError(f"heartbeat_s {self.heartbeat_s} must be at most a third of lease_s {self.lease_s}")
@@ -117,8 +119,9 @@ class Settings(BaseSettings):
     @property
     def effective_report_url(self) -> str:
         if self.report_url:
-            return str(AnyHttpUrl(self.report_url)).rstrip("/")
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+            return self.report_url.rstrip("/")
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # what listens everywhere is also here
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def pool(self, name: str) -> PoolConfig | None:
         return next((pool for pool in self.pools if pool.name == name), None)

@@ -1,7 +1,7 @@
-"""What stands before every route: the size of a body, the Host header, unknown query parameters.
+"""What stands before every route: the size of a body, the Host and Origin headers, unknown query parameters.
 
-The Host header matters where no key is needed: a web page whose name resolves to 127.0.0.1 must not reach the service
-through its visitor's browser (DNS rebinding).
+The headers matter where no key is needed: a web page must not reach the service through its visitor's browser, neither by
+a name that resolves to 127.0.0.1 (DNS rebinding, seen in Host) nor by posting to 127.0.0.1 itself (seen in Origin).
 """
 
 import difflib
@@ -19,16 +19,17 @@ MAX_REPORT_BYTES = 8 << 20
 
 
 class RefuseOtherHosts:
-    """Middleware of a service without keys: 421 unless the Host header names this machine."""
+    """Middleware of a service without keys: 421 unless Host, and Origin where there is one, name this machine."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
-            if not _is_loopback(host):
-                error = WrongHost(f"Host {host!r} is not this machine; without API keys only 127.0.0.1 or localhost is served")
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            host, origin = headers.get(b"host", ""), headers.get(b"origin")
+            if not _is_loopback(host) or (origin is not None and not _is_loopback(origin.partition("://")[2])):
+                error = WrongHost(f"Host {host!r}, Origin {origin!r}: without API keys only 127.0.0.1 and localhost are served")
                 await render(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)

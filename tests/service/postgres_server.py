@@ -71,8 +71,10 @@ def _programs(folder: Path, user: dict[str, Any]) -> Path:
     try:
         _run([install / "bin" / "postgres", "--version"], user)
     except PermissionError:
-        shutil.copytree(install, folder / "install")
-        return folder / "install" / "bin"
+        package = install.parent
+        for needed in (install, package.with_name(f"{package.name}.libs")):  # the programs find their libraries by this layout
+            shutil.copytree(needed, folder / needed.relative_to(package.parent))
+        return folder / install.relative_to(package.parent) / "bin"
     return install / "bin"
 
 

@@ -41,6 +41,23 @@ def test_without_keys_only_this_machine_is_served(make_client: MakeClient) -> No
         assert (response.status_code, response.json()["code"]) == (421, ErrorCode.WRONG_HOST), host
 
 
+def test_without_keys_a_web_page_of_another_site_is_not_served(make_client: MakeClient) -> None:
+    client = make_client()
+    cancel = "/v1/jobs/job_01kg9ys7g0zn9d2mqxrybeyjtc/cancel"
+    for origin in ("http://127.0.0.1:8000", "http://localhost:3000", "https://[::1]"):
+        assert client.post(cancel, headers={"Origin": origin}).status_code == 404, origin
+    for origin in ("https://evil.example", "null", "http://127.0.0.1.evil.example", ""):
+        assert client.post(cancel, headers={"Origin": origin}).status_code == 421, origin
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_json_that_does_not_say_so_is_not_read(make_client: MakeClient, content_type: str | None) -> None:
+    """A browser sends such bodies to other sites without asking them first."""
+    headers = {"Content-Type": content_type} if content_type else {}
+    response = make_client().post("/v1/jobs", content=b"{}", headers=headers)
+    assert (response.status_code, response.json()["code"]) == (400, ErrorCode.INVALID_JSON)
+
+
 def test_with_keys_any_host_and_a_known_key(make_client: MakeClient) -> None:
     client = make_client(base_url="http://octet.example", host="0.0.0.0", api_keys=(KEY, KEY + "2"), data_roots=("/data",))
     assert client.get("/v1/levels").status_code == 401

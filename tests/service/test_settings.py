@@ -87,5 +87,13 @@ def test_a_heartbeat_that_cannot_keep_its_lease(tmp_path: Path) -> None:
     assert "a third of lease_s" in refused(data_dir=tmp_path, lease_s=5)
 
 
+def test_the_url_for_workers_is_a_url(tmp_path: Path) -> None:
+    assert "url" in refused(data_dir=tmp_path, report_url="control-plane:8000")
+    settings = Settings(data_dir=tmp_path, report_url="http://control-plane:8000/")
+    assert settings.effective_report_url == "http://control-plane:8000"
+    everywhere = Settings(data_dir=tmp_path, host="::", port=1, api_keys=(KEY,), data_roots=("/data",))
+    assert everywhere.effective_report_url == "http://[::1]:1"
+
+
 def test_unknown_settings_are_refused(tmp_path: Path) -> None:
     assert "Extra inputs" in refused(data_dir=tmp_path, prot=1)
