@@ -1,10 +1,12 @@
 # Every developer verb. CI calls these and nothing else; each works on a machine that has only Python 3.11+ and make.
 PYTHON ?= python3
+# Whatever understands docker-compose.yml.
+COMPOSE ?= docker compose
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test prometheus dashboards lint types fmt snapshots bench clean
+.PHONY: install demo test prometheus dashboards lint types fmt snapshots bench compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # torch comes first and pinned: an unpinned torch, or one pulled in by a dependency, brings gigabytes of CUDA libraries.
@@ -53,6 +55,17 @@ snapshots: install
 
 bench: install
 	$(BIN)/python -m benchmarks.cpu_step
+
+# The cluster of docker-compose.yml on this machine: api on 127.0.0.1:8000, Grafana on :3000, Prometheus on :9090.
+compose-up:
+	$(COMPOSE) up -d --build
+
+compose-down:
+	$(COMPOSE) down
+
+# Builds and starts the stack, kills each of its containers while jobs train, and removes it with its volumes.
+compose-smoke: install
+	COMPOSE="$(COMPOSE)" $(BIN)/python deploy/compose/smoke.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

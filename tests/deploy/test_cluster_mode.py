@@ -1,0 +1,178 @@
+"""`octet api` and `octet dispatcher` as processes: what they refuse, and that they live through peers that are away."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_schemas import JobState
+from client import Client
+from service.cluster.ray_node import RayNode
+from service.cluster_mode import cluster_settings, dispatch
+from tests.service.postgres_server import Unavailable, running_server
+
+ROOT = Path(__file__).parent.parent.parent
+API_KEY = "a-key-for-tests-0123456789"
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    try:
+        with running_server() as url:
+            yield url
+    except Unavailable as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def environment(tmp_path: Path, spec_document: dict[str, Any]) -> dict[str, str]:
+    """What the two processes are configured by, but for the database."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OCTET_", "RAY_"))}
+    (tmp_path / "key").write_text(f"{API_KEY}\n")
+    (tmp_path / "token").write_text("0" * 64)
+    return inherited | {
+        "OCTET_HOST": "0.0.0.0",
+        "OCTET_PORT": str(free_port()),
+        "OCTET_API_KEYS_FILE": str(tmp_path / "key"),
+        "OCTET_DATA_DIR": str(tmp_path / "data"),
+        "OCTET_DATA_ROOTS": spec_document["data"]["path"],
+        "OCTET_REPORT_URL": "http://127.0.0.1:1",
+        "OCTET_RAY_ADDRESS": f"127.0.0.1:{free_port()}",
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+    }
+
+
+class Process:
+    """One `octet` process and what it says."""
+
+    def __init__(self, log: Path, process: "subprocess.Popen[bytes]") -> None:
+        self._log = log
+        self.process = process
+
+    def said(self, words: str) -> bool:
+        assert self.process.poll() is None, self._log.read_text()
+        return words in self._log.read_text()
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(TIMEOUT_S)
+
+
+@contextmanager
+def running(command: str, environment: dict[str, str], log: Path) -> Iterator[Process]:
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "client.cli", command], stdout=file, stderr=file, cwd=ROOT, env=environment
+        )
+    try:
+        yield Process(log, process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def has_loaded_ray(process: Process) -> bool:
+    return "_raylet" in Path(f"/proc/{process.process.pid}/maps").read_text()
+
+
+@pytest.mark.postgres
+def test_jobs_are_taken_without_ray_and_wait_for_it(
+    postgres_url: str, environment: dict[str, str], tmp_path: Path, spec_document: dict[str, Any]
+) -> None:
+    (tmp_path / "url").write_text(f"{postgres_url}\n")
+    environment |= {"OCTET_DATABASE_URL_FILE": str(tmp_path / "url")}
+    url = f"http://127.0.0.1:{environment['OCTET_PORT']}"
+    with running("api", environment, tmp_path / "api.log") as api, Client(url, API_KEY, patience_s=TIMEOUT_S) as client:
+        job = client.submit(spec_document)
+        assert not client.is_ready(), "no dispatcher leads yet"
+        with running("dispatcher", environment, tmp_path / "dispatcher.log") as dispatcher:
+            wait_for(client.is_ready)
+            wait_for(lambda: dispatcher.said(f"the Ray head at {environment['OCTET_RAY_ADDRESS']} does not answer"))
+            assert client.job(job.id).state is JobState.QUEUED
+            assert dispatcher.end() == 0
+        assert not client.is_ready(), "a dispatcher that is told to end hands its lease back"
+        assert has_loaded_ray(api) is False
+        assert api.end() == 0
+
+
+@pytest.mark.parametrize("command", ["api", "dispatcher"])
+def test_a_process_waits_for_a_database_that_is_away(command: str, environment: dict[str, str], tmp_path: Path) -> None:
+    environment |= {"OCTET_DATABASE_URL": f"postgresql://octet@127.0.0.1:{free_port()}/octet"}
+    with running(command, environment, tmp_path / "log") as process:
+        wait_for(lambda: process.said("the database does not answer; trying again"))
+        assert process.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"OCTET_DATABASE_URL": ""}, "cluster mode needs a PostgreSQL database"),
+        ({"OCTET_DATABASE_URL": "sqlite:///octet.db"}, "cluster mode needs a PostgreSQL database"),
+        ({"OCTET_API_KEYS_FILE": ""}, "no API key is configured"),
+        ({"OCTET_DATA_ROOTS": ""}, "OCTET_DATA_ROOTS"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    environment: dict[str, str], change: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ({"OCTET_DATABASE_URL": "postgresql://octet@postgres/octet"} | environment | change).items():
+        if value:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        cluster_settings(None)
+
+
+def test_the_command_says_in_one_line_what_to_change(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "client.cli", "api", "--database-url-file", "/no/such/file"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert result.returncode == 2
+    assert "'/no/such/file', cannot be read: No such file" in result.stderr
+
+
+def test_the_database_url_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "url").write_text("postgresql://octet:secret@postgres/octet\n")
+    settings = cluster_settings(tmp_path / "url")
+    assert settings.effective_database_url == "postgresql://octet:secret@postgres/octet"
+
+
+def test_a_dispatcher_needs_the_address_for_reports_and_the_token(tmp_path: Path) -> None:
+    (tmp_path / "url").write_text("postgresql://octet@postgres/octet")
+    with pytest.raises(ValueError, match="OCTET_REPORT_URL"):
+        dispatch(ray_address="ray-head:6379", ray_token_file=tmp_path / "token", database_url_file=tmp_path / "url")
+
+
+@pytest.mark.parametrize("address", ["ray-head", "6379", ":6379", "ray-head:port", ""])
+def test_the_head_is_named_by_host_and_port(address: str) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        RayNode(address)
+
+
+def test_no_node_is_started_for_a_head_that_does_not_answer() -> None:
+    node = RayNode(f"127.0.0.1:{free_port()}")
+    with pytest.raises(ConnectionError, match="does not answer"):
+        node.ensure()
+    node.stop()
