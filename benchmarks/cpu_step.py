@@ -69,8 +69,8 @@ def main() -> int:
     lines = [
         f"# A training step on CPU, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        f"`python {' '.join(sys.argv)}` on {platform.machine()}, 1 thread; torch {torch.__version__}. "
-        f"GPT of hidden 128, 4 layers, 4 heads; {BATCH_SIZE} x {SIZES.max_sequence_length} tokens; {options.rounds} steps of each level in turn.",
+        f"`python {' '.join(sys.argv)}` on {platform.machine()}, 1 thread; torch {torch.__version__}. GPT of hidden 128,",
+        f"4 layers, 4 heads; {BATCH_SIZE} x {SIZES.max_sequence_length} tokens; {options.rounds} steps of each level in turn.",
         "",
         "| level | median step (s) | fastest (s) | median of step / fp32 step |",
         "| --- | ---: | ---: | ---: |",
