@@ -12,12 +12,12 @@ from service.dispatcher.work import LEADER_LEASE_S, NotLeading, Work
 from service.settings import Settings
 
 _STOP_TIMEOUT_S = 10.0
-_STEPS: dict[str, tuple[Callable[[Work], None], float]] = {
+JANITOR_PAUSE_S = 30.0
+_JOB_STEPS: dict[str, tuple[Callable[[Work], None], float]] = {
     "place": (place.step, 0.5),
     "launch": (launch.step, 0.5),
     "watch": (watch.step, 1.0),
     "clean": (clean.step, 0.5),
-    "janitor": (janitor.step, 30.0),
 }
 
 logger = logging.getLogger(__name__)
@@ -29,21 +29,22 @@ class Dispatcher:
     def __init__(self, database: Database, launcher: Launcher, settings: Settings) -> None:
         self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="octet-call")
         self._work = Work(database, launcher, settings, wake=self.wake, executor=self._executor)
-        self._loops = [Loop("lead", self._lead, LEADER_LEASE_S / 5)]
-        self._loops += [Loop(name, self._while_leading(step), pause_s) for name, (step, pause_s) in _STEPS.items()]
+        self._lead_loop = Loop("lead", self._lead, LEADER_LEASE_S / 5)
+        self._janitor_loop = Loop("janitor", self._while_leading(janitor.step), JANITOR_PAUSE_S)
+        self._job_loops = [Loop(name, self._while_leading(step), pause_s) for name, (step, pause_s) in _JOB_STEPS.items()]
 
     def start(self) -> None:
-        for loop in self._loops:
+        for loop in (self._lead_loop, *self._job_loops, self._janitor_loop):
             loop.start()
 
     def wake(self) -> None:
         """There is something to do: look now rather than at the next interval."""
-        for loop in self._loops[1:]:
+        for loop in self._job_loops:
             loop.wake()
 
     def stop(self) -> None:
         """Stop leading, after the calls under way or ten seconds. Attempts on the cluster go on."""
-        for loop in self._loops:
+        for loop in (*self._job_loops, self._janitor_loop, self._lead_loop):
             loop.stop(_STOP_TIMEOUT_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._work.give_up()

@@ -147,6 +147,7 @@ def test_a_deposed_dispatcher_writes_nothing(
     assert world.work.leads_since is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster_dies_too", [False, True], ids=["cluster-lives", "cluster-dies-too"])
 def test_killed_at_every_instant_it_recovers(
     mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any], cluster_dies_too: bool
