@@ -49,9 +49,9 @@ fmt: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Write the frozen surfaces anew: JSON schemas and the OpenAPI document. Review the diff.
+# Write the frozen surfaces anew: JSON schemas, the OpenAPI document, alerts for Kubernetes. Review the diff.
 snapshots: install
-	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py
+	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py tests/deploy/test_kubernetes.py
 
 bench: install
 	$(BIN)/python -m benchmarks.cpu_step

@@ -1,13 +1,15 @@
 """Commands that run a server: serve, demo, and the two processes of cluster mode, api and dispatcher."""
 
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from client.api import Client
 from client.cli_options import FAILED, REFUSED, connect
 from client.demo import demo_spec, run_demo, run_demo_on_own_server
 from client.terminal import Terminal
@@ -57,12 +59,20 @@ def dispatcher(
         Path, typer.Option("--ray-token-file", envvar="RAY_AUTH_TOKEN_PATH", help="The cluster's token.")
     ],
     database_url_file: DatabaseUrlFile = None,
+    autoscale: Annotated[
+        bool, typer.Option("--autoscale", envvar="OCTET_AUTOSCALE", help="Tell Ray's autoscaler what the queue wants.")
+    ] = False,
 ) -> None:
     """Cluster mode: what runs jobs on a Ray cluster. Several may run; one leads. See docs/deploy.md."""
     with _refusing("dispatcher"):
         from service.cluster_mode import dispatch
 
-        dispatch(ray_address=ray_address, ray_token_file=ray_token_file, database_url_file=database_url_file)
+        dispatch(
+            ray_address=ray_address,
+            ray_token_file=ray_token_file,
+            database_url_file=database_url_file,
+            autoscale=autoscale,
+        )
 
 
 @contextmanager
@@ -86,6 +96,7 @@ def demo(
     levels: Annotated[str, typer.Option("--levels", help="Precision levels, the yardstick first.")] = "fp32,O2",
     data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Default: a temporary folder.")] = None,
     url: Annotated[str | None, typer.Option("--url", help="Use a running server instead of one of our own.")] = None,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, help="With --url: seconds for the server to be ready.")] = 0,
 ) -> None:
     """Train the same small GPT at several levels and compare them. Exit 0 if all jobs succeed and learn."""
     comparison = f"demo-{uuid.uuid4().hex[:8]}"
@@ -94,6 +105,15 @@ def demo(
         has_passed = run_demo_on_own_server(Terminal(), specs, data_dir=data_dir)
     else:
         with connect(url) as client:
+            _wait_until_ready(client, wait_s)
             has_passed = run_demo(Terminal(), specs, client)
     if not has_passed:
         raise typer.Exit(FAILED)
+
+
+def _wait_until_ready(client: Client, timeout_s: float) -> None:
+    """Give a server that was started beside us its time; what is wrong with it after that, the first request tells."""
+    deadline = time.monotonic() + timeout_s
+    with Terminal().spinner("waiting for the server to be ready") if timeout_s else nullcontext():
+        while time.monotonic() < deadline and not client.is_ready():
+            time.sleep(0.5)

@@ -9,20 +9,25 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 from sqlalchemy.exc import OperationalError
 
+from api_schemas import PoolConfig
 from service.app import create_app
 from service.cluster.local_ray import ray_environment
 from service.cluster.ray_node import RayNode
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
+from service.dispatcher.loop import Loop
+from service.jobs import store_queue
 from service.main import checked_settings, end_by_exception, listening, log_to_stderr
 from service.settings import Settings
 
 _SHUTDOWN_S = 3
+_DEMAND_INTERVAL_S = 5.0
 _LONGEST_WAIT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -42,8 +47,11 @@ def api(*, database_url_file: Path | None = None) -> None:
     database.close()
 
 
-def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path | None = None) -> None:
-    """Move jobs along until SIGTERM or SIGINT; attempts go on without us. Raises ValueError for settings that cannot work."""
+def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path | None = None, autoscale: bool = False) -> None:
+    """Move jobs along until SIGTERM or SIGINT; attempts go on without us. Raises ValueError for settings that cannot work.
+
+    `autoscale`: tell Ray's autoscaler how many slots the queue wants, or a pool without nodes would never get any.
+    """
     settings = cluster_settings(database_url_file)
     if not settings.report_url:
         raise ValueError("set OCTET_REPORT_URL to the API's base URL as the workers reach it, for example http://api:8000")
@@ -58,16 +66,28 @@ def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path 
 
     launcher = RayLauncher(node.ensure, settings.pools)
     dispatcher = Dispatcher(database, launcher, settings)
+    demand = Loop("demand", lambda: launcher.request_slots(slots_wanted(database, settings.pools)), _DEMAND_INTERVAL_S)
     dispatcher.start()
+    if autoscale:
+        demand.start()
     try:
         logger.info("the dispatcher runs attempts on the Ray cluster at %s", ray_address)
         while True:
             signal.pause()
     finally:
+        demand.stop(_SHUTDOWN_S)
         dispatcher.stop()
         launcher.close()
         node.stop()
         database.close()
+
+
+def slots_wanted(database: Database, pools: Sequence[PoolConfig]) -> dict[str, int]:
+    """The slots that live attempts hold and queued jobs wait for, up to what each pool may have."""
+    with database.read() as session:
+        used = store_queue.slots_used(session)
+        waiting = {pool.name: sum(job.workers for job in store_queue.head_of_queue(session, pool.name)) for pool in pools}
+    return {pool.name: min(pool.slots, used.get(pool.name, 0) + waiting[pool.name]) for pool in pools}
 
 
 def cluster_settings(database_url_file: Path | None) -> Settings:

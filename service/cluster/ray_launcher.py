@@ -8,12 +8,13 @@ cluster are then absent.
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as DeadlineExceeded
 from typing import Any, TypeVar
 
 import ray
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
@@ -108,6 +109,13 @@ class RayLauncher:
         """The slots of the nodes that are there now."""
         resources: dict[str, float] = self._call(_CALL_S, ray.cluster_resources)
         return [PoolCapacity(pool=pool.name, slots_present=int(resources.get(pool.slot_resource, 0))) for pool in self._pools]
+
+    def request_slots(self, slots: Mapping[str, int]) -> None:
+        """Ask the cluster's autoscaler for room for so many ranks in each pool. It holds until the next request."""
+        wanted = [pool for pool in self._pools for _ in range(slots.get(pool.name, 0))]
+        bundles = [{pool.slot_resource: 1, **({"GPU": 1} if pool.accelerator == "cuda" else {})} for pool in wanted]
+        labels = [dict([pool.node_label]) for pool in wanted]
+        self._call(_CALL_S, lambda: request_resources(bundles=bundles, bundle_label_selectors=labels))
 
     def close(self) -> None:
         """Disconnect; attempts go on without us."""

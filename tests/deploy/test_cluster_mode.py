@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from api_schemas import JobState
+from api_schemas import JobState, PoolConfig
 from client import Client
+from client.cli import build_app
 from service.cluster.ray_node import RayNode
-from service.cluster_mode import cluster_settings, dispatch
+from service.cluster_mode import cluster_settings, dispatch, slots_wanted
+from service.db.engine import Database
 from tests.service.postgres_server import Unavailable, running_server
 
 ROOT = Path(__file__).parent.parent.parent
@@ -117,6 +120,33 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
         assert not client.is_ready(), "a dispatcher that is told to end hands its lease back"
         assert has_loaded_ray(api) is False
         assert api.end() == 0
+
+
+@pytest.mark.postgres
+def test_the_queue_wants_slots_up_to_what_its_pool_may_have(
+    postgres_url: str, environment: dict[str, str], tmp_path: Path, spec_document: dict[str, Any]
+) -> None:
+    environment |= {"OCTET_DATABASE_URL": postgres_url}
+    url = f"http://127.0.0.1:{environment['OCTET_PORT']}"
+    pools = [PoolConfig(name=name, node_label=("octet-pool", name), slots=2) for name in ("cpu", "other")]
+    database = Database(postgres_url)
+    with running("api", environment, tmp_path / "api.log"), Client(url, API_KEY, patience_s=TIMEOUT_S) as client:
+        for job in list(client.jobs()):
+            client.cancel(job.id)
+        assert slots_wanted(database, pools) == {"cpu": 0, "other": 0}
+        client.submit(spec_document)
+        assert slots_wanted(database, pools) == {"cpu": 1, "other": 0}
+        client.submit(spec_document | {"resources": {"pool": "cpu", "workers": 2}})
+        assert slots_wanted(database, pools) == {"cpu": 2, "other": 0}
+    database.close()
+
+
+def test_the_demo_waits_for_a_server_that_is_not_up_yet() -> None:
+    began = time.monotonic()
+    arguments = ["demo", "--url", f"http://127.0.0.1:{free_port()}", "--wait", "1", "--steps", "1"]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 3, result.output
+    assert time.monotonic() - began >= 1
 
 
 @pytest.mark.parametrize("command", ["api", "dispatcher"])
