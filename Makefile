@@ -23,7 +23,7 @@ demo: install
 	$(BIN)/octet demo
 
 test: install prometheus
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The tests of metrics ask a real Prometheus. Where it cannot be installed they are skipped, or fail under CI=true.
 prometheus:
