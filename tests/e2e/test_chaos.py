@@ -78,6 +78,26 @@ class TestServerKilled:
 
 
 @pytest.mark.slow
+class TestRayKilled:
+    def test_it_is_started_again_and_the_job_resumes_without_a_failure_of_its_own(
+        self, own_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
+    ) -> None:
+        expected = expected_losses(own_server, long_job, undisturbed_curve)
+        job = own_server.client.submit(long_job)
+        own_server.wait_for_step(job.id, 50)
+        core = [process for process in own_server.processes() if process.name() in {"gcs_server", "raylet"}]
+        assert len(core) == 2
+        for process in core:
+            process.kill()
+        finished = own_server.finish(job.id, 180)
+        assert finished.state is JobState.SUCCEEDED, finished
+        attempts = sorted(own_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
+        assert [attempt.reason for attempt in attempts] == [FailureReason.CLUSTER_LOST, None]
+        assert losses(own_server, finished) == expected
+        assert_gapless_and_each_attempt_after_the_other(own_server, finished)
+
+
+@pytest.mark.slow
 class TestRankKilled:
     def test_without_retries_the_job_fails_with_the_reason(self, server: Server, long_job: dict[str, Any]) -> None:
         job = server.client.submit(long_job)
