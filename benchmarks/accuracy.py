@@ -1,18 +1,19 @@
 """Does a level train as well as fp32? The same GPT, seed and batches at every level, on the Python standard library's source.
 
-    python benchmarks/accuracy.py --steps 1000
+    python benchmarks/accuracy.py --steps 1000 --runs /tmp/runs
 
 writes a dated table (gap of the smoothed final loss to fp32, bytes per parameter) and the curves beside it, under
 benchmarks/results/. The test suite runs a short version of the same `train_curve`.
 """
 
 import argparse
+import json
 import platform
 import statistics
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -158,14 +159,21 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--levels", default=",".join(LEVELS), help="fp32 is always run, and first")
     parser.add_argument("--name", default=f"{datetime.now(UTC):%Y-%m-%d}-accuracy")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of finished runs, which are not repeated")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     setting = Setting(GPTConfig(128, 5, 4, vocab_size=256, max_sequence_length=128), steps=options.steps)
     data = load_source_text(setting.sizes.max_sequence_length)
+    options.runs.mkdir(parents=True, exist_ok=True)
     runs: list[Run] = []
     for level in dict.fromkeys(["fp32", *options.levels.split(",")]):
-        runs.append(train_curve(level, setting, data))
+        kept = options.runs / f"{level}-{setting.steps}.json"
+        if kept.exists():
+            runs.append(Run(**json.loads(kept.read_text())))
+        else:
+            runs.append(train_curve(level, setting, data))
+            kept.write_text(json.dumps(asdict(runs[-1])))
         sys.stderr.write(f"{level}: final loss {runs[-1].final_loss:.4f}, gap {gap(runs[-1], runs[0]):+.2%}\n")
     report = table(runs, setting)
     RESULTS.mkdir(exist_ok=True)
