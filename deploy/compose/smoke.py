@@ -20,6 +20,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def ranks_scraped(jobs: list[Job]) -> bool:
 
 def look_at_prometheus() -> None:
     for expression in ('up{job="octet-api"} == 1', 'octet_jobs{state="succeeded"} >= 1', "octet_dispatcher_leads == 1"):
-        wait_for(f"{expression} in Prometheus", lambda expression=expression: query(expression), 60)
+        wait_for(f"{expression} in Prometheus", partial(query, expression), 60)
     rules = [rule for group in get_json(f"{PROMETHEUS}/api/v1/rules")["data"]["groups"] for rule in group["rules"]]
     unhealthy = [rule["name"] for rule in rules if rule["health"] not in {"ok", "unknown"}]
     if not rules or unhealthy:

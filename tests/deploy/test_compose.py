@@ -125,6 +125,17 @@ def test_each_pool_has_the_nodes_and_slots_that_it_promises(path: str, nodes: se
     assert {pool.node_label: {pool.slot_resource: pool.slots} for pool in pools} == offered
 
 
+def test_the_gpu_node_is_a_cpu_node_with_gpus() -> None:
+    node = WITH_GPUS["node-h100"]
+    assert node["extends"] == {"file": "docker-compose.yml", "service": "node-cpu"}
+    assert set(node) <= {"extends", "image", "build", "command", "environment", "shm_size", "ulimits", "deploy"}
+    assert node["deploy"]["resources"]["reservations"]["devices"] == [
+        {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    ]
+    for name in ("api", "dispatcher"):
+        assert mounts(H100["services"][name]) == {"/etc/octet/pools.yaml": ("./deploy/compose/pools.h100.yaml", True)}
+
+
 def test_api_dispatcher_and_nodes_see_the_same_folders() -> None:
     for name in ("api", "dispatcher"):
         environment = SERVICES[name]["environment"]
