@@ -23,7 +23,7 @@ from service.db.engine import Database
 from service.dispatcher import Dispatcher
 from service.dispatcher.loop import Loop
 from service.jobs import store_queue
-from service.main import checked_settings, end_by_exception, listening, log_to_stderr
+from service.main import checked_settings, listening, log_to_stderr
 from service.settings import Settings
 
 _SHUTDOWN_S = 3
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def api(*, database_url_file: Path | None = None) -> None:
     """Serve the API until SIGTERM or SIGINT. Raises ValueError for settings that cannot work, OSError for the port."""
     settings = cluster_settings(database_url_file)
-    end_by_exception()
+    _end_by_exception()
     log_to_stderr()
     database = database_that_answers(settings)
     app = create_app(settings, database=database)
@@ -58,7 +58,7 @@ def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path 
     if not ray_token_file.is_file():
         raise ValueError(f"the Ray token file {str(ray_token_file)!r} does not exist; every node needs the same one")
     node = RayNode(ray_address)
-    end_by_exception()
+    _end_by_exception()
     log_to_stderr()
     database = database_that_answers(settings)
     os.environ.update(ray_environment(ray_token_file))
@@ -122,3 +122,13 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(f"the file of the database URL, {str(path)!r}, cannot be read: {error.strerror}") from error
+
+
+def _end_by_exception() -> None:
+    """Let SIGTERM and SIGINT unwind the stack, whatever is waited for; uvicorn raises them anew once it has shut down."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)

@@ -67,16 +67,6 @@ def log_to_stderr() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-def end_by_exception() -> None:
-    """Let SIGTERM and SIGINT unwind the stack, so that Ray is ended: uvicorn raises them anew once it has shut down."""
-
-    def end(_number: int, _frame: object) -> None:
-        raise SystemExit(0)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-
-
 def _run(settings: Settings, database: Database, launcher: Launcher, listener: socket.socket) -> None:
     """Serve in a thread and wait for a signal here. Ray installs handlers that print a stack trace; none runs this way."""
     dispatcher = Dispatcher(database, launcher, settings)
