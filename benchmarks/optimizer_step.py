@@ -57,7 +57,7 @@ def stored_weight(values: Tensor, weight: str) -> QuantizedWeight:
     parameter = nn.Parameter(codes)
     parameter.grad_dtype = torch.float32
     residual = torch.zeros(codes.shape, dtype=torch.int8) if weight == "split" else None
-    return QuantizedWeight(parameter, dequant_scale, residual, values if weight == "master" else None)
+    return QuantizedWeight(parameter, dequant_scale, residual, initial_values=values if weight == "master" else None)
 
 
 def prepare(storage: Storage, shapes: list[tuple[int, ...]]) -> Callable[[], object]:

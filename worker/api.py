@@ -148,7 +148,13 @@ def _float8_converter(precision: PrecisionSpec, seed: int, originals: dict[Tenso
 def _quantized_weights(model: nn.Module, originals: dict[Tensor, Tensor]) -> list[QuantizedWeight]:
     layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
     return [
-        QuantizedWeight(layer.weight, layer.weight_dequant_scale, layer.weight_residual, originals.pop(layer.weight, None))
+        QuantizedWeight(
+            layer.weight,
+            layer.weight_dequant_scale,
+            layer.weight_residual,
+            layer.weight_amax,
+            initial_values=originals.pop(layer.weight, None),
+        )
         for layer in layers
         if layer.weight_dequant_scale is not None
     ]

@@ -34,6 +34,7 @@ class Float8Linear(nn.Module):
 
     weight: nn.Parameter
     weight_dequant_scale: Tensor | None
+    weight_amax: Tensor | None
     weight_residual: Tensor | None
 
     def __init__(
@@ -61,9 +62,10 @@ class Float8Linear(nn.Module):
         self.num_breaches = 0  # samples in a row that broke a limit
         self.is_demoted = False
         self.register_buffer("weight_dequant_scale", None)
+        self.register_buffer("weight_amax", None)  # of the values; the optimizer keeps it
         self.register_buffer("weight_residual", None)
         if stored_weight is not None:
-            self.weight.data, self.weight_dequant_scale, self.weight_residual = stored_weight
+            self.weight.data, self.weight_dequant_scale, self.weight_amax, self.weight_residual = stored_weight
         self._prepare_gradient()
         self.start_step(0)
         self.train(linear.training)
@@ -98,14 +100,12 @@ class Float8Linear(nn.Module):
             assert self.weight_dequant_scale is not None
             stored = Codes(self.weight.detach(), self.weight_dequant_scale)
             return stored.t() if transposed else stored
-        held, held_dequant_scale = self.weight.detach(), self.weight_dequant_scale
+        held, unit = self.weight.detach(), self.weight_dequant_scale
         if held.dtype == E4M3:
-            held, held_dequant_scale = self.weight_values(), None
-        rows, columns = self.weight_scaling.quantize(held, rows=not transposed, columns=transposed)
+            held, unit = self.weight_values(), None
+        rows, columns = self.weight_scaling.quantize(held, unit=unit, rows=not transposed, columns=transposed)
         codes = columns if transposed else rows
         assert codes is not None
-        if held_dequant_scale is not None:  # what is held are codes: their scale joins that of the new ones
-            codes = codes._replace(dequant_scale=codes.dequant_scale * held_dequant_scale)
         return codes
 
     def extra_repr(self) -> str:

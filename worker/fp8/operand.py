@@ -54,17 +54,21 @@ class OperandScaling(nn.Module):
             self.register_buffer("window_amax", torch.zeros((), device=device))
             self.register_buffer("num_finite_steps", torch.zeros((), dtype=torch.int64, device=device))
 
-    def quantize(self, x: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Codes | None, Codes | None]:
+    def quantize(
+        self, x: Tensor, *, unit: Tensor | None = None, rows: bool = True, columns: bool = True
+    ) -> tuple[Codes | None, Codes | None]:
         """Codes of x for products over its rows, and codes of x.T for products over its columns; None if not wanted.
+
+        unit: what is quantised is x * unit, where x are themselves codes and unit (), a power of two, is their scale.
 
         Scales that transpose with their codes serve both; others take x twice, once along each dimension.
         """
         if not rows and not columns:
             return None, None
         if self.recipe.granularity == "tensor" or (self.recipe.granularity == "block" and self.block[0] == BLOCK):
-            codes = self._quantize(x)
+            codes = self._quantize(x, unit)
             return codes, codes.t()
-        return self._quantize(x) if rows else None, self._quantize(x.t()) if columns else None
+        return self._quantize(x, unit) if rows else None, self._quantize(x.t(), unit) if columns else None
 
     def extra_repr(self) -> str:
         return str(self.dtype)
@@ -84,16 +88,19 @@ class OperandScaling(nn.Module):
         self.num_finite_steps.copy_(num_steps)
         self.step_amax.zero_()
 
-    def _quantize(self, x: Tensor) -> Codes:
+    def _quantize(self, x: Tensor, unit: Tensor | None) -> Codes:
         granularity, margin = self.recipe.granularity, self.recipe.margin
-        amax = self._amax_to_scale_by(x) if self.recipe.amax_history_length else None
+        amax = self._amax_to_scale_by(x, unit) if self.recipe.amax_history_length else None
         codes = Codes(*kernels.quantize(x, self.dtype, granularity, margin=margin, amax=amax, block=self.block))
         if self.is_sampled and self.training:
-            self.sample = measure(x, *codes)
-        return codes
+            self.sample = measure(x, *codes, unit)
+        return codes if unit is None else codes._replace(dequant_scale=codes.dequant_scale * unit)
 
-    def _amax_to_scale_by(self, x: Tensor) -> Tensor:
+    def _amax_to_scale_by(self, x: Tensor, unit: Tensor | None) -> Tensor:
+        """In units of x; what is remembered are amaxes of the values, since the unit changes with the weight."""
         amax = kernels.compute_amax(x)
+        amax_of_values = amax if unit is None else amax * unit
         if self.training:
-            self.step_amax.copy_(torch.maximum(self.step_amax, amax))
-        return torch.where(self.num_finite_steps < self.recipe.amax_history_length, amax, self.window_amax)
+            self.step_amax.copy_(torch.maximum(self.step_amax, amax_of_values))
+        window_amax = self.window_amax if unit is None else self.window_amax / unit
+        return torch.where(self.num_finite_steps < self.recipe.amax_history_length, amax, window_amax)

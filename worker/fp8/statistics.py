@@ -31,8 +31,8 @@ class OperandSample:
     sqnr_db: float
 
 
-def measure(x: Tensor, codes: Tensor, dequant_scale: Tensor) -> Tensor:
-    """The five numbers of an `OperandSample` as an fp32 tensor (5,) on x's device."""
+def measure(x: Tensor, codes: Tensor, dequant_scale: Tensor, unit: Tensor | None = None) -> Tensor:
+    """The five numbers of an `OperandSample` of x, or of x * unit, as an fp32 tensor (5,) on x's device."""
     values = kernels.dequantize(codes, dequant_scale)
     stored = kernels.dequantize(codes, torch.ones_like(dequant_scale)).abs()
     wide, magnitude = x.float(), x.float().abs()
@@ -41,8 +41,8 @@ def measure(x: Tensor, codes: Tensor, dequant_scale: Tensor) -> Tensor:
     decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), MOST_DECIBELS)
     return torch.stack(
         (
-            magnitude.amax(),
-            dequant_scale.amax(),
+            magnitude.amax() * (1.0 if unit is None else unit),
+            dequant_scale.amax() * (1.0 if unit is None else unit),
             is_clamped.float().mean(),
             ((stored == 0) & (magnitude > 0)).float().mean(),
             decibels,

@@ -13,6 +13,7 @@ from worker.kernels.quantization import (
     dequantize,
     encode,
     quantize,
+    sqrt,
 )
 from worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
 
@@ -27,5 +28,6 @@ __all__ = [
     "random_bits",
     "split_decode",
     "split_encode",
+    "sqrt",
     "stochastic_round",
 ]

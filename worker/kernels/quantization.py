@@ -71,6 +71,11 @@ def all_finite(x: Tensor) -> Tensor:
     return implementation(x.device).all_finite(x.detach())
 
 
+def sqrt(x: Tensor) -> Tensor:
+    """The root of an fp32 tensor, correctly rounded, as IEEE arithmetic has it, so the same on every device."""
+    return implementation(x.device).sqrt(x)
+
+
 def _check_scaled_dtype(dtype: torch.dtype) -> None:
     if dtype not in SCALED_FORMATS:
         allowed = ", ".join(str(known) for known in SCALED_FORMATS)

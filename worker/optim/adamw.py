@@ -6,7 +6,7 @@
     weight    -= lr / (1 - beta1^t) · exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
 
 as torch.optim has them. Only what is stored is rounded: this step's update uses the moments before rounding. Parameters are
-walked over in runs of elements, so nothing but one weight is ever wide as a whole. Rounding is stochastic from a counter
+walked over once, in runs of elements, so no tensor is ever wide as a whole. Rounding is stochastic from a counter
 (seed, parameter, its step, element), so a resumed or sharded run draws the same bits.
 """
 
@@ -37,6 +37,11 @@ MIN_QUANTIZED_ELEMENTS = 4096
 """Smaller tensors (norms, biases) keep fp32 states: nothing to save, and they are the most sensitive."""
 
 MASTER_CODEC = CODECS["fp16-tensor"]
+ROUNDING_SLACK = 1.25
+"""By how much an update from rounded moments may exceed what one from exact moments could be."""
+
+MAX_UPDATE = 100.0
+
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_CODECS = {
@@ -154,7 +159,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter] or self._allocate(parameter, group)
         state["step"] += 1
-        gradients, weight = GradientReader(gradient), self._stored_weight(parameter)
+        gradients, weight = GradientReader(gradient), self._stored_weight(parameter, group)
         exp_avg, exp_avg_sq = (self._stored_state(parameter, group, moment) for moment in MOMENTS)
         at_once = exp_avg.codec.per_tensor or exp_avg_sq.codec.per_tensor
         for elements in runs(parameter.numel(), parameter.numel() if at_once else RUN_LENGTH):
@@ -195,16 +200,18 @@ class LowBitAdamW(torch.optim.Optimizer):
             master = new_master(weight, MASTER_CODEC)
         state["master_weights"] = master
 
-    def _stored_weight(self, parameter: Tensor) -> StoredWeight:
+    def _stored_weight(self, parameter: Tensor, group: dict[str, Any]) -> StoredWeight:
         draw = self._draw(parameter, "weight")
         weight = self._quantized.get(parameter)
         if weight is None:
             return WideWeight(parameter) if parameter.dtype == torch.float32 else RoundedWeight(parameter, draw)
+        assert weight.amax is not None
+        bound = bound_after_step(weight.amax, self.state[parameter]["step"], group)
         if weight.needs_master:
-            return MasteredWeight(weight, self.state[parameter]["master_weights"], draw)
+            return MasteredWeight(weight, self.state[parameter]["master_weights"], bound, draw)
         if weight.residual is not None:
-            return SplitWeight(weight.codes, weight.dequant_scale, weight.residual, draw)
-        return ScaledWeight(weight.codes, weight.dequant_scale, draw)
+            return SplitWeight(weight, bound, draw)
+        return ScaledWeight(weight, weight.codes, weight.dequant_scale, bound, draw)
 
     def _stored_state(self, parameter: Tensor, group: dict[str, Any], moment: str) -> StoredState:
         return StoredState(_codec(parameter, group, moment), self.state[parameter][moment], self._draw(parameter, moment))
@@ -231,10 +238,27 @@ def adam_(values: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
         values.mul_(1 - group["lr"] * group["weight_decay"])
     elif group["weight_decay"]:
         gradient = gradient + values * group["weight_decay"]
-    exp_avg.lerp_(gradient, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
+    exp_avg_sq.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
+    denominator = kernels.sqrt(exp_avg_sq).mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
     values.sub_((exp_avg / denominator).mul_(group["lr"] / (1 - beta1**step)))
+
+
+def bound_after_step(amax: Tensor, step: int, group: dict[str, Any]) -> Tensor:
+    """What no weight exceeds after the step, given the largest magnitude before it; fp32, in amax's shape.
+
+    |exp_avg| <= (1 - beta1) / sqrt(1 - beta2) · sqrt(sum of (beta1² / beta2)^i, i < step) · sqrt(exp_avg_sq), by Cauchy and
+    Schwarz over the gradients that both are sums of: an update is at most lr in the first step, 7.3 lr later (at betas of
+    0.9 and 0.999). Where beta1² >= beta2 there is no such bound; what exceeds MAX_UPDATE · lr saturates there.
+    """
+    beta1, beta2 = group["betas"]
+    update = MAX_UPDATE
+    if beta1**2 < beta2:
+        ratio = beta1**2 / beta2
+        corrected = ((1 - beta2**step) / (1 - beta2)) ** 0.5 * (1 - beta1) / (1 - beta1**step)
+        update = min(update, ROUNDING_SLACK * corrected * ((1 - ratio**step) / (1 - ratio)) ** 0.5)
+    kept = 1 - group["lr"] * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
+    return amax * abs(kept) + group["lr"] * update
 
 
 def check_group(group: dict[str, Any]) -> None:

@@ -134,7 +134,7 @@ class DynamicRangeExpansion(Codec):
         for bit in (8, 4, 2, 1):  # times x, x^(1/2), x^(1/4), x^(1/8), each where the power has it
             has_root = ((eighths & bit) > 0).float()
             expanded.mul_((root * has_root).add_(1 - has_root))
-            root = root.sqrt()
+            root = kernels.sqrt(root)
         codes = expanded.mul_(E4M3.max).copysign_(blocks).to(E4M3.dtype)
         return {
             "codes": codes.view(-1)[: values.numel()],
@@ -179,7 +179,7 @@ class Companded(Codec):
         blocks = _blocks(values)
         magnitude = blocks.abs()
         amax = magnitude.amax(1, keepdim=True)
-        root = magnitude.div_(amax.clamp(min=TINY)).sqrt_().sqrt_().copysign_(blocks).view(-1)[: values.numel()]
+        root = kernels.sqrt(kernels.sqrt(magnitude.div_(amax.clamp(min=TINY)))).copysign_(blocks).view(-1)[: values.numel()]
         if random_words is None:
             levels = root.mul_(self.num_levels).round_()
         else:

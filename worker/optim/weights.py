@@ -1,7 +1,8 @@
 """How a weight is stored, and what the optimizer reads and writes in its place.
 
-An optimizer step walks over a parameter in runs of elements: it reads fp32 values, updates them and writes them back. What
-has one scale for the whole tensor is encoded when the last run is written, so such a weight is wide once, by itself.
+An optimizer step walks over a parameter in runs of elements: it reads fp32 values, updates them and writes them back, once.
+A scale of the whole tensor has to be known before the first run is written: it comes from a bound on what the step can
+make of the largest weight (`adamw.bound_after_step`), at most one power of two above the scale of the values themselves.
 """
 
 from abc import ABC, abstractmethod
@@ -24,13 +25,15 @@ class QuantizedWeight:
     """A parameter that holds codes: `value = codes × dequant_scale`, with one fp32 scale () that is updated in place.
 
     fp16 codes are the weight themselves. float8_e4m3fn codes need what they round away: `residual`, INT8, the value's position
-    inside the code's rounding interval, or a master weight in the optimizer. `initial_values`: fp32 values that the master
-    starts from, released once it exists; without them it starts from the codes.
+    inside the code's rounding interval, or a master weight in the optimizer. `amax`: of the values, fp32 (), updated in place;
+    it belongs to the codes and is saved and loaded with them. `initial_values`: fp32 values that the master starts from,
+    released once it exists; without them it starts from the codes.
     """
 
     codes: nn.Parameter
     dequant_scale: Tensor
     residual: Tensor | None = None
+    amax: Tensor | None = None
     initial_values: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -40,6 +43,8 @@ class QuantizedWeight:
             raise ValueError(
                 f"a residual refines float8_e4m3fn codes by int8; got {self.codes.dtype} and {self.residual.dtype}."
             )
+        if self.amax is None:
+            self.amax = kernels.compute_amax(self.values())
 
     @property
     def needs_master(self) -> bool:
@@ -113,24 +118,24 @@ class RoundedWeight(StoredWeight):
 class ScaledWeight(StoredWeight):
     """FP16 codes with one scale, stochastically rounded."""
 
-    def __init__(self, codes: Tensor, dequant_scale: Tensor, draw: Draw) -> None:
+    def __init__(self, weight: QuantizedWeight, codes: Tensor, dequant_scale: Tensor, bound: Tensor, draw: Draw) -> None:
+        """codes, dequant_scale: the weight's own, or those of its master. bound: no value will be larger after the step."""
         super().__init__(codes)
-        self.dequant_scale, self.draw = dequant_scale, draw
-        self.values = torch.empty(self.flat_codes.shape, dtype=torch.float32, device=codes.device)
+        self.weight, self.dequant_scale, self.draw = weight, dequant_scale, draw
+        self.new_scale = kernels.dequant_scale_from_amax(bound, codes.dtype, previous=dequant_scale)
         self.amax = torch.zeros((), device=codes.device)
 
     def read(self, elements: range) -> Tensor:
         return kernels.dequantize(self.run(elements), self.dequant_scale)
 
     def write(self, elements: range, values: Tensor) -> None:
-        self.values[elements.start : elements.stop] = values
         self.amax = torch.maximum(self.amax, kernels.compute_amax(values))
+        self.encode(elements, values.div_(self.new_scale))
 
     def finish(self) -> None:
-        new_scale = kernels.dequant_scale_from_amax(self.amax, self.codes.dtype, previous=self.dequant_scale)
-        self.dequant_scale.copy_(new_scale)
-        for elements in runs(self.values.numel()):
-            self.encode(elements, self.values[elements.start : elements.stop].div_(new_scale))
+        self.dequant_scale.copy_(self.new_scale)
+        assert self.weight.amax is not None
+        self.weight.amax.copy_(self.amax)
         super().finish()
 
     def encode(self, elements: range, scaled_values: Tensor) -> None:
@@ -141,9 +146,10 @@ class ScaledWeight(StoredWeight):
 class SplitWeight(ScaledWeight):
     """E4M3 codes with one scale and an INT8 residual for each, stochastically rounded as one number."""
 
-    def __init__(self, codes: Tensor, dequant_scale: Tensor, residual: Tensor, draw: Draw) -> None:
-        super().__init__(codes, dequant_scale, draw)
-        self.residual = residual.view(-1)
+    def __init__(self, weight: QuantizedWeight, bound: Tensor, draw: Draw) -> None:
+        super().__init__(weight, weight.codes, weight.dequant_scale, bound, draw)
+        assert weight.residual is not None
+        self.residual = weight.residual.view(-1)
 
     def read(self, elements: range) -> Tensor:
         residual = self.residual[elements.start : elements.stop]
@@ -158,13 +164,19 @@ class SplitWeight(ScaledWeight):
 class MasteredWeight(ScaledWeight):
     """A master weight, FP16 codes with one scale, of which the E4M3 weight is the nearest rounding."""
 
-    def __init__(self, weight: QuantizedWeight, master: Parts, draw: Draw) -> None:
-        super().__init__(master["codes"], master["dequant_scale"], draw)
-        self.weight = weight
+    def __init__(self, weight: QuantizedWeight, master: Parts, bound: Tensor, draw: Draw) -> None:
+        super().__init__(weight, master["codes"], master["dequant_scale"], bound, draw)
+        self.rounded_scale = kernels.dequant_scale_from_amax(bound, E4M3.dtype, previous=weight.dequant_scale)
+        self.rounded = weight.codes.detach().view(-1)
+
+    def encode(self, elements: range, scaled_values: Tensor) -> None:
+        super().encode(elements, scaled_values)
+        values = kernels.dequantize(self.run(elements), self.new_scale)
+        self.rounded[elements.start : elements.stop] = kernels.encode(values, self.rounded_scale, E4M3.dtype)
 
     def finish(self) -> None:
         super().finish()
-        round_master(self.weight, {"codes": self.codes, "dequant_scale": self.dequant_scale})
+        self.weight.dequant_scale.copy_(self.rounded_scale)
 
 
 def new_master(weight: QuantizedWeight, codec: Codec) -> dict[str, Tensor]:
@@ -172,14 +184,3 @@ def new_master(weight: QuantizedWeight, codec: Codec) -> dict[str, Tensor]:
     values = weight.values() if weight.initial_values is None else weight.initial_values
     weight.initial_values = None
     return dict(codec.encode(values.detach().float().reshape(-1), None))
-
-
-def round_master(weight: QuantizedWeight, master: Parts) -> None:
-    """Set an E4M3 weight and its scale to the nearest rounding of its master."""
-    master_codes, master_scale = master["codes"], master["dequant_scale"]
-    amax = master_codes.abs().amax().float() * master_scale if master_codes.numel() else master_scale * 0
-    weight.dequant_scale.copy_(kernels.dequant_scale_from_amax(amax, E4M3.dtype, previous=weight.dequant_scale))
-    codes = weight.codes.detach().view(-1)
-    for elements in runs(codes.numel()):
-        values = kernels.dequantize(master_codes[elements.start : elements.stop], master_scale)
-        codes[elements.start : elements.stop] = kernels.encode(values, weight.dequant_scale, E4M3.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 from api_schemas.recipe import RecipeSpec
 from worker.fp8.operand import OperandScaling
 from worker.fp8.recipe import E4M3, Recipe
-from worker.kernels import dequant_scale_from_amax
+from worker.kernels import dequant_scale_from_amax, dequantize
 
 
 def make(**recipe: object) -> OperandScaling:
@@ -115,3 +115,15 @@ def test_tensors_scales_transpose_with_their_codes() -> None:
     assert columns is not None
     assert torch.equal(rows.codes.t().float(), columns.codes.float())
     assert OperandScaling(Recipe(), E4M3, torch.device("cpu")).quantize(values, rows=False, columns=False) == (None, None)
+
+
+def test_history_is_of_values_whatever_their_unit() -> None:
+    """A weight's FP16 scale moves with the optimizer's steps; its amax window must not see that."""
+    scaling, values = make(), torch.tensor([[0.5, 3.0]])
+    for unit in (1.0, 4.0, 0.25, 2.0**-10, 2.0**8):
+        codes, _ = scaling.quantize(values / unit, unit=torch.tensor(unit))
+        assert codes is not None
+        assert codes.dequant_scale.item() == exact(3.0)
+        assert torch.equal(dequantize(*codes), values)
+        scaling.advance()
+    assert scaling.amax_history.tolist() == [3.0, 3.0, 3.0]

@@ -1,5 +1,7 @@
 """Between optimizer steps: sampled statistics that are true, and layers that go to bf16 by rule."""
 
+import math
+
 import copy
 from typing import Any
 
@@ -72,6 +74,18 @@ def test_every_nth_step_is_sampled_for_every_layer_and_operand() -> None:
     ]
     assert samples[0].amax == gaussian(3).abs().max().item()
     assert all(20 < sample.sqnr_db < 40 for sample in samples)
+
+
+@pytest.mark.parametrize("opt_level", ["te", "O1", "O2"])
+def test_weights_are_measured_in_their_own_units(opt_level: str) -> None:
+    """However a weight is held, its amax is that of its values, not that of the codes."""
+    model, optimizer = make(opt_level=opt_level, statistics_every=1)
+    largest = {name: model.get_submodule(name).weight_values().abs().max().item() for name in ("0", "2")}
+    step(model, optimizer, gaussian())
+    weights = {sample.layer: sample for sample in fp8_statistics(model) if sample.operand == "weight"}
+    for name, amax in largest.items():
+        assert weights[name].amax == pytest.approx(amax)
+        assert weights[name].dequant_scale == 2.0 ** math.ceil(math.log2(amax / 448))
 
 
 def test_evaluation_is_not_sampled() -> None:

@@ -172,3 +172,10 @@ class TestRefusals:
             kernels.quantize(x, E4M3, "block", block=(1, 64))
         with pytest.raises(ValueError, match="at least one dimension"):
             kernels.quantize(torch.tensor(1.0), E4M3, "row")
+
+
+@pytest.mark.parametrize("size", [1, 7, 128, 100_000])
+def test_sqrt_is_correctly_rounded(size: int) -> None:
+    values = torch.rand(size, generator=torch.Generator().manual_seed(size)) * 10.0 ** torch.linspace(-37, 38, size)
+    expected = torch.from_numpy(np.sqrt(values.numpy()))
+    assert torch.equal(kernels.sqrt(values), expected)
