@@ -9,6 +9,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Read by the OpenMP runtime when torch loads; the machine's cores are shared by ranks, servers and test processes.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if not _has_fp8_gpu():  # Triton looks when it is imported: its kernels then run on CPU tensors
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

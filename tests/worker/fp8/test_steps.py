@@ -1,8 +1,7 @@
 """Between optimizer steps: sampled statistics that are true, and layers that go to bf16 by rule."""
 
-import math
-
 import copy
+import math
 from typing import Any
 
 import pytest

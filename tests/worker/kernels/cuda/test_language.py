@@ -1,0 +1,129 @@
+"""The device functions against the plain-torch reference, bit for bit, on every code and on inputs that can fail."""
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tests.numerics.measure import mixed_magnitudes
+from worker import kernels
+from worker.kernels import reference, rounding
+from worker.kernels.cuda import language
+from worker.kernels.formats import BF16, E4M3, E5M2, FP16, Format
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, about NaN and overflow
+DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+@triton.jit
+def _encode(x, out, N: tl.constexpr, IS_E4M3: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(out + offsets, language.encode_fp8(tl.load(x + offsets), IS_E4M3))
+
+
+@triton.jit
+def _encode_fp16(x, out, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(out + offsets, language.encode_fp16(tl.load(x + offsets)))
+
+
+@triton.jit
+def _decode(codes, out, N: tl.constexpr, IS_E4M3: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(out + offsets, language.decode_fp8(tl.load(codes + offsets), IS_E4M3))
+
+
+@triton.jit
+def _scale(amax, previous, out, N: tl.constexpr, LIMIT: tl.constexpr, MARGIN: tl.constexpr):
+    offsets = tl.arange(0, N)
+    scales = language.dequant_scale_from_amax(tl.load(amax + offsets), tl.load(previous + offsets), LIMIT, MARGIN)
+    tl.store(out + offsets, scales)
+
+
+@triton.jit
+def _words(out, seed, step, stream, first_block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    step, stream = tl.full((), step, tl.int64), tl.full((), stream, tl.int64)
+    tl.store(out + offsets, language.random_words(seed, step, stream, first_block, ROWS, COLUMNS))
+
+
+@triton.jit
+def _stochastic(
+    x, words, out, N: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, LIMIT: tl.constexpr, NAN: tl.constexpr
+):
+    offsets = tl.arange(0, N)
+    codes = language.stochastic_codes(tl.load(x + offsets), tl.load(words + offsets), BITS, EXPONENT, LIMIT, NAN)
+    tl.store(out + offsets, codes)
+
+
+def hard_values(format: Format) -> Tensor:
+    """Every code, every midpoint between two and its neighbours, beyond the range, zeros and non-finite: 4096 fp32 numbers."""
+    codes = torch.arange(256, dtype=torch.uint8).view(format.dtype).float()
+    codes = codes[codes.isfinite()].unique()
+    midpoints = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat([torch.nextafter(midpoints, torch.tensor(side * math.inf)) for side in (1, -1)])
+    edges = torch.tensor([format.max * 1.01, -format.max * 1e6, 1e-30, -1e-45, -0.0, math.nan, -math.nan, math.inf, -math.inf])
+    values = torch.cat([codes, midpoints, near, edges, mixed_magnitudes(16, 128).reshape(-1)])
+    return torch.nn.functional.pad(values, (0, 4096 - values.numel()), value=31.5).to(DEVICE)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_encode(format: Format) -> None:
+    values = hard_values(format)
+    out = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
+    _encode[(1,)](values, out, 4096, format is E4M3)
+    expected = reference.encode(values, torch.ones((), device=DEVICE), format.dtype)
+    assert torch.equal(out, expected.view(torch.uint8))
+
+
+def test_encode_fp16() -> None:
+    values = hard_values(E5M2)
+    out = torch.empty(4096, dtype=torch.float16, device=DEVICE)
+    _encode_fp16[(1,)](values, out, 4096)
+    expected = reference.encode(values, torch.ones((), device=DEVICE), torch.float16)
+    assert torch.equal(out.view(torch.int16) & 0x7FFF, expected.view(torch.int16) & 0x7FFF)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_decode(format: Format) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    out = torch.empty(256, device=DEVICE)
+    _decode[(1,)](codes, out, 256, format is E4M3)
+    torch.testing.assert_close(out, codes.view(format.dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16], ids=str)
+def test_scale(dtype: torch.dtype, margin: int) -> None:
+    powers = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
+    amaxes = torch.cat([powers * factor for factor in (1, 1.75, 1.7500002, 1.9990234375, 1.9999)]).float()
+    amaxes = torch.cat([amaxes, torch.tensor([0.0, math.inf, math.nan])])
+    amaxes = torch.nn.functional.pad(amaxes, (0, 2048 - amaxes.numel()), value=3.0).to(DEVICE)
+    previous = torch.full((2048,), 0.125, device=DEVICE)
+    out = torch.empty(2048, device=DEVICE)
+    _scale[(1,)](amaxes, previous, out, 2048, float(kernels.formats.SCALED_FORMATS[dtype].max), margin)
+    expected = kernels.dequant_scale_from_amax(amaxes, dtype, margin, previous)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("first_block", [0, 5, 2**33 + 1])
+def test_words(first_block: int) -> None:
+    seed, step, stream = 0x123456789ABCDEF, 7, (1 << 31) + 3
+    out = torch.empty(8, 128, dtype=torch.int32, device=DEVICE)
+    _words[(1,)](out, seed, step, stream, first_block, 8, 128)
+    expected = rounding.random_bits(seed, step, stream, range(4 * first_block, 4 * first_block + 1024), torch.device(DEVICE))
+    assert torch.equal(out.view(-1), expected)
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2, FP16, BF16, rounding.E4M11], ids=["e4m3", "e5m2", "fp16", "bf16", "e4m11"])
+def test_stochastic_codes(format: Format) -> None:
+    values = hard_values(E4M3)
+    words = rounding.random_bits(1, 2, 3, range(4096), torch.device(DEVICE))
+    out = torch.empty(4096, dtype=torch.int32, device=DEVICE)
+    constants = (format.mantissa_bits, format.min_exponent, format.max, format.nan_code)
+    _stochastic[(1,)](values, words, out, 4096, *constants)
+    assert torch.equal(out, rounding.stochastic_codes(values, format, words))

@@ -1,0 +1,139 @@
+"""What several kernels share, as Triton device functions: casts, scales from amaxes, random words, stochastic rounding.
+
+FP8 codes are loaded and stored as uint8. Triton's interpreter casts to FP8 wrongly where rounding carries into the exponent
+(31.5 becomes 16, Triton 3.6 to 3.9), so under it the cast is done on the bits; a device uses its own instruction.
+Kernels are launched with `enable_fp_fusion=False`: an addition fused into a multiplication rounds once where the
+reference rounds twice.
+"""
+
+import triton
+import triton.language as tl
+
+from worker.kernels.formats import SCALE_EXPONENT_MAX
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_SCALE_EXPONENT_MAX = tl.constexpr(SCALE_EXPONENT_MAX)
+
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def is_finite(x):
+    """Elementwise, of fp32."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+
+
+@triton.jit
+def max_magnitude(a, b):
+    """The larger of two non-negative fp32, NaN if either is: a NaN's bits are larger than those of any other number."""
+    bits_a, bits_b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
+    return tl.where(bits_a > bits_b, bits_a, bits_b).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def amax(x, AXIS: tl.constexpr):
+    """Largest magnitude of fp32 x along an axis; NaN where there is one. Compared as integers, so no NaN is dropped."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def atomic_amax(pointer, value):
+    """Raise fp32 *pointer, non-negative, to a non-negative value, or to NaN."""
+    tl.atomic_max(pointer.to(tl.pointer_type(tl.int32)), value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**exponent in fp32, -126 <= exponent <= 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dequant_scale_from_amax(amax, previous, LIMIT: tl.constexpr, MARGIN: tl.constexpr):
+    """formats.dequant_scale_from_amax for a format with the largest number LIMIT: 448, 57344 or 65504."""
+    LIMIT_EXPONENT: tl.constexpr = 9 if LIMIT == 448.0 else 16
+    LIMIT_BITS: tl.constexpr = 0x7FE000 if LIMIT == 65504.0 else 0x600000  # of the mantissa
+    is_subnormal = amax < 1.1754943508222875e-38
+    normal = tl.where(is_subnormal, tl.minimum(amax, 1.0) * 8388608.0, amax)
+    bits = normal.to(tl.int32, bitcast=True)
+    exponent = (
+        (bits >> 23) - 126 - tl.where(is_subnormal, 23, 0)
+    )  # as frexp: amax = mantissa · 2^exponent, mantissa in [0.5, 1)
+    exceeds = ((bits & 0x7FFFFF) > LIMIT_BITS).to(tl.int32)
+    quant_exponent = LIMIT_EXPONENT - exponent - exceeds - MARGIN
+    quant_exponent = tl.minimum(tl.maximum(quant_exponent, -_SCALE_EXPONENT_MAX), _SCALE_EXPONENT_MAX)
+    return tl.where((amax > 0) & (amax < INFINITY), power_of_two(-quant_exponent), previous)
+
+
+@triton.jit
+def nearest_code(magnitude, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """Nearest-even codes of fp32 magnitudes within the format's range, as int32, from their bits alone."""
+    NUM_DROPPED_BITS: tl.constexpr = 23 - MANTISSA_BITS
+    bits = magnitude.to(tl.int32, bitcast=True)
+    rounded = bits + (1 << (NUM_DROPPED_BITS - 1)) - 1 + ((bits >> NUM_DROPPED_BITS) & 1)
+    normal = (rounded >> NUM_DROPPED_BITS) - ((127 - 1 + MIN_EXPONENT) << MANTISSA_BITS)
+    # Below the smallest normal number the addition rounds to the format's fixed step.
+    step_aligned = tl.full(magnitude.shape, 2.0 ** (NUM_DROPPED_BITS + MIN_EXPONENT), tl.float32)
+    subnormal = (magnitude + step_aligned).to(tl.int32, bitcast=True) - step_aligned.to(tl.int32, bitcast=True)
+    return tl.where(magnitude < 2.0**MIN_EXPONENT, subnormal, normal)
+
+
+@triton.jit
+def encode_fp8(scaled, IS_E4M3: tl.constexpr):
+    """uint8 codes of fp32 values: nearest even, saturating; the positive NaN code for NaN and Inf."""
+    LIMIT: tl.constexpr = 448.0 if IS_E4M3 else 57344.0
+    clamped = tl.where(scaled > LIMIT, LIMIT, tl.where(scaled < -LIMIT, -LIMIT, scaled))
+    finite = is_finite(scaled)
+    if INTERPRETED:
+        magnitude = tl.where(finite, tl.abs(clamped), 0.0)
+        codes = nearest_code(magnitude, 3, -6) if IS_E4M3 else nearest_code(magnitude, 2, -14)
+        codes = (codes | ((clamped.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    elif IS_E4M3:
+        codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        codes = clamped.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return tl.where(finite, codes, 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def decode_fp8(codes, IS_E4M3: tl.constexpr):
+    """fp32 values of uint8 codes, read as FP16: E5M2 is its upper byte, E4M3 has an exponent bias 8 lower."""
+    wide = codes.to(tl.int32)
+    if IS_E4M3:
+        magnitude = wide & 0x7F
+        bits = (magnitude << 7) | ((wide & 0x80) << 8)
+        values = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where(magnitude == 0x7F, float("nan"), values)
+    return (wide << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def encode_fp16(scaled):
+    """FP16 codes of fp32 values: nearest even, saturating; NaN for NaN and Inf."""
+    clamped = tl.where(scaled > 65504.0, 65504.0, tl.where(scaled < -65504.0, -65504.0, scaled))
+    return tl.where(is_finite(scaled), clamped, float("nan")).to(tl.float16)
+
+
+@triton.jit
+def random_words(seed, step, stream, first_block, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    """rounding.random_bits for NUM_ROWS · NUM_COLUMNS elements from element 4 · first_block on, as int32 (rows, columns)."""
+    blocks = tl.arange(0, NUM_ROWS * NUM_COLUMNS // 4).to(tl.int64) + first_block
+    low, high = (blocks & 0xFFFFFFFF).to(tl.uint32), (blocks >> 32).to(tl.uint32)
+    zero = low * 0
+    word0, word1, word2, word3 = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero + step.to(tl.uint32))
+    words = tl.join(tl.join(word0, word2), tl.join(word1, word3))  # the last two dimensions, flattened, are words 0 to 3
+    return tl.reshape(words, (NUM_ROWS, NUM_COLUMNS)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def stochastic_codes(
+    x, words, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, LIMIT: tl.constexpr, NAN_CODE: tl.constexpr
+):
+    """rounding.stochastic_codes: int32 magnitude codes of fp32 x."""
+    NUM_DROPPED_BITS: tl.constexpr = 23 - MANTISSA_BITS
+    magnitude = tl.abs(x)
+    magnitude = tl.where(magnitude > LIMIT, LIMIT, magnitude)
+    bits = (magnitude * 2.0 ** (-126 - MIN_EXPONENT)).to(tl.int32, bitcast=True)
+    bits = (bits + (words & ((1 << NUM_DROPPED_BITS) - 1))) >> NUM_DROPPED_BITS
+    return tl.where(is_finite(x), tl.minimum(bits, NAN_CODE), NAN_CODE)
