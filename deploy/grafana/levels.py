@@ -31,10 +31,14 @@ BOARD = Board(
             "Quality",
             (
                 Panel(
-                    "Training loss",
-                    "Overlaid by time: jobs that run one after the other appear so. `octet compare` has the curves by step.",
+                    "Training loss by step",
+                    "A point for each time that a job was scraped, wherever in time it ran; nats per token.",
                     "short",
-                    (Query(f"max by (level) (max by (job_id, level) (octet_job_loss) {_NOW})", "{{level}}"),),
+                    (
+                        Query(f"max by (job_id, level) (octet_job_step) {_NOW}", "step"),
+                        Query(f"max by (job_id, level) (octet_job_loss) {_NOW}", "{{level}}"),
+                    ),
+                    kind="xy",
                     width=12,
                 ),
                 Panel(

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from grafana_foundation_sdk.builders import bargauge, common, dashboard, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.builders import bargauge, common, dashboard, prometheus, stat, table, timeseries, xychart
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models import xychart as xychart_models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 TAG = "octet"
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-GrafanaPanel = timeseries.Panel | stat.Panel | bargauge.Panel | table.Panel
-Kind = Literal["lines", "stacked", "points", "stat", "bars", "table"]
+GrafanaPanel = timeseries.Panel | stat.Panel | bargauge.Panel | table.Panel | xychart.Panel
+Kind = Literal["lines", "stacked", "points", "stat", "bars", "table", "xy"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,11 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. `unit` is Grafana's id of it; `log` draws the axis in powers of ten."""
+    """One panel. `unit` is Grafana's id of it; `log` draws the axis in powers of ten.
+
+    An `xy` panel draws its second query over its first, a point for each moment at which both have a value; the second one's
+    legend is the label that tells its curves apart.
+    """
 
     title: str
     description: str
@@ -136,6 +141,8 @@ def _panel(panel: Panel, number: int) -> GrafanaPanel:
         target.datasource(SOURCE)
         if panel.kind == "table":
             target.instant().format(PromQueryFormat.TABLE)
+        elif panel.kind == "xy":
+            target.range().format(PromQueryFormat.TABLE)
         elif panel.kind in {"stat", "bars"}:
             target.instant()
         else:
@@ -180,6 +187,26 @@ def _table(panel: Panel) -> table.Panel:
     )
 
 
+def _xy(panel: Panel) -> xychart.Panel:
+    """Rows of time, labels and both values, then a frame for each curve: its first number is x and its second y."""
+    x, y = panel.queries
+    legend = common.VizLegendOptions().display_mode(common_models.LegendDisplayMode.LIST).show_legend(True)
+    tooltip = common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.SINGLE)
+    partition = {"fields": [y.legend.strip("{}")], "keepFields": False}
+    return (
+        xychart.Panel()
+        .mapping(xychart_models.SeriesMapping.AUTO)
+        .show(xychart_models.XYShowMode.POINTS)
+        .point_size(xychart.XychartFieldConfigPointSize().fixed(4))
+        .with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
+        .with_transformation(models.DataTransformerConfig(id_val="partitionByValues", options=partition))
+        .override_by_name("Value #A", [models.DynamicConfigValue("displayName", x.legend)])
+        .override_by_name("Value #B", [models.DynamicConfigValue("custom.axisLabel", panel.title)])
+        .legend(legend.placement(common_models.LegendPlacement.BOTTOM))
+        .tooltip(tooltip)
+    )
+
+
 def _last() -> common.ReduceDataOptions:
     return common.ReduceDataOptions().calcs(["lastNotNull"])
 
@@ -191,4 +218,5 @@ _BUILDERS: dict[Kind, Callable[[Panel], GrafanaPanel]] = {
     "stat": _stat,
     "bars": _bars,
     "table": _table,
+    "xy": _xy,
 }

@@ -24,7 +24,7 @@ _COLUMNS = 24
 _INCHES_PER_COLUMN, _INCHES_PER_ROW = 0.72, 0.36
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _SUFFIXES = {
-    "bytes": "B", "mbytes": "MB", "Bps": "B/s", "s": "s", "flops": "FLOP/s", "watt": "W", "hertz": "Hz", "celsius": "°C",
+    "bytes": "B", "mbytes": "MiB", "Bps": "B/s", "s": "s", "flops": "FLOP/s", "watt": "W", "hertz": "Hz", "celsius": "°C",
     "dB": "dB", "reqps": "/s", "ops": "/s",
 }  # fmt: skip
 
@@ -105,6 +105,36 @@ def _draw_lines(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", fontsize=9, color="grey")
 
 
+def _draw_xy(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
+    for name, (steps, values) in sorted(curves(panel, ask).items()):
+        axes.plot(steps, values, ".", markersize=4, label=name)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value, panel.unit)))
+    axes.set_xlabel(panel.queries[0].legend, fontsize=7, labelpad=1)
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.25)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=6, ncols=2, loc="best", framealpha=0.6)
+
+
+def curves(panel: Panel, ask: Ask) -> dict[str, tuple[list[float], list[float]]]:
+    """x and y of an `xy` panel by the name of the curve: where series of the same labels have values at the same moment."""
+    x_query, y_query = panel.queries
+    x_of = {
+        (tuple(sorted(series["metric"].items())), at): float(value)
+        for series in ask(x_query.expr)
+        for at, value in series["values"]
+    }
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for series in ask(y_query.expr):
+        labels = tuple(sorted(series["metric"].items()))
+        steps, values = found.setdefault(_name(y_query, series["metric"]), ([], []))
+        for at, value in series["values"]:
+            if (labels, at) in x_of:
+                steps.append(x_of[labels, at])
+                values.append(float(value))
+    return found
+
+
 def _draw_stat(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
     axes.set_axis_off()
     found = _series(panel, ask)
@@ -181,4 +211,4 @@ def human(value: float, unit: str) -> str:
     return f"{value:.4g}{suffix}"
 
 
-_DRAWN = {"stat": _draw_stat, "bars": _draw_bars, "table": _draw_table}
+_DRAWN = {"stat": _draw_stat, "bars": _draw_bars, "table": _draw_table, "xy": _draw_xy}

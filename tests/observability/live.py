@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from api_schemas import JobSpec
 from tests.e2e.octet_server import Server
+from tests.observability.dcgm import LABELS
 from worker.exporter import VitalsCollector
 from worker.vitals import Vitals
 
@@ -205,8 +206,8 @@ class GpuNode(Collector):
         vitals.set("octet_train_flops_utilization_ratio", 0.41, "989 TFLOP/s dense bf16")
         yield from VitalsCollector(vitals).collect()
         for name, value in DCGM.items():
-            family = GaugeMetricFamily(name, "as DCGM's exporter has it", labels=["gpu", "Hostname"])
-            family.add_metric(["0", "node-1"], value)
+            family = GaugeMetricFamily(name, "as DCGM's exporter has it", labels=LABELS)
+            family.add_metric(["0", "GPU-5c1e", "00000000:18:00.0", "nvidia0", "NVIDIA H100 80GB HBM3", "node-1"], value)
             yield family
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from deploy.grafana.generate import BOARDS
 from deploy.grafana.model import Board
+from deploy.grafana.render import curves
 from tests.observability.live import DCGM, ROOT, Live
 from worker.exporter import DROPPED, MAX_SERIES
 from worker.vitals import FAMILIES
@@ -106,6 +107,23 @@ def test_discovery_labels_every_rank(live: Live) -> None:
         assert entry["job"] == "octet-rank"
         assert (entry["pool"], entry["level"]) == ("cpu", "O2")
         assert entry["attempt"].startswith("att_")
+
+
+def test_losses_overlay_by_step_though_the_jobs_ran_at_different_times(live: Live) -> None:
+    (panel,) = [panel for board in BOARDS for panel in board.panels if panel.kind == "xy"]
+
+    def ask(expr: str) -> list[dict[str, Any]]:
+        return live.prometheus.range(live.filled_in(expr, ""), live.start, live.end)
+
+    moments = {series["metric"]["level"]: {at for at, _ in series["values"]} for series in ask("octet_train_step")}
+    assert not moments["O2"] & moments["bf16-amp"], "the first job takes all slots"
+    found = curves(panel, ask)
+    assert {"O2", "bf16-amp"} <= set(found)
+    for level in ("O2", "bf16-amp"):
+        steps, losses = found[level]
+        assert min(steps) < 100
+        assert max(steps) == 200
+        assert losses[steps.index(max(steps))] < losses[steps.index(min(steps))]
 
 
 def test_series_of_an_ended_job_are_gone(live: Live) -> None:
