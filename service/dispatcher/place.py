@@ -1,22 +1,19 @@
 """queued → starting: give slots to the jobs whose turn it is. Asks the cluster first, decides and writes in one transaction."""
 
-import logging
-
 from api_schemas import JobState
 from service.cluster.launcher import LauncherError
 from service.dispatcher.work import Work
 from service.jobs import attempts, store, store_queue
 from service.scheduling.plan import plan, pool_states
 
-logger = logging.getLogger(__name__)
-
 
 def step(work: Work) -> None:
     try:
         present = {pool.pool: pool.slots_present for pool in work.launcher.capacity()}
     except LauncherError as error:
-        logger.warning("nothing is placed: %s", error)
+        work.outage.begins(error)
         return
+    work.outage.ends()
     pools = [pool.name for pool in work.settings.pools]
     with work.database.read() as session:
         queue = [job for pool in pools for job in store_queue.head_of_queue(session, pool)]

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -29,6 +30,24 @@ class NotLeading(Exception):
 
 
 @dataclass
+class Outage:
+    """Says once that the cluster does not answer, and once that it does again."""
+
+    clock: Callable[[], float] = time.monotonic
+    _since: float | None = None
+
+    def begins(self, error: Exception) -> None:
+        if self._since is None:
+            self._since = self.clock()
+            logger.warning("nothing is placed until the cluster answers: %s", error)
+
+    def ends(self) -> None:
+        if self._since is not None:
+            logger.info("the cluster answers again, after %.1f s", self.clock() - self._since)
+            self._since = None
+
+
+@dataclass
 class Work:
     """Shared by the loops. `leads_since` is None while another dispatcher leads."""
 
@@ -39,6 +58,7 @@ class Work:
     executor: Executor | None = None
     holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     leads_since: datetime | None = None
+    outage: Outage = field(default_factory=Outage)
     _token: str | None = None
 
     def lead(self) -> None:

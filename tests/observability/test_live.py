@@ -115,8 +115,8 @@ def test_losses_overlay_by_step_though_the_jobs_ran_at_different_times(live: Liv
     def ask(expr: str) -> list[dict[str, Any]]:
         return live.prometheus.range(live.filled_in(expr, ""), live.start, live.end)
 
-    moments = {series["metric"]["level"]: {at for at, _ in series["values"]} for series in ask("octet_train_step")}
-    assert not moments["O2"] & moments["bf16-amp"], "the first job takes all slots"
+    moments = {series["metric"]["job_id"]: {at for at, _ in series["values"]} for series in ask('octet_train_step{rank="0"}')}
+    assert not moments[live.jobs["O2"]] & moments[live.jobs["bf16-amp"]], "the first job takes all slots"
     found = curves(panel, ask)
     assert {"O2", "bf16-amp"} <= set(found)
     for level in ("O2", "bf16-amp"):

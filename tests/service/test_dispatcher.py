@@ -11,6 +11,7 @@ from api_schemas import (
     PhaseReport,
 )
 from service.cluster.launcher import LauncherError
+from service.dispatcher.work import Outage
 from service.errors import StaleAttempt, Unauthenticated
 from tests.service.world import Rank, World
 
@@ -284,6 +285,19 @@ def test_an_unreachable_cluster_fails_nothing(world: World) -> None:
         rank.train(1)
         world.dispatch()
     assert world.job(job_id).state is JobState.RUNNING
+
+
+def test_an_outage_is_told_once_and_how_long_it_was(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world.work.outage = Outage(clock=lambda: world.clock.moment.timestamp())
+    for reachable in (False, True) * 2:
+        world.launcher.reachable = reachable
+        for _ in range(10):
+            world.dispatch()
+            world.turn(3)
+    told = [record.getMessage() for record in caplog.records if "cluster answers" in record.getMessage()]
+    away = "nothing is placed until the cluster answers: the fake cluster is switched off"
+    assert told == [away, "the cluster answers again, after 30.0 s"] * 2
 
 
 def test_orphans_are_ended(world: World) -> None:
