@@ -32,6 +32,9 @@ _KEEPER_LOCK = "keeper.lock"
 _OBJECT_STORE_BYTES = 100_000_000
 # Ray replaces 127.0.0.1 by the address of the network that is up just then; a laptop changes that in mid-job.
 _ADDRESS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+# Else the raylet answers the first driver only once idle workers have started, and the driver waits for it with the interpreter's
+# lock held: the event loop stood still for 0.6 to 1.1 s on an idle machine, and the first job started 3 s later (docs/log.md).
+_RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0"}
 
 
 class LocalRay:
@@ -206,7 +209,8 @@ def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen
         # Any free port: two local clusters would otherwise share Ray's fixed range.
         *("--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
     ]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+    env = {**os.environ, **_RAYLET_SETTINGS}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent, env=env)
 
 
 def die_with_parent() -> None:
