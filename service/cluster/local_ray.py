@@ -32,8 +32,8 @@ _KEEPER_LOCK = "keeper.lock"
 _OBJECT_STORE_BYTES = 100_000_000
 # Ray replaces 127.0.0.1 by the address of the network that is up just then; a laptop changes that in mid-job.
 _ADDRESS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-# Else the raylet answers the first driver only once idle workers have started, and the driver waits for it with the interpreter's
-# lock held: the event loop stood still for 0.6 to 1.1 s on an idle machine, and the first job started 3 s later (docs/log.md).
+# Else the raylet answers the first driver only once idle workers have started, and the driver waits with the interpreter's lock
+# held: the event loop stood still for 0.6 to 1.1 s on an idle machine, and the first job started 3 s later (docs/log.md).
 _RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0"}
 
 
