@@ -164,6 +164,7 @@ class Job(Contract):
     object: Literal["job"] = "job"
     id: str
     name: str
+    tenant: str = Field(default="default", description="whose API key submitted it; 'default' where keys have no names")
     state: JobState
     desired_state: DesiredState
     priority: int

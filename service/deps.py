@@ -12,7 +12,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from service.db.engine import Database
 from service.errors import NotFound, Unauthenticated
 from service.jobs.ids import is_id
-from service.settings import Settings
+from service.settings import DEFAULT_TENANT, Settings
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,18 @@ _BEARER = Security(HTTPBearer(auto_error=False, scheme_name="API key", descripti
 _ATTEMPT_BEARER = Security(HTTPBearer(auto_error=False, scheme_name="Attempt token", description="Made at launch."))
 
 
-def require_api_key(parts: PartsDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None) -> None:
-    """Let nobody in without a configured key; where none is configured, only this machine can ask, and may."""
-    known = parts.settings.api_key_hashes
+def require_api_key(parts: PartsDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None) -> str:
+    """Whose the key is. Where any is configured, nobody gets in without; where none is, only this machine can ask, and may."""
+    known = parts.settings.tenants_by_key_hash
     if not known:
-        return
+        return DEFAULT_TENANT
     if credentials is None:
         raise Unauthenticated("an API key is needed: send 'Authorization: Bearer <key>'")
     given = hashlib.sha256(credentials.credentials.encode()).digest()
-    if not any([hmac.compare_digest(given, key) for key in known]):  # all are compared, so time says nothing
+    found = [tenant for key, tenant in known if hmac.compare_digest(given, key)]  # all are compared, so time says nothing
+    if not found:
         raise Unauthenticated("the API key is not known here")
+    return found[0]
 
 
 def _attempt_token(credentials: Annotated[HTTPAuthorizationCredentials | None, _ATTEMPT_BEARER] = None) -> str:
@@ -65,6 +67,7 @@ def _attempt_id(attempt_id: str) -> str:
     return attempt_id
 
 
+TenantDep = Annotated[str, Depends(require_api_key)]
 AttemptTokenDep = Annotated[str, Depends(_attempt_token)]
 JobIdDep = Annotated[str, Depends(_job_id)]
 AttemptIdDep = Annotated[str, Depends(_attempt_id)]

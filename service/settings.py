@@ -6,6 +6,7 @@ What would be unsafe or cannot work is refused here, with what to change, instea
 import hashlib
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -16,6 +17,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from api_schemas import PoolConfig
 
 SHORTEST_API_KEY = 16
+DEFAULT_TENANT = "default"
+_TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -37,7 +40,7 @@ class Settings(BaseSettings):
     report_url: str = Field(default="", description="base URL of this service as the workers reach it")
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    api_keys_file: Path | None = Field(default=None, description="one key a line; # starts a comment")
+    api_keys_file: Path | None = Field(default=None, description="a line for each: KEY, or TENANT:KEY; # starts a comment")
     data_roots: Annotated[tuple[Path, ...], NoDecode] = Field(
         default=(), description="folders a job may read; on loopback the default is the whole file system"
     )
@@ -73,9 +76,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _safe_and_consistent(self) -> Self:
-        for key in self.api_keys:
-            if len(key.get_secret_value()) < SHORTEST_API_KEY:
-                raise ValueError(f"an API key has fewer than {SHORTEST_API_KEY} characters; use a longer one")
+        for entry in self.api_keys:
+            _check_key(*_tenant_and_key(entry))
         if not self.is_loopback and not self.api_keys:
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines and no API key is configured; set OCTET_API_KEYS "
@@ -104,8 +106,10 @@ class Settings(BaseSettings):
             return False
 
     @property
-    def api_key_hashes(self) -> tuple[bytes, ...]:
-        return tuple(hashlib.sha256(key.get_secret_value().encode()).digest() for key in self.api_keys)
+    def tenants_by_key_hash(self) -> tuple[tuple[bytes, str], ...]:
+        """The SHA-256 of each API key, and whose it is."""
+        keys = [_tenant_and_key(entry) for entry in self.api_keys]
+        return tuple((hashlib.sha256(key.encode()).digest(), tenant) for tenant, key in keys)
 
     @property
     def readable_roots(self) -> tuple[Path, ...]:
@@ -146,6 +150,22 @@ def _keys_of(path: Path) -> tuple[str, ...]:
     except OSError as error:
         raise ValueError(f"api_keys_file {str(path)!r} cannot be read: {error}") from error
     return tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _tenant_and_key(entry: SecretStr) -> tuple[str, str]:
+    """`TENANT:KEY`, or a key alone, which is the default tenant's."""
+    tenant, colon, key = entry.get_secret_value().partition(":")
+    return (tenant, key.strip()) if colon else (DEFAULT_TENANT, tenant)
+
+
+def _check_key(tenant: str, key: str) -> None:
+    if len(key) < SHORTEST_API_KEY:
+        raise ValueError(f"an API key has fewer than {SHORTEST_API_KEY} characters; use a longer one")
+    if not _TENANT.fullmatch(tenant):
+        raise ValueError(
+            "what stands before the colon of an API key is no tenant's name, which has up to 32 of a-z, 0-9 and -; "
+            "write TENANT:KEY, or a key without a colon"
+        )
 
 
 def _check_pools(pools: tuple[PoolConfig, ...]) -> None:

@@ -11,6 +11,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from api_schemas import AttemptState, DesiredState, FailureReason, JobState
 from service.db.columns import SafeText, UtcDateTime, id_column, state_column
+from service.settings import DEFAULT_TENANT
 
 LIVE_ATTEMPT = "state NOT IN ('succeeded', 'failed', 'cancelled')"
 LIVE_JOB = "state NOT IN ('succeeded', 'failed', 'cancelled')"
@@ -55,6 +56,7 @@ class JobRow(Base):
 
     id: Mapped[str] = mapped_column(id_column(), primary_key=True)
     name: Mapped[str] = mapped_column(String(100))
+    tenant: Mapped[str] = mapped_column(String(32), server_default=DEFAULT_TENANT)
     state: Mapped[JobState]
     desired: Mapped[DesiredState]
     pool: Mapped[str] = mapped_column(String(32))

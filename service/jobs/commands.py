@@ -13,6 +13,7 @@ from service.jobs import attempts, store
 from service.jobs.attempts import Ending
 from service.jobs.ids import new_id
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
+from service.settings import DEFAULT_TENANT
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class Submission:
     replayed: bool
 
 
-def submit(session: Session, spec: JobSpec, idempotency_key: str | None, now: datetime) -> Submission:
+def submit(
+    session: Session, spec: JobSpec, idempotency_key: str | None, now: datetime, tenant: str = DEFAULT_TENANT
+) -> Submission:
     """Store a job, its first event and its place in the queue; or find the one this key was used for."""
     job_id = new_id("job", now)
     if idempotency_key is not None and not store.take_idempotency_key(session, idempotency_key, _hash(spec), job_id, now):
@@ -33,6 +36,7 @@ def submit(session: Session, spec: JobSpec, idempotency_key: str | None, now: da
     job = JobRow(
         id=job_id,
         name=spec.name,
+        tenant=tenant,
         state=JobState.QUEUED,
         desired=DesiredState.RUN,
         pool=spec.resources.pool,

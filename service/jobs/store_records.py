@@ -25,17 +25,17 @@ def put_exporter(session: Session, attempt_id: str, rank: int, address: str) -> 
     session.merge(ExporterRow(attempt_id=attempt_id, rank=rank, address=address))
 
 
-def live_exporters(session: Session) -> list[tuple[ExporterRow, AttemptRow, str]]:
-    """Where the ranks of live attempts serve their metrics, with the attempt and the job's level."""
+def live_exporters(session: Session) -> list[tuple[ExporterRow, AttemptRow, JobRow]]:
+    """Where the ranks of live attempts serve their metrics, with the attempt and the job."""
     live = [state for state in AttemptState if not state.is_terminal]
     query = (
-        select(ExporterRow, AttemptRow, JobRow.spec)
+        select(ExporterRow, AttemptRow, JobRow)
         .join(AttemptRow, AttemptRow.id == ExporterRow.attempt_id)
         .join(JobRow, JobRow.id == AttemptRow.job_id)
         .where(AttemptRow.state.in_(live))
         .order_by(ExporterRow.attempt_id, ExporterRow.rank)
     )
-    return [(exporter, attempt, spec["precision"]["level"]) for exporter, attempt, spec in session.execute(query)]
+    return [(exporter, attempt, job) for exporter, attempt, job in session.execute(query)]
 
 
 def metrics_after(session: Session, job_id: str, step: int, limit: int) -> list[MetricRow]:

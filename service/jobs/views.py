@@ -23,6 +23,7 @@ def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None) -> Jo
     return Job(
         id=row.id,
         name=row.name,
+        tenant=row.tenant,
         state=row.state,
         desired_state=row.desired,
         priority=row.priority,

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from api_schemas import Job, JobSpec, JobState, Page, QueuePlace, ValidatedJob, Violation
 from service.db.tables import JobRow
-from service.deps import IdempotencyKeyDep, JobIdDep, Parts, PartsDep
+from service.deps import IdempotencyKeyDep, JobIdDep, Parts, PartsDep, TenantDep
 from service.errors import InvalidRequest, NotFound
 from service.jobs import admission, commands, store, store_queue, views
 from service.jobs.ids import is_id
@@ -25,7 +25,9 @@ _STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
 
 
 @router.post("", status_code=201, operation_id="submit_job", responses=answers(400, 413, 422))
-def submit(spec: JobSpec, parts: PartsDep, response: Response, idempotency_key: IdempotencyKeyDep = None) -> Job:
+def submit(
+    spec: JobSpec, parts: PartsDep, tenant: TenantDep, response: Response, idempotency_key: IdempotencyKeyDep = None
+) -> Job:
     """Submit a job. 201 means that it is stored and will run, whatever dies after that."""
     known = None
     if idempotency_key is not None:
@@ -34,7 +36,7 @@ def submit(spec: JobSpec, parts: PartsDep, response: Response, idempotency_key: 
     if known is None:
         admission.check(spec, parts.settings)
     with parts.database.write() as session:
-        submission = commands.submit(session, spec, idempotency_key, parts.database.now(session))
+        submission = commands.submit(session, spec, idempotency_key, parts.database.now(session), tenant)
         job = _shown(session, parts, [submission.job])[0]
     if submission.replayed:
         response.headers["Idempotent-Replayed"] = "true"

@@ -1,7 +1,6 @@
 """Where Prometheus finds the ranks: HTTP service discovery (`http_sd_configs`).
 
-Ranks of live attempts only, so the series of an ended job go away with its target. There is no `tenant` label: the
-service has no tenants yet.
+Ranks of live attempts only, so the series of an ended job go away with its target.
 """
 
 from fastapi import APIRouter
@@ -33,8 +32,9 @@ def prometheus_targets(parts: PartsDep) -> list[TargetGroup]:
                     "attempt": attempt.id,
                     "rank": str(exporter.rank),
                     "pool": attempt.pool,
-                    "level": level,
+                    "tenant": job.tenant,
+                    "level": job.spec["precision"]["level"],
                 },
             )
-            for exporter, attempt, level in store_records.live_exporters(session)
+            for exporter, attempt, job in store_records.live_exporters(session)
         ]

@@ -93,7 +93,7 @@ class JobsCollector(Collector):
 
     def _families(self, jobs: Iterable[Reported], now: datetime) -> list[Metric]:
         families = {
-            name: GaugeMetricFamily(name, text, labels=["job_id", "pool", "level", *_LABELS.get(name, ())])
+            name: GaugeMetricFamily(name, text, labels=["job_id", "tenant", "pool", "level", *_LABELS.get(name, ())])
             for name, text in HELP.items()
         }
         num_series: Counter[str] = Counter()
@@ -107,7 +107,7 @@ class JobsCollector(Collector):
                     num_dropped += 1
                     continue
                 num_series[job.id] += 1
-                families[name].add_metric([job.id, job.pool, job.spec["precision"]["level"], *labels], value)
+                families[name].add_metric([job.id, job.tenant, job.pool, job.spec["precision"]["level"], *labels], value)
         with self._lock:
             self._num_dropped += num_dropped
             dropped = CounterMetricFamily(

@@ -105,7 +105,7 @@ def test_discovery_labels_every_rank(live: Live) -> None:
     assert {entry["rank"] for entry in labels} == {"0", "1"}
     for entry in labels:
         assert entry["job"] == "octet-rank"
-        assert (entry["pool"], entry["level"]) == ("cpu", "O2")
+        assert (entry["pool"], entry["level"], entry["tenant"]) == ("cpu", "O2", "default")
         assert entry["attempt"].startswith("att_")
 
 

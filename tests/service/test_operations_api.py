@@ -39,8 +39,9 @@ def test_prometheus_sees_jobs_slots_attempts_and_the_last_values(client: TestCli
     assert seen["octet_attempts_total", (("outcome", "succeeded"), ("reason", ""))] == 1
     assert seen["octet_pool_slots", (("kind", "configured"), ("pool", "cpu"))] == 2
     assert seen["octet_pool_slots", (("kind", "used"), ("pool", "cpu"))] == 1
-    assert seen["octet_job_step", (("job_id", live), ("level", "fp32"), ("pool", "cpu"))] == 3
-    assert seen["octet_job_step", (("job_id", done), ("level", "fp32"), ("pool", "cpu"))] == 2
+    of_job = (("level", "fp32"), ("pool", "cpu"), ("tenant", "default"))
+    assert seen["octet_job_step", (("job_id", live), *of_job)] == 3
+    assert seen["octet_job_step", (("job_id", done), *of_job)] == 2
     assert seen["octet_dispatcher_leads", ()] == 1
     world.clock.turn(16 * 60)
     assert not [labels for name, labels in samples(client) if name == "octet_job_step" and ("job_id", done) in labels]

@@ -1,5 +1,6 @@
 """What Prometheus gets of the control plane: targets for the ranks, the last values of each job, the process itself."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from api_schemas import (
     FinishedReport,
     StepReport,
 )
+from service.app import create_app
 from service.routes import telemetry_jobs
+from service.settings import Settings
+from tests.service.world import World
 
 Values = dict[tuple[str, str], float]
 
@@ -27,7 +31,7 @@ def scrape(client: TestClient, job_id: str) -> Values:
     values: Values = {}
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
-            of_job = {"job_id", "pool", "level"} if "job_id" in sample.labels else set()
+            of_job = {"job_id", "tenant", "pool", "level"} if "job_id" in sample.labels else set()
             label = [value for name, value in sample.labels.items() if name not in of_job][-1:] or [""]
             if sample.labels.get("job_id", job_id) == job_id:
                 values[sample.name, label[0]] = sample.value
@@ -46,10 +50,29 @@ def test_a_rank_is_a_target_while_its_attempt_lives(world: Any, client: TestClie
     (group,) = client.get("/internal/v1/prometheus/targets").json()
     assert group == {
         "targets": ["127.0.0.1:12345"],
-        "labels": {"job": job_id, "attempt": attempt.id, "rank": "0", "pool": "cpu", "level": "fp32"},
+        "labels": {"job": job_id, "attempt": attempt.id, "rank": "0", "pool": "cpu", "tenant": "default", "level": "fp32"},
     }
     rank.send(FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR))
     assert client.get("/internal/v1/prometheus/targets").json() == []
+
+
+def test_a_job_is_its_tenants_from_the_key_to_the_series(
+    world: World, openapi_document: dict[str, Any], spec_document: dict[str, Any], tmp_path: Path
+) -> None:
+    key = "a key that is long enough"
+    settings = Settings(data_dir=tmp_path, api_keys=(f"research:{key}",), pools=world.settings.pools)
+    app = create_app(settings, database=world.database)
+    app.openapi_schema = openapi_document
+    client = TestClient(app, headers={"Authorization": f"Bearer {key}"})
+    job = client.post("/v1/jobs", json=spec_document).json()
+    assert job["tenant"] == client.get(f"/v1/jobs/{job['id']}").json()["tenant"] == "research"
+    world.dispatch()
+    world.rank_of(job["id"]).send(ExporterReport(address="127.0.0.1:12345"))
+    (group,) = client.get("/internal/v1/prometheus/targets").json()
+    assert group["labels"]["tenant"] == "research"
+    of_job = [line for line in client.get("/metrics").text.splitlines() if job["id"] in line]
+    assert len(of_job) > 5
+    assert all('tenant="research"' in line for line in of_job)
 
 
 def test_an_address_is_not_just_any_text(world: Any, client: TestClient) -> None:

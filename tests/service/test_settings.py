@@ -1,5 +1,6 @@
 """Settings refuse what would be unsafe or could not work."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -50,10 +51,26 @@ def test_keys_come_from_a_file_and_from_the_environment(tmp_path: Path, monkeypa
     file.write_text(f"# for the demo\n{KEY}\n\n")
     monkeypatch.setenv("OCTET_API_KEYS", "another key, one that is long; and a third one here".replace(";", ","))
     settings = Settings(data_dir=tmp_path, api_keys_file=file, api_keys=("given directly, in code",))
-    assert len(settings.api_key_hashes) == 2
-    assert len(Settings(data_dir=tmp_path, api_keys=()).api_key_hashes) == 0
+    assert len(settings.tenants_by_key_hash) == 2
+    assert len(Settings(data_dir=tmp_path, api_keys=()).tenants_by_key_hash) == 0
     monkeypatch.setenv("OCTET_API_KEYS", f"{KEY},{KEY}2")
-    assert len(Settings(data_dir=tmp_path).api_key_hashes) == 2
+    assert len(Settings(data_dir=tmp_path).tenants_by_key_hash) == 2
+
+
+def test_a_key_is_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"{KEY}\nresearch:{KEY}2  \nresearch: {KEY}3\n")
+    settings = Settings(data_dir=tmp_path, api_keys_file=file)
+    assert [tenant for _, tenant in settings.tenants_by_key_hash] == ["default", "research", "research"]
+    assert [key for key, _ in settings.tenants_by_key_hash] == [
+        hashlib.sha256(f"{KEY}{number}".encode()).digest() for number in ("", 2, 3)
+    ]
+    monkeypatch.setenv("OCTET_API_KEYS", f"{KEY}, team-a:{KEY}2")
+    assert [tenant for _, tenant in Settings(data_dir=tmp_path).tenants_by_key_hash] == ["default", "team-a"]
+    for entry in (f"re search:{KEY}", f"Research:{KEY}", f"{'x' * 33}:{KEY}", f":{KEY}"):
+        message = refused(data_dir=tmp_path, api_keys=(entry,))
+        assert "up to 32 of a-z" in message
+        assert KEY not in message
 
 
 def test_folders_in_the_environment_are_separated_like_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
