@@ -12,8 +12,8 @@ from torch.nn import functional
 from tests.numerics.measure import relative_error
 from worker import kernels
 from worker.models.gpt import GPT, GPTConfig
-from worker.optim.adamw import adam_
 from worker.optim.codecs import CODECS, StoredState, zeros
+from worker.optim.update import adam_
 
 NUM_STEPS, NUM_MEASURED = 120, 30
 CPU = torch.device("cpu")

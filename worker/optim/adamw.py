@@ -12,7 +12,7 @@ walked over once, in runs of elements, so no tensor is ever wide as a whole. Rou
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from worker import kernels
 from worker.optim.codecs import CODECS, Codec, Draw, StoredState, zeros
 from worker.optim.gradients import GradientReader, all_finite
+from worker.optim.update import adam_, bound_after_step
 from worker.optim.weights import (
     RUN_LENGTH,
     MasteredWeight,
@@ -33,15 +34,13 @@ from worker.optim.weights import (
     runs,
 )
 
+if TYPE_CHECKING:
+    from worker.optim.fused import FusedStep
+
 MIN_QUANTIZED_ELEMENTS = 4096
 """Smaller tensors (norms, biases) keep fp32 states: nothing to save, and they are the most sensitive."""
 
 MASTER_CODEC = CODECS["fp16-tensor"]
-ROUNDING_SLACK = 1.25
-"""By how much an update from rounded moments may exceed what one from exact moments could be."""
-
-MAX_UPDATE = 100.0
-
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_CODECS = {
@@ -50,6 +49,7 @@ MOMENT_CODECS = {
     "exp_avg_sq": ("fp32", "bf16-sr", "fp16-tensor", "fp16-block", "uint8-companded"),
 }
 PURPOSES = ("weight", *MOMENTS)  # of random words
+WORDS_PER_DRAW = 4  # of the generator: a kernel draws for whole groups of elements
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class LowBitAdamW(torch.optim.Optimizer):
     params: parameters or groups, as for any torch optimizer; plain fp32, bf16 and fp16 ones are trained as they are.
     quantized: those of which the values are codes × dequant_scale. E4M3 codes without a residual get an FP16 master weight.
     all_ranks_finite: given whether this rank's gradients are finite (a 0-dim bool), tells whether those of all ranks are.
+    fused: one pass by Triton kernels and no wait of the host; by default on CUDA. Codecs with one scale for a whole tensor, and
+    parameters that are not contiguous, are stepped by plain torch everywhere.
 
     A step with a non-finite gradient changes nothing and is counted in `num_skipped_steps`.
     """
@@ -84,10 +86,13 @@ class LowBitAdamW(torch.optim.Optimizer):
         quantized: Iterable[QuantizedWeight] = (),
         seed: int = 0,
         all_ranks_finite: Callable[[Tensor], Tensor] | None = None,
+        fused: bool | None = None,
     ) -> None:
         self.seed = seed
-        self.num_skipped_steps = 0
         self.all_ranks_finite = all_ranks_finite
+        self.fused = fused
+        self._num_skipped = torch.zeros((), dtype=torch.int64)
+        self._fused_step: FusedStep | None = None
         self._quantized: dict[Tensor, QuantizedWeight] = {weight.codes: weight for weight in quantized}
         self._origins: dict[Tensor, tuple[int, int]] = {}
         super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
@@ -122,12 +127,17 @@ class LowBitAdamW(torch.optim.Optimizer):
         finite = all_finite(parameter.grad for parameter, _ in updates)
         if self.all_ranks_finite is not None:
             finite = self.all_ranks_finite(finite)
-        if not finite:  # the one value that the host waits for
-            self.num_skipped_steps += 1
-            return loss
-        for parameter, group in updates:
-            self._update(parameter, parameter.grad, group)
+        self._num_skipped = self._num_skipped.to(finite.device).add_(~finite)
+        plain = self._step_fused(updates, finite)
+        if plain and finite:  # the one value that the host waits for
+            for parameter, group in plain:
+                self._update(parameter, group)
         return loss
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that changed nothing because a gradient was not finite. Waits for the device."""
+        return int(self._num_skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the seed and the number of skipped steps."""
@@ -143,7 +153,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         saved_groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": saved_groups})  # torch would cast codes to the weight's dtype
         self.seed = state_dict.get("seed", self.seed)
-        self.num_skipped_steps = state_dict.get("num_skipped_steps", 0)
+        self._num_skipped.fill_(state_dict.get("num_skipped_steps", 0))
         for group, saved_group, own_codecs in zip(self.param_groups, saved_groups, codecs, strict=True):
             group.update(own_codecs)
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
@@ -152,14 +162,55 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold; torch's own drops every attribute that it does not know."""
-        own = ["seed", "num_skipped_steps", "all_ranks_finite", "_quantized", "_origins"]
+        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_quantized", "_origins"]
         own += ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]  # a converted model follows the steps by these
-        return super().__getstate__() | {name: getattr(self, name) for name in own}
+        return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_fused_step": None}
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _step_fused(self, updates: list[tuple[Tensor, dict[str, Any]]], finite: Tensor) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Step those parameters that the kernels take; returns the others."""
+        fused = [(parameter, group) for parameter, group in updates if self._is_fused(parameter, group)]
+        if not fused:
+            return updates
+        from worker.optim.fused import FusedStep, Update  # loads Triton
+
+        self._fused_step = self._fused_step or FusedStep()
+        group_indices = {id(group): index for index, group in enumerate(self.param_groups)}
+        self._fused_step.run(
+            [
+                Update(
+                    parameter,
+                    self.state[parameter] or self._allocate(parameter, group),
+                    self._quantized.get(parameter),
+                    tuple(_codec_name(parameter, group, moment) for moment in MOMENTS),
+                    group_indices[id(group)],
+                    self._origins[parameter][0] * len(PURPOSES),
+                    self._origins[parameter][1],
+                )
+                for parameter, group in fused
+            ],
+            self.param_groups,
+            finite,
+            self.seed,
+        )
+        return [update for update in updates if not self._is_fused(*update)]
+
+    def _is_fused(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+        wanted = parameter.is_cuda if self.fused is None else self.fused
+        per_tensor = any(_codec(parameter, group, moment).per_tensor for moment in MOMENTS)
+        starts_a_draw = self._origins[parameter][1] % WORDS_PER_DRAW == 0
+        return wanted and not per_tensor and parameter.is_contiguous() and starts_a_draw
+
+    def _new_step_count(self, parameter: Tensor, group: dict[str, Any], num_steps: int) -> int | Tensor:
+        """Where the kernels step, the count is on the device."""
+        if not self._is_fused(parameter, group):
+            return num_steps
+        return torch.full((), num_steps, dtype=torch.int64, device=parameter.device)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
         state = self.state[parameter] or self._allocate(parameter, group)
         state["step"] += 1
-        gradients, weight = GradientReader(gradient), self._stored_weight(parameter, group)
+        gradients, weight = GradientReader(parameter.grad), self._stored_weight(parameter, group)
         exp_avg, exp_avg_sq = (self._stored_state(parameter, group, moment) for moment in MOMENTS)
         at_once = exp_avg.codec.per_tensor or exp_avg_sq.codec.per_tensor
         for elements in runs(parameter.numel(), parameter.numel() if at_once else RUN_LENGTH):
@@ -172,7 +223,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _allocate(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Fresh states: the number of steps, and plain tensors in dicts."""
-        state: dict[str, Any] = {"step": 0}
+        state: dict[str, Any] = {"step": self._new_step_count(parameter, group, 0)}
         for moment in MOMENTS:
             state[moment] = zeros(_codec(parameter, group, moment), parameter.numel(), parameter.device)
         weight = self._quantized.get(parameter)
@@ -182,7 +233,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         return state
 
     def _load(self, parameter: Tensor, group: dict[str, Any], saved: dict[str, Any], saved_group: dict[str, Any]) -> None:
-        state = self.state[parameter] = {"step": int(saved["step"])}
+        state = self.state[parameter] = {"step": self._new_step_count(parameter, group, int(saved["step"]))}
         for moment in MOMENTS:
             codec, saved_codec = _codec(parameter, group, moment), _codec(parameter, saved_group, moment)
             parts = saved[moment] if isinstance(saved[moment], dict) else {"codes": saved[moment].float().reshape(-1)}
@@ -229,38 +280,6 @@ class LowBitAdamW(torch.optim.Optimizer):
         return draw
 
 
-def adam_(values: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: dict[str, Any]) -> None:
-    """One step on fp32 tensors: values and moments in place, the gradient is left alone."""
-    beta1, beta2 = group["betas"]
-    if group["maximize"]:
-        gradient = -gradient
-    if group["weight_decay"] and group["decoupled_weight_decay"]:
-        values.mul_(1 - group["lr"] * group["weight_decay"])
-    elif group["weight_decay"]:
-        gradient = gradient + values * group["weight_decay"]
-    exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
-    exp_avg_sq.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
-    denominator = kernels.sqrt(exp_avg_sq).mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
-    values.sub_((exp_avg / denominator).mul_(group["lr"] / (1 - beta1**step)))
-
-
-def bound_after_step(amax: Tensor, step: int, group: dict[str, Any]) -> Tensor:
-    """What no weight exceeds after the step, given the largest magnitude before it; fp32, in amax's shape.
-
-    |exp_avg| <= (1 - beta1) / sqrt(1 - beta2) · sqrt(sum of (beta1² / beta2)^i, i < step) · sqrt(exp_avg_sq), by Cauchy and
-    Schwarz over the gradients that both are sums of: an update is at most lr in the first step, 7.3 lr later (at betas of
-    0.9 and 0.999). Where beta1² >= beta2 there is no such bound; what exceeds MAX_UPDATE · lr saturates there.
-    """
-    beta1, beta2 = group["betas"]
-    update = MAX_UPDATE
-    if beta1**2 < beta2:
-        ratio = beta1**2 / beta2
-        corrected = ((1 - beta2**step) / (1 - beta2)) ** 0.5 * (1 - beta1) / (1 - beta1**step)
-        update = min(update, ROUNDING_SLACK * corrected * ((1 - ratio**step) / (1 - ratio)) ** 0.5)
-    kept = 1 - group["lr"] * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
-    return amax * abs(kept) + group["lr"] * update
-
-
 def check_group(group: dict[str, Any]) -> None:
     """Refuse what no step could use: ValueError with the option, what was got and what is allowed."""
     for name, is_allowed, allowed in (
@@ -277,7 +296,10 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"{moment}_codec is {codec!r}; allowed: {', '.join(codecs)}. Change it in the parameter group.")
 
 
-def _codec(parameter: Tensor, group: dict[str, Any], moment: str) -> Codec:
+def _codec_name(parameter: Tensor, group: dict[str, Any], moment: str) -> str:
     """The codec of a parameter's moment; a group of torch's own optimizers names none and has fp32."""
-    small = parameter.numel() < MIN_QUANTIZED_ELEMENTS
-    return CODECS["fp32" if small else group.get(f"{moment}_codec", "fp32")]
+    return "fp32" if parameter.numel() < MIN_QUANTIZED_ELEMENTS else group.get(f"{moment}_codec", "fp32")
+
+
+def _codec(parameter: Tensor, group: dict[str, Any], moment: str) -> Codec:
+    return CODECS[_codec_name(parameter, group, moment)]

@@ -121,7 +121,7 @@ class DynamicRangeExpansion(Codec):
     def decode(self, stored: Parts) -> Tensor:
         codes = _blocks(stored["codes"].view(torch.uint8)).to(torch.int32)
         index = codes.add_(stored["eighths"].to(torch.int32).unsqueeze(1), alpha=256)
-        values = _expansion_table(codes.device).index_select(0, index.view(-1)).view_as(index)
+        values = expansion_table(codes.device).index_select(0, index.view(-1)).view_as(index)
         return values.mul_(stored["dequant_scale"].unsqueeze(1)).view(-1)[: stored["codes"].numel()]
 
     def encode(self, values: Tensor, random_words: Tensor | None) -> Parts:
@@ -151,7 +151,7 @@ class DynamicRangeExpansion(Codec):
 
 
 @cache
-def _expansion_table(device: torch.device) -> Tensor:
+def expansion_table(device: torch.device) -> Tensor:
     """The value of each E4M3 code under each power, for amax 1: 16 × 256 entries, rounded from double precision on the host."""
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3.dtype)
     decoded = kernels.dequantize(codes, torch.ones(())).tolist()

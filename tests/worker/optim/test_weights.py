@@ -12,7 +12,7 @@ from tests.numerics.measure import peak_bytes, relative_error
 from worker import kernels
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight
-from worker.optim.adamw import adam_, bound_after_step
+from worker.optim.update import adam_, bound_after_step
 
 E4M3 = torch.float8_e4m3fn
 FP32_STATES = {"exp_avg_codec": "fp32", "exp_avg_sq_codec": "fp32"}

@@ -24,6 +24,13 @@ def is_finite(x):
 
 
 @triton.jit
+def copysign(magnitude, signed):
+    """fp32 with the sign of `signed`: fp32, of which a zero has one too, or the sign bit of an int32."""
+    sign = signed.to(tl.int32, bitcast=True) & -0x80000000
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def max_magnitude(a, b):
     """The larger of two non-negative fp32, NaN if either is: a NaN's bits are larger than those of any other number."""
     bits_a, bits_b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
@@ -137,3 +144,35 @@ def stochastic_codes(
     bits = (magnitude * 2.0 ** (-126 - MIN_EXPONENT)).to(tl.int32, bitcast=True)
     bits = (bits + (words & ((1 << NUM_DROPPED_BITS) - 1))) >> NUM_DROPPED_BITS
     return tl.where(is_finite(x), tl.minimum(bits, NAN_CODE), NAN_CODE)
+
+
+@triton.jit
+def split_decode(codes, residual):
+    """rounding.split_decode: the fp32 values of uint8 E4M3 codes with their int8 residual."""
+    wide = codes.to(tl.int32)
+    fine = ((wide & 0x7F) << 8) + residual.to(tl.int32)
+    values = (fine << 12).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    values = tl.where((wide & 0x7F) == 0x7F, float("nan"), values)
+    return copysign(values, wide << 24)
+
+
+@triton.jit
+def expansion_eighths(magnitude, amax):
+    """DynamicRangeExpansion._eighths: the power of each row, from how far below amax its smallest element lies."""
+    bits = magnitude.to(tl.int32, bitcast=True)
+    below_amax = (amax.to(tl.int32, bitcast=True)[:, None] - bits) * tl.minimum(bits >> 23, 1)
+    eighths_of_binades = (tl.max(below_amax, 1) >> 20) + 1
+    return tl.minimum(tl.maximum(64 * 18 // eighths_of_binades - 8, 0), 15)
+
+
+@triton.jit
+def expand(ratio, eighths):
+    """ratio^(1 + eighths / 8), by exact roots and products in the order of the reference."""
+    expanded, root = ratio, ratio
+    expanded = tl.where((eighths & 8) > 0, expanded * root, expanded)
+    root = tl.sqrt_rn(root)
+    expanded = tl.where((eighths & 4) > 0, expanded * root, expanded)
+    root = tl.sqrt_rn(root)
+    expanded = tl.where((eighths & 2) > 0, expanded * root, expanded)
+    root = tl.sqrt_rn(root)
+    return tl.where((eighths & 1) > 0, expanded * root, expanded)
