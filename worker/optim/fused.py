@@ -15,7 +15,6 @@ from torch import Tensor
 from worker.fp8.gradient import Float8Gradient
 from worker.kernels.cuda import adamw
 from worker.kernels.cuda import adamw_tables as tables
-from worker.optim.codecs import expansion_table
 from worker.optim.update import MAX_UPDATE, ROUNDING_SLACK
 from worker.optim.weights import QuantizedWeight
 
@@ -60,8 +59,7 @@ class FusedStep:
                 self._send_groups(groups, device),
                 self._send((formats, "chunks"), sizes, device, _chunks, torch.int32),
             )
-            finite_there, expansion = finite.to(device), expansion_table(device)
-            adamw.launch(formats, on_device, finite_there, expansion, seed, slack=ROUNDING_SLACK, max_update=MAX_UPDATE)
+            adamw.launch(formats, on_device, finite.to(device), seed, slack=ROUNDING_SLACK, max_update=MAX_UPDATE)
 
     def _send_groups(self, groups: list[dict[str, Any]], device: torch.device) -> Tensor:
         sent = self._send("groups", [_hyperparameters(group) for group in groups], device, lambda rows: rows, torch.float64)
@@ -103,7 +101,7 @@ def _addresses(update: Update, gradient: Tensor) -> tuple[int, ...]:
         elif weight.residual is not None:
             row[tables.REFINEMENT.value] = weight.residual.data_ptr()
     for column, moment in ((tables.EXP_AVG.value, "exp_avg"), (tables.EXP_AVG_SQ.value, "exp_avg_sq")):
-        for number, name in enumerate(("codes", "dequant_scale", "eighths")):
+        for number, name in enumerate(("codes", "dequant_scale", "levels")):
             if name in state[moment]:
                 row[column + number] = state[moment][name].data_ptr()
     if isinstance(gradient, Float8Gradient):

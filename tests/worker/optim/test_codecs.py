@@ -122,25 +122,46 @@ def numpy_parts(parts: Parts) -> dict[str, np.ndarray]:
     return {name: part.view(torch.uint8).numpy() if part.itemsize == 1 else part.numpy() for name, part in parts.items()}
 
 
+def logarithm(x: np.ndarray) -> np.ndarray:
+    """Base 2, and linear between powers of two: what a floating-point number's bits say. Of |x|; -1000 for zero."""
+    mantissa, exponent = np.frexp(np.abs(x.astype(float)))
+    return np.where(mantissa > 0, exponent + 2 * mantissa - 2, -1000.0)
+
+
+def power_of_two(x: np.ndarray) -> np.ndarray:
+    """The inverse of `logarithm`."""
+    return np.ldexp(1 + x - np.floor(x), np.floor(x).astype(int))
+
+
 class TestFormulas:
     def test_dynamic_range_expansion(self) -> None:
         values = state(64 * 128, CODECS["fp8-dre"])
         parts = numpy_parts(stored(values, CODECS["fp8-dre"]).parts)
         blocks = values.double().numpy().reshape(-1, 128)
         np.testing.assert_array_equal(parts["dequant_scale"], np.abs(blocks).max(1).astype(np.float32))
-        logarithms = np.floor(np.log2(np.abs(blocks)))
-        logarithms += np.abs(blocks) / 2**logarithms - 1  # between powers of two, linearly
-        distances = np.floor(8 * (logarithms.max(1) - logarithms.min(1))) + 1
-        np.testing.assert_array_equal(parts["eighths"], np.clip(np.floor(8 * 18 / (distances / 8)) - 8, 0, 15))
-        assert len(set(parts["eighths"])) > 3
-        power = 1 + parts["eighths"][:, None] / 8
-        expanded = np.sign(blocks) * 448 * (np.abs(blocks) / np.abs(blocks).max(1, keepdims=True)) ** power
+        below_amax = logarithm(blocks).max(1, keepdims=True) - logarithm(blocks)  # in binades
+        levels = np.clip(np.floor(142 / below_amax.max(1)), 8, 255)[:, None]
+        np.testing.assert_array_equal(parts["levels"], levels[:, 0])
+        assert len(set(parts["levels"])) > 3
+        largest = logarithm(np.array(448.0))
+        expanded = np.sign(blocks) * power_of_two(largest - below_amax * levels / 8)
         codes = parts["codes"].reshape(-1, 128).view(ml_dtypes.float8_e4m3fn)
         nearest = expanded.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-        assert np.mean(codes != nearest) < 1e-3  # roots in fp32 move a value across a tie now and then
-        decoded = np.sign(codes.astype(float)) * (np.abs(codes.astype(float)) / 448) ** (1 / power)
-        decoded *= parts["dequant_scale"][:, None]
-        np.testing.assert_allclose(round_trip(values, CODECS["fp8-dre"]).view(-1, 128).numpy(), decoded, rtol=1e-6)
+        assert (
+            np.mean(codes != nearest) < 1e-3
+        )  # four bits of a mantissa are dropped, which moves a value across a tie now and then
+        depth = largest - logarithm(np.abs(codes.astype(float)))
+        decoded = np.sign(codes.astype(float)) * power_of_two(logarithm(parts["dequant_scale"][:, None]) - depth * 8 / levels)
+        np.testing.assert_allclose(round_trip(values, CODECS["fp8-dre"]).view(-1, 128).numpy(), decoded, rtol=2e-5)
+
+    def test_dynamic_range_expansion_at_eight_levels_is_e4m3(self) -> None:
+        """A block that spans as much as E4M3 does is stored as E4M3 would."""
+        every_code = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        values = torch.cat([every_code, -every_code[:1]])
+        parts = stored(values, CODECS["fp8-dre"]).parts
+        assert parts["levels"].item() == 8
+        assert torch.equal(parts["codes"].float(), values)
+        assert torch.equal(round_trip(values, CODECS["fp8-dre"]), values)
 
     def test_dynamic_range_expansion_loses_no_element_to_the_others_gain(self) -> None:
         values = state(64 * 128, CODECS["fp8-dre"], blocks_differ=False).view(-1, 128)

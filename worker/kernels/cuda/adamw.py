@@ -82,7 +82,6 @@ def update_kernel(
     chunks,
     constants,
     finite,
-    expansion,
     seed,
     WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -106,8 +105,8 @@ def update_kernel(
     inside, has_row = at < num_elements, rows * _BLOCK < num_elements
     values = storage.read_weight(row, constant, at, inside, WEIGHT, ALIGNED)
     gradient = storage.read_gradient(row, at, rows, inside, has_row, GRADIENT, ALIGNED)
-    average = storage.read_moment(row, at, rows, inside, has_row, expansion, EXP_AVG, tables.EXP_AVG, ALIGNED)
-    square = storage.read_moment(row, at, rows, inside, has_row, expansion, EXP_AVG_SQ, tables.EXP_AVG_SQ, ALIGNED)
+    average = storage.read_moment(row, at, rows, inside, has_row, EXP_AVG, tables.EXP_AVG, ALIGNED)
+    square = storage.read_moment(row, at, rows, inside, has_row, EXP_AVG_SQ, tables.EXP_AVG_SQ, ALIGNED)
 
     gradient = gradient * tl.load(constant + tables.GRADIENT_SIGN)
     values = values * tl.load(constant + tables.KEPT)
@@ -156,12 +155,10 @@ class Tables(NamedTuple):
     chunks: Tensor
 
 
-def launch(
-    formats: Formats, on_device: Tables, finite: Tensor, expansion: Tensor, seed: int, *, slack: float, max_update: float
-) -> None:
+def launch(formats: Formats, on_device: Tables, finite: Tensor, seed: int, *, slack: float, max_update: float) -> None:
     """One step of all parameters in the tables, which have the same formats.
 
-    finite: bool (); where it is false nothing changes. expansion: fp32 (16, 256), the table of codec fp8-dre.
+    finite: bool (); where it is false nothing changes.
     slack, max_update: see worker/optim/update.py.
     """
     parameters, groups, chunks = on_device
@@ -175,7 +172,6 @@ def launch(
         chunks,
         constants,
         finite,
-        expansion,
         seed,
         *formats,
         NUM_BLOCKS,

@@ -109,22 +109,20 @@ def write_weight(row, constant, values, words, at, inside, FORMAT: tl.constexpr,
 
 
 @triton.jit
-def read_moment(row, at, rows, inside, has_row, expansion, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
-    """expansion: the value of each E4M3 code under each power, fp32 (16, 256)."""
+def read_moment(row, at, rows, inside, has_row, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
     if CODEC == "fp32":
         values = read(row, at, inside, COLUMN, tl.float32, ALIGNED)
     elif CODEC == "bf16-sr":
         values = read(row, at, inside, COLUMN, tl.bfloat16, ALIGNED).to(tl.float32)
+    elif CODEC == "fp8-dre":
+        amax = tl.load(address(row, COLUMN + 1, tl.float32, False) + rows, mask=has_row, other=0.0)
+        levels = tl.load(address(row, COLUMN + 2, tl.uint8, False) + rows, mask=has_row, other=8).to(tl.int32)
+        values = language.expansion_decode(read(row, at, inside, COLUMN, tl.uint8, ALIGNED), levels, amax)
     else:
         if CODEC == "fp16-block":
             codes = read(row, at, inside, COLUMN, tl.float16, ALIGNED).to(tl.float32)
         elif CODEC == "fp8-block":
             codes = language.decode_fp8(read(row, at, inside, COLUMN, tl.uint8, ALIGNED), True)
-        elif CODEC == "fp8-dre":
-            eighths = tl.load(address(row, COLUMN + 2, tl.uint8, False) + rows, mask=has_row, other=0).to(tl.int32)
-            codes = tl.load(
-                expansion + (eighths[:, None] * 256 + read(row, at, inside, COLUMN, tl.uint8, ALIGNED).to(tl.int32))
-            )
         elif CODEC == "int8-companded":
             root = tl.div_rn(read(row, at, inside, COLUMN, tl.int8, ALIGNED).to(tl.float32), 127.0)
             square = root * root
@@ -161,16 +159,15 @@ def write_moment(
             scale = language.dequant_scale_from_amax(amax, 1.0, 448.0, 0)
             codes = language.encode_fp8(values * (1.0 / scale)[:, None], True)
             write(row, at, inside, codes, COLUMN, tl.uint8, ALIGNED)
+        elif CODEC == "fp8-dre":
+            scale = amax
+            codes, levels = language.expansion_encode(tl.where(inside, values, 0.0), amax)
+            tl.store(address(row, COLUMN + 2, tl.uint8, False) + rows, levels.to(tl.uint8), mask=has_row)
+            write(row, at, inside, codes, COLUMN, tl.uint8, ALIGNED)
         else:
             scale = amax
             ratio = tl.div_rn(magnitude, tl.maximum(amax, _TINY)[:, None])
-            if CODEC == "fp8-dre":
-                eighths = language.expansion_eighths(magnitude, amax)
-                tl.store(address(row, COLUMN + 2, tl.uint8, False) + rows, eighths.to(tl.uint8), mask=has_row)
-                expanded = language.expand(ratio, eighths[:, None]) * 448.0
-                codes = language.encode_fp8(language.copysign(expanded, values), True)
-                write(row, at, inside, codes, COLUMN, tl.uint8, ALIGNED)
-            elif CODEC == "int8-companded":
+            if CODEC == "int8-companded":
                 root = tl.sqrt_rn(tl.sqrt_rn(ratio)) * 127.0
                 levels = (root + _TO_INTEGER) - _TO_INTEGER
                 write(row, at, inside, tl.where(values < 0, -levels, levels), COLUMN, tl.int8, ALIGNED)

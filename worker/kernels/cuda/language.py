@@ -157,22 +157,25 @@ def split_decode(codes, residual):
 
 
 @triton.jit
-def expansion_eighths(magnitude, amax):
-    """DynamicRangeExpansion._eighths: the power of each row, from how far below amax its smallest element lies."""
-    bits = magnitude.to(tl.int32, bitcast=True)
-    below_amax = (amax.to(tl.int32, bitcast=True)[:, None] - bits) * tl.minimum(bits >> 23, 1)
-    eighths_of_binades = (tl.max(below_amax, 1) >> 20) + 1
-    return tl.minimum(tl.maximum(64 * 18 // eighths_of_binades - 8, 0), 15)
+def expansion_decode(codes, levels, amax):
+    """DynamicRangeExpansion.decode, of uint8 codes (rows, 128) with int32 levels and fp32 amaxes (rows,)."""
+    code = codes.to(tl.int32) & 0x7F
+    depth = tl.maximum(tl.maximum(126 - code, 134 - 2 * code), tl.maximum(142 - 4 * code, 150 - 8 * code))
+    step = 8388608 // tl.maximum(levels, 1)
+    bits = amax.to(tl.int32, bitcast=True)[:, None] - depth * step[:, None]
+    bits = tl.where(code > 0, bits, 0) | ((codes.to(tl.int32) & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def expand(ratio, eighths):
-    """ratio^(1 + eighths / 8), by exact roots and products in the order of the reference."""
-    expanded, root = ratio, ratio
-    expanded = tl.where((eighths & 8) > 0, expanded * root, expanded)
-    root = tl.sqrt_rn(root)
-    expanded = tl.where((eighths & 4) > 0, expanded * root, expanded)
-    root = tl.sqrt_rn(root)
-    expanded = tl.where((eighths & 2) > 0, expanded * root, expanded)
-    root = tl.sqrt_rn(root)
-    return tl.where((eighths & 1) > 0, expanded * root, expanded)
+def expansion_encode(values, amax):
+    """DynamicRangeExpansion.encode: uint8 codes and int32 levels of finite fp32 values (rows, 128), given their amaxes."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    is_normal = magnitude >= 0x800000
+    below_amax = amax.to(tl.int32, bitcast=True)[:, None] - magnitude
+    deepest = tl.max(tl.where(is_normal, below_amax, 0), 1)
+    levels = tl.minimum(tl.maximum((142 << 23) // tl.maximum(deepest, 1), 8), 255)
+    below_largest = ((below_amax >> 4) * levels[:, None]) << 1
+    expanded = tl.where(is_normal, tl.maximum(0x43E00000 - below_largest, 0), 0) | (bits & -0x80000000)
+    return encode_fp8(expanded.to(tl.float32, bitcast=True), True), levels
