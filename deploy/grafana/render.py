@@ -24,7 +24,7 @@ _COLUMNS = 24
 _INCHES_PER_COLUMN, _INCHES_PER_ROW = 0.72, 0.36
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _SUFFIXES = {
-    "bytes": "B", "mbytes": "MiB", "Bps": "B/s", "s": "s", "flops": "FLOP/s", "watt": "W", "hertz": "Hz", "celsius": "°C",
+    "bytes": "B", "Bps": "B/s", "s": "s", "flops": "FLOP/s", "watt": "W", "hertz": "Hz", "celsius": "°C",
     "dB": "dB", "reqps": "/s", "ops": "/s",
 }  # fmt: skip
 
@@ -175,7 +175,9 @@ def _draw_table(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
         columns = [query.legend for query in panel.queries]
         cells = [[*labels, *(values.get(column, "") for column in columns)] for labels, values in rows.items()]
         table = axes.table(cells, colLabels=[*names, *columns], loc="upper left", cellLoc="left")
-        table.set_fontsize(8)
+        table.auto_set_font_size(False)
+        table.set_fontsize(7)
+        table.auto_set_column_width(range(len(names) + len(columns)))
 
 
 def _series(panel: Panel, ask: Ask) -> list[tuple[str, dict[str, Any]]]:
@@ -200,6 +202,8 @@ def human(value: float, unit: str) -> str:
     """A number as the unit is read."""
     if unit == "percentunit":
         return f"{value * 100:.3g} %"
+    if unit == "mbytes":
+        return human(value * 2**20, "bytes")
     if unit == "sci":
         return f"{value:.2e}"
     suffix = f" {_SUFFIXES[unit]}" if unit in _SUFFIXES else ""

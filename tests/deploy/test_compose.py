@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,22 @@ def test_the_gpu_node_is_a_cpu_node_with_gpus() -> None:
         assert mounts(H100["services"][name]) == {"/etc/octet/pools.yaml": ("./deploy/compose/pools.h100.yaml", True)}
 
 
+def test_prometheus_finds_the_dcgm_exporter_of_a_gpu_node() -> None:
+    exporter = H100["services"]["dcgm-exporter"]
+    assert exporter["networks"] == ["inner"]
+    assert "ports" not in exporter
+    assert re.search(r":\d+\.\d+\.\d+-", exporter["image"]), "pin the version"
+    (group,) = yaml.safe_load((ROOT / "deploy/compose/dcgm.yml").read_text())
+    assert group == {"targets": ["dcgm-exporter:9400"]}
+    ((target, mount),) = mounts(H100["services"]["prometheus"]).items()
+    assert mount == ("./deploy/compose/dcgm.yml", True)
+    prometheus = yaml.safe_load((ROOT / "deploy/compose/prometheus.yml").read_text())
+    (dcgm,) = [job for job in prometheus["scrape_configs"] if job["job_name"] == "dcgm"]
+    (pattern,) = dcgm["file_sd_configs"][0]["files"]
+    assert fnmatch(target, pattern)
+    assert exporter["command"][1].endswith("dcp-metrics-included.csv"), "the list that has the profiling counters"
+
+
 def test_api_dispatcher_and_nodes_see_the_same_folders() -> None:
     for name in ("api", "dispatcher"):
         environment = SERVICES[name]["environment"]
@@ -177,7 +194,7 @@ def test_prometheus_scrapes_in_compose_what_it_scrapes_beside_octet_serve() -> N
     for job in local["scrape_configs"]:
         if job["job_name"] in jobs:
             assert jobs[job["job_name"]].get("relabel_configs") == job.get("relabel_configs")
-    assert set(jobs) == {"octet-api", "octet-rank"}
+    assert set(jobs) == {job["job_name"] for job in local["scrape_configs"]} == {"octet-api", "octet-rank", "dcgm"}
     credentials = {"type": "Bearer", "credentials_file": "/secrets/api/key"}
     assert jobs["octet-api"]["authorization"] == jobs["octet-rank"]["http_sd_configs"][0]["authorization"] == credentials
 
