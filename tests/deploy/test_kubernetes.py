@@ -1,16 +1,20 @@
 """The manifests: valid against Kubernetes' own schemas, locked down, and true to the pools, the compose stack and the rules."""
 
+import copy
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from jsonschema import Draft7Validator
+from jsonschema.exceptions import best_match
 from pydantic import TypeAdapter
 
 from api_schemas import PoolConfig
@@ -20,7 +24,13 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
 KUBERNETES_VERSION = "1.32"
-CUSTOM_KINDS = {"RayCluster", "ServiceMonitor", "ScrapeConfig", "PrometheusRule"}
+CUSTOM_KINDS = {
+    "RayCluster": "raycluster",
+    "ServiceMonitor": "prometheus-operator",
+    "ScrapeConfig": "prometheus-operator",
+    "PrometheusRule": "prometheus-operator",
+}
+"""Kinds that Kubernetes itself does not have, and the file of their schema (schemas/README.md)."""
 SECRETS = {"octet-api-keys": {"keys", "prometheus"}, "octet-database": {"url"}, "octet-ray-token": {"auth_token"}}
 
 Manifest = dict[str, Any]
@@ -63,6 +73,36 @@ def test_every_file_is_a_resource() -> None:
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if name.split("/")[0] not in CUSTOM_KINDS])
 def test_a_manifest_fits_the_schema_of_kubernetes(name: str) -> None:
     kubernetes_validate.validate(MANIFESTS[name], KUBERNETES_VERSION, strict=True)
+
+
+def problem(manifest: Manifest) -> str:
+    """What the schema of its kind has against a custom resource; empty where nothing."""
+    schema = json.loads((Path(__file__).parent / f"schemas/{CUSTOM_KINDS[manifest['kind']]}.schema.json").read_text())
+    error = best_match(Draft7Validator(schema).iter_errors(manifest))
+    return f"{error.json_path}: {error.message}" if error else ""
+
+
+@pytest.mark.parametrize("name", [name for name in MANIFESTS if name.split("/")[0] in CUSTOM_KINDS])
+def test_a_custom_resource_fits_the_schema_of_its_operator(name: str) -> None:
+    assert problem(MANIFESTS[name]) == ""
+    spoilt = copy.deepcopy(MANIFESTS[name])
+    spoilt["spec"]["replicaz"] = 1
+    assert problem(spoilt)
+
+
+SPOILT: dict[str, Callable[[Manifest], object]] = {
+    "RayCluster/octet": lambda spec: spec["workerGroupSpecs"][0]["resources"].update(octet_slot_cpu=2),
+    "ServiceMonitor/octet-api": lambda spec: spec["endpoints"][0].update(port=8000),
+    "ScrapeConfig/octet-rank": lambda spec: spec["httpSDConfigs"][0].update(refresh_interval="5s"),
+    "PrometheusRule/octet": lambda spec: spec["groups"][0]["rules"][0].update(expression="up"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_custom_resource_does_not_fit(name: str) -> None:
+    spoilt = copy.deepcopy(MANIFESTS[name])
+    SPOILT[name](spoilt["spec"])
+    assert problem(spoilt)
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -225,5 +265,7 @@ def test_kustomize_renders_all_of_it() -> None:
     assert {document["metadata"].get("namespace", "octet") for document in documents} == {"octet"}
     assert not re.search(r"image: octet/[a-z-]+$", rendered.stdout, flags=re.MULTILINE), "an image without its tag"
     for document in documents:
-        if document["kind"] not in CUSTOM_KINDS:
+        if document["kind"] in CUSTOM_KINDS:
+            assert problem(document) == ""
+        else:
             kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
