@@ -27,6 +27,14 @@ FP16 = Format(torch.float16, 10, -14, 65504.0, 0x7E00)
 BF16 = Format(torch.bfloat16, 7, -126, torch.finfo(torch.bfloat16).max, 0x7FC0)
 
 SCALED_FORMATS = {format.dtype: format for format in (E4M3, E5M2, FP16)}
+KINDS = {
+    "tensor": ("tensor", (1, BLOCK)),
+    "row": ("row", (1, BLOCK)),
+    "block 1x128": ("block", (1, BLOCK)),
+    "block 128x128": ("block", (BLOCK, BLOCK)),
+}
+"""The granularity and the block of each kind of scale."""
+
 ROUNDED_FORMATS = {format.dtype: format for format in (E4M3, E5M2, FP16, BF16)}
 
 
@@ -38,6 +46,17 @@ def scale_shape(shape: torch.Size, granularity: str, block: tuple[int, int] = (1
         return (*shape[:-1], 1)
     num_blocks = -(-shape[-1] // BLOCK)
     return (*shape[:-1], num_blocks) if block[0] == 1 else (-(-shape[:-1].numel() // BLOCK), num_blocks)
+
+
+def empty_operand_scale(shape: torch.Size, kind: str, device: torch.device) -> Tensor:
+    """The dequant_scale, not yet filled, of a matrix that a product sums over its columns, laid out as cuBLAS reads it.
+
+    That is contiguous, except that of a block 1×128 scale neighbouring rows are adjacent.
+    """
+    scales = scale_shape(shape, *KINDS[kind])
+    if kind == "block 1x128":
+        return torch.empty(scales[::-1], dtype=torch.float32, device=device).t()
+    return torch.empty(scales, dtype=torch.float32, device=device)
 
 
 def dequant_scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0, previous: Tensor | None = None) -> Tensor:

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.kernels.formats import BLOCK, SCALED_FORMATS, scale_shape
+from worker.kernels.formats import (
+    BLOCK,
+    KINDS,
+    SCALED_FORMATS,
+    dequant_scale_from_amax,
+    empty_operand_scale,
+    scale_shape,
+)
 
 
 def compute_amax(x: Tensor, granularity: str, block: tuple[int, int]) -> Tensor:
@@ -31,6 +38,46 @@ def compute_amax(x: Tensor, granularity: str, block: tuple[int, int]) -> Tensor:
     amax_rows = amax.reshape(-1, amax.shape[-1])
     amax_rows = F.pad(amax_rows, (0, 0, 0, -amax_rows.shape[0] % BLOCK))
     return amax_rows.view(-1, BLOCK, amax.shape[-1]).amax(1)
+
+
+def quantize(
+    x: Tensor, dtype: torch.dtype, granularity: str, block: tuple[int, int], margin: int, amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(codes, dequant_scale) of x, from its own amaxes or from one that is given."""
+    if amax is None:
+        amax = compute_amax(x, granularity, block)
+    dequant_scale = dequant_scale_from_amax(amax, dtype, margin)
+    return encode(x, dequant_scale, dtype), dequant_scale
+
+
+def quantize_operand(
+    x_MN: Tensor,
+    dtype: torch.dtype,
+    kind: str,
+    margin: int,
+    sides: str,
+    window_amax: Tensor | None,
+    window_is_full: Tensor | None,
+) -> list[Tensor]:
+    """x as an operand of products: [codes (M, N), dequant_scale] and [codes (N, M), dequant_scale] of x.T, then an amax.
+
+    kind: of the scales, one of formats.KINDS. sides: "rows" asks for the first pair, "columns" for the second, "both" for
+    both. All codes are contiguous, scales laid out as by formats.empty_operand_scale.
+    With a window (kind "tensor") the scale comes from window_amax where window_is_full, a bool, and x's own amax else;
+    that amax is the last element.
+    """
+    amax = where_full = None
+    if window_amax is not None and window_is_full is not None:
+        amax = compute_amax(x_MN, *KINDS[kind])
+        where_full = torch.where(window_is_full, window_amax, amax)
+    parts: list[Tensor] = []
+    if sides != "columns":
+        parts += _quantize_rows(x_MN, dtype, kind, margin, where_full)
+    if sides == "both" and kind in ("tensor", "block 128x128"):
+        parts += [part.t().clone(memory_format=torch.contiguous_format) for part in parts]
+    elif sides != "rows":
+        parts += _quantize_rows(x_MN.t(), dtype, kind, margin, where_full)
+    return parts if amax is None else [*parts, amax]
 
 
 def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,6 +137,11 @@ def matmul(a_MK: Tensor, a_dequant_scale: Tensor, b_NK: Tensor, b_dequant_scale:
         return (decode(a_MK) @ decode(b_NK).t()).mul_(a_dequant_scale).mul_(b_dequant_scale.t())
     a_values = dequantize(a_MK, a_dequant_scale, torch.float32)
     return a_values @ dequantize(b_NK, b_dequant_scale, torch.float32).t()
+
+
+def _quantize_rows(x_MN: Tensor, dtype: torch.dtype, kind: str, margin: int, amax: Tensor | None) -> list[Tensor]:
+    codes, dequant_scale = quantize(x_MN, dtype, *KINDS[kind], margin, amax)
+    return [codes.contiguous(), empty_operand_scale(x_MN.shape, kind, x_MN.device).copy_(dequant_scale)]
 
 
 def _inf_to_nan(x: Tensor) -> Tensor:

@@ -123,6 +123,50 @@ def encode_fp16(scaled):
 
 
 @triton.jit
+def decode(codes, FORMAT: tl.constexpr):
+    """fp32 values of codes as they are held: uint8 of "e4m3" or "e5m2", or any wider floating-point number."""
+    if FORMAT == "e4m3":
+        return decode_fp8(codes, True)
+    elif FORMAT == "e5m2":
+        return decode_fp8(codes, False)
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit
+def encode_scaled(x, quant_scale, FORMAT: tl.constexpr):
+    """Codes of fp32 x · quant_scale as they are stored: uint8 of "e4m3" or "e5m2", or fp16. NaN for NaN and Inf alone.
+
+    quant_scale broadcasts. A finite x saturates, also where the product overflows. On a device the conversion to FP8
+    saturates by itself (PTX, cvt.satfinite) and writes the positive NaN, which leaves one selection for each element:
+    at the bandwidth of an H200 there is time for about 20 instructions.
+    """
+    LIMIT: tl.constexpr = 448.0 if FORMAT == "e4m3" else 57344.0 if FORMAT == "e5m2" else 65504.0
+    scaled = x * quant_scale
+    if INTERPRETED or FORMAT == "fp16":
+        scaled = tl.where(scaled > LIMIT, LIMIT, tl.where(scaled < -LIMIT, -LIMIT, scaled))
+    scaled = tl.where(is_finite(x), scaled, float("nan"))
+    if FORMAT == "fp16":
+        return scaled.to(tl.float16)
+    elif INTERPRETED:
+        return encode_fp8(scaled, FORMAT == "e4m3")
+    elif FORMAT == "e4m3":
+        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def cast(x, DTYPE: tl.constexpr):
+    """fp32 x rounded to nearest even. Triton's interpreter cuts off bits on the way to bf16 instead."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(is_finite(x), rounded, bits).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def random_words(seed, step, stream, first_block, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
     """rounding.random_bits for NUM_ROWS · NUM_COLUMNS elements from element 4 · first_block on, as int32 (rows, columns)."""
     blocks = tl.arange(0, NUM_ROWS * NUM_COLUMNS // 4).to(tl.int64) + first_block

@@ -1,0 +1,85 @@
+"""Compiles every kernel of this folder for compute capability 9.0, which needs no GPU; `test_compiles.py` runs it.
+
+The interpreter checks no types and knows no device's instructions. Arguments are those of a bf16 matrix whose sizes and
+strides are multiples of 16, as in training; printed for each kernel: how many loads and stores are 16 bytes wide.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from worker.kernels.cuda import amax, encode, quantize, transpose
+
+TYPES = {  # by name, of all kernels; pointers and numbers that end up here are divisible by 16, but for those in UNALIGNED
+    "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
+    "amax": "*fp32", "row_amax": "*fp32", "column_amax": "*fp32", "new_amax": "*fp32", "by_row": "*i32", "by_column": "*i32",
+    "dequant_scale": "*fp32", "row_scale": "*fp32", "column_scale": "*fp32", "stride": "i32", "num_elements": "i32",
+    "num_rows": "i32", "num_columns": "i32", "row_scale_stride_m": "i32", "row_scale_stride_n": "i32",
+    "column_scale_stride_n": "i32", "column_scale_stride_m": "i32", "scale_stride_m": "i32", "scale_stride_n": "i32",
+}  # fmt: skip
+UNALIGNED = {"unless", "row_scale_stride_m", "row_scale_stride_n", "column_scale_stride_n", "column_scale_stride_m"}
+
+
+def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """(name, kernel, constants) of each; a constant of None is a pointer that is not given."""
+    tile = {"FORMAT": "e4m3", "MARGIN": 0, "TILE_M": 128, "TILE_N": 128}
+    for kind in ("tensor", "row", "block 1x128", "block 128x128"):
+        given = {} if kind in ("tensor", "row") else {"row_amax": None, "column_amax": None}
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            tracked = {"TRACKS_AMAX": True} if kind == "tensor" else {"TRACKS_AMAX": False, "new_amax": None}
+            constants = {**tile, **given, **tracked, "KIND": kind, "ROWS": rows, "COLUMNS": columns}
+            yield f"quantize_tile {kind} {rows} {columns}", quantize._quantize_tile, constants
+    for name in ("e4m3", "e5m2", "fp16"):
+        flat = {"FORMAT": name, "MARGIN": 0, "TRACKS_AMAX": True, "BLOCK": 8192}
+        yield f"encode_flat {name}", quantize._encode_flat, flat
+    rows = {"FORMAT": "e5m2", "MARGIN": 0, "ROWS": 2, "COLUMNS": 4096}
+    yield "quantize_rows", quantize._quantize_rows, {**rows, "FITS": True}
+    yield "quantize_rows, long", quantize._quantize_rows, {**rows, "FITS": False}
+    yield "amax_flat", amax._amax_flat, {"HAS_UNLESS": True, "BLOCK": 8192, "NUM_BLOCKS": 4}
+    yield "amax_rows", amax._amax_rows, {"ROWS": 2, "COLUMNS": 4096}
+    yield "amax_tiles", amax._amax_tiles, {"IS_SQUARE": True, "ROWS": 128, "COLUMNS": 128}
+    yield "amax_both", amax._amax_both, {"ROWS": 128, "COLUMNS": 128}
+    yield "clear_unless_finite", amax._clear_unless_finite, {"SIGNLESS": 0x7FFF, "LIMIT": 0x7F80, "BLOCK": 8192}
+    scaled = {"SCALE_ROWS": 1, "SCALE_COLUMNS": 128, "TILE_M": 64, "TILE_N": 128}
+    yield "encode", encode._rescale_tile, {**scaled, "IN_FORMAT": "values", "OUT_FORMAT": "e5m2"}
+    yield "dequantize", encode._rescale_tile, {**scaled, "IN_FORMAT": "e4m3", "OUT_FORMAT": "values"}
+    yield "transpose", transpose._transpose, {"TILE_M": 128, "TILE_N": 128}
+
+
+def types_of(name: str) -> dict[str, str]:
+    changed = {
+        "dequantize": {"x": "*u8", "out": "*bf16"},
+        "encode": {"out": "*u8"},
+        "encode_flat fp16": {"codes": "*fp16"},
+        "clear_unless_finite": {"out": "*u8"},
+        "transpose": {"out": "*u8"},
+    }
+    return {**TYPES, **changed.get(name, {})}
+
+
+def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
+    types = types_of(name)
+    arguments = kernel.arg_names
+    signature = {argument: "constexpr" if argument in constants else types[argument] for argument in arguments}
+    constexprs = {(arguments.index(argument),): value for argument, value in constants.items()}
+    aligned = [argument for argument in arguments if argument not in constants and argument not in UNALIGNED]
+    attributes = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return {
+        "loads": len(re.findall(r"ld\.global", ptx)),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+        "stores": len(re.findall(r"st\.global", ptx)),
+        "wide_stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
+    }
+
+
+if __name__ == "__main__":
+    json.dump({name: compile_for_hopper(name, kernel, constants) for name, kernel, constants in kernels()}, sys.stdout)

@@ -1,0 +1,195 @@
+"""The kernels that quantize against the plain-torch reference, bit for bit, on data that can fail and sizes around a tile."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.numerics.measure import mixed_magnitudes
+from worker.kernels import reference
+from worker.kernels.cuda import amax, encode, language, quantize
+from worker.kernels.formats import KINDS, empty_operand_scale, scale_shape
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, about NaN and overflow
+DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
+E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
+DTYPES = (E4M3, E5M2, FP16)
+SHAPES = [(1, 1), (1, 129), (127, 128), (128, 127), (129, 257), (256, 1), (300, 260)]
+SIDES = ("rows", "columns", "both")
+
+
+def hard_matrix(num_rows: int, num_columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Tiles of their own magnitude; of the larger ones some are zero, one has a huge element, three have non-finite ones."""
+    x = mixed_magnitudes(num_rows, num_columns).to(dtype)
+    if num_rows > 128 and num_columns > 128:
+        x[:130, :130] = 0
+        x[3, 140] = torch.finfo(dtype).max
+        x[128, 5], x[num_rows - 1, 200], x[num_rows - 1, 131] = math.nan, math.inf, -math.inf
+    return x.to(DEVICE)
+
+
+def some_tensor(shape: tuple[int, ...]) -> Tensor:
+    if len(shape) == 2:
+        return hard_matrix(*shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Equal bits, shapes and strides (of a dimension of size 1 none counts); a NaN's bits count for FP8 only."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    strides = [
+        (one, other) for size, one, other in zip(actual.shape, actual.stride(), expected.stride(), strict=True) if size > 1
+    ]
+    assert all(one == other for one, other in strides)
+    if actual.dtype.itemsize == 1 and actual.dtype != torch.bool:
+        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 5, 130), (129,), (), (0, 5), (5, 0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compute_amax(kind: str, shape: tuple[int, ...]) -> None:
+    if not shape and kind != "tensor":
+        return
+    x = some_tensor(shape)
+    assert_same(amax.compute_amax(x, *KINDS[kind]), reference.compute_amax(x, *KINDS[kind]))
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_non_finite_element_marks_its_group_alone(kind: str, bad: float) -> None:
+    x = torch.ones(256, 300, device=DEVICE)
+    x[130, 270] = bad
+    found = amax.compute_amax(x, *KINDS[kind])
+    assert torch.equal(found.isfinite(), reference.compute_amax(x, *KINDS[kind]).isfinite())
+    assert int((~found.isfinite()).sum()) == 1
+
+
+@pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 100_000])
+def test_tensor_amax_of_many_programs(size: int) -> None:
+    x = torch.zeros(size, dtype=torch.bfloat16, device=DEVICE)
+    x[size * 2 // 3] = -3.0
+    assert amax.tensor_amax(x).item() == 3.0
+    assert amax.tensor_amax(x, unless=torch.tensor(False, device=DEVICE)).item() == 3.0
+    assert amax.tensor_amax(x, unless=torch.tensor(True, device=DEVICE)).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+def test_all_finite_sees_one_bad_element(dtype: torch.dtype, bad: float) -> None:
+    if dtype == E4M3:
+        bad = math.copysign(math.nan, bad)  # the format has no infinity
+    x = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min, 0.0] * 3000).to(dtype).to(DEVICE)
+    assert bool(amax.all_finite(x))
+    x[8500] = bad
+    assert not bool(amax.all_finite(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+class TestQuantize:
+    @pytest.mark.parametrize("shape", [*SHAPES, (3, 5, 130), (129,), (0, 5), (2, 0, 128)])
+    def test_shapes(self, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        x = (
+            hard_matrix(*shape)
+            if len(shape) == 2
+            else torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        )
+        actual = quantize.quantize(x, dtype, *KINDS[kind], 1, None)
+        for one, other in zip(actual, reference.quantize(x, dtype, *KINDS[kind], 1, None), strict=True):
+            assert_same(one, other)
+
+    @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16])
+    def test_16_bit_input(self, kind: str, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
+        x = hard_matrix(200, 270, input_dtype)
+        actual = quantize.quantize(x, dtype, *KINDS[kind], 0, None)
+        for one, other in zip(actual, reference.quantize(x, dtype, *KINDS[kind], 0, None), strict=True):
+            assert_same(one, other)
+
+    def test_strides_do_not_matter(self, kind: str, dtype: torch.dtype) -> None:
+        x = hard_matrix(300, 520)
+        for view in (x.t(), x[:, ::2], x[17:150, 3:200], x[:1].expand(140, 520), x.view(300, 2, 260).transpose(0, 1)):
+            codes, dequant_scale = quantize.quantize(view, dtype, *KINDS[kind], 0, None)
+            expected_codes, expected_scale = reference.quantize(view.contiguous(), dtype, *KINDS[kind], 0, None)
+            assert_same(codes, expected_codes)
+            assert_same(dequant_scale, expected_scale)
+
+    @pytest.mark.parametrize("shape", [(300, 260), (1, 129), (3, 5, 130)])
+    def test_given_amax_and_back(self, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 1e3
+        given = amax.compute_amax(x, *KINDS[kind]) / 8  # so that much saturates
+        codes, dequant_scale = quantize.quantize(x, dtype, *KINDS[kind], 0, given)
+        for one, other in zip((codes, dequant_scale), reference.quantize(x, dtype, *KINDS[kind], 0, given), strict=True):
+            assert_same(one, other)
+        for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
+            actual = encode.dequantize(codes, dequant_scale, out_dtype)
+            assert_same(actual, reference.dequantize(codes, dequant_scale, out_dtype))
+
+    def test_a_stale_scale_saturates_and_any_scale_divides(self, kind: str, dtype: torch.dtype) -> None:
+        x = hard_matrix(150, 270)
+        shape = scale_shape(x.shape, *KINDS[kind])
+        for scale in (2.0**-100, 0.3, 2.0**100):
+            dequant_scale = torch.full(shape, scale, device=DEVICE)
+            assert_same(encode.encode(x, dequant_scale, dtype), reference.encode(x, dequant_scale, dtype))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("kind", KINDS)
+class TestOperand:
+    @pytest.mark.parametrize("sides", SIDES)
+    @pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (5, 0)])
+    def test_both_sides_from_one_read(self, kind: str, dtype: torch.dtype, shape: tuple[int, int], sides: str) -> None:
+        x = hard_matrix(*shape)
+        actual = quantize.quantize_operand(x, dtype, kind, 0, sides, None, None)
+        expected = reference.quantize_operand(x, dtype, kind, 0, sides, None, None)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+
+    @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16])
+    def test_strided_16_bit_input(self, kind: str, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
+        x = hard_matrix(300, 520, input_dtype)
+        for view in (x[17:150, 3:200], x.t(), x[:1].expand(140, 520)):
+            actual = quantize.quantize_operand(view, dtype, kind, 0, "both", None, None)
+            expected = reference.quantize_operand(view.contiguous(), dtype, kind, 0, "both", None, None)
+            for one, other in zip(actual, expected, strict=True):
+                assert_same(one, other)
+
+    def test_transposed_codes_are_those_of_the_transposed_matrix(self, kind: str, dtype: torch.dtype) -> None:
+        x = hard_matrix(257, 384)
+        *_, codes_t, scale_t = quantize.quantize_operand(x, dtype, kind, 0, "both", None, None)
+        codes, scale = quantize.quantize(x.t().contiguous(), dtype, *KINDS[kind], 0, None)
+        assert torch.equal(codes_t.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(scale_t, scale)
+        assert scale_t.stride() == empty_operand_scale(codes.shape, kind, x.device).stride()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize(
+    "x", [hard_matrix(300, 260), hard_matrix(100, 260), hard_matrix(260, 100).t()], ids=["bad", "good", "t"]
+)
+def test_a_window_is_used_once_it_is_full(x: Tensor, sides: str, is_full: bool) -> None:
+    window = torch.tensor(3.0, device=DEVICE), torch.tensor(is_full, device=DEVICE)
+    actual = quantize.quantize_operand(x, E4M3, "tensor", 0, sides, *window)
+    expected = reference.quantize_operand(x, E4M3, "tensor", 0, sides, *window)
+    for one, other in zip(actual, expected, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fuzz_the_transposed_codes_over_tiles(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any NaN in a tile leaves its neighbours alone, whatever the tile and the number of warps."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, num_columns = torch.randint(1, 400, (2,), generator=generator).tolist()
+    x = torch.randn(num_rows, num_columns, generator=generator) * 10 ** (torch.rand(num_rows, 1, generator=generator) * 6 - 3)
+    bad = torch.rand(x.shape, generator=generator) < 0.01
+    x = torch.where(bad, torch.tensor([math.nan, math.inf, -math.inf])[torch.randint(0, 3, x.shape, generator=generator)], x)
+    x = x.to(DEVICE, [torch.float32, torch.bfloat16][seed % 2])
+    monkeypatch.setattr(quantize, "TILE_WARPS", [4, 8, 16][seed % 3])
+    monkeypatch.setattr(quantize, "SHARED_SCALE_TILE", [(32, 128), (64, 64), (128, 128), (128, 32)][seed % 4])
+    for kind in KINDS:
+        actual = quantize.quantize_operand(x, E4M3, kind, 0, "both", None, None)
+        for one, other in zip(actual, reference.quantize_operand(x, E4M3, kind, 0, "both", None, None), strict=True):
+            assert_same(one, other)

@@ -1,0 +1,161 @@
+"""Largest magnitudes, and whether all is finite: twins of `reference.compute_amax` and `reference.all_finite`.
+
+Magnitudes are compared as integers (language.amax), so that a NaN is never dropped. Shape suffixes: M rows, N columns.
+Block sizes are for an H200 and bf16; a program should keep at least 16 kB in flight, and two programs fit on a multiprocessor.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker.kernels import reference
+from worker.kernels.cuda import language
+from worker.kernels.formats import BLOCK, scale_shape
+
+FLAT_BLOCK, FLAT_BLOCKS_PER_PROGRAM, FLAT_WARPS = 8192, 4, 8
+MAX_ROW_BLOCK = 16384  # columns of a row that a program holds at once; a longer row takes several turns
+ROW_TILE = 8192  # elements: short rows share a program
+ROWS_OF_BLOCKS = 64  # of 1×128
+TILE_WARPS = 8
+
+
+@triton.jit
+def _amax_flat(x, out, unless, num_elements, HAS_UNLESS: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):
+    """*out = max(*out, amax of x), of which nothing is read if *unless is set."""
+    is_wanted = True
+    if HAS_UNLESS:
+        is_wanted = tl.load(unless) == 0
+    if is_wanted:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for block in tl.static_range(NUM_BLOCKS):
+            start = (tl.program_id(0).to(tl.int64) * NUM_BLOCKS + block) * BLOCK
+            offsets = tl.arange(0, BLOCK)
+            values = tl.load(x + start + offsets, mask=offsets < num_elements - start, other=0.0).to(tl.float32)
+            largest = language.max_magnitude(largest, tl.abs(values))
+        language.atomic_amax(out, language.amax(largest, 0))
+
+
+@triton.jit
+def _amax_rows(x, stride, out, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One for each row."""
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_row = rows < num_rows - first_row
+    pointers = x + first_row * stride + rows[:, None] * stride + columns[None, :]
+    largest = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, num_columns, COLUMNS):
+        mask = is_row[:, None] & (columns[None, :] < num_columns - start)
+        values = tl.load(pointers + start, mask=mask, other=0.0).to(tl.float32)
+        largest = language.max_magnitude(largest, language.amax(values, 1))
+    tl.store(out + first_row + rows, largest, mask=is_row)
+
+
+@triton.jit
+def _amax_tiles(x, stride, out, num_rows, num_columns, IS_SQUARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One for each tile, or for each row of each tile."""
+    num_column_tiles = tl.cdiv(num_columns, COLUMNS)
+    tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
+    first_row = tile_m.to(tl.int64) * ROWS
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_row = rows < num_rows - first_row
+    mask = is_row[:, None] & (columns[None, :] < num_columns - tile_n * COLUMNS)
+    pointers = x + first_row * stride + tile_n * COLUMNS + rows[:, None] * stride + columns[None, :]
+    largest = language.amax(tl.load(pointers, mask=mask, other=0.0).to(tl.float32), 1)
+    if IS_SQUARE:
+        tl.store(out + tl.program_id(0), language.amax(largest, 0))
+    else:
+        tl.store(out + (first_row + rows) * num_column_tiles + tile_n, largest, mask=is_row)
+
+
+@triton.jit
+def _amax_both(x, stride, by_row, by_column, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One for each row and one for each column, from one read."""
+    num_column_tiles = tl.cdiv(num_columns, COLUMNS)
+    tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
+    first_row, first_column = tile_m.to(tl.int64) * ROWS, tile_n * COLUMNS
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_row, is_column = rows < num_rows - first_row, columns < num_columns - first_column
+    pointers = x + first_row * stride + first_column + rows[:, None] * stride + columns[None, :]
+    values = tl.load(pointers, mask=is_row[:, None] & is_column[None, :], other=0.0).to(tl.float32)
+    row_bits = language.amax(values, 1).to(tl.int32, bitcast=True)
+    column_bits = language.amax(values, 0).to(tl.int32, bitcast=True)
+    tl.atomic_max(by_row + first_row + rows, row_bits, mask=is_row)
+    tl.atomic_max(by_column + first_column + columns, column_bits, mask=is_column)
+
+
+@triton.jit
+def _clear_unless_finite(bits, out, num_elements, SIGNLESS: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """*out = 0 if a code, read as an integer without its sign, is LIMIT or more."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    codes = tl.load(bits + start + offsets, mask=offsets < num_elements - start, other=0).to(tl.int32) & SIGNLESS
+    tl.store(out, 0, mask=tl.max(codes, 0) >= LIMIT)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """x as (rows, columns) with adjacent columns: a view where the strides allow one, else a copy."""
+    matrix = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def as_flat(x: Tensor) -> Tensor:
+    """All elements in some order, as a view where memory has no gaps between them."""
+    if x.ndim == 2 and x.t().is_contiguous():
+        return x.t().view(-1)
+    return x.contiguous().view(-1)
+
+
+def compute_amax(x: Tensor, granularity: str, block: tuple[int, int]) -> Tensor:
+    """See the reference."""
+    if x.numel() == 0:
+        return reference.compute_amax(x, granularity, block)
+    if granularity == "tensor":
+        return tensor_amax(x)
+    x_MN = as_matrix(x)
+    num_rows, num_columns = x_MN.shape
+    out = torch.empty(scale_shape(x.shape, granularity, block), dtype=torch.float32, device=x.device)
+    if granularity == "row":
+        columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
+        rows = max(1, ROW_TILE // columns)
+        _amax_rows[(triton.cdiv(num_rows, rows),)](x_MN, x_MN.stride(0), out, num_rows, num_columns, rows, columns)
+        return out
+    is_square = block[0] == BLOCK
+    rows = BLOCK if is_square else ROWS_OF_BLOCKS
+    grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, BLOCK),)
+    _amax_tiles[grid](x_MN, x_MN.stride(0), out, num_rows, num_columns, is_square, rows, BLOCK, num_warps=TILE_WARPS)
+    return out
+
+
+def tensor_amax(x: Tensor, unless: Tensor | None = None) -> Tensor:
+    """The amax of x; 0, without reading x, where the bool `unless` is set: decided on the device."""
+    out = torch.zeros((), dtype=torch.float32, device=x.device)
+    flat = as_flat(x)
+    grid = (triton.cdiv(flat.numel(), FLAT_BLOCK * FLAT_BLOCKS_PER_PROGRAM),)
+    constants = {"BLOCK": FLAT_BLOCK, "NUM_BLOCKS": FLAT_BLOCKS_PER_PROGRAM, "num_warps": FLAT_WARPS}
+    _amax_flat[grid](flat, out, unless, flat.numel(), HAS_UNLESS=unless is not None, **constants)
+    return out
+
+
+def row_and_column_amax(x_MN: Tensor) -> tuple[Tensor, Tensor]:
+    """((M,), (N,)) from one read."""
+    num_rows, num_columns = x_MN.shape
+    bits = torch.zeros(num_rows + num_columns, dtype=torch.int32, device=x_MN.device)
+    by_row, by_column = bits[:num_rows], bits[num_rows:]
+    grid = (triton.cdiv(num_rows, BLOCK) * triton.cdiv(num_columns, BLOCK),)
+    _amax_both[grid](x_MN, x_MN.stride(0), by_row, by_column, num_rows, num_columns, BLOCK, BLOCK, num_warps=TILE_WARPS)
+    return by_row.view(torch.float32), by_column.view(torch.float32)
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """See the reference."""
+    if x.numel() == 0:
+        return reference.all_finite(x)
+    out = torch.ones((), dtype=torch.bool, device=x.device)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize]
+    bits = as_flat(x).view(integer)
+    signless = (1 << (8 * x.dtype.itemsize - 1)) - 1
+    limit = 0x7F if x.dtype == torch.float8_e4m3fn else int(torch.tensor(torch.inf, dtype=x.dtype).view(integer))
+    grid = (triton.cdiv(bits.numel(), FLAT_BLOCK),)
+    _clear_unless_finite[grid](bits, out.view(torch.uint8), bits.numel(), signless, limit, FLAT_BLOCK, num_warps=FLAT_WARPS)
+    return out

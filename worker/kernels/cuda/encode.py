@@ -1,0 +1,94 @@
+"""Codes at a given scale of any granularity, and values of codes: twins of `reference.encode` and `reference.dequantize`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker.kernels import reference
+from worker.kernels.cuda import language
+from worker.kernels.cuda.amax import as_matrix
+from worker.kernels.formats import BLOCK, scale_shape
+
+FORMAT_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float16: "fp16"}
+TILE, WARPS = 8192, 8  # elements of a program
+
+
+@triton.jit
+def _rescale_tile(
+    x,
+    stride,
+    scales,
+    scale_stride_m,
+    scale_stride_n,
+    out,
+    num_rows,
+    num_columns,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    IN_FORMAT: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """x / scale encoded, or decoded codes * scale, as OUT_FORMAT says; a scale is shared by SCALE_ROWS · SCALE_COLUMNS."""
+    num_column_tiles = tl.cdiv(num_columns, TILE_N)
+    tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
+    first_row, first_column = tile_m.to(tl.int64) * TILE_M, tile_n.to(tl.int64) * TILE_N
+    rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    is_row = rows < num_rows - first_row
+    mask = is_row[:, None] & (columns[None, :] < num_columns - first_column)
+    scale_row = (first_row + rows) // SCALE_ROWS * scale_stride_m
+    scale = tl.load(scales + scale_row + first_column // SCALE_COLUMNS * scale_stride_n, mask=is_row, other=1.0)
+    inputs = x + first_row * stride + first_column + rows[:, None] * stride + columns[None, :]
+    values = language.decode(tl.load(inputs, mask=mask, other=0), IN_FORMAT)
+    if OUT_FORMAT == "values":
+        result = language.cast(values * scale[:, None], out.dtype.element_ty)
+    else:
+        result = language.encode_scaled(values, tl.div_rn(1.0, scale)[:, None], OUT_FORMAT)
+    outputs = out + first_row * num_columns + first_column + rows[:, None] * num_columns + columns[None, :]
+    tl.store(outputs, result, mask=mask)
+
+
+def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """See the reference."""
+    if x.numel() == 0:
+        return reference.encode(x, dequant_scale, dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _rescale(x, dequant_scale, as_integers(out), "values", FORMAT_NAMES[dtype])
+    return out
+
+
+def dequantize(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """See the reference."""
+    if codes.numel() == 0:
+        return reference.dequantize(codes, dequant_scale, dtype)
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    _rescale(as_integers(codes), dequant_scale, out, FORMAT_NAMES[codes.dtype], "values")
+    return out
+
+
+def as_integers(codes: Tensor) -> Tensor:
+    """FP8 codes as uint8, which is how kernels read and write them; other formats as they are."""
+    return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
+
+
+def _rescale(x: Tensor, dequant_scale: Tensor, out: Tensor, in_format: str, out_format: str) -> None:
+    if dequant_scale.ndim == 0 and x.is_contiguous():
+        x_MN = x.view(1, -1) if x.numel() % BLOCK else x.view(-1, BLOCK)
+    else:
+        x_MN = as_matrix(x)
+    num_rows, num_columns = x_MN.shape
+    is_blockwise = dequant_scale.ndim > 0 and dequant_scale.shape != (*x.shape[:-1], 1)
+    is_square = is_blockwise and tuple(dequant_scale.shape) != scale_shape(x.shape, "block")
+    scales = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.ndim else dequant_scale.expand(1, 1)
+    strides = (scales.stride(0), scales.stride(1) if is_blockwise else 0)
+    columns = BLOCK if is_blockwise else min(triton.next_power_of_2(num_columns), TILE)
+    rows = min(triton.next_power_of_2(num_rows), max(1, TILE // columns))
+    grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns),)
+    scale_rows = BLOCK if is_square else 1
+    shape = (num_rows, num_columns, scale_rows, BLOCK)
+    _rescale_tile[grid](
+        x_MN, x_MN.stride(0), scales, *strides, out, *shape, in_format, out_format, rows, columns,
+        num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip

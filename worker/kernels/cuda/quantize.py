@@ -1,0 +1,312 @@
+"""Quantize, one read of the input wherever its amax is known or lies within a tile: twins of `reference.quantize*`.
+
+`_quantize_tile` makes codes for products over rows, transposed codes for products over columns, or both, with their scales.
+The transposed store is of integers that come from selections: a maximum that propagates NaN, fed into such a store, has
+corrupted its neighbours (issue 4).
+Shape suffixes: M rows, N columns. The sizes below are for an H200; a tile with transposed codes or square blocks is 128×128.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker.kernels import formats, reference
+from worker.kernels.cuda import language
+from worker.kernels.cuda.amax import (
+    MAX_ROW_BLOCK,
+    ROW_TILE,
+    as_matrix,
+    compute_amax,
+    row_and_column_amax,
+    tensor_amax,
+)
+from worker.kernels.cuda.encode import FORMAT_NAMES, as_integers, encode
+from worker.kernels.formats import BLOCK, empty_operand_scale, scale_shape
+
+FLAT_BLOCK, FLAT_WARPS = 8192, 8
+ROW_WARPS = 8
+SHARED_SCALE_TILE = (128, 128)  # where the tile finds no scale of its own
+ROWS_OF_BLOCKS = 64  # of 1×128, without transposed codes
+TILE_WARPS = 8
+
+
+@triton.jit
+def _scale(amax, FORMAT: tl.constexpr, MARGIN: tl.constexpr):
+    """The dequant_scale for an amax."""
+    LIMIT: tl.constexpr = 448.0 if FORMAT == "e4m3" else 57344.0 if FORMAT == "e5m2" else 65504.0
+    return language.dequant_scale_from_amax(amax, 1.0, LIMIT, MARGIN)
+
+
+@triton.jit
+def _inverse(power_of_two):
+    """1 / 2**e for -126 <= e <= 126, from its bits."""
+    return ((254 << 23) - power_of_two.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode_flat(
+    x,
+    amax,
+    codes,
+    dequant_scale,
+    new_amax,
+    num_elements,
+    FORMAT: tl.constexpr,
+    MARGIN: tl.constexpr,
+    TRACKS_AMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Codes at the scale of a given amax, and the amax of x itself."""
+    scale = _scale(tl.load(amax), FORMAT, MARGIN)
+    if tl.program_id(0) == 0:
+        tl.store(dequant_scale, scale)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < num_elements - start
+    values = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(codes + start + offsets, language.encode_scaled(values, _inverse(scale), FORMAT), mask=mask)
+    if TRACKS_AMAX:
+        language.atomic_amax(new_amax, language.amax(values, 0))
+
+
+@triton.jit
+def _quantize_rows(
+    x,
+    stride,
+    codes,
+    dequant_scale,
+    num_rows,
+    num_columns,
+    FORMAT: tl.constexpr,
+    MARGIN: tl.constexpr,
+    FITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A scale for each row. A row that does not fit into a program's registers is read twice, the second time from cache."""
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_row = rows < num_rows - first_row
+    inputs = x + first_row * stride + rows[:, None] * stride + columns[None, :]
+    outputs = codes + first_row * num_columns + rows[:, None] * num_columns + columns[None, :]
+    if FITS:
+        mask = is_row[:, None] & (columns[None, :] < num_columns)
+        values = tl.load(inputs, mask=mask, other=0.0).to(tl.float32)
+        scale = _scale(language.amax(values, 1), FORMAT, MARGIN)
+        tl.store(outputs, language.encode_scaled(values, _inverse(scale)[:, None], FORMAT), mask=mask)
+    else:
+        largest = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, num_columns, COLUMNS):
+            mask = is_row[:, None] & (columns[None, :] < num_columns - start)
+            values = tl.load(inputs + start, mask=mask, other=0.0).to(tl.float32)
+            largest = language.max_magnitude(largest, language.amax(values, 1))
+        scale = _scale(largest, FORMAT, MARGIN)
+        for start in range(0, num_columns, COLUMNS):
+            mask = is_row[:, None] & (columns[None, :] < num_columns - start)
+            values = tl.load(inputs + start, mask=mask, other=0.0).to(tl.float32)
+            tl.store(outputs + start, language.encode_scaled(values, _inverse(scale)[:, None], FORMAT), mask=mask)
+    tl.store(dequant_scale + first_row + rows, scale, mask=is_row)
+
+
+@triton.jit
+def _quantize_tile(
+    x,
+    stride,
+    num_rows,
+    num_columns,
+    row_amax,
+    column_amax,
+    new_amax,
+    codes,
+    row_scale,
+    row_scale_stride_m,
+    row_scale_stride_n,
+    codes_t,
+    column_scale,
+    column_scale_stride_n,
+    column_scale_stride_m,
+    KIND: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MARGIN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRACKS_AMAX: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """One tile. Scales of kind "tensor" and "row" come from amaxes that are given, those of blocks from the tile.
+
+    ROWS, COLUMNS: what is wanted. row_scale belongs to codes (M, N), column_scale to codes_t (N, M).
+    """
+    num_column_tiles = tl.cdiv(num_columns, TILE_N)
+    tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
+    first_row, first_column = tile_m.to(tl.int64) * TILE_M, tile_n.to(tl.int64) * TILE_N
+    rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    is_row, is_column = rows < num_rows - first_row, columns < num_columns - first_column
+    mask = is_row[:, None] & is_column[None, :]
+    inputs = x + first_row * stride + first_column + rows[:, None] * stride + columns[None, :]
+    values = tl.load(inputs, mask=mask, other=0.0).to(tl.float32)
+
+    if KIND == "tensor" or KIND == "block 128x128":
+        if KIND == "tensor":
+            scale = _scale(tl.load(row_amax), FORMAT, MARGIN)
+            owns_scale = tl.program_id(0) == 0
+        else:
+            scale = _scale(language.amax(language.amax(values, 1), 0), FORMAT, MARGIN)
+            owns_scale = True
+        if ROWS:
+            tl.store(row_scale + tile_m * row_scale_stride_m + tile_n * row_scale_stride_n, scale, mask=owns_scale)
+        if COLUMNS:
+            tl.store(column_scale + tile_n * column_scale_stride_n + tile_m * column_scale_stride_m, scale, mask=owns_scale)
+        encoded = language.encode_scaled(values, _inverse(scale), FORMAT)
+        encoded_t = encoded
+    else:
+        if ROWS:
+            if KIND == "row":
+                scale = _scale(tl.load(row_amax + first_row + rows, mask=is_row, other=0.0), FORMAT, MARGIN)
+                owns_scale = is_row & (tile_n == 0)
+            else:
+                scale = _scale(language.amax(values, 1), FORMAT, MARGIN)
+                owns_scale = is_row
+            pointers = row_scale + (first_row + rows) * row_scale_stride_m + tile_n * row_scale_stride_n
+            tl.store(pointers, scale, mask=owns_scale)
+            encoded = language.encode_scaled(values, _inverse(scale)[:, None], FORMAT)
+        if COLUMNS:
+            if KIND == "row":
+                scale_t = _scale(tl.load(column_amax + first_column + columns, mask=is_column, other=0.0), FORMAT, MARGIN)
+                owns_scale_t = is_column & (tile_m == 0)
+            else:
+                scale_t = _scale(language.amax(values, 0), FORMAT, MARGIN)
+                owns_scale_t = is_column
+            pointers_t = column_scale + (first_column + columns) * column_scale_stride_n + tile_m * column_scale_stride_m
+            tl.store(pointers_t, scale_t, mask=owns_scale_t)
+            encoded_t = language.encode_scaled(values, _inverse(scale_t)[None, :], FORMAT)
+    if ROWS:
+        outputs = codes + first_row * num_columns + first_column + rows[:, None] * num_columns + columns[None, :]
+        tl.store(outputs, encoded, mask=mask)
+    if COLUMNS:
+        outputs_t = codes_t + first_column * num_rows + first_row + columns[:, None] * num_rows + rows[None, :]
+        tl.store(outputs_t, tl.trans(encoded_t), mask=is_column[:, None] & is_row[None, :])
+    if TRACKS_AMAX:
+        language.atomic_amax(new_amax, language.amax(language.amax(values, 1), 0))
+
+
+def quantize(
+    x: Tensor, dtype: torch.dtype, granularity: str, block: tuple[int, int], margin: int, amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    if x.numel() == 0:
+        return reference.quantize(x, dtype, granularity, block, margin, amax)
+    if granularity == "tensor" and x.is_contiguous():
+        return _quantize_flat(x, dtype, margin, tensor_amax(x) if amax is None else amax.float())
+    if amax is not None or granularity == "tensor":
+        amax = compute_amax(x, granularity, block) if amax is None else amax
+        dequant_scale = formats.dequant_scale_from_amax(amax, dtype, margin)
+        return encode(x, dequant_scale, dtype), dequant_scale
+    x_MN = as_matrix(x)
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    dequant_scale = torch.empty(scale_shape(x.shape, granularity, block), dtype=torch.float32, device=x.device)
+    if granularity == "row":
+        _launch_rows(x_MN, codes, dequant_scale, dtype, margin)
+    else:
+        kind = "block 1x128" if block[0] == 1 else "block 128x128"
+        scales_MN = dequant_scale.view(-1, dequant_scale.shape[-1])
+        _launch_tiles(x_MN, kind, dtype, margin, rows=(codes, scales_MN))
+    return codes, dequant_scale
+
+
+def quantize_operand(
+    x_MN: Tensor,
+    dtype: torch.dtype,
+    kind: str,
+    margin: int,
+    sides: str,
+    window_amax: Tensor | None,
+    window_is_full: Tensor | None,
+) -> list[Tensor]:
+    """See the reference."""
+    if x_MN.numel() == 0:
+        return reference.quantize_operand(x_MN, dtype, kind, margin, sides, window_amax, window_is_full)
+    amax = new_amax = None
+    if window_amax is not None and window_is_full is not None:
+        exact_amax, new_amax = tensor_amax(x_MN, unless=window_is_full), x_MN.new_zeros((), dtype=torch.float32)
+        amax = torch.where(window_is_full, window_amax, exact_amax)
+    elif kind == "tensor":
+        amax = tensor_amax(x_MN)
+    if amax is not None and sides == "rows" and x_MN.is_contiguous():
+        parts = [*_quantize_flat(x_MN, dtype, margin, amax, new_amax)]
+        return parts if new_amax is None else [*parts, new_amax]
+    x_MN = as_matrix(x_MN)
+    rows = _empty_operand(x_MN, dtype, kind) if sides != "columns" else None
+    columns = _empty_operand(x_MN.t(), dtype, kind) if sides != "rows" else None
+    if kind == "row" and columns is None:
+        assert rows is not None
+        _launch_rows(x_MN, *rows, dtype, margin)
+    else:
+        amaxes = row_and_column_amax(x_MN) if kind == "row" else (amax, None)
+        _launch_tiles(x_MN, kind, dtype, margin, rows, columns, amaxes, new_amax)
+    return [*(rows or ()), *(columns or ()), *(() if new_amax is None else (new_amax,))]
+
+
+def _empty_operand(like: Tensor, dtype: torch.dtype, kind: str) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(like.shape, dtype=dtype, device=like.device)
+    return codes, empty_operand_scale(like.shape, kind, like.device)
+
+
+def _quantize_flat(
+    x: Tensor, dtype: torch.dtype, margin: int, amax: Tensor, new_amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    dequant_scale = torch.empty((), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(x.numel(), FLAT_BLOCK),)
+    _encode_flat[grid](
+        x, amax, as_integers(codes), dequant_scale, new_amax, x.numel(), FORMAT_NAMES[dtype], margin,
+        new_amax is not None, FLAT_BLOCK, num_warps=FLAT_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, dequant_scale
+
+
+def _launch_rows(x_MN: Tensor, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, margin: int) -> None:
+    num_rows, num_columns = x_MN.shape
+    columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
+    rows = max(1, ROW_TILE // columns)
+    _quantize_rows[(triton.cdiv(num_rows, rows),)](
+        x_MN, x_MN.stride(0), as_integers(codes), dequant_scale, num_rows, num_columns, FORMAT_NAMES[dtype], margin,
+        num_columns <= columns, rows, columns, num_warps=ROW_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _launch_tiles(
+    x_MN: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    margin: int,
+    rows: tuple[Tensor, Tensor] | None = None,
+    columns: tuple[Tensor, Tensor] | None = None,
+    amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
+    new_amax: Tensor | None = None,
+) -> None:
+    """rows, columns: where codes and scales go. amaxes: of the rows, or the tensor, and of the columns, if they are given."""
+    num_rows, num_columns = x_MN.shape
+    tile_m, tile_n = _tile(kind, columns is not None)
+    grid = (triton.cdiv(num_rows, tile_m) * triton.cdiv(num_columns, tile_n),)
+    _quantize_tile[grid](
+        x_MN, x_MN.stride(0), num_rows, num_columns, *amaxes, new_amax, *_pointers(rows), *_pointers(columns),
+        kind, FORMAT_NAMES[dtype], margin, rows is not None, columns is not None, new_amax is not None, tile_m, tile_n,
+        num_warps=TILE_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _tile(kind: str, has_columns: bool) -> tuple[int, int]:
+    if kind in ("tensor", "row"):
+        return SHARED_SCALE_TILE
+    return (BLOCK if has_columns or kind == "block 128x128" else ROWS_OF_BLOCKS, BLOCK)
+
+
+def _pointers(operand: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if operand is None:
+        return None, None, 0, 0
+    codes, dequant_scale = operand
+    stride_0, stride_1 = dequant_scale.stride() if dequant_scale.ndim else (0, 0)
+    return as_integers(codes), dequant_scale, stride_0, stride_1
