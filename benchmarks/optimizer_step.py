@@ -72,7 +72,7 @@ def prepare(storage: Storage, shapes: list[tuple[int, ...]]) -> Callable[[], obj
         else:
             quantized.append(stored_weight(values, storage.weight))
             parameter = quantized[-1].codes
-            parameter.grad = Float8Gradient(*kernels.quantize(gradient, E4M3), RoundingPosition(0, 0))
+            parameter.grad = Float8Gradient.quantize(gradient, RoundingPosition(0, 0))
         parameters.append(parameter)
     codecs = Hyperparameters(exp_avg_codec=storage.exp_avg_codec, exp_avg_sq_codec=storage.exp_avg_sq_codec)
     return LowBitAdamW(parameters, codecs, quantized=quantized).step

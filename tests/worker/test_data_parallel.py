@@ -10,7 +10,7 @@ from torch import nn
 
 from worker import kernels
 from worker.config import Place
-from worker.fp8.gradient import Float8Gradient
+from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.parallel import Ranks, average_gradients, broadcast_parameters
 
 SHAPES = [(64, 96), (33, 7), (5,)]
@@ -34,14 +34,12 @@ def average_on_rank(rank: int, world_size: int, port: int, folder: str, poison: 
     with Ranks(place, torch.device("cpu")) as ranks:
         model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in SHAPES])
         broadcast_parameters(model, ranks)
-        count = torch.zeros((), dtype=torch.int64)
         for index, parameter in enumerate(model):
             gradient = gradient_of(rank, index)
             if poison and rank == world_size - 1:
                 gradient[0] = torch.nan
             if index < 2:
-                codes, dequant_scale = kernels.quantize(gradient, torch.float8_e4m3fn)
-                parameter.grad = Float8Gradient(codes, dequant_scale, count)
+                parameter.grad = Float8Gradient.quantize(gradient, RoundingPosition(0, 0))
             else:
                 parameter.grad = gradient
         average_gradients(model.parameters(), ranks)

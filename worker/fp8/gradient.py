@@ -29,15 +29,17 @@ class RoundingPosition:
     stream: int
     count: int = 0
 
-    def next_words(self, like: Tensor) -> Tensor:
-        """One random word for each element, never drawn before."""
+    def next_words(self) -> tuple[int, int, int]:
+        """Seed, step and stream of random words that were never drawn before."""
         self.count += 1
-        words = kernels.random_bits(self.seed, self.count, self.stream, range(like.numel()), like.device)
-        return words.view(like.shape)
+        return self.seed, self.count, self.stream
 
 
 class Float8Gradient(Tensor):
-    """E4M3 codes with their dequant_scale, seen by torch as an fp32 tensor of the same shape."""
+    """E4M3 codes with their dequant_scale, seen by torch as an fp32 tensor of the same shape.
+
+    The dequant_scale is NaN where a value is not finite: nobody has to read the codes to know.
+    """
 
     codes: Tensor
     dequant_scale: Tensor
@@ -51,6 +53,13 @@ class Float8Gradient(Tensor):
 
     def __init__(self, codes: Tensor, dequant_scale: Tensor, position: RoundingPosition) -> None:
         self.codes, self.dequant_scale, self.position = codes, dequant_scale, position
+
+    @classmethod
+    def quantize(cls, values: Tensor, position: RoundingPosition) -> "Float8Gradient":
+        """Of values of any floating dtype, rounded to nearest, with one scale."""
+        amax = kernels.compute_amax(values)
+        codes, _ = kernels.quantize(values, E4M3.dtype, amax=amax)
+        return cls(codes, kernels.finite_or_nan(amax, E4M3.dtype), position)
 
     def dequantize(self) -> Tensor:
         """The fp32 values."""
@@ -114,7 +123,7 @@ def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
 
 def _quantize_gradient(parameter: Tensor, position: RoundingPosition) -> None:
     if parameter.grad is not None and not isinstance(parameter.grad, Float8Gradient):  # None: there was no gradient
-        parameter.grad = Float8Gradient(*kernels.quantize(parameter.grad, torch.float8_e4m3fn), position)
+        parameter.grad = Float8Gradient.quantize(parameter.grad, position)
 
 
 def _map_codes(op: Callable[[Tensor], Tensor]) -> Callable[..., Float8Gradient]:
@@ -127,10 +136,7 @@ def _map_codes(op: Callable[[Tensor], Tensor]) -> Callable[..., Float8Gradient]:
 def _add_(gradient: Float8Gradient, other: Tensor, *, alpha: float = 1.0) -> Float8Gradient:
     """gradient += alpha * other, with a new scale and stochastic rounding."""
     other = other.dequantize() if isinstance(other, Float8Gradient) else other
-    total = gradient.dequantize().add_(other, alpha=alpha)
-    dequant_scale = kernels.dequant_scale_from_amax(kernels.compute_amax(total), torch.float8_e4m3fn)
-    gradient.codes.copy_(kernels.stochastic_round(total.div_(dequant_scale), E4M3, gradient.position.next_words(total)))
-    gradient.dequant_scale.copy_(dequant_scale)
+    kernels.accumulate_(gradient.codes, gradient.dequant_scale, other, alpha, gradient.position.next_words())
     return gradient
 
 
@@ -150,8 +156,14 @@ def _foreach_mul_(gradients: list[Tensor], factor: Tensor | float) -> None:
         gradient.mul_(factor)
 
 
-def _foreach_norm(gradients: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-    return [torch.linalg.vector_norm(gradient, *args, **kwargs) for gradient in gradients]  # one decoded at a time
+def _foreach_norm(gradients: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [_norm(gradient, order) for gradient in gradients]
+
+
+def _norm(gradient: Tensor, order: float) -> Tensor:
+    if isinstance(gradient, Float8Gradient) and order == 2 and gradient.dequant_scale.ndim == 0:
+        return kernels.norm(gradient.codes, gradient.dequant_scale)
+    return torch.linalg.vector_norm(gradient, order)  # of FP8 gradients, one is decoded at a time
 
 
 _ON_CODES: dict[Any, Callable[..., Any]] = {

@@ -5,7 +5,9 @@ done by the implementation for the tensor's device (`dispatch.py`); `reference.p
 equals bit for bit.
 """
 
+from worker.kernels.formats import finite_or_nan
 from worker.kernels.gemm import matmul
+from worker.kernels.gradients import accumulate_, mean_of_shards, norm
 from worker.kernels.quantization import (
     all_finite,
     compute_amax,
@@ -18,12 +20,16 @@ from worker.kernels.quantization import (
 from worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
 
 __all__ = [
+    "accumulate_",
     "all_finite",
     "compute_amax",
     "dequant_scale_from_amax",
     "dequantize",
     "encode",
+    "finite_or_nan",
     "matmul",
+    "mean_of_shards",
+    "norm",
     "quantize",
     "random_bits",
     "split_decode",

@@ -72,3 +72,8 @@ def dequant_scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0, p
     quant_exponent = quant_exponent.clamp(-SCALE_EXPONENT_MAX, SCALE_EXPONENT_MAX)
     dequant_scale = ((127 - quant_exponent) << 23).view(torch.float32)  # 2**-quant_exponent, built from its bits
     return torch.where((amax > 0) & (amax < torch.inf), dequant_scale, 1.0 if previous is None else previous)
+
+
+def finite_or_nan(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The dequant_scale for an amax; NaN where it is not finite, so that the scale alone says whether a gradient is."""
+    return torch.where(amax.isfinite(), dequant_scale_from_amax(amax, dtype), torch.nan)

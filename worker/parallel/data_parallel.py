@@ -69,29 +69,23 @@ def _average_fp8(gradients: list[Float8Gradient], ranks: Ranks) -> None:
     dist.all_gather(list(scales_RG), own_scales)
 
     means = [
-        _mean_of_shard(codes_RS.view(torch.float8_e4m3fn), scales_RG[:, index])
+        kernels.mean_of_shards(codes_RS.view(torch.float8_e4m3fn), scales_RG[:, index])
         for index, codes_RS in enumerate(received_RS.split(shard_sizes, dim=1))
     ]
     # A NaN must win on every rank alike; MAX over NaN is not defined, over infinity it is.
-    amaxes = torch.stack([mean.abs().amax() for mean in means]).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    amaxes = torch.stack([amax for _, amax in means]).nan_to_num(nan=torch.inf, posinf=torch.inf)
     ranks.all_reduce_max(amaxes)
-    shards = [kernels.quantize(mean, torch.float8_e4m3fn, amax=amax) for mean, amax in zip(means, amaxes, strict=True)]
-    own_S = torch.cat([codes.view(torch.uint8) for codes, _ in shards])
+    codes_S = [kernels.quantize(mean, torch.float8_e4m3fn, amax=amax)[0] for (mean, _), amax in zip(means, amaxes, strict=True)]
+    new_scales = kernels.finite_or_nan(amaxes, torch.float8_e4m3fn)
+    own_S = torch.cat([codes.view(torch.uint8) for codes in codes_S])
     gathered_RS = torch.empty_like(sent_RS)
     dist.all_gather(list(gathered_RS), own_S)
     ranks.sent_bytes["float8_e4m3fn"] += 2 * own_S.nbytes * (world_size - 1)
     parts = gathered_RS.split(shard_sizes, dim=1)
-    for gradient, codes_RS, (_, dequant_scale) in zip(gradients, parts, shards, strict=True):
+    for gradient, codes_RS, dequant_scale in zip(gradients, parts, new_scales, strict=True):
         codes = codes_RS.reshape(-1)[: gradient.numel()].view(torch.float8_e4m3fn)
         gradient.codes.copy_(codes.view(gradient.codes.shape))
         gradient.dequant_scale.copy_(dequant_scale)
-
-
-def _mean_of_shard(codes_RS: Tensor, scales_R: Tensor) -> Tensor:
-    total_S = torch.zeros(codes_RS.shape[1], dtype=torch.float32, device=codes_RS.device)
-    for codes_S, dequant_scale in zip(codes_RS, scales_R, strict=True):
-        total_S += kernels.dequantize(codes_S.contiguous(), dequant_scale)
-    return total_S / codes_RS.shape[0]
 
 
 def _padded(flat: Tensor, size: int) -> Tensor:

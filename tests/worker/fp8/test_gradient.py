@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from worker.fp8.gradient import Float8Gradient, RoundingPosition, keep_gradient_in_fp8
-from worker.kernels import quantize
 
 
 def make(values: Tensor) -> Float8Gradient:
-    return Float8Gradient(*quantize(values, torch.float8_e4m3fn), RoundingPosition(seed=0, stream=0))
+    return Float8Gradient.quantize(values, RoundingPosition(seed=0, stream=0))
 
 
 def parameter_with(values: Tensor) -> nn.Parameter:

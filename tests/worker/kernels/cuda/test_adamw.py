@@ -77,7 +77,7 @@ class Model:
 
 def gradient_of(values: Tensor, arrives: str) -> Tensor:
     if arrives == "fp8-tensor":
-        return Float8Gradient(*kernels.quantize(values, E4M3), RoundingPosition(0, 0))
+        return Float8Gradient.quantize(values, RoundingPosition(0, 0))
     if arrives == "fp8-block":
         flat_codes, dequant_scale = kernels.quantize(values.view(-1), E4M3, "block")
         return Float8Gradient(flat_codes.view_as(values), dequant_scale, RoundingPosition(0, 0))

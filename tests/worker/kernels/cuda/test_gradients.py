@@ -1,0 +1,71 @@
+"""Kernels on FP8 gradients against their plain-torch twins: norm, accumulation with stochastic rounding, mean of shards."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.numerics.measure import mixed_magnitudes
+from worker import kernels
+from worker.kernels import gradients as reference
+from worker.kernels.cuda import gradients, language
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
+E4M3 = torch.float8_e4m3fn
+SIZES = (1, 127, 129, 4096, 10_000)
+
+
+def values_of(size: int, seed: int = 0) -> Tensor:
+    return mixed_magnitudes(-(-size // 128), 128, seed).view(-1)[:size].to(DEVICE)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_norm(size: int) -> None:
+    codes, dequant_scale = kernels.quantize(values_of(size), E4M3)
+    expected = torch.linalg.vector_norm(kernels.dequantize(codes, dequant_scale).double())
+    torch.testing.assert_close(gradients.norm(codes, dequant_scale).double(), expected, rtol=1e-6, atol=0)
+
+
+def test_norm_of_a_gradient_that_is_not_finite() -> None:
+    codes, _ = kernels.quantize(values_of(300), E4M3)
+    assert gradients.norm(codes, torch.tensor(torch.nan, device=DEVICE)).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("alpha", [1.0, -0.25])
+@pytest.mark.parametrize("size", SIZES)
+def test_accumulate(size: int, alpha: float, dtype: torch.dtype) -> None:
+    start = kernels.quantize(values_of(size), E4M3)
+    other, words = values_of(size, seed=1).to(dtype), (2**35 + 1, 4, 2**31 + 9)
+    actual, expected = [tensor.clone() for tensor in start], [tensor.clone().cpu() for tensor in start]
+    gradients.accumulate_(*actual, other, alpha, words)
+    reference.accumulate_(*expected, other.cpu(), alpha, words)
+    assert torch.equal(actual[1].cpu(), expected[1])
+    assert torch.equal(actual[0].cpu().view(torch.uint8), expected[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_makes_the_scale_nan(bad: float) -> None:
+    codes, dequant_scale = kernels.quantize(values_of(5000), E4M3)
+    other = values_of(5000, seed=1)
+    other[4500] = bad
+    gradients.accumulate_(codes, dequant_scale, other, 1.0, (0, 1, 2))
+    assert dequant_scale.isnan()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+@pytest.mark.parametrize("size", SIZES)
+def test_mean_of_shards(size: int, num_ranks: int) -> None:
+    shards = [kernels.quantize(values_of(size, seed), E4M3) for seed in range(num_ranks)]
+    codes_RS = torch.stack([codes.view(torch.uint8) for codes, _ in shards]).view(E4M3)
+    scales_R = torch.stack([dequant_scale for _, dequant_scale in shards])
+    mean_S, amax = gradients.mean_of_shards(codes_RS, scales_R)
+    expected_S, expected_amax = reference.mean_of_shards(codes_RS.cpu(), scales_R.cpu())
+    assert torch.equal(mean_S.cpu(), expected_S)
+    assert torch.equal(amax.cpu(), expected_amax)
+
+
+def test_mean_with_a_rank_that_is_not_finite() -> None:
+    codes_RS = torch.zeros(2, 200, dtype=torch.uint8, device=DEVICE).view(E4M3)
+    _, amax = gradients.mean_of_shards(codes_RS, torch.tensor([1.0, torch.nan], device=DEVICE))
+    assert amax.isnan()
