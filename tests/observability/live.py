@@ -66,8 +66,7 @@ class Prometheus:
             for discovery in scrape.get("http_sd_configs", ()):
                 discovery["refresh_interval"] = f"{SCRAPE_S}s"
         dcgm = {"targets": [gpu_address], "labels": {"job_id": "gpu", "level": "O2", "pool": "h100", "rank": "0"}}
-        (self._folder / "targets").mkdir()
-        (self._folder / "targets/dcgm.yml").write_text(yaml.safe_dump([dcgm]))
+        (self._folder / "dcgm.yml").write_text(yaml.safe_dump([dcgm]))
         return config
 
     def __enter__(self) -> "Prometheus":
