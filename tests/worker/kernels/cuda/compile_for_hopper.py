@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from worker.kernels.cuda import amax, encode, quantize, transpose
+from worker.kernels.cuda import adamw, amax, encode, gradients, quantize, transpose
 
 TYPES = {  # by name, of all kernels; pointers and numbers that end up here are divisible by 16, but for those in UNALIGNED
     "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
@@ -23,7 +23,19 @@ TYPES = {  # by name, of all kernels; pointers and numbers that end up here are 
     "num_rows": "i32", "num_columns": "i32", "row_scale_stride_m": "i32", "row_scale_stride_n": "i32",
     "column_scale_stride_n": "i32", "column_scale_stride_m": "i32", "scale_stride_m": "i32", "scale_stride_n": "i32",
 }  # fmt: skip
-UNALIGNED = {"unless", "row_scale_stride_m", "row_scale_stride_n", "column_scale_stride_n", "column_scale_stride_m"}
+UNALIGNED = {"unless", "seed", "step", "stream", "alpha"} | {
+    f"{side}_scale_stride_{axis}" for side in ("row", "column") for axis in ("m", "n")
+}
+    "seed",
+    "step",
+    "stream",
+    "alpha",
+    "unless",
+    "row_scale_stride_m",
+    "row_scale_stride_n",
+    "column_scale_stride_n",
+    "column_scale_stride_m",
+}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -50,6 +62,23 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "encode", encode._rescale_tile, {**scaled, "IN_FORMAT": "values", "OUT_FORMAT": "e5m2"}
     yield "dequantize", encode._rescale_tile, {**scaled, "IN_FORMAT": "e4m3", "OUT_FORMAT": "values"}
     yield "transpose", transpose._transpose, {"TILE_M": 128, "TILE_N": 128}
+    yield from optimizer_kernels()
+    chunk = {"CHUNK": gradients.CHUNK}
+    yield "norm", gradients.sum_of_squares_kernel, chunk
+    yield "accumulated_amax", gradients.accumulated_amax_kernel, chunk
+    yield "accumulate", gradients.accumulate_kernel, chunk
+    yield "mean_of_shards", gradients.mean_of_shards_kernel, {**chunk, "NUM_RANKS": 8}
+
+
+def optimizer_kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The formats of every level, and those of the parameters that stay as they are."""
+    for weight in ("fp32", "bf16", "fp16", "fp16-scaled", "split", "master"):
+        yield f"prepare {weight}", adamw.prepare_kernel, {"WEIGHT": weight, "SLACK": 1.25, "MAX": 100.0}
+        gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8-tensor"
+        for moments in (("fp32", "fp32"), ("fp8-dre", "fp16-block"), ("int8-companded", "uint8-companded")):
+            formats = dict(zip(("WEIGHT", "GRADIENT", "EXP_AVG", "EXP_AVG_SQ"), (weight, gradient, *moments), strict=True))
+            options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": adamw.NUM_BLOCKS}
+            yield f"update {weight} {' '.join(moments)}", adamw.update_kernel, {**formats, **options}
 
 
 def types_of(name: str) -> dict[str, str]:
@@ -60,7 +89,11 @@ def types_of(name: str) -> dict[str, str]:
         "clear_unless_finite": {"out": "*u8"},
         "transpose": {"out": "*u8"},
     }
-    return {**TYPES, **changed.get(name, {})}
+    tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}
+    counted = {"seed": "i64", "step": "i64", "stream": "i64"}
+    if name in ("accumulated_amax", "accumulate"):
+        return {**TYPES, **counted, "alpha": "fp32", "other": "*bf16", "new_scale": "*fp32"}
+    return {**TYPES, **tables, **counted, "partial": "*fp32", "mean": "*fp32", **changed.get(name, {})}
 
 
 def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
