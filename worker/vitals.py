@@ -1,7 +1,7 @@
 """What a rank knows of its own health: the table of its metrics, and the values they have now.
 
 The training loop only writes numbers into `Vitals`; `worker.exporter` formats them when Prometheus asks, on another thread.
-Loads no torch. Labels that tell ranks apart (job, attempt, rank, pool, tenant, level) are not here: service discovery adds them.
+Loads no torch. Labels that tell ranks apart (job, attempt, rank, pool, tenant, level) come from service discovery.
 """
 
 import threading
