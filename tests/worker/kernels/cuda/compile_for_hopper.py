@@ -26,16 +26,6 @@ TYPES = {  # by name, of all kernels; pointers and numbers that end up here are 
 UNALIGNED = {"unless", "seed", "step", "stream", "alpha"} | {
     f"{side}_scale_stride_{axis}" for side in ("row", "column") for axis in ("m", "n")
 }
-    "seed",
-    "step",
-    "stream",
-    "alpha",
-    "unless",
-    "row_scale_stride_m",
-    "row_scale_stride_n",
-    "column_scale_stride_n",
-    "column_scale_stride_m",
-}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
