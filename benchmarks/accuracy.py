@@ -1,6 +1,6 @@
 """Does a level train as well as fp32? The same GPT, seed and batches at every level, on the Python standard library's source.
 
-    python benchmarks/accuracy.py --steps 1000 --runs /tmp/runs
+    python -m benchmarks.accuracy --steps 1000 --runs FOLDER
 
 writes a dated table (gap of the smoothed final loss to fp32, bytes per parameter) and the curves beside it, under
 benchmarks/results/. The test suite runs a short version of the same `train_curve`.
@@ -106,7 +106,7 @@ def table(runs: list[Run], setting: Setting) -> str:
     lines = [
         f"# Accuracy of the levels, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        f"`python {' '.join(sys.argv)}` on {platform.machine()}, {torch.get_num_threads()} thread(s); "
+        f"`python -m benchmarks.accuracy --steps {setting.steps}` on {platform.machine()}, {torch.get_num_threads()} thread(s); "
         f"torch {torch.__version__}, Python {platform.python_version()}.",
         f"GPT of {num_parameters:,} parameters, {setting.steps} steps of {setting.batch_size} x "
         f"{setting.sizes.max_sequence_length} bytes of the standard library's source, learning rate {setting.learning_rate}, "

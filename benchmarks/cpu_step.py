@@ -1,6 +1,6 @@
 """What a training step at each level costs on a CPU, against fp32's: the demo's model, one thread.
 
-    python benchmarks/cpu_step.py --levels O2,O3-split
+    python -m benchmarks.cpu_step --levels O2,O3-split --write
 
 The levels take turns step by step, so that whatever else the machine does weighs on all of them alike. O2 is to stay
 below 1.6 times fp32's step.
@@ -69,7 +69,7 @@ def main() -> int:
     lines = [
         f"# A training step on CPU, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        f"`python {' '.join(sys.argv)}` on {platform.machine()}, 1 thread; torch {torch.__version__}. GPT of hidden 128,",
+        f"`python -m benchmarks.cpu_step {' '.join(sys.argv[1:])}` on {platform.machine()}, 1 thread; torch {torch.__version__}. GPT of hidden 128,",
         f"4 layers, 4 heads; {BATCH_SIZE} x {SIZES.max_sequence_length} tokens; {options.rounds} steps of each level in turn.",
         "",
         "| level | median step (s) | fastest (s) | median of step / fp32 step |",

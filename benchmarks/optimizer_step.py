@@ -1,16 +1,19 @@
 """Time of an optimizer step per level's storage, against torch.optim.AdamW on fp32, for the parameters of a small GPT.
 
-    python -m benchmarks.optimizer_step [--hidden-size 128] [--num-layers 4] [--repeats 10]
+    python -m benchmarks.optimizer_step [--hidden-size 128] [--num-layers 4] [--repeats 10] [--write]
 
 One thread. Times are medians of the thread's own CPU clock, the storages taken in turn: other processes disturb them little.
 """
 
 import argparse
+import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +94,7 @@ def main() -> None:
     arguments.add_argument("--hidden-size", type=int, default=128)
     arguments.add_argument("--num-layers", type=int, default=4)
     arguments.add_argument("--repeats", type=int, default=10)
+    arguments.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -103,20 +107,29 @@ def main() -> None:
             start_s = time.thread_time()
             step()
             times_s[name].append(time.thread_time() - start_s)
-    report(times_s, sum(torch.Size(shape).numel() for shape in shapes))
+    report = table(times_s, sum(torch.Size(shape).numel() for shape in shapes))
+    sys.stdout.write(report)
+    if options.write:
+        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-optimizer-step.md").write_text(report)
 
 
-def report(times_s: dict[str, list[float]], num_parameters: int) -> None:
-    """A table, milliseconds and the ratio to torch's step."""
+def table(times_s: dict[str, list[float]], num_parameters: int) -> str:
+    """Milliseconds and the ratio to torch's step, in Markdown."""
     medians = {name: statistics.median(times[1:]) for name, times in times_s.items()}
     baseline_s = medians["torch.optim.AdamW"]
-    lines = [f"{num_parameters:,} parameters, torch {torch.__version__}, CPU, 1 thread", ""]
+    lines = [
+        f"# The optimizer's step on CPU, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python -m benchmarks.optimizer_step {' '.join(sys.argv[1:])}` on {platform.machine()}, 1 thread; torch "
+        f"{torch.__version__}; {num_parameters:,} parameters.",
+        "",
+    ]
     lines += ["| storage | step (ms) | ns per parameter | ratio to torch |", "| --- | ---: | ---: | ---: |"]
     lines += [
         f"| {name} | {median_s * 1e3:.1f} | {median_s / num_parameters * 1e9:.1f} | {median_s / baseline_s:.1f} |"
         for name, median_s in medians.items()
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
