@@ -69,7 +69,8 @@ def main() -> int:
     lines = [
         f"# A training step on CPU, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        f"`python -m benchmarks.cpu_step {' '.join(sys.argv[1:])}` on {platform.machine()}, 1 thread; torch {torch.__version__}. GPT of hidden 128,",
+        f"`python -m benchmarks.cpu_step {' '.join(sys.argv[1:])}` on {platform.machine()}, 1 thread; "
+        f"torch {torch.__version__}. GPT of hidden 128,",
         f"4 layers, 4 heads; {BATCH_SIZE} x {SIZES.max_sequence_length} tokens; {options.rounds} steps of each level in turn.",
         "",
         "| level | median step (s) | fastest (s) | median of step / fp32 step |",
