@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 from sqlalchemy.exc import IntegrityError
 
 from api_schemas import AttemptState
 from service.db.engine import Database
+from service.db.migrate import upgrade
 from service.db.tables import AttemptRow, Base
 from service.jobs import store
 from service.jobs.ids import is_id, new_id
@@ -23,6 +24,19 @@ def test_the_migrations_make_the_tables_that_the_code_has(database: Database) ->
     with database.read() as session:
         context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
         assert compare_metadata(context, Base.metadata) == []
+
+
+def test_a_job_from_before_there_were_tenants_is_the_default_ones(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path}/octet.db")
+    with engine.begin() as connection:
+        upgrade(connection, "0002")
+        columns = "id, name, state, desired, pool, workers, priority, spec, created_at, queued_at"
+        rest = "num_attempts, num_failures, num_platform_failures, last_event_seq, last_log_seq"
+        values = "'job_1', 'old', 'succeeded', 'run', 'cpu', 1, 50, '{}', '2026-01-01', '2026-01-01', 1, 0, 0, 0, 0"
+        connection.execute(text(f"INSERT INTO jobs ({columns}, {rest}) VALUES ({values})"))
+        upgrade(connection)
+        assert connection.execute(text("SELECT id, tenant FROM jobs")).all() == [("job_1", "default")]
+    engine.dispose()
 
 
 def test_migrating_again_changes_nothing(database: Database) -> None:
