@@ -106,7 +106,7 @@ def table(runs: list[Run], setting: Setting) -> str:
     lines = [
         f"# Accuracy of the levels, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        f"`python -m benchmarks.accuracy --steps {setting.steps}` on {platform.machine()}, {torch.get_num_threads()} thread(s);",
+        f"`python -m benchmarks.accuracy --steps {setting.steps}` on {platform.machine()}, {torch.get_num_threads()} thread; "
         f"torch {torch.__version__}, Python {platform.python_version()}.",
         f"GPT of {num_parameters:,} parameters, {setting.steps} steps of {setting.batch_size} x "
         f"{setting.sizes.max_sequence_length} bytes of the standard library's source, learning rate {setting.learning_rate}, "
