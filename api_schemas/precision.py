@@ -12,6 +12,9 @@ LevelName = Literal["fp32", "fp16-amp", "bf16-amp", "te", "ao", "O1", "O2", "O3"
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Globs = tuple[Annotated[str, Field(min_length=1, max_length=200)], ...]
 
+SAMPLED_EVERY = 50
+"""A sample costs about half a step, so 1 % of the time."""
+
 _TORCHAO_RECIPES = {
     "tensorwise": RecipeSpec(),
     "rowwise": RecipeSpec(granularity="row", format="E4M3"),
@@ -49,7 +52,11 @@ class PrecisionSpec(Contract):
     gradient_accumulation: Literal["fp8", "fp32"] = Field(
         default="fp8", description="between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter"
     )
-    statistics_every: int = Field(default=0, ge=0, description="steps between two samples of FP8 statistics; 0: none")
+    statistics_every: int | None = Field(
+        default=None,
+        ge=0,
+        description=f"steps between two samples of FP8 statistics; 0: none; default: {SAMPLED_EVERY} where there are any",
+    )
     demotion: DemotionSpec | None = None
     torchao: TorchaoSpec | None = None
 
@@ -62,6 +69,13 @@ class PrecisionSpec(Contract):
     def resolved_recipe(self) -> RecipeSpec | None:
         """The recipe that the job runs with; None where no product is in FP8."""
         return self.recipe or self.row.recipe
+
+    @property
+    def sampled_every(self) -> int:
+        """Steps between two samples of FP8 statistics; 0 where none are taken."""
+        if self.statistics_every is not None:
+            return self.statistics_every
+        return SAMPLED_EVERY if self.row.gemm == "fp8" and self.row.engine != "torchao" else 0
 
     @property
     def torchao_recipe(self) -> str:
@@ -78,10 +92,10 @@ class PrecisionSpec(Contract):
             raise self._out_of_place("torchao", "ao")
         if self.statistics_every and (row.gemm != "fp8" or row.engine == "torchao"):
             raise self._out_of_place("statistics_every", fp8_levels.replace("ao, ", ""))
-        if self.demotion is not None and not self.statistics_every:
+        if self.demotion is not None and not self.sampled_every:
             raise refusal(
                 "demotion",
-                got="statistics_every: 0",
+                got=f"level {self.level}, statistics_every: 0",
                 allowed="demotion where statistics are sampled",
                 change="Set precision.statistics_every, or remove precision.demotion.",
             )

@@ -140,7 +140,7 @@ def _float8_converter(precision: PrecisionSpec, seed: int, originals: dict[Tenso
         if row.master_weight == "fp16+scale":
             originals[linear.weight] = linear.weight.detach()
         position = RoundingPosition(seed, next(streams)) if holds_fp8_gradients else None
-        return Float8Linear(linear, recipe, store_weight(linear.weight, row), position, precision.statistics_every)
+        return Float8Linear(linear, recipe, store_weight(linear.weight, row), position, precision.sampled_every)
 
     return convert
 
@@ -169,7 +169,7 @@ def _follow_steps(
     """Let the model do after each step of the optimizer what its precision needs done."""
     recipe = precision.resolved_recipe
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    if layers and recipe is not None and (recipe.scaling == "delayed" or precision.statistics_every):
+    if layers and recipe is not None and (recipe.scaling == "delayed" or precision.sampled_every):
         keeper = StepKeeper(layers, precision.demotion, on_event)
         model.octet_steps = keeper  # type: ignore[assignment]
         if optimizer is not None:

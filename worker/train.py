@@ -148,7 +148,7 @@ class Trainer:
         self.step_times_s.append(step_time_s)
         self._note_loss(loss)
         self.vitals.observe_wire(self.ranks.sent_bytes)
-        if self.config.precision.statistics_every and self.report.converted:
+        if self.config.precision.sampled_every and self.report.converted:
             self.vitals.observe_fp8(fp8_statistics(self.model))
         self._tell(
             StepReport(

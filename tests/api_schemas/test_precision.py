@@ -35,7 +35,7 @@ def test_the_recipe_is_the_levels_unless_the_job_has_its_own() -> None:
         ({"level": "bf16-amp", "recipe": {}}, "recipe", "recipe at level te, ao, O1"),
         ({"level": "O2", "torchao": {}}, "torchao", "torchao at level ao"),
         ({"level": "ao", "statistics_every": 10}, "statistics_every", "statistics_every at level te, O1"),
-        ({"level": "O2", "demotion": {}}, "demotion", "demotion where statistics are sampled"),
+        ({"level": "O2", "statistics_every": 0, "demotion": {}}, "demotion", "demotion where statistics are sampled"),
         ({"level": "ao", "recipe": {"scaling": "delayed"}}, "recipe", "what torchao has: tensorwise"),
         ({"level": "O2", "recipe": {"scaling": "delayed", "granularity": "row"}}, "recipe.granularity", "tensor, where"),
         (

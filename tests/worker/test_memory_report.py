@@ -8,6 +8,8 @@ from api_schemas.levels import LEVELS
 from tests.numerics.measure import peak_bytes
 from worker import initialize, memory_report
 from worker.fp8.operand import OperandScaling
+from worker.fp8.statistics import CHUNK_ELEMENTS, measure
+from worker.kernels import quantize
 from worker.models import GPT, GPTConfig
 
 FOUR_LAYERS = GPTConfig(hidden_size=128, num_layers=4, num_heads=4, vocab_size=256, max_sequence_length=64)
@@ -52,7 +54,7 @@ def test_nothing_holds_more_than_two_layers_for_a_moment(level: str) -> None:
     num_layers, layer = 16, 256 * 256
     two_layers = 2 * layer * LEVELS[level].bytes_per_parameter
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(num_layers)))
-    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level)
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level, statistics_every=0)
     input = torch.ones(1, 256)
     loss = model(input).sum()
     assert peak_bytes(lambda: model(input)) <= two_layers
@@ -76,3 +78,10 @@ def test_classes_of_torchs_own_optimizer() -> None:
     optimizer.step()
     expected = {"weights": 128, "gradients": 128, "exp_avg": 128, "exp_avg_sq": 128, "other": 4}
     assert {kind: size for kind, size in memory_report(model, optimizer).items() if size} == expected
+
+
+def test_a_sample_costs_a_fixed_amount_of_memory() -> None:
+    """However large the operand: what is measured of it is measured a million elements at a time."""
+    values = torch.randn(8192, 1024)
+    codes, dequant_scale = quantize(values, torch.float8_e4m3fn)
+    assert peak_bytes(lambda: measure(values, codes, dequant_scale)) <= 10 * 4 * CHUNK_ELEMENTS

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from api_schemas.precision import PrecisionSpec
+from tests.numerics.measure import mixed_magnitudes
+from tests.numerics.measure import sqnr_db as measured_sqnr_db
 from worker import fp8_statistics, initialize
 from worker.fp8.linear import Float8Linear
 from worker.fp8.statistics import measure
@@ -51,13 +54,26 @@ def test_gaussian_numbers_measure_as_theory_says() -> None:
 
 
 def test_ratios_are_counts() -> None:
-    values = torch.tensor([1000.0, -1000.0, 448.0, 1e-5, -1e-5, 1e-5, 0.0, 1.0])
+    values = torch.tensor([[1000.0, -1000.0, 448.0, 1e-5, -1e-5, 1e-5, 0.0, 1.0]])
     codes = encode(values, torch.ones(()), E4M3)
     _, _, overflow_ratio, underflow_ratio, sqnr_db = measure(values, codes, torch.ones(())).tolist()
     assert (overflow_ratio, underflow_ratio) == (2 / 8, 3 / 8)
     noise = (values - dequantize(codes, torch.ones(()))).square().sum()
     assert sqnr_db == pytest.approx((10 * torch.log10(values.square().sum() / noise)).item())
-    assert measure(torch.ones(4), *quantize(torch.ones(4), E4M3)).tolist()[-1] == 200
+    assert measure(torch.ones(2, 2), *quantize(torch.ones(2, 2), E4M3)).tolist()[-1] == 200
+
+
+@pytest.mark.parametrize(
+    ("granularity", "block"), [("tensor", (1, 128)), ("row", (1, 128)), ("block", (1, 128)), ("block", (128, 128))]
+)
+def test_a_large_operand_is_measured_a_few_rows_at_a_time(granularity: str, block: tuple[int, int]) -> None:
+    values = mixed_magnitudes(300, 5000)
+    codes, dequant_scale = quantize(values, E4M3, granularity, block=block)
+    amax, largest_scale, overflow_ratio, underflow_ratio, sqnr_db = measure(values, codes, dequant_scale).tolist()
+    decoded = dequantize(codes, dequant_scale)
+    assert (amax, largest_scale, overflow_ratio) == (values.abs().max().item(), dequant_scale.max().item(), 0)
+    assert underflow_ratio == pytest.approx(((decoded == 0) & (values != 0)).double().mean().item())
+    assert sqnr_db == pytest.approx(measured_sqnr_db(decoded, values), abs=1e-3)
 
 
 def test_every_nth_step_is_sampled_for_every_layer_and_operand() -> None:
@@ -97,9 +113,18 @@ def test_evaluation_is_not_sampled() -> None:
     assert fp8_statistics(model)[0].amax == gaussian(1).abs().max().item()
 
 
+def test_by_default_the_first_of_fifty_steps_is_sampled() -> None:
+    model, optimizer = make()
+    step(model, optimizer, gaussian())
+    assert {sample.step for sample in fp8_statistics(model)} == {0}
+    assert PrecisionSpec(level="O2").sampled_every == 50
+    assert PrecisionSpec(level="ao").sampled_every == PrecisionSpec(level="fp32").sampled_every == 0
+    assert PrecisionSpec(level="O2", statistics_every=0).sampled_every == 0
+
+
 def test_a_model_without_statistics_says_so() -> None:
     with pytest.raises(ValueError, match="statistics_every"):
-        fp8_statistics(make()[0])
+        fp8_statistics(make(statistics_every=0)[0])
 
 
 def test_a_layer_that_breaks_a_limit_in_a_row_is_demoted_with_an_event() -> None:
