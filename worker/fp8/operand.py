@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from worker import kernels
 from worker.fp8.recipe import Recipe
-from worker.fp8.statistics import measure
+from worker.fp8.statistics import NUM_MEASURES, measure
 from worker.kernels.formats import BLOCK
 
 
@@ -35,6 +35,7 @@ def product(a_MK: Codes, b_NK: Codes, out_dtype: torch.dtype) -> Tensor:
 class OperandScaling(nn.Module):
     """The scaling of one operand of one layer. What it remembers is in `state_dict`."""
 
+    sample: Tensor
     step_amax: Tensor
     amax_history: Tensor
     window_amax: Tensor
@@ -47,7 +48,8 @@ class OperandScaling(nn.Module):
         self.dtype = dtype
         self.block = (BLOCK if square_blocks else 1, BLOCK)
         self.is_sampled = False  # whether to measure what is quantised next
-        self.sample: Tensor | None = None
+        # What was measured since the last optimizer step, NaN if nothing was. Written in place, as a compiled graph can.
+        self.register_buffer("sample", torch.full((NUM_MEASURES,), torch.nan, device=device), persistent=False)
         if recipe.amax_history_length:
             self.register_buffer("step_amax", torch.zeros((), device=device))
             self.register_buffer("amax_history", torch.zeros(recipe.amax_history_length, device=device))
@@ -93,7 +95,7 @@ class OperandScaling(nn.Module):
         amax = self._amax_to_scale_by(x, unit) if self.recipe.amax_history_length else None
         codes = Codes(*kernels.quantize(x, self.dtype, granularity, margin=margin, amax=amax, block=self.block))
         if self.is_sampled and self.training:
-            self.sample = measure(x, *codes, unit)
+            self.sample.copy_(measure(x, *codes, unit))
         return codes if unit is None else codes._replace(dequant_scale=codes.dequant_scale * unit)
 
     def _amax_to_scale_by(self, x: Tensor, unit: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from worker import kernels
 from worker.kernels.formats import BLOCK, SCALED_FORMATS
 
+NUM_MEASURES = 5
 CHUNK_ELEMENTS = 1 << 20
 MOST_DECIBELS = 200.0
 """Reported where nothing was rounded."""
@@ -32,10 +33,12 @@ class OperandSample:
     sqnr_db: float
 
 
+@torch.library.custom_op("octet::measure", mutates_args=())
 def measure(x: Tensor, codes: Tensor, dequant_scale: Tensor, unit: Tensor | None = None) -> Tensor:
     """The five numbers of an `OperandSample` of a matrix x, or of x * unit, as an fp32 tensor (5,) on x's device.
 
-    Rows are taken a few at a time: a sample costs a fixed amount of memory, whatever the size of the operand.
+    Rows are taken a few at a time: a sample costs a fixed amount of memory, whatever the size of the operand. An op, so
+    that a compiled graph holds one node and not a loop.
     """
     largest = SCALED_FORMATS[codes.dtype].max
     sums = torch.zeros(4, dtype=torch.float64, device=x.device)
@@ -54,6 +57,11 @@ def measure(x: Tensor, codes: Tensor, dequant_scale: Tensor, unit: Tensor | None
     factor = 1.0 if unit is None else unit
     decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), MOST_DECIBELS)
     return torch.stack((amax * factor, dequant_scale.amax() * factor, num_clamped / x.numel(), num_lost / x.numel(), decibels))
+
+
+@measure.register_fake
+def _measure_fake(x: Tensor, codes: Tensor, dequant_scale: Tensor, unit: Tensor | None = None) -> Tensor:
+    return x.new_empty(NUM_MEASURES, dtype=torch.float32)
 
 
 def _scales_of(dequant_scale: Tensor, num_rows: int, rows: slice) -> Tensor:

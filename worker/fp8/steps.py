@@ -1,11 +1,11 @@
 """What converted layers do between two optimizer steps: close amax windows, collect samples, fall back to bf16 by rule."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from api_schemas.precision import DemotionSpec
 from worker.fp8.linear import Float8Linear
@@ -44,18 +44,24 @@ class StepKeeper:
             layer.start_step(layer.num_steps + 1)
 
     def _collect(self) -> None:
-        taken: list[tuple[int, str, str, Tensor]] = []
-        for name, layer in self.layers.items():
-            for operand, scaling in layer.scalings().items():
-                if scaling.sample is not None:
-                    taken.append((layer.num_steps, name, operand, scaling.sample))
-                    scaling.sample = None
+        taken = [
+            (layer.num_steps, name, operand, scaling.sample)
+            for name, layer in self.layers.items()
+            for operand, scaling in layer.scalings().items()
+            if scaling.is_sampled
+        ]
         if not taken:
             return
         numbers = torch.stack([sample for *_, sample in taken]).tolist()  # the only wait for the device
-        self.samples = [
+        samples = [
             OperandSample(step, name, operand, *row) for (step, name, operand, _), row in zip(taken, numbers, strict=True)
         ]
+        for *_, sample in taken:
+            sample.fill_(torch.nan)
+        samples = [sample for sample in samples if not math.isnan(sample.dequant_scale)]  # NaN: nothing was quantised
+        if not samples:
+            return
+        self.samples = samples
         if self.limits is not None:
             self._demote_by(self.limits)
 

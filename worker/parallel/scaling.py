@@ -23,7 +23,7 @@ def share_scaling(model: nn.Module, ranks: Ranks) -> None:
     if amaxes:
         # MAX over NaN is not defined; infinity restarts a history just as NaN does.
         _share(amaxes, lambda flat: ranks.all_reduce_max(flat.nan_to_num_(nan=torch.inf, posinf=torch.inf)))
-    samples = [scaling.sample for scaling in scalings if scaling.sample is not None]
+    samples = [scaling.sample for scaling in scalings if scaling.is_sampled]
     if samples:
         _share(samples, lambda flat: _mean(flat, ranks))
 
