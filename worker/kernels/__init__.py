@@ -15,6 +15,7 @@ from worker.kernels.quantization import (
     dequantize,
     encode,
     quantize,
+    quantize_operand,
     sqrt,
 )
 from worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
@@ -31,6 +32,7 @@ __all__ = [
     "mean_of_shards",
     "norm",
     "quantize",
+    "quantize_operand",
     "random_bits",
     "split_decode",
     "split_encode",

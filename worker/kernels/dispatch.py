@@ -9,9 +9,24 @@ from worker.kernels import reference
 
 
 class Kernels(Protocol):
-    """What a module with a device's kernels provides; `reference.py` says what each returns, bit for bit."""
+    """What a module with a device's kernels provides; `reference.py` says what each returns, bit for bit.
 
-    def compute_amax(self, x: Tensor, granularity: str, block: tuple[int, int]) -> Tensor: ...
+    kind: of the scales, one of `formats.KINDS`.
+    """
+
+    def compute_amax(self, x: Tensor, kind: str) -> Tensor: ...
+
+    def quantize(self, x: Tensor, dtype: torch.dtype, kind: str, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]: ...
+
+    def quantize_operand(
+        self,
+        x_MN: Tensor,
+        dtype: torch.dtype,
+        kind: str,
+        margin: int,
+        sides: str,
+        window: tuple[Tensor, Tensor] | None,
+    ) -> list[Tensor]: ...
 
     def encode(self, x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor: ...
 
@@ -21,9 +36,21 @@ class Kernels(Protocol):
 
     def sqrt(self, x: Tensor) -> Tensor: ...
 
-    def matmul(self, a_MK: Tensor, a_dequant_scale: Tensor, b_NK: Tensor, b_dequant_scale: Tensor) -> Tensor: ...
+    def matmul(
+        self,
+        a_MK: Tensor,
+        a_dequant_scale: Tensor,
+        b_NK: Tensor,
+        b_dequant_scale: Tensor,
+        out_dtype: torch.dtype,
+        fast_accumulation: bool,
+    ) -> Tensor: ...
 
 
 def implementation(device: torch.device) -> Kernels:
-    """The kernels of a device: the plain-torch reference, until a device has kernels of its own."""
+    """The kernels of a device. Triton is loaded when the first tensor on a CUDA device asks for them."""
+    if device.type == "cuda":
+        from worker.kernels import cuda
+
+        return cuda
     return reference

@@ -48,6 +48,19 @@ def scale_shape(shape: torch.Size, granularity: str, block: tuple[int, int] = (1
     return (*shape[:-1], num_blocks) if block[0] == 1 else (-(-shape[:-1].numel() // BLOCK), num_blocks)
 
 
+def kind_of_scale(dequant_scale: Tensor, shape: torch.Size, name: str = "dequant_scale") -> str:
+    """The kind of a scale, by its shape, for codes of a shape; where two kinds have it they mean the same."""
+    if dequant_scale.ndim == 0:
+        return "tensor"
+    expected = {kind: scale_shape(shape, *KINDS[kind]) for kind in ("row", "block 1x128", "block 128x128")}
+    for kind, scales in expected.items():
+        if tuple(dequant_scale.shape) == scales:
+            return kind
+    allowed = "; ".join(f"{kind} {scales}" for kind, scales in expected.items())
+    got = f"{name} is {tuple(dequant_scale.shape)} for codes {tuple(shape)}"
+    raise ValueError(f"{got}; allowed: tensor (); {allowed}. Pass the scale that quantize returned.")
+
+
 def empty_operand_scale(shape: torch.Size, kind: str, device: torch.device) -> Tensor:
     """The dequant_scale, not yet filled, of a matrix that a product sums over its columns, laid out as cuBLAS reads it.
 

@@ -1,14 +1,15 @@
-"""Quantize and dequantize: arguments checked, then the implementation for the tensor's device."""
+"""Quantize and dequantize: arguments checked, then the op."""
 
 import torch
 from torch import Tensor
 
-from worker.kernels import formats
+from worker.kernels import formats, ops
 from worker.kernels.dispatch import implementation
-from worker.kernels.formats import BLOCK, SCALED_FORMATS, scale_shape
+from worker.kernels.formats import BLOCK, SCALED_FORMATS, kind_of_scale
 
 GRANULARITIES = ("tensor", "row", "block")
 BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
+SIDES = ("rows", "columns", "both")
 
 
 def quantize(
@@ -28,22 +29,46 @@ def quantize(
     previous_dequant_scale: kept where amax is 0 or not finite (1 without one).
     A non-finite element becomes a NaN code, and makes its group's amax non-finite: see compute_amax and all_finite.
     """
-    x = x.detach()
-    if amax is None:
-        amax = compute_amax(x, granularity, block)
+    _check_scaled_dtype(dtype)
+    x, kind = x.detach(), _checked_kind(x, granularity, block)
+    if previous_dequant_scale is None:
+        return ops.quantize(x, dtype, kind, margin, amax)
+    amax = ops.compute_amax(x, kind) if amax is None else amax
     dequant_scale = dequant_scale_from_amax(amax, dtype, margin, previous_dequant_scale)
-    return encode(x, dequant_scale, dtype), dequant_scale
+    return ops.encode(x, dequant_scale, dtype), dequant_scale
+
+
+def quantize_operand(
+    x_MN: Tensor,
+    dtype: torch.dtype,
+    granularity: str = "tensor",
+    *,
+    block: tuple[int, int] = (1, BLOCK),
+    margin: int = 0,
+    sides: str = "rows",
+    window: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor]:
+    """x (M, N), a matrix, quantised for products: for those over its rows, over its columns, or both, from one read.
+
+    sides: "rows" returns [codes (M, N), dequant_scale]; "columns" returns the same of x.T, [codes (N, M), dequant_scale];
+    "both" returns the four. Codes are contiguous and scales laid out as a GEMM takes them.
+    window: (an amax (), whether to scale by it, a bool ()), for a tensor scale from past amaxes: until it is to be used the
+    scale comes from x's own amax. That amax is then returned as well, in the last place.
+    """
+    _check_scaled_dtype(dtype)
+    if x_MN.ndim != 2:
+        raise ValueError(f"an operand of a product is a matrix; x has shape {tuple(x_MN.shape)}. Reshape it to (M, N).")
+    kind = _checked_kind(x_MN, granularity, block)
+    if sides not in SIDES:
+        raise ValueError(f"sides is {sides!r}; allowed: {', '.join(SIDES)}.")
+    if window is not None and kind != "tensor":
+        raise ValueError(f'a window holds amaxes of tensors; granularity is {granularity!r}. Use "tensor", or no window.')
+    return ops.quantize_operand(x_MN.detach(), dtype, kind, margin, sides, [] if window is None else list(window))
 
 
 def compute_amax(x: Tensor, granularity: str = "tensor", block: tuple[int, int] = (1, BLOCK)) -> Tensor:
     """Largest magnitude per scale in fp32, on x's device; non-finite where the group has a non-finite element."""
-    if granularity not in GRANULARITIES:
-        raise ValueError(f"granularity is {granularity!r}; allowed: {', '.join(GRANULARITIES)}.")
-    if block not in BLOCKS:
-        raise ValueError(f"block is {block}; allowed: (1, 128) for activations and gradients, (128, 128) for weights.")
-    if x.ndim == 0 and granularity != "tensor":
-        raise ValueError(f'granularity {granularity!r} needs at least one dimension; x has none. Use "tensor".')
-    return implementation(x.device).compute_amax(x.detach(), granularity, block)
+    return ops.compute_amax(x.detach(), _checked_kind(x, granularity, block))
 
 
 def dequant_scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0, previous: Tensor | None = None) -> Tensor:
@@ -55,20 +80,20 @@ def dequant_scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0, p
 def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of x at a given dequant_scale, e.g. one from past amaxes: nearest even, saturating, NaN for non-finite."""
     _check_scaled_dtype(dtype)
-    _check_scale_shape(dequant_scale, x.shape)
-    return implementation(x.device).encode(x.detach(), dequant_scale, dtype)
+    kind_of_scale(dequant_scale, x.shape)
+    return ops.encode(x.detach(), dequant_scale, dtype)
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes × dequant_scale in dtype, rounded once. The granularity follows from the shape of dequant_scale."""
     _check_scaled_dtype(codes.dtype)
-    _check_scale_shape(dequant_scale, codes.shape)
-    return implementation(codes.device).dequantize(codes, dequant_scale, dtype)
+    kind_of_scale(dequant_scale, codes.shape)
+    return ops.dequantize(codes, dequant_scale, dtype)
 
 
 def all_finite(x: Tensor) -> Tensor:
     """Whether no element of a tensor, or of codes, is NaN or Inf: a 0-dim bool on x's device, no host sync."""
-    return implementation(x.device).all_finite(x.detach())
+    return ops.all_finite(x.detach())
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -76,18 +101,17 @@ def sqrt(x: Tensor) -> Tensor:
     return implementation(x.device).sqrt(x)
 
 
+def _checked_kind(x: Tensor, granularity: str, block: tuple[int, int]) -> str:
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity is {granularity!r}; allowed: {', '.join(GRANULARITIES)}.")
+    if block not in BLOCKS:
+        raise ValueError(f"block is {block}; allowed: (1, 128) for activations and gradients, (128, 128) for weights.")
+    if x.ndim == 0 and granularity != "tensor":
+        raise ValueError(f'granularity {granularity!r} needs at least one dimension; x has none. Use "tensor".')
+    return f"block {block[0]}x{block[1]}" if granularity == "block" else granularity
+
+
 def _check_scaled_dtype(dtype: torch.dtype) -> None:
     if dtype not in SCALED_FORMATS:
         allowed = ", ".join(str(known) for known in SCALED_FORMATS)
         raise ValueError(f"codes cannot have dtype {dtype}; allowed: {allowed}. Other dtypes are stored without a scale.")
-
-
-def _check_scale_shape(dequant_scale: Tensor, shape: torch.Size) -> None:
-    if dequant_scale.ndim == 0:
-        return
-    allowed = {scale_shape(shape, "row"), *(scale_shape(shape, "block", block) for block in BLOCKS)}
-    if tuple(dequant_scale.shape) not in allowed:
-        raise ValueError(
-            f"dequant_scale has shape {tuple(dequant_scale.shape)} for a tensor {tuple(shape)}; allowed: (), for the "
-            f"whole tensor, or for rows and blocks {sorted(allowed)}. Pass the scale that quantize returned."
-        )

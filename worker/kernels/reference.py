@@ -22,8 +22,9 @@ from worker.kernels.formats import (
 )
 
 
-def compute_amax(x: Tensor, granularity: str, block: tuple[int, int]) -> Tensor:
+def compute_amax(x: Tensor, kind: str) -> Tensor:
     """Largest magnitude per scale, fp32, in the dequant_scale's shape; NaN or Inf where the group has one."""
+    granularity, block = KINDS[kind]
     if x.numel() == 0:
         return x.new_zeros(scale_shape(x.shape, granularity, block), dtype=torch.float32)
     if granularity == "tensor":
@@ -40,12 +41,10 @@ def compute_amax(x: Tensor, granularity: str, block: tuple[int, int]) -> Tensor:
     return amax_rows.view(-1, BLOCK, amax.shape[-1]).amax(1)
 
 
-def quantize(
-    x: Tensor, dtype: torch.dtype, granularity: str, block: tuple[int, int], margin: int, amax: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype, kind: str, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     """(codes, dequant_scale) of x, from its own amaxes or from one that is given."""
     if amax is None:
-        amax = compute_amax(x, granularity, block)
+        amax = compute_amax(x, kind)
     dequant_scale = dequant_scale_from_amax(amax, dtype, margin)
     return encode(x, dequant_scale, dtype), dequant_scale
 
@@ -56,28 +55,28 @@ def quantize_operand(
     kind: str,
     margin: int,
     sides: str,
-    window_amax: Tensor | None,
-    window_is_full: Tensor | None,
+    window: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
     """x as an operand of products: [codes (M, N), dequant_scale] and [codes (N, M), dequant_scale] of x.T, then an amax.
 
     kind: of the scales, one of formats.KINDS. sides: "rows" asks for the first pair, "columns" for the second, "both" for
     both. All codes are contiguous, scales laid out as by formats.empty_operand_scale.
-    With a window (kind "tensor") the scale comes from window_amax where window_is_full, a bool, and x's own amax else;
-    that amax is the last element.
+    window: (an amax, whether it is one to scale by, a bool), for the kind "tensor": until it is, the scale comes from
+    x's own amax, which is returned in the last place.
     """
-    amax = where_full = None
-    if window_amax is not None and window_is_full is not None:
-        amax = compute_amax(x_MN, *KINDS[kind])
-        where_full = torch.where(window_is_full, window_amax, amax)
+    amax = None
+    if window is not None:
+        window_amax, is_full = window
+        own_amax = compute_amax(x_MN, kind)
+        amax = torch.where(is_full, window_amax, own_amax)
     parts: list[Tensor] = []
     if sides != "columns":
-        parts += _quantize_rows(x_MN, dtype, kind, margin, where_full)
+        parts += _quantize_rows(x_MN, dtype, kind, margin, amax)
     if sides == "both" and kind in ("tensor", "block 128x128"):
         parts += [part.t().clone(memory_format=torch.contiguous_format) for part in parts]
     elif sides != "rows":
-        parts += _quantize_rows(x_MN.t(), dtype, kind, margin, where_full)
-    return parts if amax is None else [*parts, amax]
+        parts += _quantize_rows(x_MN.t(), dtype, kind, margin, amax)
+    return parts if window is None else [*parts, own_amax]
 
 
 def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,14 +84,12 @@ def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
     limit = SCALED_FORMATS[dtype].max
     scaled = _inf_to_nan(x.float())
     _multiply_by_scale_(scaled, dequant_scale.reciprocal())
-    return scaled.clamp_(-limit, limit).to(dtype)
+    return scaled.clamp_(-limit, limit).to(dtype).contiguous()
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """codes × dequant_scale, rounded once to dtype."""
-    values = decode(codes)
-    _multiply_by_scale_(values, dequant_scale)
-    return values.to(dtype)
+    return _values(codes, dequant_scale).to(dtype).contiguous()
 
 
 def decode(codes: Tensor) -> Tensor:
@@ -126,22 +123,37 @@ def sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
 
 
-def matmul(a_MK: Tensor, a_dequant_scale: Tensor, b_NK: Tensor, b_dequant_scale: Tensor) -> Tensor:
-    """The scaled GEMM a @ b.T of FP8 codes, (M, N) in fp32.
+def matmul(
+    a_MK: Tensor,
+    a_dequant_scale: Tensor,
+    b_NK: Tensor,
+    b_dequant_scale: Tensor,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """The scaled GEMM a @ b.T of FP8 codes, (M, N), accumulated in fp32, which a CPU always does precisely.
 
     Tensor and row scales multiply the product, as CUDA's epilogue does; block scales multiply the operands. Decoding
     and an fp32 matmul take 0.6 of the time of torch._scaled_mm on a CPU, which has no block scales and checks neither
     alignment nor layout.
     """
     if _scales_rows(a_dequant_scale, a_MK) and _scales_rows(b_dequant_scale, b_NK):
-        return (decode(a_MK) @ decode(b_NK).t()).mul_(a_dequant_scale).mul_(b_dequant_scale.t())
-    a_values = dequantize(a_MK, a_dequant_scale, torch.float32)
-    return a_values @ dequantize(b_NK, b_dequant_scale, torch.float32).t()
+        out_MN = (decode(a_MK) @ decode(b_NK).t()).mul_(a_dequant_scale).mul_(b_dequant_scale.t())
+    else:
+        a_values = _values(a_MK, a_dequant_scale)
+        out_MN = a_values @ _values(b_NK, b_dequant_scale).t()
+    return out_MN.to(out_dtype)
 
 
 def _quantize_rows(x_MN: Tensor, dtype: torch.dtype, kind: str, margin: int, amax: Tensor | None) -> list[Tensor]:
-    codes, dequant_scale = quantize(x_MN, dtype, *KINDS[kind], margin, amax)
-    return [codes.contiguous(), empty_operand_scale(x_MN.shape, kind, x_MN.device).copy_(dequant_scale)]
+    codes, dequant_scale = quantize(x_MN, dtype, kind, margin, amax)
+    return [codes, empty_operand_scale(x_MN.shape, kind, x_MN.device).copy_(dequant_scale)]
+
+
+def _values(codes: Tensor, dequant_scale: Tensor) -> Tensor:
+    values = decode(codes)
+    _multiply_by_scale_(values, dequant_scale)
+    return values
 
 
 def _inf_to_nan(x: Tensor) -> Tensor:

@@ -2,3 +2,12 @@
 
 Loaded by `dispatch.py` for a tensor on such a device, and by the tests, which run it under Triton's interpreter on a CPU.
 """
+
+from torch import sqrt  # which is IEEE's on a CUDA device
+
+from worker.kernels.cuda.amax import all_finite, compute_amax
+from worker.kernels.cuda.gemm import matmul
+from worker.kernels.cuda.quantization import quantize, quantize_operand
+from worker.kernels.cuda.rescale import dequantize, encode
+
+__all__ = ["all_finite", "compute_amax", "dequantize", "encode", "matmul", "quantize", "quantize_operand", "sqrt"]

@@ -14,18 +14,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from worker.kernels.cuda import adamw, amax, encode, gradients, quantize, transpose
+from worker.kernels.cuda import adamw, amax, gemm, gradients, quantization, rescale, transpose
 
-TYPES = {  # by name, of all kernels; pointers and numbers that end up here are divisible by 16, but for those in UNALIGNED
+TYPES = {  # of arguments, by name, in all kernels
     "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
     "amax": "*fp32", "row_amax": "*fp32", "column_amax": "*fp32", "new_amax": "*fp32", "by_row": "*i32", "by_column": "*i32",
     "dequant_scale": "*fp32", "row_scale": "*fp32", "column_scale": "*fp32", "stride": "i32", "num_elements": "i32",
     "num_rows": "i32", "num_columns": "i32", "row_scale_stride_m": "i32", "row_scale_stride_n": "i32",
     "column_scale_stride_n": "i32", "column_scale_stride_m": "i32", "scale_stride_m": "i32", "scale_stride_n": "i32",
+    "b": "*fp8e4nv", "a_scale": "*fp32", "b_scale": "*fp32", "num_summed": "i32",
+    "a_scale_stride_m": "i32", "a_scale_stride_k": "i32", "b_scale_stride_n": "i32", "b_scale_stride_k": "i32",
 }  # fmt: skip
-UNALIGNED = {"unless", "seed", "step", "stream", "alpha"} | {
-    f"{side}_scale_stride_{axis}" for side in ("row", "column") for axis in ("m", "n")
-}
+FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
+UNALIGNED = {"unless", "seed", "step", "stream", "alpha"}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -36,21 +37,26 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         for rows, columns in ((True, True), (True, False), (False, True)):
             tracked = {"TRACKS_AMAX": True} if kind == "tensor" else {"TRACKS_AMAX": False, "new_amax": None}
             constants = {**tile, **given, **tracked, "KIND": kind, "ROWS": rows, "COLUMNS": columns}
-            yield f"quantize_tile {kind} {rows} {columns}", quantize._quantize_tile, constants
+            yield f"quantize_tile {kind} {rows} {columns}", quantization._quantize_tile, constants
     for name in ("e4m3", "e5m2", "fp16"):
         flat = {"FORMAT": name, "MARGIN": 0, "TRACKS_AMAX": True, "BLOCK": 8192}
-        yield f"encode_flat {name}", quantize._encode_flat, flat
+        yield f"encode_flat {name}", quantization._encode_flat, flat
     rows = {"FORMAT": "e5m2", "MARGIN": 0, "ROWS": 2, "COLUMNS": 4096}
-    yield "quantize_rows", quantize._quantize_rows, {**rows, "FITS": True}
-    yield "quantize_rows, long", quantize._quantize_rows, {**rows, "FITS": False}
+    yield "quantize_rows", quantization._quantize_rows, {**rows, "FITS": True}
+    yield "quantize_rows, long", quantization._quantize_rows, {**rows, "FITS": False}
     yield "amax_flat", amax._amax_flat, {"HAS_UNLESS": True, "BLOCK": 8192, "NUM_BLOCKS": 4}
     yield "amax_rows", amax._amax_rows, {"ROWS": 2, "COLUMNS": 4096}
     yield "amax_tiles", amax._amax_tiles, {"IS_SQUARE": True, "ROWS": 128, "COLUMNS": 128}
     yield "amax_both", amax._amax_both, {"ROWS": 128, "COLUMNS": 128}
     yield "clear_unless_finite", amax._clear_unless_finite, {"SIGNLESS": 0x7FFF, "LIMIT": 0x7F80, "BLOCK": 8192}
     scaled = {"SCALE_ROWS": 1, "SCALE_COLUMNS": 128, "TILE_M": 64, "TILE_N": 128}
-    yield "encode", encode._rescale_tile, {**scaled, "IN_FORMAT": "values", "OUT_FORMAT": "e5m2"}
-    yield "dequantize", encode._rescale_tile, {**scaled, "IN_FORMAT": "e4m3", "OUT_FORMAT": "values"}
+    yield "encode", rescale._rescale_tile, {**scaled, "IN_FORMAT": "values", "OUT_FORMAT": "e5m2"}
+    yield "dequantize", rescale._rescale_tile, {**scaled, "IN_FORMAT": "e4m3", "OUT_FORMAT": "values"}
+    product = {"TILE_M": 128, "TILE_N": 128, "TILE_K": 128, "TILE_GROUP": 8, "A_SCALE_ROWS": 1, "B_SCALE_ROWS": 128}
+    for name in ("e4m3", "e5m2"):
+        for is_blockwise in (True, False):
+            constants = {**product, "A_FORMAT": name, "B_FORMAT": "e4m3", "IS_BLOCKWISE": is_blockwise}
+            yield f"matmul {name} {is_blockwise}", gemm._matmul, constants
     yield "transpose", transpose._transpose, {"TILE_M": 128, "TILE_N": 128}
     yield from optimizer_kernels()
     chunk = {"CHUNK": gradients.CHUNK}
@@ -78,6 +84,7 @@ def types_of(name: str) -> dict[str, str]:
         "encode_flat fp16": {"codes": "*fp16"},
         "clear_unless_finite": {"out": "*u8"},
         "transpose": {"out": "*u8"},
+        **{f"matmul {a} {blocks}": {"a": pointer, "out": "*bf16"} for a, pointer in FP8.items() for blocks in (True, False)},
     }
     tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}
     counted = {"seed": "i64", "step": "i64", "stream": "i64"}
@@ -91,14 +98,15 @@ def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> dic
     arguments = kernel.arg_names
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in arguments}
     constexprs = {(arguments.index(argument),): value for argument, value in constants.items()}
-    aligned = [argument for argument in arguments if argument not in constants and argument not in UNALIGNED]
+    unaligned = UNALIGNED | {argument for argument in arguments if "_stride_" in argument} | set(constants)
+    aligned = [argument for argument in arguments if argument not in unaligned]
     attributes = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": 8, "enable_fp_fusion": False}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     return {
         "loads": len(re.findall(r"ld\.global", ptx)),
-        "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg", ptx)),
         "stores": len(re.findall(r"st\.global", ptx)),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
     }

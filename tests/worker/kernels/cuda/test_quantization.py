@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.numerics.measure import mixed_magnitudes
 from worker.kernels import reference
-from worker.kernels.cuda import amax, encode, language, quantize
+from worker.kernels.cuda import amax, language, quantization, rescale
 from worker.kernels.formats import KINDS, empty_operand_scale, scale_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, about NaN and overflow
@@ -54,7 +54,7 @@ def test_compute_amax(kind: str, shape: tuple[int, ...]) -> None:
     if not shape and kind != "tensor":
         return
     x = some_tensor(shape)
-    assert_same(amax.compute_amax(x, *KINDS[kind]), reference.compute_amax(x, *KINDS[kind]))
+    assert_same(amax.compute_amax(x, kind), reference.compute_amax(x, kind))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
@@ -62,8 +62,8 @@ def test_compute_amax(kind: str, shape: tuple[int, ...]) -> None:
 def test_a_non_finite_element_marks_its_group_alone(kind: str, bad: float) -> None:
     x = torch.ones(256, 300, device=DEVICE)
     x[130, 270] = bad
-    found = amax.compute_amax(x, *KINDS[kind])
-    assert torch.equal(found.isfinite(), reference.compute_amax(x, *KINDS[kind]).isfinite())
+    found = amax.compute_amax(x, kind)
+    assert torch.equal(found.isfinite(), reference.compute_amax(x, kind).isfinite())
     assert int((~found.isfinite()).sum()) == 1
 
 
@@ -97,34 +97,34 @@ class TestQuantize:
             if len(shape) == 2
             else torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         )
-        actual = quantize.quantize(x, dtype, *KINDS[kind], 1, None)
-        for one, other in zip(actual, reference.quantize(x, dtype, *KINDS[kind], 1, None), strict=True):
+        actual = quantization.quantize(x, dtype, kind, 1, None)
+        for one, other in zip(actual, reference.quantize(x, dtype, kind, 1, None), strict=True):
             assert_same(one, other)
 
     @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16])
     def test_16_bit_input(self, kind: str, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
         x = hard_matrix(200, 270, input_dtype)
-        actual = quantize.quantize(x, dtype, *KINDS[kind], 0, None)
-        for one, other in zip(actual, reference.quantize(x, dtype, *KINDS[kind], 0, None), strict=True):
+        actual = quantization.quantize(x, dtype, kind, 0, None)
+        for one, other in zip(actual, reference.quantize(x, dtype, kind, 0, None), strict=True):
             assert_same(one, other)
 
     def test_strides_do_not_matter(self, kind: str, dtype: torch.dtype) -> None:
         x = hard_matrix(300, 520)
         for view in (x.t(), x[:, ::2], x[17:150, 3:200], x[:1].expand(140, 520), x.view(300, 2, 260).transpose(0, 1)):
-            codes, dequant_scale = quantize.quantize(view, dtype, *KINDS[kind], 0, None)
-            expected_codes, expected_scale = reference.quantize(view.contiguous(), dtype, *KINDS[kind], 0, None)
+            codes, dequant_scale = quantization.quantize(view, dtype, kind, 0, None)
+            expected_codes, expected_scale = reference.quantize(view.contiguous(), dtype, kind, 0, None)
             assert_same(codes, expected_codes)
             assert_same(dequant_scale, expected_scale)
 
     @pytest.mark.parametrize("shape", [(300, 260), (1, 129), (3, 5, 130)])
     def test_given_amax_and_back(self, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 1e3
-        given = amax.compute_amax(x, *KINDS[kind]) / 8  # so that much saturates
-        codes, dequant_scale = quantize.quantize(x, dtype, *KINDS[kind], 0, given)
-        for one, other in zip((codes, dequant_scale), reference.quantize(x, dtype, *KINDS[kind], 0, given), strict=True):
+        given = amax.compute_amax(x, kind) / 8  # so that much saturates
+        codes, dequant_scale = quantization.quantize(x, dtype, kind, 0, given)
+        for one, other in zip((codes, dequant_scale), reference.quantize(x, dtype, kind, 0, given), strict=True):
             assert_same(one, other)
         for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
-            actual = encode.dequantize(codes, dequant_scale, out_dtype)
+            actual = rescale.dequantize(codes, dequant_scale, out_dtype)
             assert_same(actual, reference.dequantize(codes, dequant_scale, out_dtype))
 
     def test_a_stale_scale_saturates_and_any_scale_divides(self, kind: str, dtype: torch.dtype) -> None:
@@ -132,7 +132,7 @@ class TestQuantize:
         shape = scale_shape(x.shape, *KINDS[kind])
         for scale in (2.0**-100, 0.3, 2.0**100):
             dequant_scale = torch.full(shape, scale, device=DEVICE)
-            assert_same(encode.encode(x, dequant_scale, dtype), reference.encode(x, dequant_scale, dtype))
+            assert_same(rescale.encode(x, dequant_scale, dtype), reference.encode(x, dequant_scale, dtype))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -142,8 +142,8 @@ class TestOperand:
     @pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (5, 0)])
     def test_both_sides_from_one_read(self, kind: str, dtype: torch.dtype, shape: tuple[int, int], sides: str) -> None:
         x = hard_matrix(*shape)
-        actual = quantize.quantize_operand(x, dtype, kind, 0, sides, None, None)
-        expected = reference.quantize_operand(x, dtype, kind, 0, sides, None, None)
+        actual = quantization.quantize_operand(x, dtype, kind, 0, sides, None)
+        expected = reference.quantize_operand(x, dtype, kind, 0, sides, None)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
 
@@ -151,15 +151,15 @@ class TestOperand:
     def test_strided_16_bit_input(self, kind: str, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
         x = hard_matrix(300, 520, input_dtype)
         for view in (x[17:150, 3:200], x.t(), x[:1].expand(140, 520)):
-            actual = quantize.quantize_operand(view, dtype, kind, 0, "both", None, None)
-            expected = reference.quantize_operand(view.contiguous(), dtype, kind, 0, "both", None, None)
+            actual = quantization.quantize_operand(view, dtype, kind, 0, "both", None)
+            expected = reference.quantize_operand(view.contiguous(), dtype, kind, 0, "both", None)
             for one, other in zip(actual, expected, strict=True):
                 assert_same(one, other)
 
     def test_transposed_codes_are_those_of_the_transposed_matrix(self, kind: str, dtype: torch.dtype) -> None:
         x = hard_matrix(257, 384)
-        *_, codes_t, scale_t = quantize.quantize_operand(x, dtype, kind, 0, "both", None, None)
-        codes, scale = quantize.quantize(x.t().contiguous(), dtype, *KINDS[kind], 0, None)
+        *_, codes_t, scale_t = quantization.quantize_operand(x, dtype, kind, 0, "both", None)
+        codes, scale = quantization.quantize(x.t().contiguous(), dtype, kind, 0, None)
         assert torch.equal(codes_t.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(scale_t, scale)
         assert scale_t.stride() == empty_operand_scale(codes.shape, kind, x.device).stride()
@@ -172,8 +172,8 @@ class TestOperand:
 )
 def test_a_window_is_used_once_it_is_full(x: Tensor, sides: str, is_full: bool) -> None:
     window = torch.tensor(3.0, device=DEVICE), torch.tensor(is_full, device=DEVICE)
-    actual = quantize.quantize_operand(x, E4M3, "tensor", 0, sides, *window)
-    expected = reference.quantize_operand(x, E4M3, "tensor", 0, sides, *window)
+    actual = quantization.quantize_operand(x, E4M3, "tensor", 0, sides, window)
+    expected = reference.quantize_operand(x, E4M3, "tensor", 0, sides, window)
     for one, other in zip(actual, expected, strict=True):
         assert_same(one, other)
 
@@ -187,9 +187,9 @@ def test_fuzz_the_transposed_codes_over_tiles(seed: int, monkeypatch: pytest.Mon
     bad = torch.rand(x.shape, generator=generator) < 0.01
     x = torch.where(bad, torch.tensor([math.nan, math.inf, -math.inf])[torch.randint(0, 3, x.shape, generator=generator)], x)
     x = x.to(DEVICE, [torch.float32, torch.bfloat16][seed % 2])
-    monkeypatch.setattr(quantize, "TILE_WARPS", [4, 8, 16][seed % 3])
-    monkeypatch.setattr(quantize, "SHARED_SCALE_TILE", [(32, 128), (64, 64), (128, 128), (128, 32)][seed % 4])
+    monkeypatch.setattr(quantization, "TILE_WARPS", [4, 8, 16][seed % 3])
+    monkeypatch.setattr(quantization, "SHARED_SCALE_TILE", [(32, 128), (64, 64), (128, 128), (128, 32)][seed % 4])
     for kind in KINDS:
-        actual = quantize.quantize_operand(x, E4M3, kind, 0, "both", None, None)
-        for one, other in zip(actual, reference.quantize_operand(x, E4M3, kind, 0, "both", None, None), strict=True):
+        actual = quantization.quantize_operand(x, E4M3, kind, 0, "both", None)
+        for one, other in zip(actual, reference.quantize_operand(x, E4M3, kind, 0, "both", None), strict=True):
             assert_same(one, other)

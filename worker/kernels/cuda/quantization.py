@@ -21,8 +21,8 @@ from worker.kernels.cuda.amax import (
     row_and_column_amax,
     tensor_amax,
 )
-from worker.kernels.cuda.encode import FORMAT_NAMES, as_integers, encode
-from worker.kernels.formats import BLOCK, empty_operand_scale, scale_shape
+from worker.kernels.cuda.rescale import FORMAT_NAMES, as_integers, encode
+from worker.kernels.formats import BLOCK, KINDS, empty_operand_scale, scale_shape
 
 FLAT_BLOCK, FLAT_WARPS = 8192, 8
 ROW_WARPS = 8
@@ -192,46 +192,38 @@ def _quantize_tile(
         language.atomic_amax(new_amax, language.amax(language.amax(values, 1), 0))
 
 
-def quantize(
-    x: Tensor, dtype: torch.dtype, granularity: str, block: tuple[int, int], margin: int, amax: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype, kind: str, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     """See the reference."""
     if x.numel() == 0:
-        return reference.quantize(x, dtype, granularity, block, margin, amax)
-    if granularity == "tensor" and x.is_contiguous():
+        return reference.quantize(x, dtype, kind, margin, amax)
+    if kind == "tensor" and x.is_contiguous():
         return _quantize_flat(x, dtype, margin, tensor_amax(x) if amax is None else amax.float())
-    if amax is not None or granularity == "tensor":
-        amax = compute_amax(x, granularity, block) if amax is None else amax
+    if amax is not None or kind == "tensor":
+        amax = compute_amax(x, kind) if amax is None else amax
         dequant_scale = formats.dequant_scale_from_amax(amax, dtype, margin)
         return encode(x, dequant_scale, dtype), dequant_scale
     x_MN = as_matrix(x)
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    dequant_scale = torch.empty(scale_shape(x.shape, granularity, block), dtype=torch.float32, device=x.device)
-    if granularity == "row":
+    dequant_scale = torch.empty(scale_shape(x.shape, *KINDS[kind]), dtype=torch.float32, device=x.device)
+    if kind == "row":
         _launch_rows(x_MN, codes, dequant_scale, dtype, margin)
     else:
-        kind = "block 1x128" if block[0] == 1 else "block 128x128"
         scales_MN = dequant_scale.view(-1, dequant_scale.shape[-1])
         _launch_tiles(x_MN, kind, dtype, margin, rows=(codes, scales_MN))
     return codes, dequant_scale
 
 
 def quantize_operand(
-    x_MN: Tensor,
-    dtype: torch.dtype,
-    kind: str,
-    margin: int,
-    sides: str,
-    window_amax: Tensor | None,
-    window_is_full: Tensor | None,
+    x_MN: Tensor, dtype: torch.dtype, kind: str, margin: int, sides: str, window: tuple[Tensor, Tensor] | None
 ) -> list[Tensor]:
-    """See the reference."""
+    """See the reference. With a window that is full nothing but codes and the new amax is computed, from one read."""
     if x_MN.numel() == 0:
-        return reference.quantize_operand(x_MN, dtype, kind, margin, sides, window_amax, window_is_full)
+        return reference.quantize_operand(x_MN, dtype, kind, margin, sides, window)
     amax = new_amax = None
-    if window_amax is not None and window_is_full is not None:
-        exact_amax, new_amax = tensor_amax(x_MN, unless=window_is_full), x_MN.new_zeros((), dtype=torch.float32)
-        amax = torch.where(window_is_full, window_amax, exact_amax)
+    if window is not None:
+        window_amax, is_full = window
+        amax = torch.where(is_full, window_amax, tensor_amax(x_MN, unless=is_full))
+        new_amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
     elif kind == "tensor":
         amax = tensor_amax(x_MN)
     if amax is not None and sides == "rows" and x_MN.is_contiguous():

@@ -1,0 +1,135 @@
+"""What computes which product, how operands and scales are handed to it, and the Triton kernel's quality per tile."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.numerics.measure import assert_sqnr, mixed_magnitudes
+from worker.kernels import reference
+from worker.kernels.cuda import gemm, language
+from worker.kernels.cuda.gemm import HOPPER, Plan, plan
+from worker.kernels.formats import empty_operand_scale
+
+DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+TENSOR, ROW, NARROW, SQUARE = "tensor", "row", "block 1x128", "block 128x128"
+NEW, OLD = (13, 0), (12, 8)  # CUDA: cuBLASLt scales rows and blocks from 12.9 on
+ADA, BLACKWELL = (8, 9), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtypes", "capability", "cuda_version", "out_dtype", "expected"),
+    [
+        ((TENSOR, TENSOR), (E4M3, E4M3), HOPPER, NEW, BF16, Plan("scaled_mm", BF16)),
+        ((TENSOR, TENSOR), (E5M2, E4M3), HOPPER, OLD, FP32, Plan("scaled_mm", FP32)),
+        ((TENSOR, TENSOR), (E4M3, E5M2), ADA, NEW, FP16, Plan("scaled_mm", FP16)),
+        ((ROW, ROW), (E4M3, E4M3), HOPPER, NEW, BF16, Plan("scaled_mm", BF16)),
+        ((ROW, ROW), (E5M2, E4M3), HOPPER, NEW, FP32, Plan("scaled_mm", FP32)),
+        ((ROW, ROW), (E4M3, E4M3), HOPPER, NEW, FP16, Plan("scaled_mm", FP32)),
+        ((ROW, ROW), (E4M3, E4M3), HOPPER, OLD, BF16, Plan("triton", BF16)),
+        ((ROW, ROW), (E4M3, E4M3), ADA, NEW, FP32, Plan("triton", FP32)),
+        ((ROW, ROW), (E4M3, E4M3), BLACKWELL, NEW, BF16, Plan("triton", BF16)),
+        ((NARROW, NARROW), (E4M3, E4M3), HOPPER, NEW, FP32, Plan("scaled_mm", FP32)),
+        ((NARROW, SQUARE), (E4M3, E4M3), HOPPER, NEW, BF16, Plan("scaled_mm", BF16)),
+        ((SQUARE, NARROW), (E4M3, E4M3), HOPPER, NEW, BF16, Plan("scaled_mm", BF16)),
+        ((NARROW, SQUARE), (E4M3, E4M3), HOPPER, NEW, FP16, Plan("scaled_mm", FP32)),
+        ((NARROW, SQUARE), (E5M2, E4M3), HOPPER, NEW, BF16, Plan("triton", BF16)),
+        ((NARROW, NARROW), (E4M3, E5M2), HOPPER, NEW, FP32, Plan("triton", FP32)),
+        ((NARROW, NARROW), (E4M3, E4M3), HOPPER, OLD, FP32, Plan("triton", FP32)),
+        ((NARROW, NARROW), (E4M3, E4M3), ADA, NEW, FP32, Plan("triton", FP32)),
+        ((NARROW, SQUARE), (E4M3, E4M3), BLACKWELL, NEW, BF16, Plan("triton", BF16)),
+    ],
+)
+def test_plan(
+    kinds: tuple[str, str],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    capability: tuple[int, int],
+    cuda_version: tuple[int, int],
+    out_dtype: torch.dtype,
+    expected: Plan,
+) -> None:
+    assert plan(kinds, dtypes, capability, cuda_version, out_dtype) == expected
+
+
+def quantized(x: Tensor, kind: str, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    return reference.quantize(x.to(DEVICE), dtype, kind, 0, None)
+
+
+def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out_dtype: torch.dtype = FP32) -> Tensor:
+    """By the Triton kernel."""
+    kinds, a_scale, b_scale = gemm.matching_scales(*a, *b)
+    return gemm.triton_matmul(a[0], a_scale, b[0], b_scale, kinds, out_dtype, 2)
+
+
+@pytest.mark.parametrize(("a_dtype", "min_db"), [(E4M3, 28.0), (E5M2, 24.0)])  # NUMERICS.md, section 7
+@pytest.mark.parametrize(("a_kind", "b_kind"), [(NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW)])
+def test_quality_per_tile(a_kind: str, b_kind: str, a_dtype: torch.dtype, min_db: float) -> None:
+    a, b = mixed_magnitudes(384, 512, seed=0), mixed_magnitudes(256, 512, seed=1)
+    out = product(quantized(a, a_kind, a_dtype), quantized(b, b_kind))
+    assert_sqnr(out.cpu(), (a.double() @ b.double().t()).float(), min_db)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (127, 144, 128), (17, 48, 48), (300, 272, 144)])
+@pytest.mark.parametrize(
+    ("a_kind", "b_kind"),
+    [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (TENSOR, ROW), (NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW)],
+)
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+def test_any_shape(shape: tuple[int, int, int], a_kind: str, b_kind: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    num_rows, num_summed, num_out = shape
+    generator = torch.Generator().manual_seed(0)
+    a = quantized(torch.randn(num_rows, num_summed, generator=generator), a_kind, dtypes[0])
+    b = quantized(torch.randn(num_out, num_summed, generator=generator), b_kind, dtypes[1])
+    for out_dtype, tolerance in ((FP32, 1e-5), (BF16, 2**-7)):
+        expected = reference.matmul(*a, *b, FP32, False)
+        torch.testing.assert_close(product(a, b, out_dtype).float(), expected, rtol=tolerance, atol=1e-4)
+
+
+def test_many_tiles_are_all_written() -> None:
+    a = quantized(torch.randn(1100, 16, generator=torch.Generator().manual_seed(0)), TENSOR)
+    b = quantized(torch.randn(400, 16, generator=torch.Generator().manual_seed(1)), TENSOR)
+    torch.testing.assert_close(product(a, b), reference.matmul(*a, *b, FP32, False), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nan_reaches_its_row() -> None:
+    a = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
+    a[2, 3] = torch.nan
+    out = product(quantized(a, TENSOR), quantized(torch.ones(16, 48), TENSOR))
+    assert out.isnan().any(1).tolist() == [False, False, True, False]
+
+
+class TestLayouts:
+    """Of scales, as ScaledBlas.cpp asks for them; and of codes."""
+
+    @pytest.mark.parametrize("num_rows", [1, 4, 300])
+    def test_narrow_blocks_have_adjacent_rows(self, num_rows: int) -> None:
+        scale = empty_operand_scale(torch.Size((num_rows, 300)), NARROW, torch.device("cpu")).fill_(2.0)
+        assert gemm.cublas_scale(scale, NARROW).data_ptr() == scale.data_ptr()  # nothing is copied
+        copied = gemm.cublas_scale(scale.contiguous(), NARROW)
+        assert copied.stride() == (1, num_rows)
+        assert torch.equal(copied, scale)
+
+    @pytest.mark.parametrize(("num_blocks", "padded"), [(1, 4), (4, 4), (5, 8)])
+    def test_square_blocks_have_adjacent_k_padded_to_four(self, num_blocks: int, padded: int) -> None:
+        scale = torch.arange(3.0 * num_blocks).view(3, num_blocks)
+        laid_out = gemm.cublas_scale(scale, SQUARE)
+        assert laid_out.shape == (padded, 3)
+        assert laid_out.stride() == (1, padded)
+        assert torch.equal(laid_out[:num_blocks], scale.t())
+
+    def test_one_block_of_k_is_a_scale_for_each_row(self) -> None:
+        a, b = quantized(torch.randn(5, 96), ROW), quantized(torch.randn(256, 96), SQUARE)
+        kinds, a_scale, b_scale = gemm.matching_scales(*a, *b)
+        assert kinds == (ROW, ROW)
+        assert a_scale.shape == (5, 1)
+        assert torch.equal(b_scale.view(2, 128), b[1].expand(2, 128))
+
+    def test_a_transposed_view_is_transposed(self) -> None:
+        codes = torch.randint(0, 256, (48, 80), dtype=torch.uint8).view(E4M3)
+        assert gemm.with_adjacent_columns(codes) is codes
+        for view in (codes.t(), codes[:, ::2], codes[:, 16:]):
+            adjacent = gemm.with_adjacent_columns(view)
+            assert adjacent.is_contiguous()
+            assert torch.equal(adjacent.view(torch.uint8), view.view(torch.uint8))

@@ -1,0 +1,230 @@
+"""The scaled GEMM on CUDA devices: cuBLASLt through torch's `scaled_mm` where it has the product, else a Triton kernel.
+
+`plan` is the table of what runs where. cuBLASLt takes both operands with K contiguous and its scales laid out in a way of
+its own for each kind (ScaledBlas.cpp of torch 2.11):
+  tensor () · row a (M, 1), b (1, N) · block 1×128 (M, K/128) with rows adjacent · block 128×128 (K/128 up to a multiple of 4,
+  N/128) with K adjacent.
+Legend: M rows of a, N rows of b, K the summed dimension.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from worker.kernels.cuda import language
+from worker.kernels.cuda.rescale import FORMAT_NAMES
+from worker.kernels.cuda.transpose import transpose
+from worker.kernels.formats import BLOCK, kind_of_scale
+
+RECIPES = {
+    "tensor": ScalingType.TensorWise,
+    "row": ScalingType.RowWise,
+    "block 1x128": ScalingType.BlockWise1x128,
+    "block 128x128": ScalingType.BlockWise128x128,
+}
+HOPPER = (9, 0)
+SCALE_ALIGNMENT = 4  # rows: 16 bytes of the scales of a block of K
+
+TILE_M, TILE_N, TILE_GROUP, WARPS = 128, 128, 8, 8
+NUM_STAGES = {HOPPER: 4}  # tiles of a and b in flight; elsewhere 2, for 100 kB of shared memory
+
+
+class Plan(NamedTuple):
+    """backend: "scaled_mm" or "triton". out_dtype: of the product, before a cast to the dtype that was asked for."""
+
+    backend: str
+    out_dtype: torch.dtype
+
+
+def plan(
+    kinds: tuple[str, str],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    capability: tuple[int, int],
+    cuda_version: tuple[int, int],
+    out_dtype: torch.dtype,
+) -> Plan:
+    """What computes a product. A result that cuBLASLt cannot round to out_dtype leaves it in fp32."""
+    if kinds == ("tensor", "tensor"):
+        return Plan("scaled_mm", out_dtype)
+    has_scaled_rows_and_blocks = capability == HOPPER and cuda_version >= (12, 9)
+    if kinds != ("row", "row") and set(dtypes) != {torch.float8_e4m3fn}:
+        return Plan("triton", out_dtype)
+    if has_scaled_rows_and_blocks:
+        return Plan("scaled_mm", torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32)
+    return Plan("triton", out_dtype)
+
+
+def matmul(
+    a_MK: Tensor,
+    a_dequant_scale: Tensor,
+    b_NK: Tensor,
+    b_dequant_scale: Tensor,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """See the reference."""
+    if 0 in (*a_MK.shape, *b_NK.shape):
+        return torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=out_dtype, device=a_MK.device)
+    kinds, a_dequant_scale, b_dequant_scale = matching_scales(a_MK, a_dequant_scale, b_NK, b_dequant_scale)
+    a_MK, b_NK = with_adjacent_columns(a_MK), with_adjacent_columns(b_NK)
+    capability = torch.cuda.get_device_capability(a_MK.device)
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    chosen = plan(kinds, (a_MK.dtype, b_NK.dtype), capability, (int(major), int(minor)), out_dtype)
+    if chosen.backend == "triton":
+        return triton_matmul(a_MK, a_dequant_scale, b_NK, b_dequant_scale, kinds, out_dtype, NUM_STAGES.get(capability, 2))
+    num_rows = a_MK.shape[0]
+    if kinds[0] == "block 1x128" and num_rows % SCALE_ALIGNMENT:
+        padding = (0, 0, 0, -num_rows % SCALE_ALIGNMENT)
+        a_MK = F.pad(a_MK.view(torch.uint8), padding).view(a_MK.dtype)
+        a_dequant_scale = F.pad(a_dequant_scale, padding, value=1.0)
+    a_scale, b_scale = cublas_scale(a_dequant_scale, kinds[0]), cublas_scale(b_dequant_scale, kinds[1])
+    out_MN = F.scaled_mm(
+        a_MK, b_NK.t(), a_scale, RECIPES[kinds[0]], b_scale.t() if kinds[1] == "row" else b_scale, RECIPES[kinds[1]],
+        output_dtype=chosen.out_dtype, use_fast_accum=fast_accumulation,
+    )  # fmt: skip
+    return out_MN[:num_rows].to(out_dtype)
+
+
+def matching_scales(
+    a_MK: Tensor, a_dequant_scale: Tensor, b_NK: Tensor, b_dequant_scale: Tensor
+) -> tuple[tuple[str, str], Tensor, Tensor]:
+    """The kinds of both scales, of which none, or both, are of blocks, and none, or both, of the tensor."""
+    kinds = kind_of_scale(a_dequant_scale, a_MK.shape), kind_of_scale(b_dequant_scale, b_NK.shape)
+    is_blockwise = [kind.startswith("block") for kind in kinds]
+    if all(is_blockwise) or kinds == ("tensor", "tensor"):
+        return kinds, a_dequant_scale, b_dequant_scale
+    a_rows, b_rows = _row_scale(a_dequant_scale, kinds[0], a_MK), _row_scale(b_dequant_scale, kinds[1], b_NK)
+    return ("row", "row"), a_rows, b_rows
+
+
+def _row_scale(dequant_scale: Tensor, kind: str, codes: Tensor) -> Tensor:
+    """(rows, 1), contiguous, of any scale that has one for all of a row."""
+    if kind == "block 128x128":
+        return dequant_scale.repeat_interleave(BLOCK, 0)[: codes.shape[0]]
+    return dequant_scale.expand(codes.shape[0], 1).contiguous()
+
+
+def with_adjacent_columns(codes: Tensor) -> Tensor:
+    """The codes with their last dimension contiguous; a transposed view is transposed by the kernel for that."""
+    if codes.is_contiguous():
+        return codes
+    return transpose(codes.t()) if codes.stride(0) == 1 else codes.contiguous()
+
+
+def cublas_scale(dequant_scale: Tensor, kind: str) -> Tensor:
+    """A dequant_scale laid out as cuBLASLt reads it; block 1×128 scales of `formats.empty_operand_scale` are already."""
+    if kind == "block 1x128":
+        return dequant_scale.t().contiguous().t()
+    if kind == "block 128x128":
+        return F.pad(dequant_scale, (0, -dequant_scale.shape[1] % SCALE_ALIGNMENT)).contiguous().t()
+    return dequant_scale
+
+
+@triton.jit
+def _load_codes(pointers, mask, FORMAT: tl.constexpr):
+    """FP8 codes, which `tl.dot` reads through shared memory if nothing is done to them; under the interpreter their values."""
+    codes = tl.load(pointers, mask=mask, other=0.0)
+    if language.INTERPRETED:
+        return language.decode(codes.to(tl.uint8, bitcast=True), FORMAT)
+    else:
+        return codes
+
+
+@triton.jit
+def _dot(a, b):
+    """a @ b.T in fp32; tensor cores of Hopper add 128 products in less and are then emptied."""
+    if language.INTERPRETED:
+        return tl.dot(a, tl.trans(b), input_precision="ieee")
+    else:
+        return tl.dot(a, tl.trans(b), max_num_imprecise_acc=128)
+
+
+@triton.jit
+def _matmul(
+    a,
+    a_scale,
+    a_scale_stride_m,
+    a_scale_stride_k,
+    b,
+    b_scale,
+    b_scale_stride_n,
+    b_scale_stride_k,
+    out,
+    num_rows,
+    num_columns,
+    num_summed,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    A_SCALE_ROWS: tl.constexpr,
+    B_SCALE_ROWS: tl.constexpr,
+    IS_BLOCKWISE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    TILE_GROUP: tl.constexpr,
+):
+    """One tile of a @ b.T. A scale is shared by A_SCALE_ROWS rows, and, if IS_BLOCKWISE, by TILE_K of the summed elements.
+
+    Programs go through TILE_GROUP rows of tiles column by column, so that what they read stays in the L2 cache.
+    """
+    num_tiles_m, num_tiles_n = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_columns, TILE_N)
+    group = tl.program_id(0) // (TILE_GROUP * num_tiles_n)
+    group_rows = tl.minimum(num_tiles_m - group * TILE_GROUP, TILE_GROUP)
+    in_group = tl.program_id(0) % (TILE_GROUP * num_tiles_n)
+    tile_m, tile_n = group * TILE_GROUP + in_group % group_rows, in_group // group_rows
+    rows = tile_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_n.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    summed = tl.arange(0, TILE_K)
+    is_row, is_column = rows < num_rows, columns < num_columns
+    a_pointers = a + rows[:, None] * num_summed + summed[None, :]
+    b_pointers = b + columns[:, None] * num_summed + summed[None, :]
+    a_scales = a_scale + rows // A_SCALE_ROWS * a_scale_stride_m
+    b_scales = b_scale + columns // B_SCALE_ROWS * b_scale_stride_n
+    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for step in range(tl.cdiv(num_summed, TILE_K)):
+        is_summed = summed < num_summed - step * TILE_K
+        a_tile = _load_codes(a_pointers + step * TILE_K, is_row[:, None] & is_summed[None, :], A_FORMAT)
+        b_tile = _load_codes(b_pointers + step * TILE_K, is_column[:, None] & is_summed[None, :], B_FORMAT)
+        if IS_BLOCKWISE:
+            a_block = tl.load(a_scales + step * a_scale_stride_k, mask=is_row, other=0.0)
+            b_block = tl.load(b_scales + step * b_scale_stride_k, mask=is_column, other=0.0)
+            total += _dot(a_tile, b_tile) * (a_block[:, None] * b_block[None, :])
+        else:
+            total += _dot(a_tile, b_tile)
+    if not IS_BLOCKWISE:
+        total *= tl.load(a_scales, mask=is_row, other=0.0)[:, None]
+        total *= tl.load(b_scales, mask=is_column, other=0.0)[None, :]
+    outputs = out + rows[:, None] * num_columns + columns[None, :]
+    tl.store(outputs, language.cast(total, out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def triton_matmul(
+    a_MK: Tensor,
+    a_dequant_scale: Tensor,
+    b_NK: Tensor,
+    b_dequant_scale: Tensor,
+    kinds: tuple[str, str],
+    out_dtype: torch.dtype,
+    num_stages: int,
+) -> Tensor:
+    """The product of contiguous codes of any formats with scales of any kinds that match."""
+    (num_rows, num_summed), num_columns = a_MK.shape, b_NK.shape[0]
+    out_MN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=a_MK.device)
+    is_blockwise = kinds[0].startswith("block")
+    scale_rows = [BLOCK if kind == "block 128x128" else 1 for kind in kinds]
+    strides = [
+        (0, 0) if kind == "tensor" else (scale.stride(0), scale.stride(1) if is_blockwise else 0)
+        for kind, scale in zip(kinds, (a_dequant_scale, b_dequant_scale), strict=True)
+    ]
+    grid = (triton.cdiv(num_rows, TILE_M) * triton.cdiv(num_columns, TILE_N),)
+    _matmul[grid](
+        a_MK, a_dequant_scale, *strides[0], b_NK, b_dequant_scale, *strides[1],
+        out_MN, num_rows, num_columns, num_summed, FORMAT_NAMES[a_MK.dtype], FORMAT_NAMES[b_NK.dtype], *scale_rows,
+        is_blockwise, TILE_M, TILE_N, BLOCK, TILE_GROUP, num_warps=WARPS, num_stages=num_stages,
+    )  # fmt: skip
+    return out_MN
