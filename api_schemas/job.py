@@ -10,6 +10,7 @@ from api_schemas.base import Contract, Timestamp, refusal
 from api_schemas.data import DataSpec
 from api_schemas.model import ModelSizes, ModelSpec
 from api_schemas.precision import PrecisionSpec
+from api_schemas.recipe import RecipeSpec
 from api_schemas.resources import LabelKey, ParallelismSpec, ResourceSpec
 from api_schemas.states import DesiredState, FailureReason, JobState
 from api_schemas.training import TrainingSpec
@@ -99,6 +100,9 @@ class JobSpec(Contract):
         return self
 
 
+_RECIPE = "how the operands of FP8 products are scaled: as the spec says, or as the level does; null where none are in FP8"
+
+
 class ValidatedJob(Contract):
     """What a spec that passed every check would run as."""
 
@@ -106,6 +110,7 @@ class ValidatedJob(Contract):
     spec: JobSpec = Field(description="with every default filled in")
     sizes: ModelSizes
     num_parameters: int
+    recipe: RecipeSpec | None = Field(description=_RECIPE)
     num_block_weights: int = Field(description="elements of the weight matrices that the level converts")
     micro_batch_size: int
     tokens_per_step: int
@@ -182,4 +187,5 @@ class Job(Contract):
     progress: Progress | None
     start: StartTimes | None
     summary: JobSummary | None
+    recipe: RecipeSpec | None = Field(default=None, description=_RECIPE)
     spec: JobSpec

@@ -39,3 +39,13 @@ class RecipeSpec(Contract):
                 change="Set recipe.granularity to tensor, or recipe.scaling to current.",
             )
         return self
+
+    def __str__(self) -> str:
+        """In a line, for people."""
+        parts = [f"{self.format}, {self.granularity} scales, {self.scaling}"]
+        if self.scaling == "delayed":
+            parts[0] += f" over {self.amax_history_length} steps ({self.amax_compute_algorithm}, every {self.interval})"
+        parts += [f"margin {self.margin}"] if self.margin else []
+        parts += [f"{', '.join(self.high_precision_gemms)} in bf16"] if self.high_precision_gemms else []
+        parts += [] if self.fp8_in_evaluation else ["evaluation in bf16"]
+        return "; ".join(parts)

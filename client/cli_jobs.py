@@ -60,7 +60,8 @@ def validate(file: JobFile, settings: Settings = None, url: Url = DEFAULT_URL, a
             Text(
                 f"{file} is a valid job: {valid.num_parameters:,} parameters, {valid.num_block_weights:,} of them in block "
                 f"weights; {valid.tokens_per_step:,} tokens a step in {micro_batches} micro-batches of "
-                f"{valid.micro_batch_size} sequences on each of {spec.resources.workers} workers."
+                f"{valid.micro_batch_size} sequences on each of {spec.resources.workers} workers. Level {spec.precision.level}"
+                f"{'' if valid.recipe is None else f': {valid.recipe}'}."
             )
         )
 

@@ -67,7 +67,10 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
         yield "hint", job.hint
     if job.progress:
         yield "progress", progress_words(job)
+    yield "tenant", job.tenant
     yield "level", spec.precision.level
+    if job.recipe is not None:
+        yield "recipe", str(job.recipe)
     yield "model", f"{spec.model.preset or spec.model.family}, {spec.model.sizes.num_parameters:,} parameters"
     yield "data", spec.data.path
     yield "pool", f"{spec.resources.pool}, {spec.resources.workers} worker{'s' if spec.resources.workers > 1 else ''}"

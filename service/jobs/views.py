@@ -20,6 +20,7 @@ from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLi
 
 def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None) -> Job:
     """`attempt` is the job's current one; `queue` is its place while it is queued."""
+    spec = JobSpec.read_stored(row.spec)
     return Job(
         id=row.id,
         name=row.name,
@@ -41,7 +42,8 @@ def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None) -> Jo
         progress=_progress(row),
         start=_start_times(row, attempt),
         summary=JobSummary.read_stored(row.summary) if row.summary else None,
-        spec=JobSpec.read_stored(row.spec),
+        recipe=spec.precision.resolved_recipe,
+        spec=spec,
     )
 
 

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from api_schemas.levels import LEVELS
 from api_schemas.precision import LevelName, PrecisionSpec
 from api_schemas.problem import explain
+from api_schemas.recipe import RecipeSpec
 
 
 def test_the_names_of_the_schema_are_those_of_the_table() -> None:
@@ -51,3 +52,18 @@ def test_options_that_do_not_fit_are_refused(document: dict[str, Any], field: st
     (violation,) = explain(caught.value, PrecisionSpec)
     assert violation.field == field
     assert allowed in str(violation.allowed)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({}, "HYBRID, tensor scales, current"),
+        ({"granularity": "block", "format": "E4M3", "margin": 1}, "E4M3, block scales, current; margin 1"),
+        (
+            {"scaling": "delayed", "high_precision_gemms": ["grad_weight"], "fp8_in_evaluation": False},
+            "HYBRID, tensor scales, delayed over 16 steps (max, every 1); grad_weight in bf16; evaluation in bf16",
+        ),
+    ],
+)
+def test_a_recipe_in_words(document: dict[str, Any], words: str) -> None:
+    assert str(RecipeSpec(**document)) == words

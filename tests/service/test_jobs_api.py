@@ -252,3 +252,17 @@ def test_progress_is_what_was_last_reported(client: TestClient, world: World) ->
     assert (progress["step"], progress["steps"], progress["loss"]) == (2, 4, 2.5)
     assert progress["tokens_per_s"] == 256
     assert progress["remaining_s"] == 1.0
+
+
+def test_the_resolved_recipe_is_shown(client: TestClient, spec_document: Document) -> None:
+    """What an Accelerate user's options, or a level by itself, mean for the products."""
+    delayed = {"fp8_config": {"backend": "TE", "amax_history_len": 8, "fp8_format": "E4M3"}}
+    for precision, expected in (
+        ({"level": "fp32"}, None),
+        ({"level": "O2"}, {"scaling": "current", "granularity": "tensor", "format": "HYBRID"}),
+        (delayed, {"scaling": "delayed", "amax_history_length": 8, "format": "E4M3"}),
+    ):
+        document = {**spec_document, "precision": precision}
+        for answer in (client.post("/v1/jobs/validate", json=document), client.post("/v1/jobs", json=document)):
+            recipe = answer.json()["recipe"]
+            assert recipe is None if expected is None else expected.items() <= recipe.items()
