@@ -30,12 +30,22 @@ class GradientReader:
             return kernels.dequantize(run, self.dequant_scale)
         return kernels.dequantize(run, self.dequant_scale[elements.start // BLOCK : -(-elements.stop // BLOCK)])
 
-    def is_finite(self) -> Tensor:
-        """A 0-dim bool; of an FP8 gradient the scale says it."""
-        return kernels.all_finite(self.flat if self.dequant_scale is None else self.dequant_scale)
-
 
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
-    """Whether every element of every gradient is finite, as a 0-dim bool."""
-    flags = [GradientReader(gradient).is_finite() for gradient in gradients]
+    """Whether every element of every gradient is finite, as a 0-dim bool on the first one's device; no host waits.
+
+    Of FP8 gradients the scales say it. The others are read, on CUDA a whole list of them at a time.
+    """
+    scales, wide = [], []
+    for gradient in gradients:
+        reader = GradientReader(gradient)
+        if reader.dequant_scale is None:
+            wide.append(reader.flat)
+        else:
+            scales.append(reader.dequant_scale.reshape(-1))
+    flags = [torch.cat([scale.to(scales[0].device) for scale in scales]).isfinite().all()] if scales else []
+    if wide and wide[0].is_cuda:
+        flags += [norm.isfinite() for norm in torch._foreach_norm(wide, torch.inf)]
+    else:
+        flags += [kernels.all_finite(gradient) for gradient in wide]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else torch.ones((), dtype=torch.bool)
