@@ -180,7 +180,10 @@ class Float8Products(torch.autograd.Function):
     ) -> Tensor:
         wide = layer.high_precision
         input_rows, input_columns = layer.input_scaling.quantize(
-            input_TK, rows="output" not in wide, columns="grad_weight" not in wide and ctx.needs_input_grad[1]
+            input_TK,
+            rows="output" not in wide,
+            columns="grad_weight" not in wide and ctx.needs_input_grad[1],
+            transposed_later=True,
         )
         saved = (input_TK.to(torch.bfloat16), None) if "grad_weight" in wide else input_columns or (None, None)
         ctx.save_for_backward(*saved, weight_NK, weight_dequant_scale)
@@ -188,7 +191,7 @@ class Float8Products(torch.autograd.Function):
         if "output" in wide:
             return half_matmul(input_TK, layer.weight_values(), output_dtype)
         assert input_rows is not None
-        return product(input_rows, layer.weight_operand(), output_dtype)
+        return product(input_rows, layer.weight_operand(), output_dtype, fast_accumulation=True)
 
     @staticmethod
     @once_differentiable

@@ -26,10 +26,15 @@ class Codes(NamedTuple):
         """The transposed matrix, where the scale transposes with it: one of the tensor or of square blocks."""
         return Codes(self.codes.t(), self.dequant_scale.t())
 
+    def times(self, unit: Tensor) -> "Codes":
+        """The matrix times a power of two."""
+        return Codes(self.codes, self.dequant_scale * unit)
 
-def product(a_MK: Codes, b_NK: Codes, out_dtype: torch.dtype) -> Tensor:
-    """a @ b.T."""
-    return kernels.matmul(a_MK.codes, a_MK.dequant_scale, b_NK.codes, b_NK.dequant_scale, out_dtype)
+
+def product(a_MK: Codes, b_NK: Codes, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
+    """a @ b.T. fast_accumulation: where the hardware has it, and scales of tensors allow it."""
+    is_fast = fast_accumulation and a_MK.dequant_scale.ndim == b_NK.dequant_scale.ndim == 0
+    return kernels.matmul(*a_MK, *b_NK, out_dtype, fast_accumulation=is_fast)
 
 
 class OperandScaling(nn.Module):
@@ -57,20 +62,43 @@ class OperandScaling(nn.Module):
             self.register_buffer("num_finite_steps", torch.zeros((), dtype=torch.int64, device=device))
 
     def quantize(
-        self, x: Tensor, *, unit: Tensor | None = None, rows: bool = True, columns: bool = True
+        self, x: Tensor, *, unit: Tensor | None = None, rows: bool = True, columns: bool = True, transposed_later: bool = False
     ) -> tuple[Codes | None, Codes | None]:
         """Codes of x for products over its rows, and codes of x.T for products over its columns; None if not wanted.
 
-        unit: what is quantised is x * unit, where x are themselves codes and unit (), a power of two, is their scale.
-
-        Scales that transpose with their codes serve both; others take x twice, once along each dimension.
+        One read of x makes both. unit: what is quantised is x * unit, where x are themselves codes and unit (), a power of
+        two, is their scale. transposed_later: columns may be a view of the rows' codes, where the scale transposes with
+        them; the product that takes them transposes them then.
         """
         if not rows and not columns:
             return None, None
-        if self.recipe.granularity == "tensor" or (self.recipe.granularity == "block" and self.block[0] == BLOCK):
-            codes = self._quantize(x, unit)
-            return codes, codes.t()
-        return self._quantize(x, unit) if rows else None, self._quantize(x.t(), unit) if columns else None
+        is_view = columns and transposed_later and self.is_transposable
+        sides = "rows" if is_view or not columns else "both" if rows else "columns"
+        quantized = kernels.quantize_operand(
+            x,
+            self.dtype,
+            self.recipe.granularity,
+            block=self.block,
+            margin=self.recipe.margin,
+            sides=sides,
+            window=self._window(unit),
+        )
+        row_codes = None if quantized.rows is None else Codes(*quantized.rows)
+        column_codes = None if quantized.columns is None else Codes(*quantized.columns)
+        if quantized.amax is not None and self.training:
+            self._remember(quantized.amax, unit)
+        if self.is_sampled and self.training:
+            self._sample(x, row_codes, column_codes, unit)
+        if unit is not None:
+            row_codes, column_codes = row_codes and row_codes.times(unit), column_codes and column_codes.times(unit)
+        if is_view and row_codes is not None:
+            column_codes = row_codes.t()
+        return row_codes if rows else None, column_codes
+
+    @property
+    def is_transposable(self) -> bool:
+        """Whether the scale of a matrix, transposed, is that of the transposed matrix."""
+        return self.recipe.granularity == "tensor" or (self.recipe.granularity == "block" and self.block[0] == BLOCK)
 
     def extra_repr(self) -> str:
         return str(self.dtype)
@@ -90,19 +118,19 @@ class OperandScaling(nn.Module):
         self.num_finite_steps.copy_(num_steps)
         self.step_amax.zero_()
 
-    def _quantize(self, x: Tensor, unit: Tensor | None) -> Codes:
-        granularity, margin = self.recipe.granularity, self.recipe.margin
-        amax = self._amax_to_scale_by(x, unit) if self.recipe.amax_history_length else None
-        codes = Codes(*kernels.quantize(x, self.dtype, granularity, margin=margin, amax=amax, block=self.block))
-        if self.is_sampled and self.training:
-            self.sample.copy_(measure(x, *codes, unit))
-        return codes if unit is None else codes._replace(dequant_scale=codes.dequant_scale * unit)
-
-    def _amax_to_scale_by(self, x: Tensor, unit: Tensor | None) -> Tensor:
-        """In units of x; what is remembered are amaxes of the values, since the unit changes with the weight."""
-        amax = kernels.compute_amax(x)
-        amax_of_values = amax if unit is None else amax * unit
-        if self.training:
-            self.step_amax.copy_(torch.maximum(self.step_amax, amax_of_values))
+    def _window(self, unit: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """The amax of past steps in units of x, and whether there are enough of them."""
+        if not self.recipe.amax_history_length:
+            return None
         window_amax = self.window_amax if unit is None else self.window_amax / unit
-        return torch.where(self.num_finite_steps < self.recipe.amax_history_length, amax, window_amax)
+        return window_amax, self.num_finite_steps >= self.recipe.amax_history_length
+
+    def _remember(self, amax: Tensor, unit: Tensor | None) -> None:
+        """What is remembered are amaxes of the values, since the unit changes with the weight."""
+        self.step_amax.copy_(torch.maximum(self.step_amax, amax if unit is None else amax * unit))
+
+    def _sample(self, x: Tensor, rows: Codes | None, columns: Codes | None, unit: Tensor | None) -> None:
+        if rows is not None:
+            self.sample.copy_(measure(x, *rows, unit))
+        elif columns is not None:
+            self.sample.copy_(measure(x.t(), *columns, unit))

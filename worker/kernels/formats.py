@@ -35,6 +35,9 @@ KINDS = {
 }
 """The granularity and the block of each kind of scale."""
 
+TRANSPOSABLE = ("tensor", "block 128x128")
+"""The kinds that hold for a transposed matrix as well, transposed themselves."""
+
 ROUNDED_FORMATS = {format.dtype: format for format in (E4M3, E5M2, FP16, BF16)}
 
 

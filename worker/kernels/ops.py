@@ -17,7 +17,7 @@ from worker.kernels.dispatch import implementation
 from worker.kernels.formats import KINDS, empty_operand_scale, kind_of_scale, scale_shape
 
 ALIGNMENT = 16  # CUDA's FP8 GEMM takes K and N in multiples of this
-_LIBRARY = torch.library.Library("octet", "DEF")
+_LIBRARY = torch.library.Library("octet", "FRAGMENT")
 
 
 def _define(signature: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -1,5 +1,7 @@
 """Quantize and dequantize: arguments checked, then the op."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,14 @@ from worker.kernels.formats import BLOCK, SCALED_FORMATS, kind_of_scale
 GRANULARITIES = ("tensor", "row", "block")
 BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
 SIDES = ("rows", "columns", "both")
+
+
+class QuantizedMatrix(NamedTuple):
+    """rows: (codes (M, N), dequant_scale) of a matrix. columns: the same of the transposed matrix. amax: of all of it."""
+
+    rows: tuple[Tensor, Tensor] | None
+    columns: tuple[Tensor, Tensor] | None
+    amax: Tensor | None
 
 
 def quantize(
@@ -47,13 +57,12 @@ def quantize_operand(
     margin: int = 0,
     sides: str = "rows",
     window: tuple[Tensor, Tensor] | None = None,
-) -> list[Tensor]:
-    """x (M, N), a matrix, quantised for products: for those over its rows, over its columns, or both, from one read.
+) -> QuantizedMatrix:
+    """x (M, N), a matrix, quantised for products over its "rows", over its "columns", or "both", from one read of x.
 
-    sides: "rows" returns [codes (M, N), dequant_scale]; "columns" returns the same of x.T, [codes (N, M), dequant_scale];
-    "both" returns the four. Codes are contiguous and scales laid out as a GEMM takes them.
+    Codes are contiguous and scales laid out as a GEMM takes them.
     window: (an amax (), whether to scale by it, a bool ()), for a tensor scale from past amaxes: until it is to be used the
-    scale comes from x's own amax. That amax is then returned as well, in the last place.
+    scale comes from x's own amax. With a window, x's own amax is returned.
     """
     _check_scaled_dtype(dtype)
     if x_MN.ndim != 2:
@@ -63,7 +72,11 @@ def quantize_operand(
         raise ValueError(f"sides is {sides!r}; allowed: {', '.join(SIDES)}.")
     if window is not None and kind != "tensor":
         raise ValueError(f'a window holds amaxes of tensors; granularity is {granularity!r}. Use "tensor", or no window.')
-    return ops.quantize_operand(x_MN.detach(), dtype, kind, margin, sides, [] if window is None else list(window))
+    parts = ops.quantize_operand(x_MN.detach(), dtype, kind, margin, sides, [] if window is None else list(window))
+    rows = (parts[0], parts[1]) if sides != "columns" else None
+    first = 2 if sides == "both" else 0
+    columns = (parts[first], parts[first + 1]) if sides != "rows" else None
+    return QuantizedMatrix(rows, columns, None if window is None else parts[-1])
 
 
 def compute_amax(x: Tensor, granularity: str = "tensor", block: tuple[int, int] = (1, BLOCK)) -> Tensor:

@@ -16,6 +16,7 @@ from worker.kernels.formats import (
     BLOCK,
     KINDS,
     SCALED_FORMATS,
+    TRANSPOSABLE,
     dequant_scale_from_amax,
     empty_operand_scale,
     scale_shape,
@@ -70,12 +71,13 @@ def quantize_operand(
         own_amax = compute_amax(x_MN, kind)
         amax = torch.where(is_full, window_amax, own_amax)
     parts: list[Tensor] = []
-    if sides != "columns":
-        parts += _quantize_rows(x_MN, dtype, kind, margin, amax)
-    if sides == "both" and kind in ("tensor", "block 128x128"):
-        parts += [part.t().clone(memory_format=torch.contiguous_format) for part in parts]
-    elif sides != "rows":
-        parts += _quantize_rows(x_MN.t(), dtype, kind, margin, amax)
+    if kind in TRANSPOSABLE:
+        rows = quantize(x_MN, dtype, kind, margin, amax)
+        parts += rows if sides != "columns" else ()
+        parts += [part.t().clone(memory_format=torch.contiguous_format) for part in rows] if sides != "rows" else ()
+    else:
+        parts += _quantize_rows(x_MN, dtype, kind, margin) if sides != "columns" else ()
+        parts += _quantize_rows(x_MN.t(), dtype, kind, margin) if sides != "rows" else ()
     return parts if window is None else [*parts, own_amax]
 
 
@@ -145,9 +147,9 @@ def matmul(
     return out_MN.to(out_dtype)
 
 
-def _quantize_rows(x_MN: Tensor, dtype: torch.dtype, kind: str, margin: int, amax: Tensor | None) -> list[Tensor]:
-    codes, dequant_scale = quantize(x_MN, dtype, kind, margin, amax)
-    return [codes, empty_operand_scale(x_MN.shape, kind, x_MN.device).copy_(dequant_scale)]
+def _quantize_rows(x_MN: Tensor, dtype: torch.dtype, kind: str, margin: int) -> tuple[Tensor, Tensor]:
+    codes, dequant_scale = quantize(x_MN, dtype, kind, margin, None)
+    return codes, empty_operand_scale(x_MN.shape, kind, x_MN.device).copy_(dequant_scale)
 
 
 def _values(codes: Tensor, dequant_scale: Tensor) -> Tensor:

@@ -2,10 +2,14 @@
 
 import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.flop_counter import FlopCounterMode
 
 from api_schemas.levels import LEVELS
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
@@ -78,6 +82,42 @@ def test_autocast_decides_the_outputs_dtype_and_nothing_else(level: str) -> None
     torch.testing.assert_close(output.float(), expected, rtol=2**-7, atol=2**-9)
     output.sum().backward()
     assert layer.weight.grad.dtype == torch.float32
+
+
+def test_flops_are_those_of_three_products() -> None:
+    layer, input_TK = convert(make_linear()), random_values(24, 48).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        layer(input_TK).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 24 * 48 * 32
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
+@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
+@pytest.mark.parametrize("level", ["te", "O2", "O3"])
+def test_a_compiled_graph_holds_ops_of_ours_and_no_others_on_codes(level: str, granularity: str) -> None:
+    """What Inductor is given: it may fuse around our kernels, not take them apart."""
+    torch.compiler.reset()
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(module: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    layer = convert(make_linear(), level, Recipe(granularity=granularity))
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    input_TK = random_values(24, 48).requires_grad_()
+    output_TN = compiled(input_TK)
+    output_TN.sum().backward()
+    assert torch.equal(output_TN, layer(input_TK))
+    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    assert [str(node.target) for node in calls].count("octet.matmul.default") == 3
+    on_codes = [node for node in calls if any(holds_codes(argument) for argument in node.all_input_nodes)]
+    views = ("octet.", "aten.t.", "aten.transpose.", "aten.permute.", "aten.detach.", "<built-in function getitem>")
+    assert [str(node.target) for node in on_codes if not str(node.target).startswith(views)] == []
+
+
+def holds_codes(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta["val"], Tensor) and node.meta["val"].dtype in (E4M3, E5M2)
 
 
 def test_any_leading_shape() -> None:

@@ -117,6 +117,27 @@ def test_tensors_scales_transpose_with_their_codes() -> None:
     assert OperandScaling(Recipe(), E4M3, torch.device("cpu")).quantize(values, rows=False, columns=False) == (None, None)
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
+@pytest.mark.parametrize("square_blocks", [False, True])
+def test_columns_are_the_rows_of_the_transposed_matrix(granularity: str, square_blocks: bool) -> None:
+    values = torch.randn(300, 260, generator=torch.Generator().manual_seed(0))
+    recipe = Recipe(granularity=granularity)
+    scaling = OperandScaling(recipe, E4M3, torch.device("cpu"), square_blocks=square_blocks)
+    expected, _ = scaling.quantize(values.t(), columns=False)
+    assert expected is not None
+    for transposed_later in (False, True):
+        rows, columns = scaling.quantize(values, transposed_later=transposed_later)
+        alone = scaling.quantize(values, rows=False, transposed_later=transposed_later)
+        assert alone[0] is None
+        for codes in (columns, alone[1]):
+            assert codes is not None
+            assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(codes.dequant_scale, expected.dequant_scale)
+        assert rows is not None
+        shares_codes = columns.codes.untyped_storage().data_ptr() == rows.codes.untyped_storage().data_ptr()
+        assert shares_codes == (transposed_later and scaling.is_transposable)
+
+
 def test_history_is_of_values_whatever_their_unit() -> None:
     """A weight's FP16 scale moves with the optimizer's steps; its amax window must not see that."""
     scaling, values = make(), torch.tensor([[0.5, 3.0]])
