@@ -56,7 +56,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """The most that torch's CPU allocator held at a time during a call, beyond what was held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         function()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
