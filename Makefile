@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test prometheus dashboards lint types fmt snapshots bench compose-up compose-down compose-smoke clean
+.PHONY: install demo test prometheus dashboards lint types fmt snapshots bench bench-gpu-kernels bench-gpu-train bench-gpu-accuracy compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # torch comes first and pinned: an unpinned torch, or one pulled in by a dependency, brings gigabytes of CUDA libraries.
@@ -55,6 +55,13 @@ snapshots: install
 
 bench: install
 	$(BIN)/python -m benchmarks.cpu_step
+
+# On a machine with a GPU, by the Python that has its torch: docs/benchmarks.md. Each ends within eight minutes.
+GPU_PYTHON ?= python3
+OUT        ?= benchmarks/results
+
+bench-gpu-kernels bench-gpu-train bench-gpu-accuracy: bench-gpu-%:
+	$(GPU_PYTHON) -m benchmarks.gpu.$* --out $(OUT)
 
 # The cluster of docker-compose.yml on this machine: api on 127.0.0.1:8000, Grafana on :3000, Prometheus on :9090.
 compose-up:

@@ -1,0 +1,30 @@
+"""Kernels on one GPU: quantization, AdamW, gradients and linear layers, each as a ratio to what bounds or rivals it.
+
+    python -m benchmarks.gpu.kernels [--out FOLDER] [--sections quantize,adamw] [--smoke]
+
+writes a dated table. Every section runs as long as its share of --budget-s lasts.
+"""
+
+from benchmarks.gpu.linear import linear_cases
+from benchmarks.gpu.optimizer import optimizer_cases
+from benchmarks.gpu.quantization import gradient_cases, quantize_cases
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.session import Section, Session, parser, run
+
+
+def sections(session: Session, _report: Report) -> list[Section]:
+    """In the order in which they run."""
+    return [
+        Section("Quantize", quantize_cases(session), share=0.2),
+        Section("AdamW step", optimizer_cases(session), share=0.3),
+        Section("Gradients in FP8", gradient_cases(session), share=0.05),
+        Section("Linear layer, forward and backward", linear_cases(session), share=0.45),
+    ]
+
+
+def main() -> int:
+    return run("kernels", "Kernels on one GPU", parser(__doc__).parse_args(), sections)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

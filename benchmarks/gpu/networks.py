@@ -1,0 +1,155 @@
+"""The networks that are trained, built on the device itself, and their training step, at a level of ours or another's."""
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from api_schemas.recipe import RecipeSpec
+from worker import initialize, memory_report
+from worker.models import GPT, GPTConfig
+
+VOCABULARY = 50304
+SEQUENCE_LENGTH = 2048
+SWIN_PARAMETERS, VIT_PARAMETERS = 1_064_127_084, 1_212_632_040
+
+Step = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train: a level with its options, and whose optimizer. own_optimizer: false is torch's fused fp32 AdamW."""
+
+    name: str
+    level: str
+    own_optimizer: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def package(self) -> str | None:
+        """What it needs beyond torch."""
+        return "torchao" if self.level == "ao" else None
+
+
+ROWWISE = RecipeSpec(granularity="row", format="E4M3")
+BF16_AMP = Way("bf16-amp", "bf16-amp", own_optimizer=False)
+AO_TENSORWISE = Way("torchao tensorwise", "ao", own_optimizer=False)
+AO_ROWWISE = Way("torchao rowwise", "ao", own_optimizer=False, options={"recipe": ROWWISE})
+FP16_AMP, TE, O1, O2, O3_SPLIT = (Way(name, name) for name in ("fp16-amp", "te", "O1", "O2", "O3-split"))
+
+
+def build_gpt(config: GPTConfig, device: torch.device) -> GPT:
+    """A GPT with GPT-2's initial values, drawn on the device: the model's own, drawn by the host, take a minute at 6.7 B."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device)
+    model.head.weight = model.token_embedding.weight
+    residual_std = 0.02 / math.sqrt(2 * config.num_layers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                parameter.normal_(0.0, residual_std if name.endswith(("output.weight", "down.weight")) else 0.02)
+    return model
+
+
+def prepare(model: nn.Module, way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and an optimizer, converted. FP8 is not sampled: by default one step in fifty is, and takes longer."""
+    if way.own_optimizer:
+        adamw = torch.optim.AdamW(model.parameters())
+        model, optimizer = initialize(model, adamw, way.level, statistics_every=0, **way.options)
+        assert optimizer is not None
+        return model, optimizer
+    model, _ = initialize(model, None, way.level, statistics_every=0, **way.options)
+    is_cuda = next(model.parameters()).is_cuda
+    return model, torch.optim.AdamW(model.parameters(), fused=is_cuda)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor]) -> Step:
+    """One step of training: backward, clip, update."""
+
+    def step() -> Tensor:
+        loss = loss_of()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def gpt_step(config: GPTConfig, way: Way, batch_size: int, device: torch.device, *, compiled: str | None) -> tuple[Step, Any]:
+    """The step of a GPT on random tokens, and (model, optimizer). compiled: the backend for its blocks, None for eager.
+
+    Blocks are compiled one by one, as all have the same graph: in seconds, where a whole network takes minutes.
+    """
+    model, optimizer = prepare(build_gpt(config, device), way)
+    if compiled is not None:
+        for block in model.get_submodule("blocks").children():
+            block.compile(backend=compiled, dynamic=False)
+    shape = (4, batch_size, config.max_sequence_length + 1)
+    batches = cycle(torch.randint(0, config.vocab_size, shape, device=device).unbind())
+
+    def loss_of() -> Tensor:
+        tokens_BT = next(batches)
+        assert isinstance(model, GPT)
+        return model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+
+    return step_of(model, optimizer, loss_of), (model, optimizer)
+
+
+def vision_step(family: str, way: Way, device: torch.device, *, smoke: bool) -> tuple[Step, Any]:
+    """The step of Swin-1.0B or ViT-1.2B on random images, and (model, optimizer)."""
+    with device:
+        model = vision_model(family, smoke=smoke)
+    batch_size, num_pixels, num_classes = (2, 32, 10) if smoke else (16 if family == "Swin" else 64, 224, 1000)
+    images = torch.randn(batch_size, 3, num_pixels, num_pixels, device=device)
+    labels = torch.randint(0, num_classes, (batch_size,), device=device)
+    converted, optimizer = prepare(model, way)
+    return step_of(converted, optimizer, lambda: converted(pixel_values=images, labels=labels).loss), (converted, optimizer)
+
+
+def vision_model(family: str, *, smoke: bool) -> nn.Module:
+    """From transformers' own classes, on the default device, with random weights. The number of parameters is checked."""
+    transformers = importlib.import_module("transformers")
+    if family == "Swin":
+        sizes: dict[str, Any] = {"embed_dim": 448, "depths": [2, 2, 18, 2], "num_heads": [14, 28, 56, 112], "window_size": 7}
+        small: dict[str, Any] = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 2}
+        num_parameters = SWIN_PARAMETERS
+    else:
+        sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "intermediate_size": 8192}
+        sizes |= {"patch_size": 16}
+        small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 8}
+        num_parameters = VIT_PARAMETERS
+    image_size, num_labels = (32, 10) if smoke else (224, 1000)
+    config_class = getattr(transformers, f"{family}Config")
+    config = config_class(image_size=image_size, num_labels=num_labels, **(small if smoke else sizes))
+    model = getattr(transformers, f"{family}ForImageClassification")(config)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    if not smoke and held != num_parameters:
+        raise ValueError(f"{family} has {held:,} parameters; expected {num_parameters:,}. transformers builds another network.")
+    return model
+
+
+def peak_bytes_of(step: Step, held: Any, device: torch.device) -> int:
+    """The most memory that two steps take after one that allocates the states; on a CPU what model and optimizer hold."""
+    step()
+    if device.type != "cuda":
+        step()
+        return sum(memory_report(*held).values())
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(2):
+        loss = step()
+    torch.cuda.synchronize(device)
+    if not math.isfinite(loss.item()):
+        raise ValueError(f"the loss is {loss.item()} after three steps; what was measured is no training.")
+    return torch.cuda.max_memory_allocated(device)

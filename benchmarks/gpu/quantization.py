@@ -1,0 +1,140 @@
+"""Cases: quantizing bf16 to E4M3, and work on FP8 gradients, as shares of the copy bandwidth.
+
+The bytes are those that must be moved: the input read once, twice where the scale of an element depends on others that do
+not fit on the chip (a tensor's amax; columns' amaxes), and each output written once.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.report import Row, Target
+from benchmarks.gpu.session import Case, Session
+from worker import kernels
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128
+SHARE = Target(0.80, 0.90)
+NUM_SETS = 3
+NUM_RANKS = 8
+LARGEST_ERROR = 0.05
+"""Of codes, relative to the values: E4M3 has 2 to 3 % on random data."""
+
+# name, granularity, block, bytes per element for rows alone and for both sides, without scales
+Kind = tuple[str, str, tuple[int, int], int, int]
+KINDS: tuple[Kind, ...] = (
+    ("tensor, current", "tensor", (1, BLOCK), 5, 6),
+    ("tensor, given amax", "tensor", (1, BLOCK), 3, 4),
+    ("row", "row", (1, BLOCK), 3, 6),
+    ("1x128", "block", (1, BLOCK), 3, 4),
+    ("128x128", "block", (BLOCK, BLOCK), 3, 4),
+)
+
+
+def quantize_cases(session: Session) -> list[Case]:
+    """Quantize, and quantize with the transposed codes."""
+    shapes = [(256, 256)] if session.smoke else [(32768, 16384), (16384, 4096)]
+    return [
+        Case(f"{'quantize+transpose' if both else 'quantize'} {kind[0]}, {shape[0]}×{shape[1]}",
+             partial(_quantize, session, kind, shape, both))
+        for shape in shapes for both in (False, True) for kind in KINDS
+    ]  # fmt: skip
+
+
+def gradient_cases(session: Session) -> list[Case]:
+    """What is done to gradients that are held in FP8."""
+    size = 1 << (16 if session.smoke else 28)
+    return [
+        Case("norm of FP8 gradients", partial(_norm, session, size)),
+        Case("accumulate bf16 onto FP8 gradients", partial(_accumulate, session, size)),
+        Case(f"mean of {NUM_RANKS} ranks' shards", partial(_mean, session, size)),
+    ]
+
+
+def _quantize(session: Session, kind: Kind, shape: tuple[int, int], both: bool) -> Iterator[Row]:
+    name, granularity, block, rows_bytes, both_bytes = kind
+    inputs = [torch.randn(shape, device=session.device).bfloat16() for _ in range(NUM_SETS)]
+    amaxes = [kernels.compute_amax(x) if "given" in name else None for x in inputs]
+    is_used = torch.ones((), dtype=torch.bool, device=session.device)
+
+    def quantize(number: int) -> list[Tensor]:
+        x, amax = inputs[number], amaxes[number]
+        if not both:
+            return list(kernels.quantize(x, E4M3, granularity, amax=amax, block=block))
+        window = None if amax is None else (amax, is_used)
+        return kernels.quantize_operand(x, E4M3, granularity, block=block, sides="both", window=window)
+
+    parts = quantize(0)
+    _check(inputs[0], *parts[:2])
+    if both:
+        _check(inputs[0].t(), *parts[2:4])
+    scale_bytes = sum(part.nbytes for part in parts if part.dtype == torch.float32)
+    num_bytes = inputs[0].numel() * (both_bytes if both else rows_bytes) + scale_bytes
+    del parts
+    yield _share_row(session, f"{'quantize+transpose' if both else 'quantize'} {name}, {shape[0]}×{shape[1]}", quantize,
+                     num_bytes, inputs[0].numel(), SHARE)  # fmt: skip
+
+
+def _check(x: Tensor, codes: Tensor, dequant_scale: Tensor) -> None:
+    """Nothing is timed that does not compute what it should. A part of the rows shows it."""
+    rows = slice(0, min(x.shape[0], 1024))
+    scale = dequant_scale
+    if scale.ndim and scale.shape[0] == x.shape[0]:
+        scale = scale[rows]
+    elif scale.ndim:
+        scale = scale[: -(-rows.stop // BLOCK)]
+    values = kernels.dequantize(codes[rows].contiguous(), scale.contiguous())
+    error = float((values - x[rows].float()).norm() / x[rows].float().norm())
+    if not error < LARGEST_ERROR:
+        raise ValueError(f"the codes are off by {error:.1%}; at most {LARGEST_ERROR:.0%} is rounding. This kernel is wrong.")
+
+
+def _norm(session: Session, size: int) -> Iterator[Row]:
+    sets = [_codes(session, (size,)) for _ in range(NUM_SETS)]
+    yield _share_row(session, "norm of FP8 gradients", lambda number: kernels.norm(*sets[number]), size, size)
+
+
+def _accumulate(session: Session, size: int) -> Iterator[Row]:
+    sets = [_codes(session, (size,)) for _ in range(NUM_SETS)]
+    others = [torch.randn(size, device=session.device).bfloat16() for _ in range(NUM_SETS)]
+
+    def accumulate(number: int) -> None:
+        kernels.accumulate_(*sets[number], others[number], 1e-3, (0, 1, 0))
+
+    yield _share_row(session, "accumulate bf16 onto FP8 gradients", accumulate, 7 * size, size)
+
+
+def _mean(session: Session, size: int) -> Iterator[Row]:
+    sets = []
+    for _ in range(NUM_SETS):
+        codes, dequant_scale = _codes(session, (NUM_RANKS, size // NUM_RANKS))
+        sets.append((codes, dequant_scale.repeat(NUM_RANKS)))
+    name = f"mean of {NUM_RANKS} ranks' shards"
+    num_bytes = size + 4 * size // NUM_RANKS
+    yield _share_row(session, name, lambda number: kernels.mean_of_shards(*sets[number]), num_bytes, size)
+
+
+def _codes(session: Session, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    codes, dequant_scale = kernels.quantize(torch.randn(shape, device=session.device).bfloat16(), E4M3)
+    return codes, dequant_scale
+
+
+def _share_row(
+    session: Session,
+    figure: str,
+    call: Callable[[int], object],
+    num_bytes: int,
+    num_elements: int,
+    target: Target | None = None,
+) -> Row:
+    timing = session.timer.measure(call, NUM_SETS)
+    return Row(
+        figure,
+        f"{timing}, {num_bytes / timing.median_s / 1e12:.2f} TB/s",
+        f"copy {session.ceilings.copy_bytes_per_s / 1e12:.2f} TB/s",
+        session.ceilings.share_of_copy(num_bytes, timing),
+        target,
+        f"{num_bytes / num_elements:.2f} bytes per element; the host takes {timing.host_s * 1e3:.2f} ms",
+    )

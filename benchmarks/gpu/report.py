@@ -1,0 +1,118 @@
+"""The dated table of a run, in Markdown: written anew after every row, so that what was measured outlives what comes after."""
+
+import platform
+import re
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+COLUMNS = ("figure", "measured", "beside it, in the same run", "ratio", "ship", "ahead", "met", "note")
+PACKAGES = ("triton", "torchao", "transformers", "bitsandbytes")
+NOT_REACHED, ERROR, MISSING = "not reached", "error", "missing"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The ratio at which a figure may ship, and the one that is ahead of the others'."""
+
+    ship: float
+    ahead: float
+    lower_is_better: bool = False
+    style: str = ".2f"
+
+    def met(self, ratio: float) -> str:
+        """Which of the two a ratio reaches."""
+        for name, limit in (("ahead", self.ahead), ("ship", self.ship)):
+            if ratio <= limit if self.lower_is_better else ratio >= limit:
+                return name
+        return "no"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: what was measured, what stands beside it, and the ratio of the two that the target speaks of."""
+
+    figure: str
+    measured: str
+    beside: str = ""
+    ratio: float | None = None
+    target: Target | None = None
+    note: str = ""
+    style: str = ".2f"
+
+    def cells(self) -> tuple[str, ...]:
+        """As many as COLUMNS."""
+        style = self.target.style if self.target else self.style
+        ratio = "" if self.ratio is None else format(self.ratio, style)
+        limits, met = ("", ""), ""
+        if self.target is not None:
+            limits = (format(self.target.ship, style), format(self.target.ahead, style))
+            met = "" if self.ratio is None else self.target.met(self.ratio)
+        cells = (self.figure, self.measured, self.beside, ratio, *limits, met, self.note)
+        return tuple(" ".join(cell.replace("|", "¦").split()) for cell in cells)
+
+
+@dataclass
+class Report:
+    """Sections of rows below a header. path: of the file, which is replaced at every `write`."""
+
+    title: str
+    path: Path
+    header: list[str]
+    sections: dict[str, list[Row]] = field(default_factory=dict)
+    closing: list[str] = field(default_factory=list)
+
+    def add(self, section: str, row: Row) -> None:
+        self.sections.setdefault(section, []).append(row)
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(str(self))
+
+    def rows(self, measured: str | None = None) -> list[Row]:
+        """All of them, or those in which `measured` says this."""
+        return [row for rows in self.sections.values() for row in rows if measured in (None, row.measured)]
+
+    def __str__(self) -> str:
+        lines = [f"# {self.title}, {datetime.now(UTC):%Y-%m-%d}", "", *self.header]
+        for section, rows in self.sections.items():
+            lines += ["", f"## {section}", "", f"| {' | '.join(COLUMNS)} |", "| " + " | ".join(["---"] * len(COLUMNS)) + " |"]
+            lines += [f"| {' | '.join(row.cells())} |" for row in rows]
+        return "\n".join([*lines, *(["", *self.closing] if self.closing else [])]) + "\n"
+
+
+def describe_machine(device: torch.device) -> str:
+    """Device and versions."""
+    name = "CPU"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = (
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.multi_processor_count} multiprocessors, {properties.total_memory / 2**30:.1f} GiB, "
+            f"CUDA {torch.version.cuda}"
+        )
+    versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
+    return f"{name}; torch {torch.__version__}, {versions}, Python {platform.python_version()}."
+
+
+def missing_packages() -> list[str]:
+    """Those of PACKAGES that are not installed."""
+    return [package for package in PACKAGES if _version(package) == MISSING]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, on one line, without folders of this machine."""
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    without_folders = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
+    return f"{type(error).__name__}: {without_folders}"[:240]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return MISSING

@@ -1,0 +1,183 @@
+"""A run of a benchmark: its options, its sections within their budgets of time, and the table that comes of them.
+
+A section is a list of cases; each case makes rows. What raises is a row with the error, and the run goes on and ends with
+status 1; what no time was left for is a row that says so.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
+from benchmarks.gpu.report import ERROR, MISSING, NOT_REACHED, Report, Row, describe_machine, first_line, missing_packages
+from benchmarks.gpu.timing import Timer
+
+RESULTS = Path(__file__).parent.parent / "results"
+DEFAULT_BUDGET_S = 440.0
+"""Of a run that has to end within eight minutes, the start of Python and a last case that takes longer included."""
+
+
+class OutOfTime(BaseException):
+    """Raised inside a case; no Exception, so that nothing that tries alternatives takes it for a failure of one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What makes some rows. expected_s: a case is not begun with less than that left."""
+
+    name: str
+    run: Callable[[], Iterable[Row]]
+    expected_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class Section:
+    """share: of the budget; what a section leaves, the next may use."""
+
+    name: str
+    cases: list[Case]
+    share: float
+
+
+@dataclass
+class Session:
+    """What the cases share: the device, its timer and its ceilings."""
+
+    options: argparse.Namespace
+    device: torch.device
+    timer: Timer
+    ceilings: Ceilings
+    ends_at: float = field(default=0.0)
+
+    @property
+    def smoke(self) -> bool:
+        return self.options.smoke
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the present section still has."""
+        return self.ends_at - time.monotonic()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
+    arguments.add_argument("--budget-s", type=float, default=DEFAULT_BUDGET_S, help="seconds for all sections, by their shares")
+    arguments.add_argument("--sections", default="", help="beginnings of the names of those to run, by comma; default: all")
+    arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, to see that everything runs")
+    return arguments
+
+
+def run(name: str, title: str, options: argparse.Namespace, sections: Callable[[Session, Report], list[Section]]) -> int:
+    """Run the sections and write the table; 1 if anything raised."""
+    began = time.monotonic()
+    if options.smoke:
+        options.device = "cpu"
+        torch.set_num_threads(1)
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    timer = Timer(device, repeats=2, warmup=1) if options.smoke else Timer(device)
+    session = Session(options, device, timer, measure_ceilings(timer, smoke=options.smoke))
+    kind = "-smoke" if options.smoke else ""
+    path = options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-{name}{kind}.md"
+    report = Report(title, path, _header(name, session))
+    chosen = _chosen(sections(session, report), options.sections)
+    for number, section in enumerate(chosen):
+        shares = sum(later.share for later in chosen[number:])
+        left_s = options.budget_s - (time.monotonic() - began)
+        _run_section(section, session, report, max(0.0, left_s) * section.share / shares)
+    missing = ", ".join(missing_packages())
+    report.closing += [f"Not installed: {missing}.", ""] if missing else []
+    report.closing += [f"The run took {time.monotonic() - began:.0f} s of the {options.budget_s:.0f} s it was given."]
+    report.write()
+    sys.stdout.write(str(report))
+    return int(bool(report.rows(ERROR)))
+
+
+def _header(name: str, session: Session) -> list[str]:
+    smoke = ["Smoke: tiny sizes on a CPU, whatever the figures are called. All it shows is that everything runs.", ""]
+    return [
+        *(smoke if session.smoke else []),
+        f"`{' '.join([f'python -m benchmarks.gpu.{name}', *shown(sys.argv[1:])])}`",
+        "",
+        describe_machine(session.device),
+        f"Ceilings, measured in this run: {session.ceilings}. Times are medians by the device's events, ± the distance "
+        "between quartiles; all data is random.",
+    ]
+
+
+def shown(words: list[str]) -> list[str]:
+    """The arguments without folders, which are this machine's."""
+    kept, skips = [], False
+    for word in words:
+        takes_folder = word.split("=")[0] in ("--out", "--runs")
+        if not takes_folder and not skips:
+            kept.append(word)
+        skips = takes_folder and "=" not in word
+    return kept
+
+
+def missing(figure: str, package: str) -> Row:
+    """The row of a peer that cannot be imported."""
+    return Row(figure, MISSING, note=f"{package} is not installed here")
+
+
+def _chosen(sections: list[Section], beginnings: str) -> list[Section]:
+    wanted = tuple(word.strip().lower() for word in beginnings.split(",") if word.strip())
+    chosen = [section for section in sections if not wanted or section.name.lower().startswith(wanted)]
+    if not chosen:
+        names = ", ".join(section.name for section in sections)
+        raise SystemExit(f"--sections is {beginnings!r}; allowed: beginnings of {names}.")
+    return chosen
+
+
+def _run_section(section: Section, session: Session, report: Report, budget_s: float) -> None:
+    session.ends_at = time.monotonic() + budget_s
+    for case in section.cases:
+        left_s = session.left_s
+        if left_s <= 0 or (left_s < case.expected_s and not session.smoke):
+            report.add(section.name, Row(case.name, NOT_REACHED, note=f"{max(0.0, left_s):.0f} s were left"))
+            continue
+        sys.stderr.write(f"{section.name}: {case.name}; {_allocated_gib(session.device):.1f} GiB are allocated\n")
+        try:
+            with _at_most(left_s):
+                for row in case.run():
+                    report.add(section.name, row)
+        except OutOfTime:
+            report.add(section.name, Row(case.name, NOT_REACHED, note=f"stopped after {left_s:.0f} s"))
+        except Exception as error:  # noqa: BLE001  the other cases are still worth their time
+            report.add(section.name, Row(case.name, ERROR, note=first_line(error)))
+        session.timer.release()
+
+
+def _allocated_gib(device: torch.device) -> float:
+    """Before a case there should be next to nothing: what a case leaves behind counts in the next one's peak."""
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in the body when it takes longer."""
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise OutOfTime
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)

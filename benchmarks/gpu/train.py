@@ -1,0 +1,184 @@
+"""Training steps on one GPU: speed and peak memory of GPTs, the largest that trains, the memory of Swin-1.0B and ViT-1.2B.
+
+    python -m benchmarks.gpu.train [--out FOLDER] [--sections gpt,memory] [--smoke]
+
+writes a dated table. Every way to train has the same network, batch and loop; blocks are compiled.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.largest import largest_cases
+from benchmarks.gpu.networks import (
+    AO_ROWWISE,
+    AO_TENSORWISE,
+    BF16_AMP,
+    FP16_AMP,
+    O1,
+    O2,
+    O3_SPLIT,
+    SEQUENCE_LENGTH,
+    TE,
+    VOCABULARY,
+    Way,
+    build_gpt,
+    gpt_step,
+    peak_bytes_of,
+    vision_step,
+)
+from benchmarks.gpu.report import Report, Row, Target
+from benchmarks.gpu.session import Case, Section, Session, missing, parser, run
+from benchmarks.gpu.timing import Timer, Timing
+from worker.models import GPTConfig
+
+NUM_STEPS = 12
+WARMUP_STEPS = 4
+OOM_BATCHES = 2  # how often a batch is halved where bf16-amp runs out of memory
+AGAINST_AO, MEMORY = Target(1.0, 1.1), Target(0.60, 0.50, lower_is_better=True)
+SAVED = {"Swin": Target(0.44, 0.55, style=".0%"), "ViT": Target(0.26, 0.40, style=".0%")}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT; how many sequences a step has; the speed that O2 is to reach over bf16-amp."""
+
+    name: str
+    config: GPTConfig
+    batch_size: int
+    speed: Target
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a way of training took."""
+
+    timing: Timing
+    tokens_per_s: float
+    peak_bytes: int
+    batch_size: int
+
+
+SIZES = (
+    Size("1.3 B", GPTConfig(2048, 24, 16, VOCABULARY, SEQUENCE_LENGTH), 4, Target(1.20, 1.30)),
+    Size("350 M", GPTConfig(1024, 24, 16, VOCABULARY, SEQUENCE_LENGTH), 8, Target(1.05, 1.15)),
+    Size("6.7 B", GPTConfig(4096, 32, 32, VOCABULARY, SEQUENCE_LENGTH), 2, Target(1.30, 1.45)),
+)
+SMALL = (Size("tiny", GPTConfig(64, 2, 2, 256, 32), 2, Target(1.20, 1.30)),)
+Found = dict[tuple[str, str], Measured]
+
+
+def sections(session: Session, _report: Report) -> list[Section]:
+    """What has targets comes first; the other levels take what time is left."""
+    sizes, found = (SMALL if session.smoke else SIZES), Found()
+    first = [(size, way) for size in sizes for way in (BF16_AMP, AO_TENSORWISE, AO_ROWWISE, FP16_AMP, O2)]
+    first = [(size, way) for size, way in first if way != FP16_AMP or size == sizes[0]]
+    others = [(size, way) for size in sizes for way in ((O3_SPLIT,) if session.smoke else (O3_SPLIT, TE, O1))]
+    return [
+        Section("GPT step", [_gpt_case(session, size, way, found) for size, way in first], share=0.45),
+        Section("Memory of vision models", _vision_cases(session), share=0.1),
+        Section("Largest GPT", largest_cases(session), share=0.3),
+        Section("Other levels", [_gpt_case(session, size, way, found) for size, way in others], share=0.15),
+    ]
+
+
+def _gpt_case(session: Session, size: Size, way: Way, found: Found) -> Case:
+    return Case(f"GPT {size.name}, {way.name}", partial(_gpt, session, size, way, found), expected_s=15)
+
+
+def _gpt(session: Session, size: Size, way: Way, found: Found) -> Iterator[Row]:
+    figure = f"GPT {size.name}, {way.name}"
+    if way.package and importlib.util.find_spec(way.package) is None:
+        yield missing(figure, way.package)
+        return
+    base = found.get((size.name, BF16_AMP.name))
+    measured = _measure_gpt(session, size, way, base.batch_size if base else size.batch_size)
+    found[size.name, way.name] = measured
+    num_parameters = build_gpt(size.config, torch.device("meta")).num_parameters
+    flops_per_s = 6 * num_parameters * measured.tokens_per_s
+    speed = f"{measured.tokens_per_s:,.0f} tokens/s, step {measured.timing}"
+    note = f"{num_parameters:,} parameters, {measured.batch_size} × {size.config.max_sequence_length} tokens; "
+    note += f"{flops_per_s / 1e12:.0f} TFLOP/s at 6 per parameter and token"
+    if base is None:
+        yield Row(f"{figure}: speed", speed, note=note)
+        yield Row(f"{figure}: peak memory", _gib(measured.peak_bytes))
+        return
+    is_ours = way == O2
+    ratio = measured.tokens_per_s / base.tokens_per_s
+    yield Row(f"{figure}: speed", speed, f"bf16-amp {base.tokens_per_s:,.0f}", ratio, size.speed if is_ours else None, note)
+    for peer in (AO_TENSORWISE, AO_ROWWISE):
+        other = found.get((size.name, peer.name))
+        if is_ours and other:
+            ratio = measured.tokens_per_s / other.tokens_per_s
+            yield Row(f"{figure}: speed", speed, f"{peer.name} {other.tokens_per_s:,.0f}", ratio, AGAINST_AO)
+    for peer in (BF16_AMP, FP16_AMP):
+        other = found.get((size.name, peer.name))
+        if other and peer != way:
+            target = MEMORY if is_ours and size.name in ("1.3 B", "tiny") else None
+            ratio = measured.peak_bytes / other.peak_bytes
+            beside = f"{peer.name} {_gib(other.peak_bytes)}"
+            yield Row(f"{figure}: peak memory", _gib(measured.peak_bytes), beside, ratio, target)
+
+
+def _measure_gpt(session: Session, size: Size, way: Way, batch_size: int) -> Measured:
+    timer = session.timer if session.smoke else Timer(session.device, repeats=NUM_STEPS, warmup=WARMUP_STEPS)
+    for _ in range(OOM_BATCHES):
+        try:
+            return _measure_steps(session, size, way, batch_size, timer)
+        except torch.OutOfMemoryError:
+            if way != BF16_AMP or batch_size == 1:
+                raise
+        session.timer.release()
+        batch_size //= 2
+    return _measure_steps(session, size, way, batch_size, timer)
+
+
+def _measure_steps(session: Session, size: Size, way: Way, batch_size: int, timer: Timer) -> Measured:
+    compiled = "aot_eager" if session.smoke else "inductor"
+    try:
+        step, held = gpt_step(size.config, way, batch_size, session.device, compiled=compiled)
+        timing = timer.consecutive(step)
+        peak_bytes = peak_bytes_of(step, held, session.device)
+    finally:
+        torch.compiler.reset()  # what is compiled may hold the network
+    tokens_per_s = batch_size * size.config.max_sequence_length / timing.median_s
+    return Measured(timing, tokens_per_s, peak_bytes, batch_size)
+
+
+def _vision_cases(session: Session) -> list[Case]:
+    found: dict[tuple[str, str], int] = {}
+    return [
+        Case(f"{family}, {way.name}", partial(_vision, session, family, way, found), expected_s=10)
+        for family in ("Swin", "ViT")
+        for way in (FP16_AMP, O2)
+    ]
+
+
+def _vision(session: Session, family: str, way: Way, found: dict[tuple[str, str], int]) -> Iterator[Row]:
+    name = {"Swin": "Swin-1.0B at batch 16", "ViT": "ViT-1.2B at batch 64"}[family]
+    figure = f"{name}, {way.name}: peak memory"
+    if importlib.util.find_spec("transformers") is None:
+        yield missing(figure, "transformers")
+        return
+    step, held = vision_step(family, way, session.device, smoke=session.smoke)
+    peak = found[family, way.name] = peak_bytes_of(step, held, session.device)
+    other = found.get((family, FP16_AMP.name))
+    if way == FP16_AMP or other is None:
+        yield Row(figure, _gib(peak))
+        return
+    yield Row(f"{figure} saved", _gib(peak), f"fp16-amp {_gib(other)}", 1 - peak / other, SAVED[family])
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def main() -> int:
+    return run("train", "Training steps on one GPU", parser(__doc__).parse_args(), sections)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""The GPU benchmarks run to their end, on the CPU at tiny sizes, and what they write is a table; a failure is a row of it."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import largest, session
+from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
+from benchmarks.gpu.session import Case, Section, Session
+
+ROOT = Path(__file__).parent.parent.parent
+SECTIONS = {
+    "kernels": ["Quantize", "AdamW step", "Gradients in FP8", "Linear layer, forward and backward"],
+    "train": ["GPT step", "Memory of vision models", "Largest GPT", "Other levels"],
+    "accuracy": ["Loss"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_benchmark_fills_every_section_of_its_table(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--smoke", "--out", str(tmp_path / "out")]
+    command += ["--runs", str(tmp_path / "runs")] if name == "accuracy" else []
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tmp_path / "out").glob(f"*-gpu-{name}-smoke.md")
+    text = path.read_text()
+    assert f"`python -m benchmarks.gpu.{name} --smoke`" in text
+    assert str(tmp_path) not in text
+    tables = read_tables(text)
+    assert list(tables) == SECTIONS[name]
+    for section, rows in tables.items():
+        assert rows, f"{section} has no row"
+        assert not [row for row in rows if row[1] in (ERROR, NOT_REACHED)]
+    if name == "accuracy":
+        assert (path.with_suffix(".png")).stat().st_size > 10_000
+
+
+def test_what_raises_and_what_is_not_reached_are_rows_and_the_run_goes_on(tmp_path: Path) -> None:
+    cases = [Case("broken", partial(broken, "/some/folder/file.py is broken\nand more")), Case("sound", sound)]
+    late = [Case("slow", slow), Case("never", sound)]
+    status = session.run("kernels", "A table", options(tmp_path, budget_s=1.0), sections_of(cases, late))
+    assert status == 1
+    (path,) = tmp_path.glob("*.md")
+    tables = read_tables(path.read_text())
+    assert [row[:2] for row in tables["first"]] == [["broken", ERROR], ["sound", "1 ms"]]
+    assert tables["first"][0][-1] == "ValueError: file.py is broken"
+    assert [row[:2] for row in tables["second"]] == [["slow", NOT_REACHED], ["never", NOT_REACHED]]
+
+
+def test_a_run_without_errors_ends_with_0(tmp_path: Path) -> None:
+    assert session.run("kernels", "A table", options(tmp_path, budget_s=60.0), sections_of([Case("sound", sound)], [])) == 0
+
+
+def test_a_ratio_meets_a_target_from_its_own_side() -> None:
+    faster, smaller = Target(1.2, 1.3), Target(0.6, 0.5, lower_is_better=True)
+    assert [faster.met(ratio) for ratio in (1.19, 1.2, 1.3)] == ["no", "ship", "ahead"]
+    assert [smaller.met(ratio) for ratio in (0.61, 0.6, 0.5)] == ["no", "ship", "ahead"]
+    assert not_a_number_meets_nothing(faster)
+    assert not_a_number_meets_nothing(smaller)
+
+
+def not_a_number_meets_nothing(target: Target) -> bool:
+    return target.met(float("nan")) == "no"
+
+
+@pytest.mark.parametrize(("start", "capacity"), [(1, 100), (5, 100), (30, 100), (12, 16), (3, 5)])
+def test_the_search_finds_what_fits(start: int, capacity: int) -> None:
+    def peak_bytes_of(num_layers: int) -> int | None:
+        peak = 7 + 3 * num_layers
+        return peak if peak <= capacity else None
+
+    fits, fails = largest.search(peak_bytes_of, start, capacity, lambda: True)
+    expected = max(0, (capacity - 7) // 3)
+    assert (fits, fails) == (expected, expected + 1)
+
+
+def test_the_search_keeps_what_it_found_when_time_is_up() -> None:
+    tries = iter((True, True, False))
+    assert largest.search(lambda layers: 10 * layers, 4, 1000, lambda: next(tries)) == (100, 0)
+
+
+def test_no_folder_of_this_machine_is_shown() -> None:
+    words = ["--smoke", "--out", "/a/b", "--budget-s", "30", "--runs=/c/d"]
+    assert session.shown(words) == ["--smoke", "--budget-s", "30"]
+    assert first_line(RuntimeError("\n/a/b/c.py: no\nmore")) == "RuntimeError: c.py: no"
+
+
+def options(folder: Path, budget_s: float) -> argparse.Namespace:
+    return session.parser(None).parse_args(["--smoke", "--out", str(folder), "--budget-s", str(budget_s)])
+
+
+def sections_of(first: list[Case], second: list[Case]):  # noqa: ANN201
+    def sections(_session: Session, _report: Report) -> list[Section]:
+        return [Section("first", first, share=0.5), Section("second", second, share=0.5)]
+
+    return sections
+
+
+def broken(message: str) -> Iterator[Row]:
+    yield from ()
+    raise ValueError(message)
+
+
+def sound() -> Iterator[Row]:
+    yield Row("sound", "1 ms")
+
+
+def slow() -> Iterator[Row]:
+    time.sleep(30)
+    yield Row("slow", "30 s")
+
+
+def read_tables(text: str) -> dict[str, list[list[str]]]:
+    """The cells of each section's rows; every line of a table has as many as the head."""
+    tables: dict[str, list[list[str]]] = {}
+    for part in text.split("\n## ")[1:]:
+        name, *lines = part.splitlines()
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+        assert rows[0] == list(COLUMNS)
+        assert all(len(row) == len(COLUMNS) for row in rows)
+        tables[name] = rows[2:]
+    return tables
