@@ -59,20 +59,19 @@ def _quantize(session: Session, kind: Kind, shape: tuple[int, int], both: bool) 
     amaxes = [kernels.compute_amax(x) if "given" in name else None for x in inputs]
     is_used = torch.ones((), dtype=torch.bool, device=session.device)
 
-    def quantize(number: int) -> list[Tensor]:
+    def quantize(number: int) -> list[tuple[Tensor, Tensor]]:
         x, amax = inputs[number], amaxes[number]
         if not both:
-            return list(kernels.quantize(x, E4M3, granularity, amax=amax, block=block))
+            return [kernels.quantize(x, E4M3, granularity, amax=amax, block=block)]
         window = None if amax is None else (amax, is_used)
-        return kernels.quantize_operand(x, E4M3, granularity, block=block, sides="both", window=window)
+        quantized = kernels.quantize_operand(x, E4M3, granularity, block=block, sides="both", window=window)
+        return [side for side in (quantized.rows, quantized.columns) if side is not None]
 
-    parts = quantize(0)
-    _check(inputs[0], *parts[:2])
-    if both:
-        _check(inputs[0].t(), *parts[2:4])
-    scale_bytes = sum(part.nbytes for part in parts if part.dtype == torch.float32)
-    num_bytes = inputs[0].numel() * (both_bytes if both else rows_bytes) + scale_bytes
-    del parts
+    sides = quantize(0)
+    for x, side in zip((inputs[0], inputs[0].t()), sides, strict=False):
+        _check(x, *side)
+    num_bytes = inputs[0].numel() * (both_bytes if both else rows_bytes) + sum(scale.nbytes for _, scale in sides)
+    del sides
     yield _share_row(session, f"{'quantize+transpose' if both else 'quantize'} {name}, {shape[0]}×{shape[1]}", quantize,
                      num_bytes, inputs[0].numel(), SHARE)  # fmt: skip
 
