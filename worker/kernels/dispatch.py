@@ -36,6 +36,14 @@ class Kernels(Protocol):
 
     def sqrt(self, x: Tensor) -> Tensor: ...
 
+    def norm(self, codes: Tensor, dequant_scale: Tensor) -> Tensor: ...
+
+    def accumulate_(
+        self, codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, words: tuple[int, int, int]
+    ) -> None: ...
+
+    def mean_of_shards(self, codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]: ...
+
     def matmul(
         self,
         a_MK: Tensor,

@@ -15,12 +15,15 @@ from torch import Tensor
 from worker.kernels.formats import (
     BLOCK,
     KINDS,
+    ROUNDED_FORMATS,
     SCALED_FORMATS,
     TRANSPOSABLE,
     dequant_scale_from_amax,
     empty_operand_scale,
+    finite_or_nan,
     scale_shape,
 )
+from worker.kernels.rounding import random_bits, stochastic_round
 
 
 def compute_amax(x: Tensor, kind: str) -> Tensor:
@@ -156,6 +159,29 @@ def _values(codes: Tensor, dequant_scale: Tensor) -> Tensor:
     values = decode(codes)
     _multiply_by_scale_(values, dequant_scale)
     return values
+
+
+def norm(codes: Tensor, dequant_scale: Tensor) -> Tensor:
+    """The 2-norm of FP8 codes with one scale."""
+    return torch.linalg.vector_norm(dequantize(codes, dequant_scale, torch.float32))
+
+
+def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, words: tuple[int, int, int]) -> None:
+    """codes × dequant_scale += alpha · other, at the scale of the sum, stochastically rounded."""
+    total = dequantize(codes, dequant_scale, torch.float32).add_(other.float().mul(alpha))
+    new_scale = finite_or_nan(compute_amax(total, "tensor"), codes.dtype)
+    random_words = random_bits(*words, range(total.numel()), total.device).view(total.shape)
+    codes.copy_(stochastic_round(total.div_(new_scale), ROUNDED_FORMATS[codes.dtype], random_words))
+    dequant_scale.copy_(new_scale)
+
+
+def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The fp32 mean of each rank's codes, and its amax."""
+    total_S = torch.zeros(codes_RS.shape[1], device=codes_RS.device)
+    for codes_S, dequant_scale in zip(codes_RS, scales_R, strict=True):
+        total_S += dequantize(codes_S, dequant_scale, torch.float32)
+    total_S /= codes_RS.shape[0]
+    return total_S, compute_amax(total_S, "tensor")
 
 
 def _inf_to_nan(x: Tensor) -> Tensor:

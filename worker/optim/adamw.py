@@ -215,7 +215,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         at_once = exp_avg.codec.per_tensor or exp_avg_sq.codec.per_tensor
         for elements in runs(parameter.numel(), parameter.numel() if at_once else RUN_LENGTH):
             values, average, square = weight.read(elements), exp_avg.read(elements), exp_avg_sq.read(elements)
-            adam_(values, gradients.read(elements), average, square, state["step"], group)
+            adam_(values, gradients.read(elements), average, square, int(state["step"]), group)
             weight.write(elements, values)
             exp_avg.write(elements, average)
             exp_avg_sq.write(elements, square)
@@ -257,7 +257,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         if weight is None:
             return WideWeight(parameter) if parameter.dtype == torch.float32 else RoundedWeight(parameter, draw)
         assert weight.amax is not None
-        bound = bound_after_step(weight.amax, self.state[parameter]["step"], group)
+        bound = bound_after_step(weight.amax, int(self.state[parameter]["step"]), group)
         if weight.needs_master:
             return MasteredWeight(weight, self.state[parameter]["master_weights"], bound, draw)
         if weight.residual is not None:
@@ -271,7 +271,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         """A source of random words for this step of a parameter, a stream of its own for each purpose."""
         parameter_index, first_element = self._origins[parameter]
         stream = parameter_index * len(PURPOSES) + PURPOSES.index(purpose)
-        step = self.state[parameter]["step"]
+        step = int(self.state[parameter]["step"])
 
         def draw(elements: range) -> Tensor:
             shifted = range(first_element + elements.start, first_element + elements.stop)

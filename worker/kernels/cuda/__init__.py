@@ -7,7 +7,20 @@ from torch import sqrt  # which is IEEE's on a CUDA device
 
 from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gemm import matmul
+from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norm
 from worker.kernels.cuda.quantization import quantize, quantize_operand
 from worker.kernels.cuda.rescale import dequantize, encode
 
-__all__ = ["all_finite", "compute_amax", "dequantize", "encode", "matmul", "quantize", "quantize_operand", "sqrt"]
+__all__ = [
+    "accumulate_",
+    "all_finite",
+    "compute_amax",
+    "dequantize",
+    "encode",
+    "matmul",
+    "mean_of_shards",
+    "norm",
+    "quantize",
+    "quantize_operand",
+    "sqrt",
+]

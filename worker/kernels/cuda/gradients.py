@@ -1,4 +1,4 @@
-"""FP8 gradients on a CUDA device: norm, accumulation, and the sum of shards. The twins are in `worker/kernels/gradients.py`.
+"""FP8 gradients on a CUDA device: norm, accumulation, and the sum of shards. The twins are in `worker/kernels/reference.py`.
 
 Sums over programs are written down and added by torch in one order: the same result in every run.
 """

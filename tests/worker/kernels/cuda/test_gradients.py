@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.numerics.measure import mixed_magnitudes
 from worker import kernels
-from worker.kernels import gradients as reference
+from worker.kernels import reference
 from worker.kernels.cuda import gradients, language
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
