@@ -68,7 +68,7 @@ def _largest(session: Session, level: str, most: dict[str, int]) -> Iterator[Row
     """most: receives the parameters that bf16-amp may have at most, as far as was tried: it is O2 that has to prove itself."""
     session.timer.release()
     capacity = SMOKE_LIMIT_BYTES
-    if session.device.type == "cuda":
+    if not session.smoke:
         capacity = torch.cuda.get_device_properties(session.device).total_memory
     kept_s = session.left_s / 2 if level == "bf16-amp" else 0.0
     per_layer = BYTES_PER_PARAMETER[level] * 12 * sizes(1, smoke=session.smoke).hidden_size ** 2
@@ -97,6 +97,7 @@ def _num_parameters(num_layers: int, session: Session) -> int:
 
 def _try(session: Session, level: str, num_layers: int) -> int | None:
     command = [sys.executable, "-m", "benchmarks.gpu.largest", "--level", level, "--layers", str(num_layers)]
+    command += ["--device", session.device.type]
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     done = subprocess.run(
         [*command, *(["--smoke"] if session.smoke else [])],
@@ -117,9 +118,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", choices=WAYS, required=True)
     parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    device = torch.device("cpu" if options.smoke else "cuda")
+    device = torch.device(options.device)
     peak = None
     try:
         config = sizes(options.layers, smoke=options.smoke)

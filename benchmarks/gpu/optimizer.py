@@ -57,7 +57,7 @@ def _step_of_peer(session: Session, name: str, taken: dict[str, Timing]) -> Iter
     if session.device.type != "cuda":
         yield Row(name, "not run", note="it needs a GPU")
         return
-    model = build_gpt(SIZES, session.device)
+    model = build_gpt(SMALL if session.smoke else SIZES, session.device)
     yield _time(session, name, model, optimizer_class(model.parameters()), taken)
 
 

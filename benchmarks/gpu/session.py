@@ -74,18 +74,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     arguments.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
     arguments.add_argument("--budget-s", type=float, default=DEFAULT_BUDGET_S, help="seconds for all sections, by their shares")
     arguments.add_argument("--sections", default="", help="beginnings of the names of those to run, by comma; default: all")
-    arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    arguments.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, to see that everything runs")
+    arguments.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, or cpu with --smoke")
+    arguments.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
     return arguments
 
 
 def run(name: str, title: str, options: argparse.Namespace, sections: Callable[[Session, Report], list[Section]]) -> int:
     """Run the sections and write the table; 1 if anything raised."""
     began = time.monotonic()
-    if options.smoke:
-        options.device = "cpu"
+    device = torch.device(options.device or ("cpu" if options.smoke else "cuda"))
+    if device.type == "cpu":
         torch.set_num_threads(1)
-    device = torch.device(options.device)
     torch.manual_seed(0)
     timer = Timer(device, repeats=2, warmup=1) if options.smoke else Timer(device)
     session = Session(options, device, timer, measure_ceilings(timer, smoke=options.smoke))
@@ -106,7 +105,7 @@ def run(name: str, title: str, options: argparse.Namespace, sections: Callable[[
 
 
 def _header(name: str, session: Session) -> list[str]:
-    smoke = ["Smoke: tiny sizes on a CPU, whatever the figures are called. All it shows is that everything runs.", ""]
+    smoke = ["Smoke: tiny sizes, whatever the figures are called. All it shows is that everything runs.", ""]
     return [
         *(smoke if session.smoke else []),
         f"`{' '.join([f'python -m benchmarks.gpu.{name}', *shown(sys.argv[1:])])}`",

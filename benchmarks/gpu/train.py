@@ -35,6 +35,7 @@ from benchmarks.gpu.session import Case, Section, Session, missing, parser, run
 from benchmarks.gpu.timing import Timer, Timing
 from worker.models import GPTConfig
 
+FP16_BESIDE = ("1.3 B", "tiny")  # the sizes of which the memory has a target
 NUM_STEPS = 12
 WARMUP_STEPS = 4
 OOM_BATCHES = 2  # how often a batch is halved where bf16-amp runs out of memory
@@ -73,9 +74,10 @@ Found = dict[tuple[str, str], Measured]
 
 def sections(session: Session, _report: Report) -> list[Section]:
     """What has targets comes first; the other levels take what time is left."""
-    sizes, found = (SMALL if session.smoke else SIZES), Found()
+    wanted = tuple(word.strip() for word in session.options.sizes.split(","))
+    sizes, found = (SMALL if session.smoke else [size for size in SIZES if size.name.startswith(wanted)]), Found()
     first = [(size, way) for size in sizes for way in (BF16_AMP, AO_TENSORWISE, AO_ROWWISE, FP16_AMP, O2)]
-    first = [(size, way) for size, way in first if way != FP16_AMP or size == sizes[0]]
+    first = [(size, way) for size, way in first if way != FP16_AMP or size.name in FP16_BESIDE]
     others = [(size, way) for size in sizes for way in ((O3_SPLIT,) if session.smoke else (O3_SPLIT, TE, O1))]
     return [
         Section("GPT step", [_gpt_case(session, size, way, found) for size, way in first], share=0.45),
@@ -117,7 +119,7 @@ def _gpt(session: Session, size: Size, way: Way, found: Found) -> Iterator[Row]:
     for peer in (BF16_AMP, FP16_AMP):
         other = found.get((size.name, peer.name))
         if other and peer != way:
-            target = MEMORY if is_ours and size.name in ("1.3 B", "tiny") else None
+            target = MEMORY if is_ours and size.name in FP16_BESIDE else None
             ratio = measured.peak_bytes / other.peak_bytes
             beside = f"{peer.name} {_gib(other.peak_bytes)}"
             yield Row(f"{figure}: peak memory", _gib(measured.peak_bytes), beside, ratio, target)
@@ -177,7 +179,9 @@ def _gib(num_bytes: int) -> str:
 
 
 def main() -> int:
-    return run("train", "Training steps on one GPU", parser(__doc__).parse_args(), sections)
+    arguments = parser(__doc__)
+    arguments.add_argument("--sizes", default="1.3,350,6.7", help="beginnings of the GPTs' names, by comma")
+    return run("train", "Training steps on one GPU", arguments.parse_args(), sections)
 
 
 if __name__ == "__main__":

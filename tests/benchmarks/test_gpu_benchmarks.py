@@ -1,4 +1,4 @@
-"""The GPU benchmarks run to their end, on the CPU at tiny sizes, and what they write is a table; a failure is a row of it."""
+"""The GPU benchmarks run to their end at tiny sizes, on the CPU and on a GPU; what they write is a table, a failure a row."""
 
 import argparse
 import os
@@ -24,16 +24,17 @@ SECTIONS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_benchmark_fills_every_section_of_its_table(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--smoke", "--out", str(tmp_path / "out")]
+def test_a_benchmark_fills_every_section_of_its_table(name: str, device: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--smoke", "--device", device, "--out", str(tmp_path / "out")]
     command += ["--runs", str(tmp_path / "runs")] if name == "accuracy" else []
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "out").glob(f"*-gpu-{name}-smoke.md")
     text = path.read_text()
-    assert f"`python -m benchmarks.gpu.{name} --smoke`" in text
+    assert f"`python -m benchmarks.gpu.{name} --smoke --device {device}`" in text
     assert str(tmp_path) not in text
     tables = read_tables(text)
     assert list(tables) == SECTIONS[name]
