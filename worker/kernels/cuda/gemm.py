@@ -72,11 +72,29 @@ def matmul(
         return torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=out_dtype, device=a_MK.device)
     kinds, a_dequant_scale, b_dequant_scale = matching_scales(a_MK, a_dequant_scale, b_NK, b_dequant_scale)
     a_MK, b_NK = with_adjacent_columns(a_MK), with_adjacent_columns(b_NK)
-    capability = torch.cuda.get_device_capability(a_MK.device)
-    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
-    chosen = plan(kinds, (a_MK.dtype, b_NK.dtype), capability, (int(major), int(minor)), out_dtype)
+    capability, cuda_version = platform(a_MK.device)
+    chosen = plan(kinds, (a_MK.dtype, b_NK.dtype), capability, cuda_version, out_dtype)
     if chosen.backend == "triton":
         return triton_matmul(a_MK, a_dequant_scale, b_NK, b_dequant_scale, kinds, out_dtype, NUM_STAGES.get(capability, 2))
+    return cublas_matmul(a_MK, a_dequant_scale, b_NK, b_dequant_scale, kinds, chosen.out_dtype, fast_accumulation).to(out_dtype)
+
+
+def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The compute capability of a device, and the version of CUDA that torch was built for, whose cuBLASLt it loads."""
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    return torch.cuda.get_device_capability(device), (int(major), int(minor))
+
+
+def cublas_matmul(
+    a_MK: Tensor,
+    a_dequant_scale: Tensor,
+    b_NK: Tensor,
+    b_dequant_scale: Tensor,
+    kinds: tuple[str, str],
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """The product of contiguous codes with scales that match."""
     num_rows = a_MK.shape[0]
     if kinds[0] == "block 1x128" and num_rows % SCALE_ALIGNMENT:
         padding = (0, 0, 0, -num_rows % SCALE_ALIGNMENT)
@@ -85,9 +103,9 @@ def matmul(
     a_scale, b_scale = cublas_scale(a_dequant_scale, kinds[0]), cublas_scale(b_dequant_scale, kinds[1])
     out_MN = F.scaled_mm(
         a_MK, b_NK.t(), a_scale, RECIPES[kinds[0]], b_scale.t() if kinds[1] == "row" else b_scale, RECIPES[kinds[1]],
-        output_dtype=chosen.out_dtype, use_fast_accum=fast_accumulation,
+        output_dtype=out_dtype, use_fast_accum=fast_accumulation,
     )  # fmt: skip
-    return out_MN[:num_rows].to(out_dtype)
+    return out_MN[:num_rows]
 
 
 def matching_scales(

@@ -32,13 +32,6 @@ TILE_WARPS = 8
 
 
 @triton.jit
-def _scale(amax, FORMAT: tl.constexpr, MARGIN: tl.constexpr):
-    """The dequant_scale for an amax."""
-    LIMIT: tl.constexpr = 448.0 if FORMAT == "e4m3" else 57344.0 if FORMAT == "e5m2" else 65504.0
-    return language.dequant_scale_from_amax(amax, 1.0, LIMIT, MARGIN)
-
-
-@triton.jit
 def _inverse(power_of_two):
     """1 / 2**e for -126 <= e <= 126, from its bits."""
     return ((254 << 23) - power_of_two.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -58,14 +51,15 @@ def _encode_flat(
     BLOCK: tl.constexpr,
 ):
     """Codes at the scale of a given amax, and the amax of x itself."""
-    scale = _scale(tl.load(amax), FORMAT, MARGIN)
+    scale = language.scale_from_amax(tl.load(amax), FORMAT, MARGIN)
     if tl.program_id(0) == 0:
         tl.store(dequant_scale, scale)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     mask = offsets < num_elements - start
     values = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(codes + start + offsets, language.encode_scaled(values, _inverse(scale), FORMAT), mask=mask)
+    encoded = language.encode_scaled(language.nan_unless_finite(values), _inverse(scale), FORMAT)
+    tl.store(codes + start + offsets, encoded, mask=mask)
     if TRACKS_AMAX:
         language.atomic_amax(new_amax, language.amax(values, 0))
 
@@ -93,19 +87,21 @@ def _quantize_rows(
     if FITS:
         mask = is_row[:, None] & (columns[None, :] < num_columns)
         values = tl.load(inputs, mask=mask, other=0.0).to(tl.float32)
-        scale = _scale(language.amax(values, 1), FORMAT, MARGIN)
-        tl.store(outputs, language.encode_scaled(values, _inverse(scale)[:, None], FORMAT), mask=mask)
+        scale = language.scale_from_amax(language.amax(values, 1), FORMAT, MARGIN)
+        encoded = language.encode_scaled(language.nan_unless_finite(values), _inverse(scale)[:, None], FORMAT)
+        tl.store(outputs, encoded, mask=mask)
     else:
         largest = tl.zeros((ROWS,), tl.float32)
         for start in range(0, num_columns, COLUMNS):
             mask = is_row[:, None] & (columns[None, :] < num_columns - start)
             values = tl.load(inputs + start, mask=mask, other=0.0).to(tl.float32)
             largest = language.max_magnitude(largest, language.amax(values, 1))
-        scale = _scale(largest, FORMAT, MARGIN)
+        scale = language.scale_from_amax(largest, FORMAT, MARGIN)
         for start in range(0, num_columns, COLUMNS):
             mask = is_row[:, None] & (columns[None, :] < num_columns - start)
             values = tl.load(inputs + start, mask=mask, other=0.0).to(tl.float32)
-            tl.store(outputs + start, language.encode_scaled(values, _inverse(scale)[:, None], FORMAT), mask=mask)
+            encoded = language.encode_scaled(language.nan_unless_finite(values), _inverse(scale)[:, None], FORMAT)
+            tl.store(outputs + start, encoded, mask=mask)
     tl.store(dequant_scale + first_row + rows, scale, mask=is_row)
 
 
@@ -147,41 +143,44 @@ def _quantize_tile(
     mask = is_row[:, None] & is_column[None, :]
     inputs = x + first_row * stride + first_column + rows[:, None] * stride + columns[None, :]
     values = tl.load(inputs, mask=mask, other=0.0).to(tl.float32)
+    codable = language.nan_unless_finite(values)
 
     if KIND == "tensor" or KIND == "block 128x128":
         if KIND == "tensor":
-            scale = _scale(tl.load(row_amax), FORMAT, MARGIN)
+            scale = language.scale_from_amax(tl.load(row_amax), FORMAT, MARGIN)
             owns_scale = tl.program_id(0) == 0
         else:
-            scale = _scale(language.amax(language.amax(values, 1), 0), FORMAT, MARGIN)
+            scale = language.scale_from_amax(language.amax(language.amax(values, 1), 0), FORMAT, MARGIN)
             owns_scale = True
         if ROWS:
             tl.store(row_scale + tile_m * row_scale_stride_m + tile_n * row_scale_stride_n, scale, mask=owns_scale)
         if COLUMNS:
             tl.store(column_scale + tile_n * column_scale_stride_n + tile_m * column_scale_stride_m, scale, mask=owns_scale)
-        encoded = language.encode_scaled(values, _inverse(scale), FORMAT)
+        encoded = language.encode_scaled(codable, _inverse(scale), FORMAT)
         encoded_t = encoded
     else:
         if ROWS:
             if KIND == "row":
-                scale = _scale(tl.load(row_amax + first_row + rows, mask=is_row, other=0.0), FORMAT, MARGIN)
+                scale = language.scale_from_amax(tl.load(row_amax + first_row + rows, mask=is_row, other=0.0), FORMAT, MARGIN)
                 owns_scale = is_row & (tile_n == 0)
             else:
-                scale = _scale(language.amax(values, 1), FORMAT, MARGIN)
+                scale = language.scale_from_amax(language.amax(values, 1), FORMAT, MARGIN)
                 owns_scale = is_row
             pointers = row_scale + (first_row + rows) * row_scale_stride_m + tile_n * row_scale_stride_n
             tl.store(pointers, scale, mask=owns_scale)
-            encoded = language.encode_scaled(values, _inverse(scale)[:, None], FORMAT)
+            encoded = language.encode_scaled(codable, _inverse(scale)[:, None], FORMAT)
         if COLUMNS:
             if KIND == "row":
-                scale_t = _scale(tl.load(column_amax + first_column + columns, mask=is_column, other=0.0), FORMAT, MARGIN)
+                scale_t = language.scale_from_amax(
+                    tl.load(column_amax + first_column + columns, mask=is_column, other=0.0), FORMAT, MARGIN
+                )
                 owns_scale_t = is_column & (tile_m == 0)
             else:
-                scale_t = _scale(language.amax(values, 0), FORMAT, MARGIN)
+                scale_t = language.scale_from_amax(language.amax(values, 0), FORMAT, MARGIN)
                 owns_scale_t = is_column
             pointers_t = column_scale + (first_column + columns) * column_scale_stride_n + tile_m * column_scale_stride_m
             tl.store(pointers_t, scale_t, mask=owns_scale_t)
-            encoded_t = language.encode_scaled(values, _inverse(scale_t)[None, :], FORMAT)
+            encoded_t = language.encode_scaled(codable, _inverse(scale_t)[None, :], FORMAT)
     if ROWS:
         outputs = codes + first_row * num_columns + first_column + rows[:, None] * num_columns + columns[None, :]
         tl.store(outputs, encoded, mask=mask)

@@ -45,6 +45,7 @@ def _rescale_tile(
     if OUT_FORMAT == "values":
         result = language.cast(values * scale[:, None], out.dtype.element_ty)
     else:
+        values = language.nan_unless_finite(values)
         result = language.encode_scaled(values, tl.div_rn(1.0, scale)[:, None], OUT_FORMAT)
     outputs = out + first_row * num_columns + first_column + rows[:, None] * num_columns + columns[None, :]
     tl.store(outputs, result, mask=mask)

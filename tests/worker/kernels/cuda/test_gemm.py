@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.numerics.measure import assert_sqnr, mixed_magnitudes
 from worker.kernels import reference
@@ -98,6 +99,42 @@ def test_nan_reaches_its_row() -> None:
     a[2, 3] = torch.nan
     out = product(quantized(a, TENSOR), quantized(torch.ones(16, 48), TENSOR))
     assert out.isnan().any(1).tolist() == [False, False, True, False]
+
+
+class TestCublas:
+    """torch has products with scales of tensors and rows on CPU; the layouts of the others it checks on fake tensors."""
+
+    @pytest.mark.parametrize("out_dtype", [FP32, BF16, FP16])
+    @pytest.mark.parametrize("a_dtype", [E4M3, E5M2])
+    @pytest.mark.parametrize(("a_kind", "b_kind"), [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (TENSOR, ROW)])
+    def test_scales_of_tensors_and_rows(
+        self, a_kind: str, b_kind: str, a_dtype: torch.dtype, out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(gemm, "platform", lambda _device: (HOPPER, NEW))
+        generator = torch.Generator().manual_seed(0)
+        a = quantized(torch.randn(18, 48, generator=generator), a_kind, a_dtype)
+        b = quantized(torch.randn(32, 48, generator=generator), b_kind)
+        out = gemm.matmul(*a, *b, out_dtype, False)
+        assert out.dtype == out_dtype
+        expected = reference.matmul(*a, *b, FP32, False)
+        torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
+
+    @pytest.mark.parametrize("shape", [(256, 512, 384), (6, 128, 128), (128, 640, 256)])
+    @pytest.mark.parametrize(
+        ("a_kind", "b_kind"), [(TENSOR, TENSOR), (ROW, ROW), (NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW)]
+    )
+    def test_layouts_are_those_that_torch_asks_for(self, a_kind: str, b_kind: str, shape: tuple[int, int, int]) -> None:
+        num_rows, num_summed, num_out = shape
+        if SQUARE in (a_kind, b_kind) and num_rows % 128:
+            return
+        with FakeTensorMode():
+            device = torch.device("cpu")
+            a = torch.empty(num_rows, num_summed, dtype=E4M3, device=device)
+            b = torch.empty(num_out, num_summed, dtype=E4M3, device=device)
+            scales = empty_operand_scale(a.shape, a_kind, device), empty_operand_scale(b.shape, b_kind, device)
+            out = gemm.cublas_matmul(a, scales[0], b, scales[1], (a_kind, b_kind), BF16, False)
+        assert out.shape == (num_rows, num_out)
+        assert out.dtype == BF16
 
 
 class TestLayouts:

@@ -45,6 +45,12 @@ def _scale(amax, previous, out, N: tl.constexpr, LIMIT: tl.constexpr, MARGIN: tl
 
 
 @triton.jit
+def _scale_alone(amax, out, N: tl.constexpr, FORMAT: tl.constexpr, MARGIN: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(out + offsets, language.scale_from_amax(tl.load(amax + offsets), FORMAT, MARGIN))
+
+
+@triton.jit
 def _words(out, seed, step, stream, first_block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     step, stream = tl.full((), step, tl.int64), tl.full((), stream, tl.int64)
@@ -108,6 +114,19 @@ def test_scale(dtype: torch.dtype, margin: int) -> None:
     _scale[(1,)](amaxes, previous, out, 2048, float(kernels.formats.SCALED_FORMATS[dtype].max), margin)
     expected = kernels.dequant_scale_from_amax(amaxes, dtype, margin, previous)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("margin", [-3, 0, 8, 9, 40])
+@pytest.mark.parametrize("format", [E4M3, E5M2, FP16], ids=["e4m3", "e5m2", "fp16"])
+def test_scale_in_fewer_instructions(format: Format, margin: int) -> None:
+    powers = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
+    amaxes = torch.cat([powers * factor for factor in (1, 1.75, 1.7500002, 1.9990234375, 1.9999)]).float()
+    amaxes = torch.cat([amaxes, torch.tensor([0.0, math.inf, math.nan])])
+    amaxes = torch.nn.functional.pad(amaxes, (0, 2048 - amaxes.numel()), value=3.0).to(DEVICE)
+    out = torch.empty(2048, device=DEVICE)
+    name = {E4M3.dtype: "e4m3", E5M2.dtype: "e5m2", FP16.dtype: "fp16"}[format.dtype]
+    _scale_alone[(1,)](amaxes, out, 2048, name, margin)
+    assert torch.equal(out, kernels.dequant_scale_from_amax(amaxes, format.dtype, margin))
 
 
 @pytest.mark.parametrize("first_block", [0, 5, 2**33 + 1])

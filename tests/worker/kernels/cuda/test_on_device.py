@@ -1,0 +1,153 @@
+"""What only a chip can show: its own casts, cuBLASLt's products, graphs, and the compiler. `pytest -m gpu`.
+
+The other tests of this folder run on the device as well, where there is one.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.numerics.measure import assert_sqnr, mixed_magnitudes
+from worker import initialize, kernels
+from worker.kernels.cuda import gemm
+from worker.kernels.formats import KINDS
+
+pytestmark = pytest.mark.gpu
+E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
+FP32, BF16 = torch.float32, torch.bfloat16
+KIND_PAIRS = [
+    ("tensor", "tensor"),
+    ("row", "row"),
+    ("row", "tensor"),
+    ("block 1x128", "block 1x128"),
+    ("block 1x128", "block 128x128"),
+    ("block 128x128", "block 1x128"),
+]
+
+
+def quantized(x: Tensor, kind: str, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    granularity, block = KINDS[kind]
+    return kernels.quantize(x, dtype, granularity, block=block)
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, FP16])
+def test_every_16_bit_number_is_encoded_as_on_a_cpu(dtype: torch.dtype) -> None:
+    """All of bf16 and fp16, at scales that make nothing, much and everything overflow."""
+    for wide in (BF16, FP16):
+        x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(wide)
+        for scale in (2.0**-100, 2.0**-10, 1.0, 0.3, 2.0**20):
+            expected = kernels.encode(x, torch.tensor(scale), dtype)
+            actual = kernels.encode(x.cuda(), torch.tensor(scale, device="cuda"), dtype).cpu()
+            if dtype == FP16:
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+            else:
+                assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wide", [FP32, BF16])
+def test_large_operands_equal_those_of_a_cpu(kind: str, wide: torch.dtype) -> None:
+    x = mixed_magnitudes(2048 + 40, 1024 + 24).to(wide)
+    x[3, 140], x[1500, 5], x[7, 900] = torch.finfo(wide).max, math.nan, -math.inf
+    granularity, block = KINDS[kind]
+    expected = kernels.quantize_operand(x, E4M3, granularity, block=block, sides="both")
+    actual = kernels.quantize_operand(x.cuda(), E4M3, granularity, block=block, sides="both")
+    for (codes, scale), (expected_codes, expected_scale) in zip(actual[:2], expected[:2], strict=True):
+        assert torch.equal(codes.cpu().view(torch.uint8), expected_codes.view(torch.uint8))
+        assert torch.equal(scale.cpu(), expected_scale)
+
+
+class TestProducts:
+    """Whatever `plan` chooses on this device."""
+
+    @pytest.mark.parametrize("out_dtype", [FP32, BF16, FP16])
+    @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+    @pytest.mark.parametrize(("a_kind", "b_kind"), KIND_PAIRS)
+    @pytest.mark.parametrize("shape", [(256, 512, 384), (1, 144, 16), (129, 300, 77), (3, 1000, 130), (8, 16, 16)])
+    def test_equal_the_references(
+        self,
+        shape: tuple[int, int, int],
+        a_kind: str,
+        b_kind: str,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        out_dtype: torch.dtype,
+    ) -> None:
+        num_rows, num_summed, num_out = shape
+        a = quantized(gaussian(num_rows, num_summed), a_kind, dtypes[0])
+        b = quantized(gaussian(num_out, num_summed, seed=1), b_kind, dtypes[1])
+        expected = kernels.matmul(*a, *b)
+        actual = kernels.matmul(*(part.cuda() for part in (*a, *b)), out_dtype)
+        assert actual.dtype == out_dtype
+        error = (actual.cpu().double() - expected.double()).norm() / expected.double().norm()
+        assert float(error) <= (2e-3 if out_dtype == FP32 else 4e-3)
+
+    @pytest.mark.parametrize(("a_dtype", "min_db"), [(E4M3, 28.0), (E5M2, 24.0)])
+    @pytest.mark.parametrize(("a_kind", "b_kind"), KIND_PAIRS[3:])
+    def test_quality_per_tile(self, a_kind: str, b_kind: str, a_dtype: torch.dtype, min_db: float) -> None:
+        a, b = mixed_magnitudes(384, 512, seed=0), mixed_magnitudes(256, 512, seed=1)
+        out = kernels.matmul(*quantized(a.cuda(), a_kind, a_dtype), *quantized(b.cuda(), b_kind))
+        assert_sqnr(out.cpu(), (a.double() @ b.double().t()).float(), min_db)
+
+    def test_both_backends_agree(self) -> None:
+        for a_kind, b_kind in (KIND_PAIRS[0], KIND_PAIRS[1], *KIND_PAIRS[3:]):
+            a, b = quantized(gaussian(256, 1024).cuda(), a_kind), quantized(gaussian(384, 1024, seed=1).cuda(), b_kind)
+            by_triton = gemm.triton_matmul(*a, *b, (a_kind, b_kind), FP32, 2)
+            torch.testing.assert_close(kernels.matmul(*a, *b), by_triton, rtol=1e-3, atol=1e-3)
+
+    def test_fast_accumulation_is_near(self) -> None:
+        a, b = quantized(gaussian(256, 4096).cuda(), "tensor"), quantized(gaussian(384, 4096, seed=1).cuda(), "tensor")
+        precise, fast = (kernels.matmul(*a, *b, fast_accumulation=is_fast) for is_fast in (False, True))
+        assert float((fast - precise).norm() / precise.norm()) <= 1e-2
+
+    def test_transposed_views_are_operands(self) -> None:
+        (a, a_scale), (b, b_scale) = (
+            quantized(gaussian(256, 512).cuda(), "tensor"),
+            quantized(gaussian(512, 384).cuda(), "tensor"),
+        )
+        expected = kernels.matmul(a.cpu(), a_scale.cpu(), b.cpu().t(), b_scale.cpu())
+        torch.testing.assert_close(kernels.matmul(a, a_scale, b.t(), b_scale).cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+def network(level: str, recipe: dict[str, object]) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).cuda()
+    model, _ = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level, recipe=recipe)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler about itself
+@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
+@pytest.mark.parametrize("level", ["te", "O2", "O3"])
+class TestLinear:
+    def test_inductor_gives_the_same_loss(self, level: str, granularity: str) -> None:
+        torch.compiler.reset()
+        eager, model = (network(level, {"granularity": granularity}) for _ in range(2))
+        x = gaussian(128, 256).cuda().requires_grad_()
+        twin = x.detach().clone().requires_grad_()
+        expected, output = eager(x), torch.compile(model, fullgraph=True)(twin)
+        torch.testing.assert_close(output, expected, rtol=2**-6, atol=2**-6)
+        expected.float().square().mean().backward()
+        output.float().square().mean().backward()
+        torch.testing.assert_close(twin.grad, x.grad, rtol=0.1, atol=float(x.grad.abs().max()) / 16)
+
+    def test_a_cuda_graph_replays_forward_and_backward(self, level: str, granularity: str) -> None:
+        model, x = network(level, {"granularity": granularity}).eval(), gaussian(128, 256).cuda().requires_grad_()
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                (gradient,) = torch.autograd.grad(model(x).float().square().sum(), x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            (replayed,) = torch.autograd.grad(model(x).float().square().sum(), x)
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, gradient)
