@@ -1,0 +1,79 @@
+"""Models that people have: transformers' Swin, DeiT and RoBERTa, from a configuration, in an ordinary loop."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassification,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    SwinConfig,
+    SwinForImageClassification,
+)
+
+from worker import initialize
+from worker.fp8.convert import ConversionReport
+
+LEVELS = ("te", "O1", "O2", "O3-split", "O2-8bit")
+
+
+def swin() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    sizes = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "drop_path_rate": 0.0}
+    config = SwinConfig(**sizes, image_size=32, patch_size=4, num_labels=10)
+    return SwinForImageClassification(config), {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.arange(8)}
+
+
+def deit() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    config = DeiTConfig(**sizes, image_size=32, patch_size=8, num_labels=10)
+    return DeiTForImageClassification(config), {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.arange(8)}
+
+
+def roberta() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = RobertaConfig(**sizes, **dropout, vocab_size=100, max_position_embeddings=40)
+    tokens = torch.randint(5, 100, (8, 32))
+    return RobertaForMaskedLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> list[float]:
+    seen = []
+    for _ in range(12):
+        loss = model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [swin, deit, roberta], ids=lambda make: make.__name__)
+def test_learns_as_in_fp32(make: Any, level: str) -> None:
+    curves = []
+    for opt_level in ("fp32", level):
+        torch.manual_seed(0)
+        model, batch = make()
+        model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), opt_level=opt_level)
+        curves.append(losses(model.train(), optimizer, batch))
+    report = model.octet_report
+    assert isinstance(report, ConversionReport)
+    assert len(report.converted) >= 8
+    assert all(layer.by_request or "head" in layer.reason for layer in report.skipped), str(report)
+    assert curves[0][-1] < 0.9 * curves[0][0]
+    assert curves[1][-1] == pytest.approx(curves[0][-1], rel=0.05)
+
+
+def test_a_tied_head_stays_tied() -> None:
+    model, batch = roberta()
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    before = model.lm_head.decoder.weight.detach().clone()
+    losses(model, optimizer, batch)
+    assert model.lm_head.decoder.weight is model.roberta.embeddings.word_embeddings.weight
+    assert not torch.equal(model.lm_head.decoder.weight, before)
