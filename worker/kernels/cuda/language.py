@@ -125,12 +125,14 @@ def encode_fp16(scaled):
 @triton.jit
 def decode(codes, FORMAT: tl.constexpr):
     """fp32 values of codes as they are held: uint8 of "e4m3" or "e5m2", or any wider floating-point number."""
-    if FORMAT == "e4m3":
-        return decode_fp8(codes, True)
-    elif FORMAT == "e5m2":
-        return decode_fp8(codes, False)
-    else:
+    if FORMAT != "e4m3" and FORMAT != "e5m2":
         return codes.to(tl.float32)
+    elif INTERPRETED:
+        return decode_fp8(codes, FORMAT == "e4m3")
+    elif FORMAT == "e4m3":
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return codes.to(tl.float8e5, bitcast=True).to(tl.float32)
 
 
 @triton.jit

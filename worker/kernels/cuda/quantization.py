@@ -32,6 +32,12 @@ TILE_WARPS = 8
 
 
 @triton.jit
+def _last_first():
+    """This program's number, counted from the end: where x was read for its amax just now, its end is still in the cache."""
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
 def _inverse(power_of_two):
     """1 / 2**e for -126 <= e <= 126, from its bits."""
     return ((254 << 23) - power_of_two.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -51,10 +57,11 @@ def _encode_flat(
     BLOCK: tl.constexpr,
 ):
     """Codes at the scale of a given amax, and the amax of x itself."""
+    program = _last_first()
     scale = language.scale_from_amax(tl.load(amax), FORMAT, MARGIN)
-    if tl.program_id(0) == 0:
+    if program == 0:
         tl.store(dequant_scale, scale)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+    start = program.to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     mask = offsets < num_elements - start
     values = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -105,38 +112,23 @@ def _quantize_rows(
     tl.store(dequant_scale + first_row + rows, scale, mask=is_row)
 
 
+# fmt: off
 @triton.jit
 def _quantize_tile(
-    x,
-    stride,
-    num_rows,
-    num_columns,
-    row_amax,
-    column_amax,
-    new_amax,
-    codes,
-    row_scale,
-    row_scale_stride_m,
-    row_scale_stride_n,
-    codes_t,
-    column_scale,
-    column_scale_stride_n,
-    column_scale_stride_m,
-    KIND: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MARGIN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TRACKS_AMAX: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    x, stride, num_rows, num_columns, row_amax, column_amax, new_amax,
+    codes, row_scale, row_scale_stride_m, row_scale_stride_n,
+    codes_t, column_scale, column_scale_stride_n, column_scale_stride_m,
+    KIND: tl.constexpr, FORMAT: tl.constexpr, MARGIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TRACKS_AMAX: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):
+    # fmt: on
     """One tile. Scales of kind "tensor" and "row" come from amaxes that are given, those of blocks from the tile.
 
     ROWS, COLUMNS: what is wanted. row_scale belongs to codes (M, N), column_scale to codes_t (N, M).
     """
+    program = _last_first()
     num_column_tiles = tl.cdiv(num_columns, TILE_N)
-    tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
+    tile_m, tile_n = program // num_column_tiles, program % num_column_tiles
     first_row, first_column = tile_m.to(tl.int64) * TILE_M, tile_n.to(tl.int64) * TILE_N
     rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     is_row, is_column = rows < num_rows - first_row, columns < num_columns - first_column
@@ -148,7 +140,7 @@ def _quantize_tile(
     if KIND == "tensor" or KIND == "block 128x128":
         if KIND == "tensor":
             scale = language.scale_from_amax(tl.load(row_amax), FORMAT, MARGIN)
-            owns_scale = tl.program_id(0) == 0
+            owns_scale = program == 0
         else:
             scale = language.scale_from_amax(language.amax(language.amax(values, 1), 0), FORMAT, MARGIN)
             owns_scale = True

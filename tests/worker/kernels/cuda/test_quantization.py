@@ -138,10 +138,17 @@ class TestQuantize:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("kind", KINDS)
 class TestOperand:
-    @pytest.mark.parametrize("sides", SIDES)
     @pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (5, 0)])
-    def test_both_sides_from_one_read(self, kind: str, dtype: torch.dtype, shape: tuple[int, int], sides: str) -> None:
+    def test_both_sides_from_one_read(self, kind: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
         x = hard_matrix(*shape)
+        actual = quantization.quantize_operand(x, dtype, kind, 0, "both", None)
+        expected = reference.quantize_operand(x, dtype, kind, 0, "both", None)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+
+    @pytest.mark.parametrize("sides", ["rows", "columns"])
+    def test_one_side(self, kind: str, dtype: torch.dtype, sides: str) -> None:
+        x = hard_matrix(129, 257)
         actual = quantization.quantize_operand(x, dtype, kind, 0, sides, None)
         expected = reference.quantize_operand(x, dtype, kind, 0, sides, None)
         for one, other in zip(actual, expected, strict=True):
