@@ -29,6 +29,7 @@ ROW_WARPS = 8
 SHARED_SCALE_TILE = (128, 128)  # where the tile finds no scale of its own
 ROWS_OF_BLOCKS = 64  # of 1×128, without transposed codes
 TILE_WARPS = 8
+TILE_REGISTERS = 128  # at most, of a thread: two programs then share a multiprocessor; Triton 3.6 takes up to 224
 
 
 @triton.jit
@@ -277,7 +278,7 @@ def _launch_tiles(
     _quantize_tile[grid](
         x_MN, x_MN.stride(0), num_rows, num_columns, *amaxes, new_amax, *_pointers(rows), *_pointers(columns),
         kind, FORMAT_NAMES[dtype], margin, rows is not None, columns is not None, new_amax is not None, tile_m, tile_n,
-        num_warps=TILE_WARPS, enable_fp_fusion=False,
+        num_warps=TILE_WARPS, maxnreg=TILE_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -107,6 +107,8 @@ def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> dic
     return {
         "loads": len(re.findall(r"ld\.global", ptx)),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg", ptx)),
+        "saturating_casts": len(re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)),
+        "other_casts": len(re.findall(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)),
         "stores": len(re.findall(r"st\.global", ptx)),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
     }

@@ -22,3 +22,5 @@ def test_kernels_compile_and_move_16_bytes_at_a_time(tmp_path: Path) -> None:
     assert [name for name, access in accesses.items() if not access["wide_loads"]] == []
     writers = [name for name in accesses if not name.startswith(("amax", "clear", "norm", "accumulated"))]
     assert [name for name in writers if not accesses[name]["wide_stores"]] == []
+    assert [name for name, access in accesses.items() if access["other_casts"]] == []  # encode_scaled leaves it to the cast
+    assert all(accesses[name]["saturating_casts"] for name in accesses if name.startswith("quantize"))

@@ -1,4 +1,4 @@
-"""What only a chip can show: its own casts, cuBLASLt's products, graphs, and the compiler. `pytest -m gpu`.
+"""What only a chip can show of the kernels: its own casts, and cuBLASLt's products. `pytest -m gpu`.
 
 The other tests of this folder run on the device as well, where there is one.
 """
@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.numerics.measure import assert_sqnr, mixed_magnitudes
-from worker import initialize, kernels
+from worker import kernels
 from worker.kernels.cuda import gemm
 from worker.kernels.formats import KINDS
 
@@ -112,42 +112,3 @@ class TestProducts:
         )
         expected = kernels.matmul(a.cpu(), a_scale.cpu(), b.cpu().t(), b_scale.cpu())
         torch.testing.assert_close(kernels.matmul(a, a_scale, b.t(), b_scale).cpu(), expected, rtol=1e-3, atol=1e-3)
-
-
-def network(level: str, recipe: dict[str, object]) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).cuda()
-    model, _ = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level, recipe=recipe)
-    return model
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler about itself
-@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
-@pytest.mark.parametrize("level", ["te", "O2", "O3"])
-class TestLinear:
-    def test_inductor_gives_the_same_loss(self, level: str, granularity: str) -> None:
-        torch.compiler.reset()
-        eager, model = (network(level, {"granularity": granularity}) for _ in range(2))
-        x = gaussian(128, 256).cuda().requires_grad_()
-        twin = x.detach().clone().requires_grad_()
-        expected, output = eager(x), torch.compile(model, fullgraph=True)(twin)
-        torch.testing.assert_close(output, expected, rtol=2**-6, atol=2**-6)
-        expected.float().square().mean().backward()
-        output.float().square().mean().backward()
-        torch.testing.assert_close(twin.grad, x.grad, rtol=0.1, atol=float(x.grad.abs().max()) / 16)
-
-    def test_a_cuda_graph_replays_forward_and_backward(self, level: str, granularity: str) -> None:
-        model, x = network(level, {"granularity": granularity}).eval(), gaussian(128, 256).cuda().requires_grad_()
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                (gradient,) = torch.autograd.grad(model(x).float().square().sum(), x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            (replayed,) = torch.autograd.grad(model(x).float().square().sum(), x)
-        replayed.zero_()
-        graph.replay()
-        assert torch.equal(replayed, gradient)
