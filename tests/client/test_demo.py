@@ -145,7 +145,9 @@ def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal
     steps = "10" if ended_by is None else "1000"  # what is ended early must not end by itself before, on a busy machine
     command = [sys.executable, "-m", "client.cli", "demo", "--steps", steps, "--levels", "fp32", "--data-dir", str(tmp_path)]
     shown = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed_interrupts
+    ) as demo:
         assert demo.stdout is not None
         for line in demo.stdout:
             shown += line
@@ -155,6 +157,11 @@ def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal
     assert demo.returncode == status, shown
     assert ("FAILED to learn" in shown) == (ended_by is None)
     assert processes_of(tmp_path) == []
+
+
+def heed_interrupts() -> None:
+    """As from a terminal: a shell starts what runs in the background with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def processes_of(data_dir: Path) -> list[str]:
