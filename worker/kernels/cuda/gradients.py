@@ -19,7 +19,7 @@ _EXACT = {"enable_fp_fusion": False}
 @triton.jit
 def sum_of_squares_kernel(codes, partial, num_elements, CHUNK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    values = language.decode_fp8(tl.load(codes + at, mask=at < num_elements, other=0), True)
+    values = language.decode(tl.load(codes + at, mask=at < num_elements, other=0), "e4m3")
     tl.store(partial + tl.program_id(0), tl.sum(values * values, 0))
 
 
@@ -33,7 +33,7 @@ def norm(codes: Tensor, dequant_scale: Tensor) -> Tensor:
 
 @triton.jit
 def _total(codes, other, dequant_scale, alpha, at, inside):
-    values = language.decode_fp8(tl.load(codes + at, mask=inside, other=0), True) * dequant_scale
+    values = language.decode(tl.load(codes + at, mask=inside, other=0), "e4m3") * dequant_scale
     return values + tl.load(other + at, mask=inside, other=0).to(tl.float32) * alpha
 
 
@@ -52,7 +52,7 @@ def accumulate_kernel(codes, dequant_scale, other, alpha, new_scale, num_element
     seed, step, stream = tl.cast(seed, tl.int64), tl.cast(step, tl.int64), tl.cast(stream, tl.int64)
     words = tl.reshape(language.random_words(seed, step, stream, first // 4, CHUNK // 128, 128), (CHUNK,))
     scaled = total * (1.0 / tl.load(new_scale))
-    rounded = language.stochastic_codes(scaled, words, 3, -6, 448.0, 0x7F)
+    rounded = language.stochastic_codes(scaled, words, 3, -6, 0x7E, 0x7F)
     rounded |= (total.to(tl.int32, bitcast=True) >> 24) & 0x80
     tl.store(codes + at, rounded.to(tl.uint8), mask=at < num_elements)
 
@@ -74,7 +74,7 @@ def mean_of_shards_kernel(codes, scales, mean, amax, num_elements, stride, NUM_R
     total = tl.zeros((CHUNK,), tl.float32)
     for rank in tl.static_range(NUM_RANKS):
         shard = tl.load(codes + rank * stride + at, mask=inside, other=0)
-        total += language.decode_fp8(shard, True) * tl.load(scales + rank)
+        total += language.decode(shard, "e4m3") * tl.load(scales + rank)
     total = tl.div_rn(total, tl.full((CHUNK,), NUM_RANKS, tl.float32))
     tl.store(mean + at, total, mask=inside)
     language.atomic_amax(amax, language.amax(tl.where(inside, total, 0.0), 0))

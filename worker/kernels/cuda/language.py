@@ -208,15 +208,14 @@ def random_words(seed, step, stream, first_block, NUM_ROWS: tl.constexpr, NUM_CO
 
 @triton.jit
 def stochastic_codes(
-    x, words, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, LIMIT: tl.constexpr, NAN_CODE: tl.constexpr
+    x, words, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_CODE: tl.constexpr, NAN_CODE: tl.constexpr
 ):
-    """rounding.stochastic_codes: int32 magnitude codes of fp32 x."""
+    """rounding.stochastic_codes: int32 magnitude codes of fp32 x. MAX_CODE: of the format's largest number."""
     NUM_DROPPED_BITS: tl.constexpr = 23 - MANTISSA_BITS
     magnitude = tl.abs(x)
-    magnitude = tl.where(magnitude > LIMIT, LIMIT, magnitude)
     bits = (magnitude * 2.0 ** (-126 - MIN_EXPONENT)).to(tl.int32, bitcast=True)
-    bits = (bits + (words & ((1 << NUM_DROPPED_BITS) - 1))) >> NUM_DROPPED_BITS
-    return tl.where(is_finite(x), tl.minimum(bits, NAN_CODE), NAN_CODE)
+    bits = tl.minimum(bits, MAX_CODE << NUM_DROPPED_BITS) + (words & ((1 << NUM_DROPPED_BITS) - 1))
+    return tl.where(magnitude < INFINITY, bits >> NUM_DROPPED_BITS, NAN_CODE)
 
 
 @triton.jit
@@ -231,13 +230,16 @@ def split_decode(codes, residual):
 
 @triton.jit
 def expansion_decode(codes, levels, amax):
-    """DynamicRangeExpansion.decode, of uint8 codes (rows, 128) with int32 levels and fp32 amaxes (rows,)."""
-    code = codes.to(tl.int32) & 0x7F
-    depth = tl.maximum(tl.maximum(126 - code, 134 - 2 * code), tl.maximum(142 - 4 * code, 150 - 8 * code))
+    """DynamicRangeExpansion.decode, of uint8 codes (rows, 128) with int32 levels and fp32 amaxes (rows,).
+
+    An E4M3 number as FP16 has its eighths of a binade above bit 7, subnormal ones too; 448 is 0x5F00.
+    """
+    half = decode_fp8(codes, True).to(tl.float16) if INTERPRETED else codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    bits = half.to(tl.int16, bitcast=True).to(tl.int32)
+    magnitude = bits & 0x7FFF
     step = 8388608 // tl.maximum(levels, 1)
-    bits = amax.to(tl.int32, bitcast=True)[:, None] - depth * step[:, None]
-    bits = tl.where(code > 0, bits, 0) | ((codes.to(tl.int32) & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True)
+    lowered = amax.to(tl.int32, bitcast=True)[:, None] - ((0x5F00 - magnitude) >> 7) * step[:, None]
+    return copysign(tl.where(magnitude > 0, lowered, 0).to(tl.float32, bitcast=True), bits << 16)
 
 
 @triton.jit
@@ -250,5 +252,6 @@ def expansion_encode(values, amax):
     deepest = tl.max(tl.where(is_normal, below_amax, 0), 1)
     levels = tl.minimum(tl.maximum((142 << 23) // tl.maximum(deepest, 1), 8), 255)
     below_largest = ((below_amax >> 4) * levels[:, None]) << 1
-    expanded = tl.where(is_normal, tl.maximum(0x43E00000 - below_largest, 0), 0) | (bits & -0x80000000)
-    return encode_fp8(expanded.to(tl.float32, bitcast=True), True), levels
+    expanded = tl.where(is_normal, tl.maximum(0x43E00000 - below_largest, 0), 0)
+    signed = copysign(expanded.to(tl.float32, bitcast=True), bits)
+    return encode_fp8(signed, True) if INTERPRETED else signed.to(tl.float8e4nv).to(tl.uint8, bitcast=True), levels

@@ -59,10 +59,10 @@ def _words(out, seed, step, stream, first_block, ROWS: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def _stochastic(
-    x, words, out, N: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, LIMIT: tl.constexpr, NAN: tl.constexpr
+    x, words, out, N: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MAX: tl.constexpr, NAN: tl.constexpr
 ):
     offsets = tl.arange(0, N)
-    codes = language.stochastic_codes(tl.load(x + offsets), tl.load(words + offsets), BITS, EXPONENT, LIMIT, NAN)
+    codes = language.stochastic_codes(tl.load(x + offsets), tl.load(words + offsets), BITS, EXPONENT, MAX, NAN)
     tl.store(out + offsets, codes)
 
 
@@ -143,6 +143,9 @@ def test_stochastic_codes(format: Format) -> None:
     values = hard_values(E4M3)
     words = rounding.random_bits(1, 2, 3, range(4096), torch.device(DEVICE))
     out = torch.empty(4096, dtype=torch.int32, device=DEVICE)
-    constants = (format.mantissa_bits, format.min_exponent, format.max, format.nan_code)
+    exponent = math.frexp(format.max)[1] - format.min_exponent  # of the largest number, as it is stored
+    significand = int(math.ldexp(format.max, format.mantissa_bits + 1 - math.frexp(format.max)[1]))
+    max_code = ((exponent - 1) << format.mantissa_bits) + significand
+    constants = (format.mantissa_bits, format.min_exponent, max_code, format.nan_code)
     _stochastic[(1,)](values, words, out, 4096, *constants)
     assert torch.equal(out, rounding.stochastic_codes(values, format, words))
