@@ -33,6 +33,8 @@ from worker.memory import memory_report
 from worker.optim import LowBitAdamW, QuantizedWeight, adopt
 from worker.optim.adopt import REPRESENTABLE
 
+MIN_COMPUTE_CAPABILITY = (8, 9)
+
 FIRST_GRADIENT_STREAM = 1 << 31
 """Below it are the optimizer's random streams, above it those of gradient accumulation."""
 
@@ -59,6 +61,9 @@ def initialize(
     precision = _read_options(opt_level, options)
     if optimizer is not None:
         _check_optimizer(optimizer, precision.row)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is not None and device.type == "cuda":
+        check_capability(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device), precision.row)
     selected, skipped = select_layers(model, precision)
     num_parameters = sum(model.get_parameter(f"{name}.weight".lstrip(".")).numel() for name in selected)
     originals: dict[Tensor, Tensor] = {}
@@ -103,6 +108,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, level: Level) -> None:
         raise ValueError(
             f"level {level.name} cannot hold the states of {type(optimizer).__name__}; allowed: "
             f"{', '.join(known.__name__ for known in REPRESENTABLE)}. Use one of these, or a level of {others}."
+        )
+
+
+def check_capability(capability: tuple[int, int], device_name: str, level: Level) -> None:
+    """Refuse a level whose products a CUDA device has no instructions for. ValueError."""
+    if level.gemm == "fp8" and level.engine == "octet" and capability < MIN_COMPUTE_CAPABILITY:
+        major, minor = capability
+        raise ValueError(
+            f"level {level.name} multiplies in FP8; {device_name} has compute capability {major}.{minor}; allowed: 8.9 or later "
+            "(Ada, Hopper, Blackwell). Use bf16-amp or fp16-amp there."
         )
 
 

@@ -4,6 +4,7 @@ import copy
 import io
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from api_schemas.levels import LEVELS
 from worker import initialize
+from worker.api import check_capability
 from worker.fp8.gradient import Float8Gradient
 from worker.fp8.linear import Float8Linear
 from worker.models import GPT, GPTConfig
@@ -175,3 +177,14 @@ def test_a_model_is_initialized_once() -> None:
 def test_importing_the_package_loads_no_torch() -> None:
     code = "import sys, worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("level", "capability", "is_allowed"), [
+    ("O2", (9, 0), True), ("te", (8, 9), True), ("bf16-amp", (8, 0), True), ("O2", (8, 6), False), ("te", (7, 5), False),
+])  # fmt: skip
+def test_fp8_needs_the_instructions_whatever_the_device_is_called(
+    level: str, capability: tuple[int, int], is_allowed: bool
+) -> None:
+    refused = pytest.raises(ValueError, match=f"A card has .* {capability[0]}.{capability[1]}; allowed: 8.9")
+    with nullcontext() if is_allowed else refused:
+        check_capability(capability, "A card", LEVELS[level])
