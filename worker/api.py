@@ -116,8 +116,8 @@ def check_capability(capability: tuple[int, int], device_name: str, level: Level
     if level.gemm == "fp8" and level.engine == "octet" and capability < MIN_COMPUTE_CAPABILITY:
         major, minor = capability
         raise ValueError(
-            f"level {level.name} multiplies in FP8; {device_name} has compute capability {major}.{minor}; allowed: 8.9 or later "
-            "(Ada, Hopper, Blackwell). Use bf16-amp or fp16-amp there."
+            f"level {level.name} multiplies in FP8; {device_name} has compute capability {major}.{minor}; allowed: 8.9 or "
+            "later (Ada, Hopper, Blackwell). Use bf16-amp or fp16-amp there."
         )
 
 
