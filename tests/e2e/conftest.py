@@ -35,5 +35,5 @@ def _served(data_dir: Path) -> Iterator[Server]:
 @pytest.fixture
 def long_job(spec_document: dict[str, Any]) -> dict[str, Any]:
     """A job of some seconds: long enough to kill things in the middle."""
-    training = {"steps": 240, "global_batch_size": 8, "sequence_length": 64, "checkpoint_every": 20, "eval_every": 60}
+    training = {"steps": 600, "global_batch_size": 8, "sequence_length": 64, "checkpoint_every": 40, "eval_every": 120}
     return spec_document | {"name": "long", "training": spec_document["training"] | training}
