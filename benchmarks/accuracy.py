@@ -125,23 +125,24 @@ def table(runs: list[Run], setting: Setting) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """The curves, and their distance from fp32's."""
+    """The curves, and their distance from the first one's."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    _, (curves, gaps) = plt.subplots(1, 2, figsize=(14, 5))
+    figure, (curves, gaps) = plt.subplots(1, 2, figsize=(14, 5))
     reference = smooth(runs[0].losses)
     for run in runs:
         smoothed = smooth(run.losses)
         curves.plot(smoothed, label=run.level, linewidth=1)
         gaps.plot([100 * (a / b - 1) for a, b in zip(smoothed, reference, strict=True)], label=run.level, linewidth=1)
     curves.set(xlabel="step", ylabel="training loss (nats per byte, smoothed)", yscale="log")
-    gaps.set(xlabel="step", ylabel="gap to fp32 (%)", ylim=(-2, 2))
+    gaps.set(xlabel="step", ylabel=f"gap to {runs[0].level} (%)", ylim=(-2, 2))
     gaps.legend(ncols=2)
-    plt.tight_layout()
-    plt.savefig(path, dpi=120)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def smooth(losses: list[float], decay: float = 0.95) -> list[float]:

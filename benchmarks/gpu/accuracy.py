@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.accuracy import Run, Setting, gap, load_source_text, smooth
+from benchmarks.accuracy import Run, Setting, draw, gap, load_source_text
 from benchmarks.gpu.report import Report, Row, Target
 from benchmarks.gpu.session import Case, Section, Session, parser, run
 from worker import initialize, memory_report
@@ -108,25 +108,9 @@ def _level(session: Session, level: str, setting: Setting, data: TextData, runs:
 
 
 def _curves(report: Report, runs: list[Run]) -> Iterator[Row]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (curves, gaps) = plt.subplots(1, 2, figsize=(14, 5))
-    reference = smooth(runs[0].losses)
-    for done in runs:
-        smoothed = smooth(done.losses)
-        curves.plot(smoothed, label=done.level, linewidth=1)
-        gaps.plot([100 * (a / b - 1) for a, b in zip(smoothed, reference, strict=True)], label=done.level, linewidth=1)
-    curves.set(xlabel="step", ylabel="training loss (nats per byte, smoothed)", yscale="log")
-    gaps.set(xlabel="step", ylabel=f"gap to {runs[0].level} (%)", ylim=(-2, 2))
-    gaps.legend()
-    figure.tight_layout()
     path = report.path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    draw(runs, path)
     report.closing += [f"![curves]({path.name})", ""]
     yield Row("curves", path.name, note=", ".join(done.level for done in runs))
 

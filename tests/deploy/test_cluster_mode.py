@@ -20,7 +20,7 @@ from client.cli import build_app
 from service.cluster.ray_node import RayNode
 from service.cluster_mode import cluster_settings, dispatch, slots_wanted
 from service.db.engine import Database
-from tests.service.postgres_server import Unavailable, running_server
+from tests.service.postgres_server import server_or_skip
 
 ROOT = Path(__file__).parent.parent.parent
 API_KEY = "a-key-for-tests-0123456789"
@@ -29,13 +29,8 @@ TIMEOUT_S = 30.0
 
 @pytest.fixture(scope="module")
 def postgres_url() -> Iterator[str]:
-    try:
-        with running_server() as url:
-            yield url
-    except Unavailable as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
+    with server_or_skip() as url:
+        yield url
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
 from service.db.tables import Base
 from service.settings import Settings
-from tests.service.postgres_server import Unavailable, running_server
+from tests.service.postgres_server import server_or_skip
 from tests.service.world import TurnedClock, World
 
 with warnings.catch_warnings():
@@ -41,13 +41,8 @@ def fast_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    try:
-        with running_server() as url:
-            yield url
-    except Unavailable as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
+    with server_or_skip() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

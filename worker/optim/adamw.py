@@ -6,8 +6,8 @@
     weight    -= lr / (1 - beta1^t) · exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
 
 as torch.optim has them. Only what is stored is rounded: this step's update uses the moments before rounding. Parameters are
-walked over once, in runs of elements, so no tensor is ever wide as a whole. Rounding is stochastic from a counter
-(seed, parameter, its step, element), so a resumed or sharded run draws the same bits.
+walked over once, in runs of elements: none is wide as a whole, unless a codec has one scale for it. Rounding is stochastic
+from a counter (seed, parameter, its step, element), so a resumed or sharded run draws the same bits.
 """
 
 from collections.abc import Callable, Iterable

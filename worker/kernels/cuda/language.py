@@ -116,13 +116,6 @@ def decode_fp8(codes, IS_E4M3: tl.constexpr):
 
 
 @triton.jit
-def encode_fp16(scaled):
-    """FP16 codes of fp32 values: nearest even, saturating; NaN for NaN and Inf."""
-    clamped = tl.where(scaled > 65504.0, 65504.0, tl.where(scaled < -65504.0, -65504.0, scaled))
-    return tl.where(is_finite(scaled), clamped, float("nan")).to(tl.float16)
-
-
-@triton.jit
 def decode(codes, FORMAT: tl.constexpr):
     """fp32 values of codes as they are held: uint8 of "e4m3" or "e5m2", or any wider floating-point number."""
     if FORMAT != "e4m3" and FORMAT != "e5m2":

@@ -26,12 +26,6 @@ def _encode(x, out, N: tl.constexpr, IS_E4M3: tl.constexpr):
 
 
 @triton.jit
-def _encode_fp16(x, out, N: tl.constexpr):
-    offsets = tl.arange(0, N)
-    tl.store(out + offsets, language.encode_fp16(tl.load(x + offsets)))
-
-
-@triton.jit
 def _decode(codes, out, N: tl.constexpr, IS_E4M3: tl.constexpr):
     offsets = tl.arange(0, N)
     tl.store(out + offsets, language.decode_fp8(tl.load(codes + offsets), IS_E4M3))
@@ -84,14 +78,6 @@ def test_encode(format: Format) -> None:
     _encode[(1,)](values, out, 4096, format is E4M3)
     expected = reference.encode(values, torch.ones((), device=DEVICE), format.dtype)
     assert torch.equal(out, expected.view(torch.uint8))
-
-
-def test_encode_fp16() -> None:
-    values = hard_values(E5M2)
-    out = torch.empty(4096, dtype=torch.float16, device=DEVICE)
-    _encode_fp16[(1,)](values, out, 4096)
-    expected = reference.encode(values, torch.ones((), device=DEVICE), torch.float16)
-    assert torch.equal(out.view(torch.int16) & 0x7FFF, expected.view(torch.int16) & 0x7FFF)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
