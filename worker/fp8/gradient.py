@@ -29,8 +29,8 @@ class RoundingPosition:
     stream: int
     count: int = 0
 
-    def next_words(self) -> tuple[int, int, int]:
-        """Seed, step and stream of random words that were never drawn before."""
+    def next_draw(self) -> tuple[int, int, int]:
+        """Seed, step and stream of random numbers that were never drawn before."""
         self.count += 1
         return self.seed, self.count, self.stream
 
@@ -136,7 +136,7 @@ def _map_codes(op: Callable[[Tensor], Tensor]) -> Callable[..., Float8Gradient]:
 def _add_(gradient: Float8Gradient, other: Tensor, *, alpha: float = 1.0) -> Float8Gradient:
     """gradient += alpha * other, with a new scale and stochastic rounding."""
     other = other.dequantize() if isinstance(other, Float8Gradient) else other
-    kernels.accumulate_(gradient.codes, gradient.dequant_scale, other, alpha, gradient.position.next_words())
+    kernels.accumulate_(gradient.codes, gradient.dequant_scale, other, alpha, gradient.position.next_draw())
     return gradient
 
 

@@ -13,13 +13,13 @@ def norm(codes: Tensor, dequant_scale: Tensor) -> Tensor:
     return implementation(codes.device).norm(codes, dequant_scale)
 
 
-def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, words: tuple[int, int, int]) -> None:
+def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:
     """codes × dequant_scale += alpha · other, with a new scale () and stochastic rounding, in place.
 
-    codes: E4M3, contiguous. other: fp32, bf16 or fp16 of the same shape. words: seed, step and stream of the random words.
+    codes: E4M3, contiguous. other: fp32, bf16 or fp16 of the same shape. draw: seed, step and stream of the random numbers.
     The scale becomes NaN where the sum is not finite.
     """
-    implementation(codes.device).accumulate_(codes, dequant_scale, other, alpha, words)
+    implementation(codes.device).accumulate_(codes, dequant_scale, other, alpha, draw)
 
 
 def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:

@@ -166,12 +166,12 @@ def norm(codes: Tensor, dequant_scale: Tensor) -> Tensor:
     return torch.linalg.vector_norm(dequantize(codes, dequant_scale, torch.float32))
 
 
-def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, words: tuple[int, int, int]) -> None:
+def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:
     """codes × dequant_scale += alpha · other, at the scale of the sum, stochastically rounded."""
     total = dequantize(codes, dequant_scale, torch.float32).add_(other.float().mul(alpha))
     new_scale = finite_or_nan(compute_amax(total, "tensor"), codes.dtype)
-    random_words = random_bits(*words, range(total.numel()), total.device).view(total.shape)
-    codes.copy_(stochastic_round(total.div_(new_scale), ROUNDED_FORMATS[codes.dtype], random_words))
+    random_numbers = random_bits(*draw, range(total.numel()), total.device).view(total.shape)
+    codes.copy_(stochastic_round(total.div_(new_scale), ROUNDED_FORMATS[codes.dtype], random_numbers))
     dequant_scale.copy_(new_scale)
 
 

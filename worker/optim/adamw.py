@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from worker import kernels
+from worker.kernels.rounding import NUMBERS_PER_DRAW
 from worker.optim.codecs import CODECS, Codec, Draw, StoredState, zeros
 from worker.optim.gradients import GradientReader, all_finite
 from worker.optim.update import adam_, bound_after_step
@@ -48,8 +49,7 @@ MOMENT_CODECS = {
     # A square spans twice the binades: E4M3 would flush some to zero, and the update divides by its root.
     "exp_avg_sq": ("fp32", "bf16-sr", "fp16-tensor", "fp16-block", "uint8-companded"),
 }
-PURPOSES = ("weight", *MOMENTS)  # of random words
-WORDS_PER_DRAW = 4  # of the generator: a kernel draws for whole groups of elements
+PURPOSES = ("weight", *MOMENTS)  # of random numbers
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _is_fused(self, parameter: Tensor, group: dict[str, Any]) -> bool:
         wanted = parameter.is_cuda if self.fused is None else self.fused
         per_tensor = any(_codec(parameter, group, moment).per_tensor for moment in MOMENTS)
-        starts_a_draw = self._origins[parameter][1] % WORDS_PER_DRAW == 0
+        starts_a_draw = self._origins[parameter][1] % NUMBERS_PER_DRAW == 0  # kernels use whole draws
         return wanted and not per_tensor and parameter.is_contiguous() and starts_a_draw
 
     def _new_step_count(self, parameter: Tensor, group: dict[str, Any], num_steps: int) -> int | Tensor:
@@ -268,7 +268,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         return StoredState(_codec(parameter, group, moment), self.state[parameter][moment], self._draw(parameter, moment))
 
     def _draw(self, parameter: Tensor, purpose: str) -> Draw:
-        """A source of random words for this step of a parameter, a stream of its own for each purpose."""
+        """A source of random numbers for this step of a parameter, a stream of its own for each purpose."""
         parameter_index, first_element = self._origins[parameter]
         stream = parameter_index * len(PURPOSES) + PURPOSES.index(purpose)
         step = int(self.state[parameter]["step"])

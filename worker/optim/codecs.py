@@ -5,9 +5,9 @@ arithmetic that any device repeats bit for bit; no logarithm or power is taken a
 
     value = codes                                              fp32, bf16-sr
     value = codes × dequant_scale                              fp16-tensor, fp16-block, fp8-tensor, fp8-block
-    value = sign · dequant_scale less depth(codes) / levels binades: fp8-dre, dynamic range expansion (COAT, arXiv 2410.19313)
-    value = sign · (codes / 127)⁴ × dequant_scale              int8-companded
-    value = (codes / 255)⁴ × dequant_scale                     uint8-companded, for second moments: values without sign
+    value = sign · dequant_scale less depth(codes) · steps / 2^17 binades: fp8-dre, dynamic range expansion (see the class)
+    value = sign · (codes · fp32(1 / 127))⁴ × dequant_scale    int8-companded
+    value = (codes · fp32(1 / 255))⁴ × dequant_scale           uint8-companded, for second moments: values without sign
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,12 @@ from worker.kernels.formats import BF16, BLOCK, E4M3
 
 Parts = Mapping[str, Tensor]
 Draw = Callable[[range], Tensor]
-"""Random int32 words for a run of elements."""
+"""Random numbers of 16 bits, as int32, for a run of elements."""
 
 E4M3_MAX_BITS = 0x43E00000
 """Of 448, as an fp32."""
 TINY = torch.finfo(torch.float32).tiny
+TINY_BITS = 0x00800000
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Part:
 class Codec(ABC):
     """A way to store fp32 values: which tensors, and how they are filled and read."""
 
-    draws = False  # whether encode rounds stochastically and needs random words
+    draws = False  # whether encode rounds stochastically and needs random numbers
 
     def __init__(self, **parts: Part) -> None:
         self.parts = parts
@@ -61,8 +62,8 @@ class Codec(ABC):
         """The fp32 values, 1-D; may be the stored tensor itself."""
 
     @abstractmethod
-    def encode(self, values: Tensor, random_words: Tensor | None) -> Parts:
-        """The parts for fp32 values, 1-D. random_words: int32, one per element, if the codec draws."""
+    def encode(self, values: Tensor, random_numbers: Tensor | None) -> Parts:
+        """The parts for fp32 values, 1-D. random_numbers: one per element, if the codec draws."""
 
     @property
     def per_tensor(self) -> bool:
@@ -78,7 +79,7 @@ class Fp32(Codec):
     def decode(self, stored: Parts) -> Tensor:
         return stored["codes"]
 
-    def encode(self, values: Tensor, random_words: Tensor | None) -> Parts:
+    def encode(self, values: Tensor, random_numbers: Tensor | None) -> Parts:
         return {"codes": values}
 
 
@@ -90,35 +91,41 @@ class Bf16(Codec):
     def decode(self, stored: Parts) -> Tensor:
         return stored["codes"].float()
 
-    def encode(self, values: Tensor, random_words: Tensor | None) -> Parts:
-        assert random_words is not None
-        return {"codes": kernels.stochastic_round(values, BF16, random_words)}
+    def encode(self, values: Tensor, random_numbers: Tensor | None) -> Parts:
+        assert random_numbers is not None
+        return {"codes": kernels.stochastic_round(values, BF16, random_numbers)}
 
 
 class Scaled(Codec):
-    """Codes at a power-of-two scale, for the whole tensor or for each block of 128."""
+    """Codes at a power-of-two scale, for the whole tensor or for each block of 128; NaN where a value is not finite."""
 
     def decode(self, stored: Parts) -> Tensor:
         return kernels.dequantize(stored["codes"], stored["dequant_scale"])
 
-    def encode(self, values: Tensor, random_words: Tensor | None) -> Parts:
-        granularity = "tensor" if self.per_tensor else "block"
-        codes, dequant_scale = kernels.quantize(values, self.parts["codes"].dtype, granularity)
-        return {"codes": codes, "dequant_scale": dequant_scale}
+    def encode(self, values: Tensor, random_numbers: Tensor | None) -> Parts:
+        dtype = self.parts["codes"].dtype
+        amax = kernels.compute_amax(values, "tensor" if self.per_tensor else "block")
+        dequant_scale = kernels.finite_or_nan(amax, dtype)
+        return {"codes": kernels.encode(values, dequant_scale, dtype), "dequant_scale": dequant_scale}
 
 
 class DynamicRangeExpansion(Codec):
     """E4M3 codes with the dynamic range of their block: a block that spans few binades gives its spare range for precision.
 
-    In E4M3, a code lies q eighths of a binade below the largest, 126; here, q n-ths of a binade below the block's amax
-    (piecewise linearly, as floating-point numbers are). n is as large as the smallest element of the block allows, which
-    then gets the last code, 142 steps down: no element is lost to the gain of the others. At n = 8 it is E4M3 itself.
+    The idea is COAT's (arXiv 2410.19313); theirs is a power of the values, ours a step between codes.
+
+    In E4M3, a code lies q eighths of a binade below the largest, 126; here, q steps below the block's amax (piecewise
+    linearly, as floating-point numbers are). A step is `steps` 2^17ths of a binade, and as small as the smallest element of
+    the block allows, which then gets the last code, 142 steps down: no element is lost to the gain of the others. At most
+    it is an eighth, as in E4M3 itself.
     Integer arithmetic on the numbers' bits, so any device repeats it. Chosen by measurement (docs/log.md).
     """
 
     LARGEST = 126
     DEEPEST = 142
-    MIN_LEVELS, MAX_LEVELS = 8, 255
+    UNIT = 1 << 6  # of a step, in an fp32's bits: steps fit into an INT16
+    MIN_STEPS, MAX_STEPS = 514, 1 << 14  # a 255th and an eighth of a binade
+    HELD = 128 << 23  # below amax: what lies deeper is zero
 
     def decode(self, stored: Parts) -> Tensor:
         codes = _blocks(stored["codes"].view(torch.uint8)).to(torch.int32)
@@ -126,25 +133,26 @@ class DynamicRangeExpansion(Codec):
         depth = self.LARGEST - code
         for offset, slope in ((134, 2), (142, 4), (150, 8)):  # E4M3's subnormal codes lie further and further apart
             depth = torch.maximum(depth, offset - slope * code)
-        step = (1 << 23) // stored["levels"].to(torch.int32).clamp_(min=1).unsqueeze(1)
+        step = stored["steps"].to(torch.int32).mul_(self.UNIT).unsqueeze(1)
         bits = stored["dequant_scale"].view(torch.int32).unsqueeze(1) - depth.mul_(step)
         bits.mul_(code.clamp_(max=1)).bitwise_or_(codes.bitwise_and_(0x80).bitwise_left_shift_(24))
         return bits.view(torch.float32).view(-1)[: stored["codes"].numel()]
 
-    def encode(self, values: Tensor, random_words: Tensor | None) -> Parts:
+    def encode(self, values: Tensor, random_numbers: Tensor | None) -> Parts:
         bits = _blocks(values).view(torch.int32)
         magnitude = bits & 0x7FFFFFFF
         amax = magnitude.amax(1, keepdim=True)
-        is_normal = (magnitude >> 23).clamp_(max=1)
+        is_held = (magnitude >= (amax - self.HELD).clamp_(min=TINY_BITS)).to(torch.int32)
         below_amax = amax - magnitude
-        deepest = (below_amax * is_normal).amax(1, keepdim=True)
-        levels = ((self.DEEPEST << 23) // deepest.clamp_(min=1)).clamp_(self.MIN_LEVELS, self.MAX_LEVELS)
-        below_largest = (below_amax >> 4).mul_(levels) << 1
-        expanded = (E4M3_MAX_BITS - below_largest).clamp_(min=0).mul_(is_normal).bitwise_or_(bits & -0x80000000)
+        deepest = (below_amax * is_held).amax(1, keepdim=True)
+        unit = self.DEEPEST * self.UNIT
+        steps = (deepest + (unit - 1)).floor_divide_(unit).clamp_(self.MIN_STEPS, self.MAX_STEPS)
+        below_largest = (below_amax >> 11).mul_((2.0**25 / steps.float()).round_().to(torch.int32))  # E4M3's steps are 2^20
+        expanded = (E4M3_MAX_BITS - below_largest).mul_(is_held).bitwise_or_(bits & -0x80000000)
         return {
             "codes": expanded.view(torch.float32).to(E4M3.dtype).view(-1)[: values.numel()],
             "dequant_scale": amax.view(torch.float32).view(-1),
-            "levels": levels.to(torch.uint8).view(-1),
+            "steps": steps.to(torch.int16).view(-1),
         }
 
 
@@ -156,19 +164,20 @@ class Companded(Codec):
         self.num_levels, self.draws = num_levels, draws
 
     def decode(self, stored: Parts) -> Tensor:
-        root = _blocks(stored["codes"].float()).div_(self.num_levels)
+        root = _blocks(stored["codes"].float()).mul_(1 / self.num_levels)
         values = root.square().square_().mul_(stored["dequant_scale"].unsqueeze(1))
         return values.copysign_(root).view(-1)[: stored["codes"].numel()]
 
-    def encode(self, values: Tensor, random_words: Tensor | None) -> Parts:
+    def encode(self, values: Tensor, random_numbers: Tensor | None) -> Parts:
         blocks = _blocks(values)
         magnitude = blocks.abs()
         amax = magnitude.amax(1, keepdim=True)
-        root = kernels.sqrt(kernels.sqrt(magnitude.div_(amax.clamp(min=TINY)))).copysign_(blocks).view(-1)[: values.numel()]
-        if random_words is None:
-            levels = root.mul_(self.num_levels).round_()
+        ratio = magnitude.mul_(1 / amax.clamp(TINY, 1 / TINY))
+        root = kernels.sqrt(kernels.sqrt(ratio)).copysign_(blocks).view(-1)[: values.numel()]
+        if random_numbers is None:
+            levels = root.mul_(self.num_levels).round_().clamp_(-self.num_levels, self.num_levels)
         else:
-            position = (random_words & 0xFFFF).float().mul_(2.0**-16)
+            position = random_numbers.float().mul_(2.0**-16)
             levels = root.mul_(self.num_levels).add_(position).floor_().clamp_(max=self.num_levels)
         return {"codes": levels.to(self.parts["codes"].dtype), "dequant_scale": amax.view(-1)}
 
@@ -181,7 +190,7 @@ CODECS: Mapping[str, Codec] = {
     "fp16-block": Scaled(codes=Part(torch.float16), dequant_scale=_PER_BLOCK),
     "fp8-tensor": Scaled(codes=Part(E4M3.dtype), dequant_scale=_PER_TENSOR),
     "fp8-block": Scaled(codes=Part(E4M3.dtype), dequant_scale=_PER_BLOCK),
-    "fp8-dre": DynamicRangeExpansion(codes=Part(E4M3.dtype), dequant_scale=_PER_BLOCK, levels=Part(torch.uint8, BLOCK)),
+    "fp8-dre": DynamicRangeExpansion(codes=Part(E4M3.dtype), dequant_scale=_PER_BLOCK, steps=Part(torch.int16, BLOCK)),
     "int8-companded": Companded(127, draws=False, codes=Part(torch.int8), dequant_scale=_PER_BLOCK),
     "uint8-companded": Companded(255, draws=True, codes=Part(torch.uint8), dequant_scale=_PER_BLOCK),
 }

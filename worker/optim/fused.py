@@ -101,7 +101,7 @@ def _addresses(update: Update, gradient: Tensor) -> tuple[int, ...]:
         elif weight.residual is not None:
             row[tables.REFINEMENT.value] = weight.residual.data_ptr()
     for column, moment in ((tables.EXP_AVG.value, "exp_avg"), (tables.EXP_AVG_SQ.value, "exp_avg_sq")):
-        for number, name in enumerate(("codes", "dequant_scale", "levels")):
+        for number, name in enumerate(("codes", "dequant_scale", "steps")):
             if name in state[moment]:
                 row[column + number] = state[moment][name].data_ptr()
     if isinstance(gradient, Float8Gradient):

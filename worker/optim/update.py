@@ -6,6 +6,7 @@ roots from `kernels.sqrt`.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from worker import kernels
@@ -14,6 +15,9 @@ ROUNDING_SLACK = 1.25
 """By how much an update from rounded moments may exceed what one from exact moments could be."""
 MAX_UPDATE = 100.0
 """In units of lr, where the betas allow no bound."""
+ROOTED = (2.0**-100, torch.finfo(torch.float32).max)
+"""What second moments are clamped to before the root: within it a GPU's root needs no case apart. Its root, 1e-15, is next
+to nothing beside eps, and where eps is 0 a gradient that never was anything else moves no weight instead of making it NaN."""
 
 
 def adam_(values: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: dict[str, Any]) -> None:
@@ -27,7 +31,7 @@ def adam_(values: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
         gradient = gradient + values * group["weight_decay"]
     exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
     exp_avg_sq.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
-    denominator = kernels.sqrt(exp_avg_sq).mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
+    denominator = kernels.sqrt(exp_avg_sq.clamp(*ROOTED)).mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
     values.sub_((exp_avg / denominator).mul_(group["lr"] / (1 - beta1**step)))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from worker import kernels
 from worker.kernels.formats import E4M3, FP16, ROUNDED_FORMATS
+from worker.kernels.rounding import E4M11
 from worker.optim.codecs import Codec, Draw, Parts
 
 RUN_LENGTH = 1 << 15
@@ -116,7 +117,9 @@ class RoundedWeight(StoredWeight):
 
 
 class ScaledWeight(StoredWeight):
-    """FP16 codes with one scale, stochastically rounded."""
+    """FP16 codes with one scale, stochastically rounded. A value that is not finite makes the scale NaN, and so all values."""
+
+    format = FP16
 
     def __init__(self, weight: QuantizedWeight, codes: Tensor, dequant_scale: Tensor, bound: Tensor, draw: Draw) -> None:
         """codes, dequant_scale: the weight's own, or those of its master. bound: no value will be larger after the step."""
@@ -133,10 +136,15 @@ class ScaledWeight(StoredWeight):
         self.encode(elements, values.div_(self.new_scale))
 
     def finish(self) -> None:
-        self.dequant_scale.copy_(self.new_scale)
+        self.dequant_scale.copy_(self.finite(self.new_scale))
         assert self.weight.amax is not None
-        self.weight.amax.copy_(self.amax)
+        unit = 2.0 ** (-126 - self.format.min_exponent)  # as exact as the rounding sees it: what kernels have at hand
+        self.weight.amax.copy_(self.amax / self.new_scale * unit / unit * self.new_scale)
         super().finish()
+
+    def finite(self, scale: Tensor) -> Tensor:
+        """The scale, or NaN."""
+        return torch.where(self.amax.isfinite(), scale, torch.nan)
 
     def encode(self, elements: range, scaled_values: Tensor) -> None:
         """Store the codes of a run of values at the new scale."""
@@ -145,6 +153,8 @@ class ScaledWeight(StoredWeight):
 
 class SplitWeight(ScaledWeight):
     """E4M3 codes with one scale and an INT8 residual for each, stochastically rounded as one number."""
+
+    format = E4M11
 
     def __init__(self, weight: QuantizedWeight, bound: Tensor, draw: Draw) -> None:
         super().__init__(weight, weight.codes, weight.dequant_scale, bound, draw)
@@ -176,7 +186,7 @@ class MasteredWeight(ScaledWeight):
 
     def finish(self) -> None:
         super().finish()
-        self.weight.dequant_scale.copy_(self.rounded_scale)
+        self.weight.dequant_scale.copy_(self.finite(self.rounded_scale))
 
 
 def new_master(weight: QuantizedWeight, codec: Codec) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def test_small_contributions_survive_accumulation() -> None:
     assert gradient.dequantize().mean().item() == pytest.approx(2.0, rel=0.01)
 
 
-def test_accumulation_draws_new_random_words_each_time_and_the_same_ones_after_a_resume() -> None:
+def test_accumulation_draws_new_random_numbers_each_time_and_the_same_ones_after_a_resume() -> None:
     def accumulate(count: int) -> tuple[Float8Gradient, Float8Gradient]:
         pair = make(random_values(256)), make(random_values(256))
         pair[0].position.count = pair[1].position.count = count

@@ -26,8 +26,8 @@ def fp16(values: Tensor) -> QuantizedWeight:
 
 def split(values: Tensor) -> QuantizedWeight:
     codes, dequant_scale = kernels.quantize(values, E4M3)
-    words = kernels.random_bits(0, 0, 0, range(values.numel()), values.device).view_as(values)
-    codes, residual = kernels.split_encode(values / dequant_scale, words)
+    numbers = kernels.random_bits(0, 0, 0, range(values.numel()), values.device).view_as(values)
+    codes, residual = kernels.split_encode(values / dequant_scale, numbers)
     return QuantizedWeight(parameter(codes), dequant_scale, residual=residual)
 
 

@@ -10,169 +10,206 @@ import triton.language as tl
 
 from worker.kernels.cuda import adamw_tables as tables
 from worker.kernels.cuda import language
+from worker.kernels.formats import BLOCK
 
-_TINY = tl.constexpr(2.0**-126)
-_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
-"""Added to an fp32 and subtracted again, it rounds to the nearest even integer."""
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def address(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer in a column of a parameter's row. Only with the promise that it is aligned are 16 bytes loaded at a time."""
-    pointer = tl.load(row + COLUMN).to(tl.pointer_type(DTYPE))
+def place(row, start, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer in a column of a parameter's row.
+
+    ALIGNED: 8 elements are loaded and stored at a time, at most 16 bytes. All formats then lie in registers alike; with 16
+    bytes of each, codes of one and of two bytes would have to be exchanged between threads.
+    """
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(DTYPE)) + start
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
+        pointer = tl.multiple_of(pointer, 8 if DTYPE.primitive_bitwidth == 8 else 16)
     return pointer
 
 
 @triton.jit
-def read(row, at, inside, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    return tl.load(address(row, COLUMN, DTYPE, ALIGNED) + at, mask=inside, other=0)
-
-
-@triton.jit
-def write(row, at, inside, codes, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    tl.store(address(row, COLUMN, DTYPE, ALIGNED) + at, codes.to(DTYPE), mask=inside)
-
-
-@triton.jit
-def read_gradient(row, at, rows, inside, has_row, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+def weight_places(row, start, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a weight is: its values or codes, and what refines them (the same again where nothing does)."""
     if FORMAT == "fp32":
-        values = read(row, at, inside, tables.GRADIENT, tl.float32, ALIGNED)
+        values = place(row, start, tables.WEIGHT, tl.float32, ALIGNED)
+        return values, values
     elif FORMAT == "bf16":
-        values = read(row, at, inside, tables.GRADIENT, tl.bfloat16, ALIGNED).to(tl.float32)
+        values = place(row, start, tables.WEIGHT, tl.bfloat16, ALIGNED)
+        return values, values
+    elif FORMAT == "fp16" or FORMAT == "fp16-scaled":
+        values = place(row, start, tables.WEIGHT, tl.float16, ALIGNED)
+        return values, values
+    elif FORMAT == "master":
+        return place(row, start, tables.WEIGHT, tl.uint8, ALIGNED), place(row, start, tables.REFINEMENT, tl.float16, ALIGNED)
+    else:
+        tl.static_assert(FORMAT == "split", "unknown format of a weight")
+        return place(row, start, tables.WEIGHT, tl.uint8, ALIGNED), place(row, start, tables.REFINEMENT, tl.int8, ALIGNED)
+
+
+@triton.jit
+def gradient_places(row, start, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a gradient is, and its scales."""
+    scales = place(row, start // _BLOCK if FORMAT == "fp8-block" else 0, tables.GRADIENT_SCALE, tl.float32, False)
+    if FORMAT == "fp32":
+        return place(row, start, tables.GRADIENT, tl.float32, ALIGNED), scales
+    elif FORMAT == "bf16":
+        return place(row, start, tables.GRADIENT, tl.bfloat16, ALIGNED), scales
     elif FORMAT == "fp16":
-        values = read(row, at, inside, tables.GRADIENT, tl.float16, ALIGNED).to(tl.float32)
+        return place(row, start, tables.GRADIENT, tl.float16, ALIGNED), scales
     else:
         tl.static_assert(FORMAT == "fp8-tensor" or FORMAT == "fp8-block", "unknown format of a gradient")
-        values = language.decode(read(row, at, inside, tables.GRADIENT, tl.uint8, ALIGNED), "e4m3")
-        scales = address(row, tables.GRADIENT_SCALE, tl.float32, False)
-        if FORMAT == "fp8-tensor":
-            values = values * tl.load(scales)
-        else:
-            values = values * tl.load(scales + rows, mask=has_row, other=1.0)[:, None]
-    return values
+        return place(row, start, tables.GRADIENT, tl.uint8, ALIGNED), scales
 
 
 @triton.jit
-def read_weight(row, constant, at, inside, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    if FORMAT == "fp32":
-        values = read(row, at, inside, tables.WEIGHT, tl.float32, ALIGNED)
-    elif FORMAT == "bf16":
-        values = read(row, at, inside, tables.WEIGHT, tl.bfloat16, ALIGNED).to(tl.float32)
-    elif FORMAT == "fp16":
-        values = read(row, at, inside, tables.WEIGHT, tl.float16, ALIGNED).to(tl.float32)
-    else:
-        if FORMAT == "fp16-scaled":
-            codes = read(row, at, inside, tables.WEIGHT, tl.float16, ALIGNED).to(tl.float32)
-        elif FORMAT == "master":
-            codes = read(row, at, inside, tables.REFINEMENT, tl.float16, ALIGNED).to(tl.float32)
-        else:
-            tl.static_assert(FORMAT == "split", "unknown format of a weight")
-            residual = read(row, at, inside, tables.REFINEMENT, tl.int8, ALIGNED)
-            codes = language.split_decode(read(row, at, inside, tables.WEIGHT, tl.uint8, ALIGNED), residual)
-        values = codes * tl.load(constant + tables.OLD_SCALE)
-    return values
-
-
-@triton.jit
-def write_weight(row, constant, values, words, at, inside, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """words: random, one per element; not looked at for fp32."""
-    sign = values.to(tl.int32, bitcast=True) >> 31
-    if FORMAT == "fp32":
-        write(row, at, inside, values, tables.WEIGHT, tl.float32, ALIGNED)
-    elif FORMAT == "bf16":
-        codes = language.stochastic_codes(values, words, 7, -126, 0x7F7F, 0x7FC0) | (sign & 0x8000)
-        write(row, at, inside, codes, tables.WEIGHT, tl.int16, ALIGNED)
-    elif FORMAT == "fp16":
-        codes = language.stochastic_codes(values, words, 10, -14, 0x7BFF, 0x7E00) | (sign & 0x8000)
-        write(row, at, inside, codes, tables.WEIGHT, tl.int16, ALIGNED)
-    else:
-        amax = language.amax(language.amax(values, 1), 0)
-        language.atomic_amax(address(row, tables.AMAX, tl.float32, False), amax)
-        new_scale = tl.load(constant + tables.NEW_SCALE)
-        scaled = values * (1.0 / new_scale)  # exact: a power of two
-        if FORMAT == "split":
-            fine = language.stochastic_codes(scaled, words, 11, -6, 0x7E00, 0x7F00)
-            codes = (fine + 128) >> 8
-            write(row, at, inside, fine - (codes << 8), tables.REFINEMENT, tl.int8, ALIGNED)
-            write(row, at, inside, codes | (sign & 0x80), tables.WEIGHT, tl.uint8, ALIGNED)
-        else:
-            codes = (language.stochastic_codes(scaled, words, 10, -14, 0x7BFF, 0x7E00) | (sign & 0x8000)).to(tl.int16)
-            if FORMAT == "fp16-scaled":
-                write(row, at, inside, codes, tables.WEIGHT, tl.int16, ALIGNED)
-            else:
-                write(row, at, inside, codes, tables.REFINEMENT, tl.int16, ALIGNED)
-                stored = codes.to(tl.float16, bitcast=True).to(tl.float32) * new_scale
-                rounded = language.encode_scaled(stored, 1.0 / tl.load(constant + tables.ROUNDED_SCALE), "e4m3")
-                write(row, at, inside, rounded, tables.WEIGHT, tl.uint8, ALIGNED)
-
-
-@triton.jit
-def read_moment(row, at, rows, inside, has_row, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+def moment_places(row, start, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a moment is: codes, scales and steps."""
+    scales = place(row, start // _BLOCK, COLUMN + 1, tl.float32, False)
+    steps = place(row, start // _BLOCK, COLUMN + 2, tl.int16, False)
     if CODEC == "fp32":
-        values = read(row, at, inside, COLUMN, tl.float32, ALIGNED)
+        return place(row, start, COLUMN, tl.float32, ALIGNED), scales, steps
     elif CODEC == "bf16-sr":
-        values = read(row, at, inside, COLUMN, tl.bfloat16, ALIGNED).to(tl.float32)
+        return place(row, start, COLUMN, tl.bfloat16, ALIGNED), scales, steps
+    elif CODEC == "fp16-block":
+        return place(row, start, COLUMN, tl.float16, ALIGNED), scales, steps
+    elif CODEC == "int8-companded":
+        return place(row, start, COLUMN, tl.int8, ALIGNED), scales, steps
+    else:
+        tl.static_assert(CODEC == "fp8-block" or CODEC == "fp8-dre" or CODEC == "uint8-companded", "unknown codec")
+        return place(row, start, COLUMN, tl.uint8, ALIGNED), scales, steps
+
+
+@triton.jit
+def min_exponent(FORMAT: tl.constexpr):
+    """Of the smallest normal number of a weight's format, as it is rounded."""
+    if FORMAT == "split":
+        return -6
+    elif FORMAT == "bf16" or FORMAT == "fp32":
+        return -126
+    else:
+        return -14
+
+
+@triton.jit
+def read(pointer, at, inside):
+    """Where `inside` is false, zero."""
+    if inside is None:
+        return tl.load(pointer + at)
+    else:
+        return tl.load(pointer + at, mask=inside, other=0)
+
+
+@triton.jit
+def write(pointer, at, inside, codes):
+    tl.store(pointer + at, codes.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def read_gradient(places, at, rows, inside, has_row, FORMAT: tl.constexpr):
+    """fp32 values; of codes with one scale, in units of that."""
+    held, scales = places
+    if FORMAT == "fp8-tensor":
+        return language.decode(read(held, at, inside), "e4m3")
+    elif FORMAT == "fp8-block":
+        return language.decode(read(held, at, inside), "e4m3") * read(scales, rows, has_row)[:, None]
+    else:
+        return read(held, at, inside).to(tl.float32)
+
+
+@triton.jit
+def read_weight(places, at, inside, FORMAT: tl.constexpr):
+    """fp32 values; of codes, in units of their scale."""
+    held, refinement = places
+    if FORMAT == "split":
+        return language.split_decode(read(held, at, inside), read(refinement, at, inside))
+    elif FORMAT == "master":
+        return read(refinement, at, inside).to(tl.float32)
+    else:
+        return read(held, at, inside).to(tl.float32)
+
+
+@triton.jit
+def write_weight(places, bits, scaled, constant, numbers, at, inside, FORMAT: tl.constexpr):
+    """scaled: fp32 in units of the new scale. bits: their roundable bits; numbers: random, one each; not looked at for fp32."""
+    held, refinement = places
+    sign = scaled.to(tl.int32, bitcast=True) >> 31
+    if FORMAT == "fp32":
+        write(held, at, inside, scaled)
+    elif FORMAT == "split":
+        fine = language.stochastic_codes(bits, numbers, 11, 0x7E00)
+        codes = (fine + 128) >> 8
+        write(refinement, at, inside, fine - (codes << 8))
+        write(held, at, inside, codes | (sign & 0x80))
+    elif FORMAT == "bf16" or FORMAT == "fp16":
+        write(held.to(tl.pointer_type(tl.int16)), at, inside, sixteen_bits(scaled, bits, numbers, FORMAT))
+    else:
+        codes = (language.stochastic_codes(bits, numbers, 10, 0x7BFF) | (sign & 0x8000)).to(tl.int16)
+        if FORMAT == "master":
+            write(refinement.to(tl.pointer_type(tl.int16)), at, inside, codes)
+            stored = codes.to(tl.float16, bitcast=True).to(tl.float32) * constant[tables.NEW_SCALE]
+            write(held, at, inside, language.encode_scaled(stored, language.inverse(constant[tables.ROUNDED_SCALE]), "e4m3"))
+        else:
+            write(held.to(tl.pointer_type(tl.int16)), at, inside, codes)
+
+
+@triton.jit
+def sixteen_bits(values, bits, numbers, FORMAT: tl.constexpr):
+    """int16 codes of fp32 values, stochastically rounded; NaN where a value is not finite."""
+    if FORMAT == "bf16":
+        codes = tl.where(bits < 0x7F800000, language.stochastic_codes(bits, numbers, 7, 0x7F7F), 0x7FC0)
+    else:
+        codes = tl.where(bits < 0x7F800000, language.stochastic_codes(bits, numbers, 10, 0x7BFF), 0x7E00)
+    return codes | ((values.to(tl.int32, bitcast=True) >> 31) & 0x8000)
+
+
+@triton.jit
+def read_moment(places, at, rows, inside, has_row, CODEC: tl.constexpr):
+    held, scales, steps = places
+    if CODEC == "fp32" or CODEC == "bf16-sr":
+        values = read(held, at, inside).to(tl.float32)
     elif CODEC == "fp8-dre":
-        amax = tl.load(address(row, COLUMN + 1, tl.float32, False) + rows, mask=has_row, other=0.0)
-        levels = tl.load(address(row, COLUMN + 2, tl.uint8, False) + rows, mask=has_row, other=8).to(tl.int32)
-        values = language.expansion_decode(read(row, at, inside, COLUMN, tl.uint8, ALIGNED), levels, amax)
+        step = read(steps, rows, has_row).to(tl.int32)
+        values = language.expansion_decode(read(held, at, inside), step, read(scales, rows, has_row))
     else:
         if CODEC == "fp16-block":
-            codes = read(row, at, inside, COLUMN, tl.float16, ALIGNED).to(tl.float32)
+            codes = read(held, at, inside).to(tl.float32)
         elif CODEC == "fp8-block":
-            codes = language.decode(read(row, at, inside, COLUMN, tl.uint8, ALIGNED), "e4m3")
-        elif CODEC == "int8-companded":
-            root = tl.div_rn(read(row, at, inside, COLUMN, tl.int8, ALIGNED).to(tl.float32), 127.0)
-            square = root * root
-            codes = tl.where(root < 0, -(square * square), square * square)
+            codes = language.decode(read(held, at, inside), "e4m3")
         else:
-            tl.static_assert(CODEC == "uint8-companded", "unknown codec")
-            root = tl.div_rn(read(row, at, inside, COLUMN, tl.uint8, ALIGNED).to(tl.float32), 255.0)
-            square = root * root
-            codes = square * square
-        scales = tl.load(address(row, COLUMN + 1, tl.float32, False) + rows, mask=has_row, other=1.0)
-        values = codes * scales[:, None]
+            codes = language.companded_decode(read(held, at, inside), CODEC == "int8-companded")
+        values = codes * read(scales, rows, has_row)[:, None]
     return values
 
 
 @triton.jit
-def write_moment(
-    row, values, words, at, rows, inside, has_row, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """words: random, one per element; looked at by the codecs that draw."""
+def write_moment(places, values, numbers, at, rows, inside, has_row, CODEC: tl.constexpr, HAS_SIGN: tl.constexpr):
+    """numbers: random, one per element; looked at by the codecs that draw."""
+    held, scales, steps = places
     if CODEC == "fp32":
-        write(row, at, inside, values, COLUMN, tl.float32, ALIGNED)
+        write(held, at, inside, values)
     elif CODEC == "bf16-sr":
-        sign = values.to(tl.int32, bitcast=True) >> 31
-        codes = language.stochastic_codes(values, words, 7, -126, 0x7F7F, 0x7FC0) | (sign & 0x8000)
-        write(row, at, inside, codes, COLUMN, tl.int16, ALIGNED)
+        codes = sixteen_bits(values, language.roundable(values, -126), numbers, "bf16")
+        write(held.to(tl.pointer_type(tl.int16)), at, inside, codes)
     else:
-        amax = language.amax(values, 1)
+        if HAS_SIGN:
+            amax = language.amax(values, 1)
+        else:
+            amax = tl.max(values.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
         if CODEC == "fp16-block":
             scale = language.scale_from_amax(amax, "fp16", 0)
-            codes = language.encode_scaled(language.nan_unless_finite(values), (1.0 / scale)[:, None], "fp16")
-            write(row, at, inside, codes, COLUMN, tl.float16, ALIGNED)
+            write(held, at, inside, values * language.inverse(scale)[:, None])  # nothing saturates at this scale
+            scale = tl.where(amax < language.INFINITY, scale, float("nan"))
         elif CODEC == "fp8-block":
             scale = language.scale_from_amax(amax, "e4m3", 0)
-            codes = language.encode_scaled(language.nan_unless_finite(values), (1.0 / scale)[:, None], "e4m3")
-            write(row, at, inside, codes, COLUMN, tl.uint8, ALIGNED)
+            write(held, at, inside, language.encode_scaled(values, language.inverse(scale)[:, None], "e4m3"))
+            scale = tl.where(amax < language.INFINITY, scale, float("nan"))
         elif CODEC == "fp8-dre":
             scale = amax
-            codes, levels = language.expansion_encode(values, amax)
-            tl.store(address(row, COLUMN + 2, tl.uint8, False) + rows, levels.to(tl.uint8), mask=has_row)
-            write(row, at, inside, codes, COLUMN, tl.uint8, ALIGNED)
+            codes, step = language.expansion_encode(values, amax)
+            tl.store(steps + rows, step.to(tl.int16), mask=has_row)
+            write(held, at, inside, codes)
         else:
             scale = amax
-            ratio = tl.div_rn(tl.abs(values), tl.maximum(amax, _TINY)[:, None])
-            if CODEC == "int8-companded":
-                root = tl.sqrt_rn(tl.sqrt_rn(ratio)) * 127.0
-                levels = (root + _TO_INTEGER) - _TO_INTEGER
-                write(row, at, inside, tl.where(values < 0, -levels, levels), COLUMN, tl.int8, ALIGNED)
-            else:
-                tl.static_assert(CODEC == "uint8-companded", "unknown codec")
-                root = tl.sqrt_rn(tl.sqrt_rn(ratio)) * 255.0
-                levels = tl.minimum(tl.floor(root + (words & 0xFFFF).to(tl.float32) * 2.0**-16), 255.0)
-                write(row, at, inside, levels, COLUMN, tl.uint8, ALIGNED)
-        tl.store(address(row, COLUMN + 1, tl.float32, False) + rows, scale, mask=has_row)
+            write(held, at, inside, language.companded_encode(values, numbers, amax, CODEC == "int8-companded"))
+        tl.store(scales + rows, scale, mask=has_row)

@@ -50,20 +50,21 @@ def accumulate_kernel(codes, dequant_scale, other, alpha, new_scale, num_element
     at = first + tl.arange(0, CHUNK)
     total = _total(codes, other, tl.load(dequant_scale), alpha, at, at < num_elements)
     seed, step, stream = tl.cast(seed, tl.int64), tl.cast(step, tl.int64), tl.cast(stream, tl.int64)
-    words = tl.reshape(language.random_words(seed, step, stream, first // 4, CHUNK // 128, 128), (CHUNK,))
-    scaled = total * (1.0 / tl.load(new_scale))
-    rounded = language.stochastic_codes(scaled, words, 3, -6, 0x7E, 0x7F)
+    first_draw = first // language.NUMBERS_PER_DRAW
+    numbers = tl.reshape(language.random_numbers(seed, step, stream, first_draw, CHUNK // 128, 128), (CHUNK,))
+    bits = language.roundable(total * (1.0 / tl.load(new_scale)), -6)
+    rounded = tl.where(bits < 0x7F800000, language.stochastic_codes(bits, numbers, 3, 0x7E), 0x7F)
     rounded |= (total.to(tl.int32, bitcast=True) >> 24) & 0x80
     tl.store(codes + at, rounded.to(tl.uint8), mask=at < num_elements)
 
 
-def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, words: tuple[int, int, int]) -> None:
+def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:
     """codes × dequant_scale += alpha · other, with a new scale and stochastic rounding, in two passes over both."""
     flat, addend = codes.view(torch.uint8).view(-1), other.contiguous().view(-1)
     amax, grid = torch.zeros((), device=codes.device), (triton.cdiv(flat.numel(), CHUNK),)
     accumulated_amax_kernel[grid](flat, dequant_scale, addend, alpha, amax, flat.numel(), CHUNK, **_EXACT)
     new_scale = finite_or_nan(amax, torch.float8_e4m3fn)
-    accumulate_kernel[grid](flat, dequant_scale, addend, alpha, new_scale, flat.numel(), *words, CHUNK, **_EXACT)
+    accumulate_kernel[grid](flat, dequant_scale, addend, alpha, new_scale, flat.numel(), *draw, CHUNK, **_EXACT)
     dequant_scale.copy_(new_scale)
 
 

@@ -1,4 +1,4 @@
-"""What several kernels share, as Triton device functions: casts, scales from amaxes, random words, stochastic rounding.
+"""What several kernels share, as Triton device functions: casts, scales from amaxes, random numbers, stochastic rounding.
 
 FP8 codes are loaded and stored as uint8. Triton's interpreter casts to FP8 wrongly where rounding carries into the exponent
 (31.5 becomes 16, Triton 3.6 to 3.9), so under it the cast is done on the bits; a device uses its own instruction.
@@ -9,12 +9,14 @@ reference rounds twice.
 import triton
 import triton.language as tl
 
+from worker.kernels import rounding
 from worker.kernels.formats import SCALE_EXPONENT_MAX
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _SCALE_EXPONENT_MAX = tl.constexpr(SCALE_EXPONENT_MAX)
 
 INFINITY = tl.constexpr(float("inf"))
+NUMBERS_PER_DRAW = tl.constexpr(rounding.NUMBERS_PER_DRAW)
 
 
 @triton.jit
@@ -47,13 +49,19 @@ def amax(x, AXIS: tl.constexpr):
 @triton.jit
 def atomic_amax(pointer, value):
     """Raise fp32 *pointer, non-negative, to a non-negative value, or to NaN."""
-    tl.atomic_max(pointer.to(tl.pointer_type(tl.int32)), value.to(tl.int32, bitcast=True))
+    tl.atomic_max(pointer.to(tl.pointer_type(tl.int32)), value.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
 def power_of_two(exponent):
     """2**exponent in fp32, -126 <= exponent <= 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse(power_of_two):
+    """1 / 2**e for -126 <= e <= 126, from its bits."""
+    return ((254 << 23) - power_of_two.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -189,26 +197,45 @@ def cast(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def random_words(seed, step, stream, first_block, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
-    """rounding.random_bits for NUM_ROWS · NUM_COLUMNS elements from element 4 · first_block on, as int32 (rows, columns)."""
-    blocks = tl.arange(0, NUM_ROWS * NUM_COLUMNS // 4).to(tl.int64) + first_block
-    low, high = (blocks & 0xFFFFFFFF).to(tl.uint32), (blocks >> 32).to(tl.uint32)
-    zero = low * 0
-    word0, word1, word2, word3 = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero + step.to(tl.uint32))
+def random_numbers(seed, step, stream, first_draw, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    """rounding.random_bits for NUM_ROWS · NUM_COLUMNS elements from element 8 · first_draw on, as int32 (rows, columns)."""
+    draws = tl.arange(0, NUM_ROWS * NUM_COLUMNS // NUMBERS_PER_DRAW).to(tl.int64) + first_draw
+    word0, word1 = (draws & 0xFFFFFFFF).to(tl.uint32), (draws >> 32).to(tl.uint32)
+    word2, word3 = tl.full(draws.shape, stream, tl.uint32), tl.full(draws.shape, step, tl.uint32)
+    key0, key1 = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(7):
+        product0, product1 = word0.to(tl.uint64) * 0xD2511F53, word2.to(tl.uint64) * 0xCD9E8D57  # one instruction each
+        word0 = (product1 >> 32).to(tl.uint32) ^ word1 ^ key0
+        word2 = (product0 >> 32).to(tl.uint32) ^ word3 ^ key1
+        word1, word3 = (product1 & 0xFFFFFFFF).to(tl.uint32), (product0 & 0xFFFFFFFF).to(tl.uint32)
+        key0, key1 = key0 + 0x9E3779B9, key1 + 0xBB67AE85
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))  # the last two dimensions, flattened, are words 0 to 3
-    return tl.reshape(words, (NUM_ROWS, NUM_COLUMNS)).to(tl.int32, bitcast=True)
+    numbers = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(numbers, (NUM_ROWS, NUM_COLUMNS)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def stochastic_codes(
-    x, words, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_CODE: tl.constexpr, NAN_CODE: tl.constexpr
-):
-    """rounding.stochastic_codes: int32 magnitude codes of fp32 x. MAX_CODE: of the format's largest number."""
+def roundable(x, MIN_EXPONENT: tl.constexpr):
+    """The bits of |x|, fp32, scaled so that a format's smallest normal number is fp32's: the code, then what is rounded."""
+    return (tl.abs(x) * 2.0 ** (-126 - MIN_EXPONENT)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def from_roundable(bits, MIN_EXPONENT: tl.constexpr):
+    """The fp32 magnitudes that such bits stand for."""
+    return bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + MIN_EXPONENT)
+
+
+@triton.jit
+def stochastic_codes(bits, numbers, MANTISSA_BITS: tl.constexpr, MAX_CODE: tl.constexpr):
+    """rounding.stochastic_codes of roundable bits, as int32. MAX_CODE: of the format's largest number; a NaN has it too."""
     NUM_DROPPED_BITS: tl.constexpr = 23 - MANTISSA_BITS
-    magnitude = tl.abs(x)
-    bits = (magnitude * 2.0 ** (-126 - MIN_EXPONENT)).to(tl.int32, bitcast=True)
-    bits = tl.minimum(bits, MAX_CODE << NUM_DROPPED_BITS) + (words & ((1 << NUM_DROPPED_BITS) - 1))
-    return tl.where(magnitude < INFINITY, bits >> NUM_DROPPED_BITS, NAN_CODE)
+    bits = tl.minimum(bits, MAX_CODE << NUM_DROPPED_BITS)
+    if NUM_DROPPED_BITS <= 16:
+        return ((bits << (16 - NUM_DROPPED_BITS)) + numbers) >> 16
+    else:
+        MISSING: tl.constexpr = NUM_DROPPED_BITS - 16
+        return (bits + (numbers << MISSING) + (1 << (MISSING - 1))) >> NUM_DROPPED_BITS
 
 
 @triton.jit
@@ -222,29 +249,96 @@ def split_decode(codes, residual):
 
 
 @triton.jit
-def expansion_decode(codes, levels, amax):
-    """DynamicRangeExpansion.decode, of uint8 codes (rows, 128) with int32 levels and fp32 amaxes (rows,).
+def expansion_decode(codes, steps, amax):
+    """DynamicRangeExpansion.decode, of uint8 codes (rows, 128) with int32 steps and fp32 amaxes (rows,).
 
-    An E4M3 number as FP16 has its eighths of a binade above bit 7, subnormal ones too; 448 is 0x5F00.
+    The bits of an E4M3 number as fp32 count eighths of a binade from bit 20 on; those of 448 are 1086.
     """
-    half = decode_fp8(codes, True).to(tl.float16) if INTERPRETED else codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    bits = half.to(tl.int16, bitcast=True).to(tl.int32)
-    magnitude = bits & 0x7FFF
-    step = 8388608 // tl.maximum(levels, 1)
-    lowered = amax.to(tl.int32, bitcast=True)[:, None] - ((0x5F00 - magnitude) >> 7) * step[:, None]
-    return copysign(tl.where(magnitude > 0, lowered, 0).to(tl.float32, bitcast=True), bits << 16)
+    values = decode_fp8(codes, True) if INTERPRETED else codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    bits = values.to(tl.uint32, bitcast=True)
+    step = (steps << 6).to(tl.uint32)
+    lowest = amax.to(tl.uint32, bitcast=True) - 1086 * step
+    without_sign = bits << 1
+    magnitude = lowest[:, None] + tl.umulhi(without_sign, (step << 11)[:, None])  # (bits >> 20) · step
+    return copysign(tl.where(without_sign != 0, magnitude, 0).to(tl.float32, bitcast=True), bits.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def expansion_encode(values, amax):
-    """DynamicRangeExpansion.encode: uint8 codes and int32 levels of finite fp32 values (rows, 128), given their amaxes."""
+    """DynamicRangeExpansion.encode: uint8 codes and int32 steps of finite fp32 values (rows, 128), given their amaxes."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    is_normal = magnitude >= 0x800000
-    below_amax = amax.to(tl.int32, bitcast=True)[:, None] - magnitude
-    deepest = tl.max(tl.where(is_normal, below_amax, 0), 1)
-    levels = tl.minimum(tl.maximum((142 << 23) // tl.maximum(deepest, 1), 8), 255)
-    below_largest = ((below_amax >> 4) * levels[:, None]) << 1
-    expanded = tl.where(is_normal, tl.maximum(0x43E00000 - below_largest, 0), 0)
+    largest = amax.to(tl.int32, bitcast=True)
+    is_held = magnitude >= tl.maximum(largest - (128 << 23), 0x800000)[:, None]
+    below_amax = largest[:, None] - magnitude
+    deepest = tl.max(tl.where(is_held, below_amax, 0), 1)
+    steps = (deepest.to(tl.uint32) + (142 * 64 - 1)) // (142 * 64)
+    steps = tl.minimum(tl.maximum(steps.to(tl.int32), 514), 16384)
+    factor = divide(33554432.0, steps.to(tl.float32)) + 12582912.0  # rounded to an integer, in the lower bits
+    factor = factor.to(tl.int32, bitcast=True) - 0x4B400000
+    lowered = (below_amax >> 11) * factor[:, None]
+    expanded = tl.where(is_held, 0x43E00000 - lowered, 0)
     signed = copysign(expanded.to(tl.float32, bitcast=True), bits)
-    return encode_fp8(signed, True) if INTERPRETED else signed.to(tl.float8e4nv).to(tl.uint8, bitcast=True), levels
+    return encode_fp8(signed, True) if INTERPRETED else signed.to(tl.float8e4nv).to(tl.uint8, bitcast=True), steps
+
+
+@triton.jit
+def companded_decode(codes, IS_SIGNED: tl.constexpr):
+    """Companded.decode without the scale. Put into the last bits of 2^23, a code is an fp32 without a conversion."""
+    offset = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+    if IS_SIGNED:
+        root = ((offset ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0) * (1 / 127)
+    else:
+        root = ((offset | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0) * (1 / 255)
+    square = root * root
+    magnitude = square * square
+    return copysign(magnitude, root) if IS_SIGNED else magnitude
+
+
+@triton.jit
+def companded_encode(values, numbers, amax, IS_SIGNED: tl.constexpr):
+    """Companded.encode: int8 or uint8 codes of fp32 values (rows, 128), given their amaxes."""
+    inverse = divide(1.0, tl.minimum(tl.maximum(amax, 2.0**-126), 2.0**126))
+    ratio = tl.abs(values) * inverse[:, None]
+    root = sqrt(sqrt(tl.maximum(ratio, 2.0**-100)))  # 2^-25 becomes zero, as everything below
+    if IS_SIGNED:
+        levels = tl.minimum(root * 127.0, 127.0) + 12582912.0  # rounded to an integer, in the lower bits
+        levels = levels.to(tl.int32, bitcast=True) - 0x4B400000
+        return tl.where(values < 0, -levels, levels).to(tl.int8)
+    else:
+        return tl.minimum(tl.floor(root * 255.0 + numbers.to(tl.float32) * 2.0**-16), 255.0).to(tl.uint8)
+
+
+@triton.jit
+def _approximate(x, INSTRUCTION: tl.constexpr):
+    ASSEMBLY: tl.constexpr = INSTRUCTION + ".approx.ftz.f32 $0, $1;"
+    return tl.inline_asm_elementwise(ASSEMBLY, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def sqrt(x):
+    """The correctly rounded root of fp32 x, 2^-101 <= x < Inf: `sqrt.rn` as it is compiled, without its way for other numbers.
+
+    That way is a branch for each element, around a call: it made the optimizer's kernel half as long again.
+    """
+    if INTERPRETED:
+        return tl.sqrt_rn(x)
+    else:
+        inverse_root = _approximate(x, "rsqrt")
+        root = x * inverse_root
+        return tl.fma(tl.fma(root * -1.0, root, x), inverse_root * 0.5, root)
+
+
+@triton.jit
+def divide(numerator, denominator):
+    """The correctly rounded quotient of fp32, 2^-126 <= denominator <= 2^126: `div.rn` without its way for other numbers.
+
+    Below a numerator of 2^-100 it may be off by the last bit.
+    """
+    if INTERPRETED:
+        return tl.div_rn(numerator, denominator)
+    else:
+        inverse, minus = _approximate(denominator, "rcp"), denominator * -1.0
+        inverse = tl.fma(inverse, tl.fma(minus, inverse, 1.0), inverse)
+        quotient = numerator * inverse
+        return tl.fma(inverse, tl.fma(minus, quotient, numerator), quotient)

@@ -69,11 +69,12 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 def optimizer_kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """The formats of every level, and those of the parameters that stay as they are."""
     for weight in ("fp32", "bf16", "fp16", "fp16-scaled", "split", "master"):
-        yield f"prepare {weight}", adamw.prepare_kernel, {"WEIGHT": weight, "SLACK": 1.25, "MAX": 100.0}
         gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8-tensor"
+        bound = {"SLACK": 1.25, "MAX": 100.0}
+        yield f"prepare {weight}", adamw.prepare_kernel, {"WEIGHT": weight, "GRADIENT": gradient, **bound}
         for moments in (("fp32", "fp32"), ("fp8-dre", "fp16-block"), ("int8-companded", "uint8-companded")):
             formats = dict(zip(("WEIGHT", "GRADIENT", "EXP_AVG", "EXP_AVG_SQ"), (weight, gradient, *moments), strict=True))
-            options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": adamw.NUM_BLOCKS}
+            options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": adamw.NUM_BLOCKS, "NUM_TURNS": adamw.NUM_TURNS}
             yield f"update {weight} {' '.join(moments)}", adamw.update_kernel, {**formats, **options}
 
 
@@ -102,13 +103,15 @@ def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> dic
     aligned = [argument for argument in arguments if argument not in unaligned]
     attributes = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    options = {"num_warps": 8, "enable_fp_fusion": False}
+    options = {"num_warps": adamw.NUM_WARPS if name.startswith("update") else 8, "enable_fp_fusion": False}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     return {
         "loads": len(re.findall(r"ld\.global", ptx)),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg", ptx)),
         "saturating_casts": len(re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)),
         "other_casts": len(re.findall(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)),
+        "exchanges": len(re.findall(r"(?:ld|st)\.shared|bar\.sync|barrier", ptx)),
+        "slow_ways": len(re.findall(r"(?:div|sqrt)\.rn\.f32", ptx)),
         "stores": len(re.findall(r"st\.global", ptx)),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
     }

@@ -141,6 +141,20 @@ def test_a_nonfinite_gradient_changes_nothing(bad: float, arrives: str) -> None:
     assert int(model.optimizer.state[model.parameters[0]]["step"]) == 2
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("held", ["fp16-scaled", "split", "master"])
+def test_a_weight_that_is_not_finite_has_a_scale_that_says_so(held: str, fused: bool) -> None:
+    """Its codes saturate; the layer that it belongs to computes NaN from here on, and the others do not."""
+    model = Model(held, fused=fused, exp_avg_codec="fp32")
+    model.step("fp32", seed=1)
+    model.optimizer.state[model.parameters[0]]["exp_avg"]["codes"][70] = float("nan")
+    for seed in (2, 3):
+        model.step("fp32", seed=seed)
+        assert [bool(weight.dequant_scale.isnan()) for weight in model.quantized] == [True, False, False, False]
+        assert not model.quantized[0].values().isfinite().any()
+        assert model.quantized[1].values().isfinite().all()
+
+
 def test_groups_learning_rates_and_resume() -> None:
     """Groups have their own rates, a rate may be a tensor, and a state is continued by either implementation."""
     ends = []
@@ -160,7 +174,7 @@ def test_groups_learning_rates_and_resume() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-def test_shards_draw_the_words_of_the_whole() -> None:
+def test_shards_draw_the_numbers_of_the_whole() -> None:
     values, gradient, cut = uneven(5000, seed=1).bfloat16(), uneven(5000, seed=2), 128 * 20
     results = []
     for fused, cuts in ((False, [0, 5000]), (True, [0, cut, 5000])):

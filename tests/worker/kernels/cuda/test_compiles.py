@@ -20,6 +20,10 @@ def test_kernels_compile_and_move_16_bytes_at_a_time(tmp_path: Path) -> None:
     bytes_only = "update split int8-companded uint8-companded"  # 8 of them at a time, whole sectors all the same
     accesses = {name: access for name, access in accesses.items() if not name.startswith("prepare") and name != bytes_only}
     assert [name for name, access in accesses.items() if not access["wide_loads"]] == []
+    update = {name: access for name, access in accesses.items() if name.startswith("update")}
+    assert [
+        name for name, access in update.items() if access["exchanges"] or access["slow_ways"]
+    ] == []  # one warp, no branches
     writers = [name for name in accesses if not name.startswith(("amax", "clear", "norm", "accumulated"))]
     assert [name for name in writers if not accesses[name]["wide_stores"]] == []
     assert [name for name, access in accesses.items() if access["other_casts"]] == []  # encode_scaled leaves it to the cast

@@ -45,19 +45,30 @@ def _scale_alone(amax, out, N: tl.constexpr, FORMAT: tl.constexpr, MARGIN: tl.co
 
 
 @triton.jit
-def _words(out, seed, step, stream, first_block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _numbers(out, seed, step, stream, first_draw, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     step, stream = tl.full((), step, tl.int64), tl.full((), stream, tl.int64)
-    tl.store(out + offsets, language.random_words(seed, step, stream, first_block, ROWS, COLUMNS))
+    tl.store(out + offsets, language.random_numbers(seed, step, stream, first_draw, ROWS, COLUMNS))
 
 
 @triton.jit
-def _stochastic(
-    x, words, out, N: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MAX: tl.constexpr, NAN: tl.constexpr
-):
+def _stochastic(x, numbers, out, N: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MAX: tl.constexpr):
     offsets = tl.arange(0, N)
-    codes = language.stochastic_codes(tl.load(x + offsets), tl.load(words + offsets), BITS, EXPONENT, MAX, NAN)
-    tl.store(out + offsets, codes)
+    bits = language.roundable(tl.load(x + offsets), EXPONENT)
+    tl.store(out + offsets, language.stochastic_codes(bits, tl.load(numbers + offsets), BITS, MAX))
+
+
+@triton.jit
+def _roundable(x, out, N: tl.constexpr, EXPONENT: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(out + offsets, language.from_roundable(language.roundable(tl.load(x + offsets), EXPONENT), EXPONENT))
+
+
+@triton.jit
+def _root_and_quotient(x, y, root, quotient, N: tl.constexpr):
+    offsets = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(root + offsets, language.sqrt(tl.load(y + offsets)))
+    tl.store(quotient + offsets, language.divide(tl.load(x + offsets), tl.load(y + offsets)))
 
 
 def hard_values(format: Format) -> Tensor:
@@ -115,23 +126,51 @@ def test_scale_in_fewer_instructions(format: Format, margin: int) -> None:
     assert torch.equal(out, kernels.dequant_scale_from_amax(amaxes, format.dtype, margin))
 
 
-@pytest.mark.parametrize("first_block", [0, 5, 2**33 + 1])
-def test_words(first_block: int) -> None:
+@pytest.mark.parametrize("first_draw", [0, 5, 2**33 + 1])
+def test_random_numbers(first_draw: int) -> None:
     seed, step, stream = 0x123456789ABCDEF, 7, (1 << 31) + 3
     out = torch.empty(8, 128, dtype=torch.int32, device=DEVICE)
-    _words[(1,)](out, seed, step, stream, first_block, 8, 128)
-    expected = rounding.random_bits(seed, step, stream, range(4 * first_block, 4 * first_block + 1024), torch.device(DEVICE))
+    _numbers[(1,)](out, seed, step, stream, first_draw, 8, 128)
+    expected = rounding.random_bits(seed, step, stream, range(8 * first_draw, 8 * first_draw + 1024), torch.device(DEVICE))
     assert torch.equal(out.view(-1), expected)
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2, FP16, BF16, rounding.E4M11], ids=["e4m3", "e5m2", "fp16", "bf16", "e4m11"])
 def test_stochastic_codes(format: Format) -> None:
     values = hard_values(E4M3)
-    words = rounding.random_bits(1, 2, 3, range(4096), torch.device(DEVICE))
+    numbers = rounding.random_bits(1, 2, 3, range(4096), torch.device(DEVICE))
     out = torch.empty(4096, dtype=torch.int32, device=DEVICE)
     exponent = math.frexp(format.max)[1] - format.min_exponent  # of the largest number, as it is stored
     significand = int(math.ldexp(format.max, format.mantissa_bits + 1 - math.frexp(format.max)[1]))
     max_code = ((exponent - 1) << format.mantissa_bits) + significand
-    constants = (format.mantissa_bits, format.min_exponent, max_code, format.nan_code)
-    _stochastic[(1,)](values, words, out, 4096, *constants)
-    assert torch.equal(out, rounding.stochastic_codes(values, format, words))
+    _stochastic[(1,)](values, numbers, out, 4096, format.mantissa_bits, format.min_exponent, max_code)
+    expected = rounding.stochastic_codes(values, format, numbers)
+    assert torch.equal(out, expected.where(values.isfinite(), max_code))  # who needs to know of a NaN looks at the bits
+
+
+@pytest.mark.parametrize("exponent", [-126, -14, -6])
+def test_roundable_bits_stand_for_the_magnitude(exponent: int) -> None:
+    """Exact for what the format holds as a normal number, rounded below, and never finite for what is not."""
+    values = hard_values(FP16)
+    out = torch.empty_like(values)
+    _roundable[(1,)](values, out, 4096, exponent)
+    scale = 2.0 ** (-126 - exponent)
+    expected = values.abs() * scale / scale
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(out[expected >= 2.0**exponent], values.abs()[expected >= 2.0**exponent])
+
+
+def test_roots_and_quotients_are_correctly_rounded() -> None:
+    """Over their whole range; the numerators from 2^-100 on, both signs and zero."""
+    generator = torch.Generator().manual_seed(0)
+    num_values = 4096 if language.INTERPRETED.value else 1 << 22
+    exponents = torch.randint(-100, 126, (2, num_values), generator=generator)
+    x, y = (torch.rand(2, num_values, generator=generator) + 1) * torch.exp2(exponents.float())
+    x[::2] *= -1
+    x[5], y[:3] = 0, torch.tensor([2.0**-101, 2.0**126, 1.0])
+    x = torch.where((x.double() / y.double()).abs() < 2.0**-126, 1.0, x)  # a quotient that is subnormal is rounded twice
+    x, y = x.to(DEVICE), y.to(DEVICE)
+    root, quotient = torch.empty_like(y), torch.empty_like(y)
+    _root_and_quotient[(num_values // 4096,)](x, y, root, quotient, 4096)
+    assert torch.equal(root, y.double().sqrt().float())
+    assert torch.equal(quotient, (x.double() / y.double()).float())  # 53 bits are enough not to round twice
