@@ -32,6 +32,11 @@ class Level(Contract):
     exp_avg_sq: StateCodec = "fp32"
     bytes_per_parameter: float = Field(default=16, gt=0)
 
+    @property
+    def has_own_fp8(self) -> bool:
+        """Whether FP8 products are those of our own linear layer."""
+        return self.gemm == "fp8" and self.engine == "octet"
+
 
 def _fp8(name: str, description: str, bytes_per_parameter: float, **columns: Any) -> Level:
     """A level whose gradients are FP8, held and sent."""

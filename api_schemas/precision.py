@@ -49,6 +49,7 @@ class PrecisionSpec(Contract):
     skip_first_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's start")
     skip_last_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's end")
     strict: bool = Field(default=False, description="fail where a layer would be skipped that nothing above excludes")
+    auto_filter: bool = Field(default=True, description="leave layers in bf16 whose shapes gain nothing in FP8 on this device")
     gradient_accumulation: Literal["fp8", "fp32"] = Field(
         default="fp8", description="between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter"
     )
@@ -75,7 +76,7 @@ class PrecisionSpec(Contract):
         """Steps between two samples of FP8 statistics; 0 where none are taken."""
         if self.statistics_every is not None:
             return self.statistics_every
-        return SAMPLED_EVERY if self.row.gemm == "fp8" and self.row.engine != "torchao" else 0
+        return SAMPLED_EVERY if self.row.has_own_fp8 else 0
 
     @property
     def torchao_recipe(self) -> str:
@@ -86,12 +87,15 @@ class PrecisionSpec(Contract):
     def _options_fit_the_level(self) -> Self:
         row = self.row
         fp8_levels = ", ".join(name for name, level in LEVELS.items() if level.gemm == "fp8")
+        own_fp8_levels = ", ".join(name for name, level in LEVELS.items() if level.has_own_fp8)
         if self.recipe is not None and row.gemm != "fp8":
             raise self._out_of_place("recipe", fp8_levels)
         if self.torchao is not None and row.engine != "torchao":
             raise self._out_of_place("torchao", "ao")
-        if self.statistics_every and (row.gemm != "fp8" or row.engine == "torchao"):
-            raise self._out_of_place("statistics_every", fp8_levels.replace("ao, ", ""))
+        if self.statistics_every and not row.has_own_fp8:
+            raise self._out_of_place("statistics_every", own_fp8_levels)
+        if not self.auto_filter and not row.has_own_fp8:  # true says nothing: a stored spec has every field
+            raise self._out_of_place("auto_filter", own_fp8_levels)
         if self.demotion is not None and not self.sampled_every:
             raise refusal(
                 "demotion",

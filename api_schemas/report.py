@@ -37,6 +37,7 @@ class StartedReport(Contract):
     world_size: Count
     num_parameters: Count
     num_layers_converted: Count
+    num_layers_filtered: Count = Field(default=0, description="of these, multiply in bf16, as FP8 gains nothing there")
     num_layers_skipped: Count
 
 

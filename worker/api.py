@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from api_schemas.levels import LEVELS, Level
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import explain
-from worker.fp8.convert import ConversionReport, replace_layers, replaceable_linears, select_layers
+from worker.fp8.convert import ConversionReport, filter_layers, replace_layers, replaceable_linears, select_layers
+from worker.fp8.gains import DEFAULT_TOKENS
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.half import HalfLinear
-from worker.fp8.linear import Float8Linear
+from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.loss_scaling import LossScaling, scale_losses
 from worker.fp8.recipe import Recipe
 from worker.fp8.statistics import OperandSample
@@ -45,35 +46,44 @@ def initialize(
     opt_level: str | PrecisionSpec = "O2",
     *,
     seed: int = 0,
+    tokens: int | None = None,
     on_event: Callable[[LayerDemoted], None] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Convert `model` to a level; returns it with an optimizer that holds its states as the level says.
 
     opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. seed: of stochastic
-    rounding. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
+    rounding. tokens: that a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
+    nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
     Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; another optimizer stays as it
     is where the level stores everything in fp32. Raises ValueError for options that do not exist or do not fit the level,
     for an optimizer that the level cannot represent, and for surprises under `strict`.
     """
     if hasattr(model, "octet_report"):
         raise ValueError("the model is initialized already. Build it anew to train it at another level.")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens is {tokens}; allowed: 1 or more. Give batch size times sequence length, or leave it out.")
     precision = _read_options(opt_level, options)
     if optimizer is not None:
         _check_optimizer(optimizer, precision.row)
     device = next((parameter.device for parameter in model.parameters()), None)
+    capability = None
     if device is not None and device.type == "cuda":
-        check_capability(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device), precision.row)
+        capability = torch.cuda.get_device_capability(device)
+        check_capability(capability, torch.cuda.get_device_name(device), precision.row)
     selected, skipped = select_layers(model, precision)
+    filtered = filter_layers(model, selected, precision, DEFAULT_TOKENS if tokens is None else tokens, capability)
     num_parameters = sum(model.get_parameter(f"{name}.weight".lstrip(".")).numel() for name in selected)
     originals: dict[Tensor, Tensor] = {}
     model = _convert(model, selected, precision, seed, originals)
+    for layer in filtered:
+        model.get_submodule(layer.name).fallback = Fallback.FILTERED  # type: ignore[assignment]
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
         quantized, row = _quantized_weights(model, originals), precision.row
         optimizer = adopt(optimizer, row.exp_avg, row.exp_avg_sq, quantized=quantized, seed=seed)
     _follow_steps(model, optimizer, precision, on_event)
     model.octet_report = ConversionReport(  # type: ignore[assignment]
-        precision.level, tuple(selected), tuple(skipped), num_parameters, memory_report(model, optimizer)
+        precision.level, tuple(selected), tuple(skipped), tuple(filtered), num_parameters, memory_report(model, optimizer)
     )
     return model, optimizer
 
@@ -113,7 +123,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, level: Level) -> None:
 
 def check_capability(capability: tuple[int, int], device_name: str, level: Level) -> None:
     """Refuse a level whose products a CUDA device has no instructions for. ValueError."""
-    if level.gemm == "fp8" and level.engine == "octet" and capability < MIN_COMPUTE_CAPABILITY:
+    if level.has_own_fp8 and capability < MIN_COMPUTE_CAPABILITY:
         major, minor = capability
         raise ValueError(
             f"level {level.name} multiplies in FP8; {device_name} has compute capability {major}.{minor}; allowed: 8.9 or "

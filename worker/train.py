@@ -8,7 +8,7 @@ import logging
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,7 @@ from worker.config import TrainConfig
 from worker.data import TextData, load_text
 from worker.errors import Cancelled, NonFiniteLoss, Stopped
 from worker.fp8.convert import ConversionReport
+from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.steps import LayerDemoted
 from worker.models import GPT, GPTConfig
 from worker.parallel import Ranks, average_gradients, broadcast_parameters, share_scaling
@@ -94,7 +95,12 @@ class Trainer:
             _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas, eps=config.eps
         )
         converted, low_bit = initialize(
-            model, optimizer, opt_level=config.precision, seed=config.seed, on_event=self._layer_demoted
+            model,
+            optimizer,
+            opt_level=config.precision,
+            seed=config.seed,
+            tokens=config.micro_batch_size * config.sequence_length,
+            on_event=self._layer_demoted,
         )
         self.model, self.optimizer = cast(GPT, converted), cast(torch.optim.Optimizer, low_bit)
         self.report = cast(ConversionReport, converted.octet_report)
@@ -230,6 +236,7 @@ class Trainer:
     def _report_start(self) -> None:
         self.vitals.observe_memory(self.progress.memory_bytes)
         self.vitals.describe_work(self.config, _num_parameters(self.model))
+        fallbacks = Counter(layer.fallback for layer in self.model.modules() if isinstance(layer, Float8Linear))
         self._tell(
             StartedReport(
                 resumed_from_step=self.progress.step,
@@ -238,9 +245,15 @@ class Trainer:
                 world_size=self.ranks.world_size,
                 num_parameters=_num_parameters(self.model),
                 num_layers_converted=len(self.report.converted),
+                num_layers_filtered=fallbacks[Fallback.FILTERED],
                 num_layers_skipped=len(self.report.skipped),
             )
         )
+        for _ in range(fallbacks[Fallback.DEMOTED]):
+            self.vitals.observe_demotion()
+        if self.report.filtered and not self.progress.step:
+            message = f"layers that multiply in bf16, as FP8 gains nothing there: {self.report.why_filtered}"
+            self._tell(EventReport(type="layers.filtered", message=message[:4096], data={"layers": len(self.report.filtered)}))
 
     def _summary(self, evaluation_loss: float) -> JobSummary:
         losses = self.progress.recent_losses

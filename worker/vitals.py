@@ -56,7 +56,7 @@ FAMILIES = (
     Family(
         "octet_memory_limit_bytes", "what there is: on cuda the device's memory, on cpu the control group's or the machine's"
     ),
-    Family("octet_layers", "linear layers that compute in FP8, and those left as they were or demoted", "state"),
+    Family("octet_layers", "linear layers that compute in FP8, and those left as they were, filtered or demoted", "state"),
     Family("octet_fp8_amax", "largest magnitude in the last sample, over the layers", "operand"),
     Family("octet_fp8_dequant_scale", "largest dequant_scale in the last sample, over the layers", "operand"),
     Family("octet_fp8_overflow_ratio", "share of elements clamped to the format's maximum, worst layer", "operand"),
@@ -170,7 +170,8 @@ class Vitals:
             case StartedReport():
                 self.set("octet_train_step", body.resumed_from_step)
                 self.set("octet_train_non_finite_steps_total", 0.0)
-                self.set("octet_layers", body.num_layers_converted, "converted")
+                self.set("octet_layers", body.num_layers_converted - body.num_layers_filtered, "converted")
+                self.set("octet_layers", body.num_layers_filtered, "filtered")
                 self.set("octet_layers", body.num_layers_skipped, "skipped")
             case StepReport():
                 self._observe_step(body)

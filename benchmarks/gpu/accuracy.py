@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.accuracy import Run, Setting, draw, gap, load_source_text
+from benchmarks.gpu.networks import in_fp8
 from benchmarks.gpu.report import Report, Row, Target
 from benchmarks.gpu.session import Case, Section, Session, parser, run
 from worker import initialize, memory_report
@@ -63,7 +64,7 @@ def train_curve(level: str, setting: Setting, data: TextData, device: torch.devi
     adamw = torch.optim.AdamW(
         model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay
     )
-    model, optimizer = initialize(model, adamw, opt_level=level, seed=setting.seed, statistics_every=0)
+    model, optimizer = initialize(model, adamw, opt_level=level, seed=setting.seed, statistics_every=0, **in_fp8(level))
     assert optimizer is not None
     if compiled:
         torch.compiler.reset()

@@ -2,9 +2,11 @@
 
     python -m benchmarks.gpu.kernels [--out FOLDER] [--sections quantize,adamw] [--smoke]
 
-writes a dated table. Every section runs as long as its share of --budget-s lasts.
+writes a dated table, and `gains.json`, by which layers are left in bf16. Every section runs as long as its share of
+--budget-s lasts.
 """
 
+from benchmarks.gpu.gains import gain_cases
 from benchmarks.gpu.linear import linear_cases
 from benchmarks.gpu.optimizer import optimizer_cases
 from benchmarks.gpu.quantization import gradient_cases, quantize_cases
@@ -15,10 +17,11 @@ from benchmarks.gpu.session import Section, Session, parser, run
 def sections(session: Session, _report: Report) -> list[Section]:
     """In the order in which they run."""
     return [
-        Section("Quantize", quantize_cases(session), share=0.2),
-        Section("AdamW step", optimizer_cases(session), share=0.3),
-        Section("Gradients in FP8", gradient_cases(session), share=0.05),
-        Section("Linear layer, forward and backward", linear_cases(session), share=0.45),
+        Section("Quantize", quantize_cases(session), share=0.17),
+        Section("AdamW step", optimizer_cases(session), share=0.24),
+        Section("Gradients in FP8", gradient_cases(session), share=0.04),
+        Section("Linear layer, forward and backward", linear_cases(session), share=0.35),
+        Section("Gain by shape", gain_cases(session), share=0.2),
     ]
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from api_schemas.recipe import RecipeSpec
-from benchmarks.gpu.networks import ROWWISE
+from benchmarks.gpu.networks import ROWWISE, in_fp8
 from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.session import Case, Session, missing
-from benchmarks.gpu.timing import Timing
+from benchmarks.gpu.timing import Timer, Timing
 from worker import initialize
 
 NUM_SETS = 3
@@ -43,7 +43,7 @@ def linear_cases(session: Session) -> list[Case]:
 
 
 def _in_bf16(session: Session, shape: tuple[int, int, int], taken: dict[str, Timing]) -> Iterator[Row]:
-    taken["bf16"] = _time(session, _layer(session, shape), shape)
+    taken["bf16"] = time_layer(session.timer, _layer(session, shape), shape)
     flops_per_s = _flops(shape) / taken["bf16"].median_s
     ceiling = session.ceilings.gemm_flops_per_s
     figure = f"linear {_text(shape)}, bf16"
@@ -57,10 +57,11 @@ def _in_fp8(session: Session, shape: tuple[int, int, int], name: str, taken: dic
     if level == "ao" and find_spec("torchao") is None:
         yield missing(figure, "torchao")
         return
-    model, _ = initialize(nn.Sequential(_layer(session, shape)), None, level, recipe=recipe, statistics_every=0)
+    options = {"recipe": recipe, "statistics_every": 0, **in_fp8(level)}
+    model, _ = initialize(nn.Sequential(_layer(session, shape)), None, level, **options)
     torch.compiler.reset()
     model.compile(backend="aot_eager" if session.smoke else "inductor", dynamic=False)
-    timing = taken[name] = _time(session, model, shape)
+    timing = taken[name] = time_layer(session.timer, model, shape)
     measured = f"{timing}, {_flops(shape) / timing.median_s / 1e12:.0f} TFLOP/s"
     if "bf16" not in taken:
         yield Row(figure, measured, note="bf16 was not measured in this run")
@@ -76,10 +77,11 @@ def _layer(session: Session, shape: tuple[int, int, int]) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False, device=session.device, dtype=torch.bfloat16)
 
 
-def _time(session: Session, layer: nn.Module, shape: tuple[int, int, int]) -> Timing:
+def time_layer(timer: Timer, layer: nn.Module, shape: tuple[int, int, int]) -> Timing:
+    """Forward and backward on random bf16 inputs and output gradients."""
     rows, in_features, out_features = shape
-    inputs = [torch.randn(rows, in_features, device=session.device).bfloat16().requires_grad_() for _ in range(NUM_SETS)]
-    grad_outputs = [torch.randn(rows, out_features, device=session.device).bfloat16() for _ in range(NUM_SETS)]
+    inputs = [torch.randn(rows, in_features, device=timer.device).bfloat16().requires_grad_() for _ in range(NUM_SETS)]
+    grad_outputs = [torch.randn(rows, out_features, device=timer.device).bfloat16() for _ in range(NUM_SETS)]
     parameters = list(layer.parameters())
 
     def forward_and_backward(number: int) -> None:
@@ -88,7 +90,7 @@ def _time(session: Session, layer: nn.Module, shape: tuple[int, int, int]) -> Ti
             parameter.grad = None
         layer(inputs[number]).backward(grad_outputs[number])
 
-    timing = session.timer.measure(forward_and_backward, NUM_SETS)
+    timing = timer.measure(forward_and_backward, NUM_SETS)
     assert all(tensor.grad is not None for tensor in parameters), "the layer made no gradient of its weight"
     return timing
 

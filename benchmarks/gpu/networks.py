@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from worker import initialize, memory_report
 from worker.models import GPT, GPTConfig
@@ -41,6 +42,13 @@ BF16_AMP = Way("bf16-amp", "bf16-amp", own_optimizer=False)
 AO_TENSORWISE = Way("torchao tensorwise", "ao", own_optimizer=False)
 AO_ROWWISE = Way("torchao rowwise", "ao", own_optimizer=False, options={"recipe": ROWWISE})
 FP16_AMP, TE, O1, O2, O3_SPLIT = (Way(name, name) for name in ("fp16-amp", "te", "O1", "O2", "O3-split"))
+O2_ALL_FP8 = Way("O2 all in FP8", "O2", options={"auto_filter": False})
+"""Without the filter by speed, for memory: a layer in bf16 keeps its input in bf16 for the backward pass."""
+
+
+def in_fp8(level: str) -> dict[str, Any]:
+    """Options with which every layer of a level multiplies in FP8, for what is to be measured of FP8 itself."""
+    return {"auto_filter": False} if LEVELS[level].has_own_fp8 else {}
 
 
 def build_gpt(config: GPTConfig, device: torch.device) -> GPT:
@@ -59,14 +67,17 @@ def build_gpt(config: GPTConfig, device: torch.device) -> GPT:
     return model
 
 
-def prepare(model: nn.Module, way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and an optimizer, converted. FP8 is not sampled: by default one step in fifty is, and takes longer."""
+def prepare(model: nn.Module, way: Way, tokens: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and an optimizer, converted. FP8 is not sampled: by default one step in fifty is, and takes longer.
+
+    tokens: of a forward pass, by which shapes that gain nothing in FP8 are told.
+    """
     if way.own_optimizer:
         adamw = torch.optim.AdamW(model.parameters())
-        model, optimizer = initialize(model, adamw, way.level, statistics_every=0, **way.options)
+        model, optimizer = initialize(model, adamw, way.level, tokens=tokens, statistics_every=0, **way.options)
         assert optimizer is not None
         return model, optimizer
-    model, _ = initialize(model, None, way.level, statistics_every=0, **way.options)
+    model, _ = initialize(model, None, way.level, tokens=tokens, statistics_every=0, **way.options)
     is_cuda = next(model.parameters()).is_cuda
     return model, torch.optim.AdamW(model.parameters(), fused=is_cuda)
 
@@ -90,7 +101,7 @@ def gpt_step(config: GPTConfig, way: Way, batch_size: int, device: torch.device,
 
     Blocks are compiled one by one, as all have the same graph: in seconds, where a whole network takes minutes.
     """
-    model, optimizer = prepare(build_gpt(config, device), way)
+    model, optimizer = prepare(build_gpt(config, device), way, batch_size * config.max_sequence_length)
     if compiled is not None:
         for block in model.get_submodule("blocks").children():
             block.compile(backend=compiled, dynamic=False)
@@ -112,7 +123,8 @@ def vision_step(family: str, way: Way, device: torch.device, *, smoke: bool) -> 
     batch_size, num_pixels, num_classes = (2, 32, 10) if smoke else (16 if family == "Swin" else 64, 224, 1000)
     images = torch.randn(batch_size, 3, num_pixels, num_pixels, device=device)
     labels = torch.randint(0, num_classes, (batch_size,), device=device)
-    converted, optimizer = prepare(model, way)
+    tokens_per_image = {"Swin": 14 * 14, "ViT": 14 * 14 + 1}[family]  # Swin: of the stage that has 18 of its 24 blocks
+    converted, optimizer = prepare(model, way, batch_size * tokens_per_image)
     return step_of(converted, optimizer, lambda: converted(pixel_values=images, labels=labels).loss), (converted, optimizer)
 
 

@@ -95,8 +95,13 @@ def describe_machine(device: torch.device) -> str:
             f"{properties.multi_processor_count} multiprocessors, {properties.total_memory / 2**30:.1f} GiB, "
             f"CUDA {torch.version.cuda}"
         )
+    return f"{name}; {describe_versions()}."
+
+
+def describe_versions() -> str:
+    """Of torch, what may stand beside it, and Python."""
     versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
-    return f"{name}; torch {torch.__version__}, {versions}, Python {platform.python_version()}."
+    return f"torch {torch.__version__}, {versions}, Python {platform.python_version()}"
 
 
 def missing_packages() -> list[str]:

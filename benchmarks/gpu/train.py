@@ -20,6 +20,7 @@ from benchmarks.gpu.networks import (
     FP16_AMP,
     O1,
     O2,
+    O2_ALL_FP8,
     O3_SPLIT,
     SEQUENCE_LENGTH,
     TE,
@@ -155,7 +156,7 @@ def _vision_cases(session: Session) -> list[Case]:
     return [
         Case(f"{family}, {way.name}", partial(_vision, session, family, way, found), expected_s=10)
         for family in ("Swin", "ViT")
-        for way in (FP16_AMP, O2)
+        for way in (FP16_AMP, O2, O2_ALL_FP8)
     ]
 
 

@@ -259,7 +259,7 @@ _FP8 = Row(
         ),
         Panel(
             "Layers",
-            "Linear layers in FP8, left as they were, and demoted to bf16 since.",
+            "Linear layers in FP8, left as they were, filtered (bf16 is faster at their shapes), and demoted to bf16 since.",
             "short",
             (Query(_by("state", "octet_layers"), "{{state}}"),),
             kind="stacked",

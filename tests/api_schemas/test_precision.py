@@ -36,6 +36,8 @@ def test_the_recipe_is_the_levels_unless_the_job_has_its_own() -> None:
         ({"level": "bf16-amp", "recipe": {}}, "recipe", "recipe at level te, ao, O1"),
         ({"level": "O2", "torchao": {}}, "torchao", "torchao at level ao"),
         ({"level": "ao", "statistics_every": 10}, "statistics_every", "statistics_every at level te, O1"),
+        ({"level": "ao", "auto_filter": False}, "auto_filter", "auto_filter at level te, O1"),
+        ({"level": "fp32", "auto_filter": False}, "auto_filter", "auto_filter at level te, O1"),
         ({"level": "O2", "statistics_every": 0, "demotion": {}}, "demotion", "demotion where statistics are sampled"),
         ({"level": "ao", "recipe": {"scaling": "delayed"}}, "recipe", "what torchao has: tensorwise"),
         ({"level": "O2", "recipe": {"scaling": "delayed", "granularity": "row"}}, "recipe.granularity", "tensor, where"),
@@ -52,6 +54,12 @@ def test_options_that_do_not_fit_are_refused(document: dict[str, Any], field: st
     (violation,) = explain(caught.value, PrecisionSpec)
     assert violation.field == field
     assert allowed in str(violation.allowed)
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_a_precision_with_every_field_written_out_is_read_again(level: str) -> None:
+    precision = PrecisionSpec.model_validate({"level": level})
+    assert PrecisionSpec.model_validate(precision.model_dump(mode="json")) == precision
 
 
 @pytest.mark.parametrize(

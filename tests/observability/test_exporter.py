@@ -3,6 +3,7 @@
 import math
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_schemas import EventReport, ExporterReport, JobSpec, ReportBody, StepReport
+from api_schemas import CheckpointRef, CheckpointReport, EventReport, ExporterReport, JobSpec, ReportBody, StepReport
 from worker.config import Place, resolve
 from worker.exporter import DROPPED, MAX_SERIES, Exporter, VitalsCollector, exported, local_address_towards
+from worker.fp8.convert import FilteredLayer
+from worker.fp8.linear import Fallback
 from worker.fp8.statistics import OperandSample
 from worker.parallel import Ranks
 from worker.report import LogReporter
@@ -85,8 +88,33 @@ def test_an_fp8_run_tells_how_well_the_codes_hold(spec_document: dict[str, objec
         assert values["octet_fp8_amax", operand] > 0
         assert 10 < values["octet_fp8_sqnr_decibels", operand] < 60
         assert values["octet_fp8_overflow_ratio", operand] == 0
+    assert values["octet_layers", "filtered"] == 0
     num_demoted = len([body for body in heard.bodies if isinstance(body, EventReport) and body.type == "layer.demoted"])
     assert values["octet_layers", "demoted"] == num_demoted > 0  # nothing reaches 100 dB
+
+
+def test_layers_in_bf16_are_counted_by_their_reason_after_a_resume_too(
+    spec_document: dict[str, object], tmp_path: Path, scrape: Scrape
+) -> None:
+    """What a GPU's table and samples decide, decided here by hand: of 4 converted layers one is filtered, one demoted."""
+    config = resolve(JobSpec.model_validate(spec_document | {"precision": {"level": "O2"}}), Place())
+    states = ("converted", "filtered", "demoted", "skipped")
+    vitals, heard, vitals_resumed = Vitals(), Heard(), Vitals()
+    with Ranks(config.place, torch.device("cpu")) as ranks:
+        trainer = Trainer(config, ranks, heard, tmp_path, vitals)
+        trainer.model.blocks[0].mlp.up.fallback = Fallback.FILTERED
+        trainer.model.blocks[0].mlp.down.fallback = Fallback.DEMOTED
+        trainer.report = replace(trainer.report, filtered=(FilteredLayer("blocks.0.mlp.up", "too small"),))
+        trainer.run()
+        (saved,) = [body for body in heard.bodies if isinstance(body, CheckpointReport)]
+        resumed = Trainer(config, ranks, LogReporter(), tmp_path, vitals_resumed)
+        resumed.run((CheckpointRef(step=saved.step, name=saved.name, sha256=saved.sha256),))
+    for each in (vitals, vitals_resumed):
+        values = scrape(each)
+        assert [values["octet_layers", state] for state in states] == [2, 1, 1, 1]
+    (event,) = [body for body in heard.bodies if isinstance(body, EventReport)]
+    assert event.type == "layers.filtered"
+    assert event.message == "layers that multiply in bf16, as FP8 gains nothing there: 1 of too small"
 
 
 def test_a_phase_inside_another_counts_once(scrape: Scrape) -> None:
@@ -131,7 +159,7 @@ def full_vitals() -> Vitals:
         "octet_memory_bytes": (
             "weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other", "activations",
         ),
-        "octet_layers": ("converted", "skipped", "demoted"),
+        "octet_layers": ("converted", "filtered", "skipped", "demoted"),
         "octet_wire_sent_bytes_total": ("float32", "float8_e4m3fn"),
         "octet_train_flops_utilization_ratio": ("989 TFLOP/s dense bf16",),
     }  # fmt: skip

@@ -14,7 +14,7 @@ from api_schemas.levels import LEVELS
 from worker import initialize
 from worker.api import check_capability
 from worker.fp8.gradient import Float8Gradient
-from worker.fp8.linear import Float8Linear
+from worker.fp8.linear import Fallback, Float8Linear
 from worker.models import GPT, GPTConfig
 
 TINY = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=32)
@@ -146,6 +146,36 @@ def test_the_report_names_what_was_converted_and_why_not() -> None:
     assert "level O2: 4 layers converted, 5 skipped" in text
     assert "blocks.1.mlp.up: excluded by name" in text
     assert "bytes of exp_avg_sq" in text
+
+
+def test_a_cpu_filters_nothing() -> None:
+    model = initialize(GPT(TINY), opt_level="O2", tokens=1)[0]
+    assert model.octet_report.filtered == ()
+    assert {layer.fallback for layer in model.modules() if isinstance(layer, Float8Linear)} == {Fallback.NONE}
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_tokens_are_counted_from_one(tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"tokens is {tokens}; allowed: 1 or more"):
+        initialize(GPT(TINY), opt_level="O2", tokens=tokens)
+
+
+@pytest.mark.parametrize("level", ["te", "O2", "O3-split"])
+def test_which_layers_are_filtered_is_resumed_whatever_the_table_says_by_then(level: str) -> None:
+    model, optimizer = make(level)
+    model.blocks[0].mlp.up.fallback = Fallback.FILTERED
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = train(model, optimizer, range(2, 4))
+    resumed, resumed_optimizer = make(level)
+    resumed.blocks[1].mlp.up.fallback = Fallback.FILTERED
+    resumed.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    found = [name for name, layer in resumed.named_modules() if getattr(layer, "fallback", Fallback.NONE) is not Fallback.NONE]
+    assert found == ["blocks.0.mlp.up"]
+    assert "filtered, all in bf16" in repr(resumed.blocks[0].mlp.up)
+    assert train(resumed, resumed_optimizer, range(2, 4)) == expected
+    assert_same_tensors(resumed, model)
 
 
 def test_an_optimizer_that_the_level_cannot_hold_is_refused_before_anything_changes() -> None:

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from api_schemas.precision import PrecisionSpec
+from worker.fp8.gains import why_bf16
 
 MIN_FEATURES = 16
 """FP8 products on CUDA work on multiples of 16; a dimension below that would be mostly padding."""
@@ -33,21 +34,39 @@ class SkippedLayer:
 
 
 @dataclass(frozen=True)
+class FilteredLayer:
+    """A converted layer that multiplies in bf16, since FP8 is slower at its shape on this device."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """What happened to each linear layer, and the bytes that model and optimizer held right afterwards.
 
-    `converted` are the layers that hold and compute what the level's row says, at `fp32` too, so that levels compare.
+    `converted` are the layers that hold what the level's row says, at `fp32` too, so that levels compare. They compute it
+    as well, but for those of them in `filtered`. A checkpoint that is loaded later brings the filtered layers of its own run.
     """
 
     level: str
     converted: tuple[str, ...]
     skipped: tuple[SkippedLayer, ...]
+    filtered: tuple[FilteredLayer, ...]
     num_converted_parameters: int
     bytes_by_class: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def why_filtered(self) -> str:
+        """The reasons, each with the number of layers that it is of."""
+        counts = Counter(layer.reason for layer in self.filtered)
+        return "; ".join(f"{count} of {reason}" for reason, count in counts.items())
+
     def __str__(self) -> str:
-        lines = [f"level {self.level}: {len(self.converted)} layers converted, {len(self.skipped)} skipped"]
-        lines += [f"  converted {name}" for name in self.converted]
+        in_bf16 = f" ({len(self.filtered)} of them multiply in bf16)" if self.filtered else ""
+        lines = [f"level {self.level}: {len(self.converted)} layers converted{in_bf16}, {len(self.skipped)} skipped"]
+        reasons = {layer.name: f", in bf16: {layer.reason}" for layer in self.filtered}
+        lines += [f"  converted {name}{reasons.get(name, '')}" for name in self.converted]
         lines += [f"  skipped   {layer.name}: {layer.reason}" for layer in self.skipped]
         lines += [f"  {num_bytes:>15,} bytes of {kind}" for kind, num_bytes in self.bytes_by_class.items()]
         return "\n".join(lines)
@@ -77,6 +96,25 @@ def select_layers(model: nn.Module, rules: PrecisionSpec) -> tuple[list[str], li
     if rules.strict:
         _refuse_surprises(linears, skipped, rules)
     return selected, skipped
+
+
+def filter_layers(
+    model: nn.Module, names: Collection[str], rules: PrecisionSpec, tokens: int, capability: tuple[int, int] | None
+) -> list[FilteredLayer]:
+    """Those of the named linear layers that gain nothing in FP8. Changes nothing.
+
+    tokens: that a layer sees in a forward pass. capability: of the CUDA device; None on any other, where nothing is filtered.
+    """
+    recipe = rules.resolved_recipe
+    if not rules.auto_filter or not rules.row.has_own_fp8 or recipe is None:
+        return []
+    filtered = []
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        reason = why_bf16(linear.in_features, linear.out_features, tokens, rules.row, recipe, capability)
+        filtered += [FilteredLayer(name, reason)] if reason else []
+    return filtered
 
 
 def replace_layers(model: nn.Module, names: Collection[str], convert: Callable[[nn.Linear], nn.Module]) -> nn.Module:

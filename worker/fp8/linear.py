@@ -5,12 +5,13 @@
     grad_weight_NK = grad_output_TN.T @ input_TK        e5m2 x e4m3, or e4m3 x e4m3
 
 Each may be left in bf16 by the recipe. What waits for the backward pass is the input's FP8 codes and scale, not the input
-itself (unless grad_weight is left in bf16). A weight that is not held in FP8 is quantised again in the backward pass: cheaper
-than a second copy of every weight in between.
+itself (unless grad_weight is left in bf16). A weight that is not held in FP8 is quantised, or decoded to bf16, again in the
+backward pass: cheaper than a second copy of every weight in between.
 
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
 
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -20,10 +21,18 @@ from torch.autograd.function import once_differentiable
 from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8, open_port
-from worker.fp8.half import activation_dtype, half_matmul
+from worker.fp8.half import activation_dtype, half_linear, half_matmul
 from worker.fp8.operand import Codes, OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 from worker.fp8.weights import StoredWeight
+
+
+class Fallback(IntEnum):
+    """Why all of a layer's products are in bf16. Saved in checkpoints by its number."""
+
+    NONE = 0
+    DEMOTED = 1  # its operands broke a limit
+    FILTERED = 2  # its shape gains nothing in FP8
 
 
 class Float8Linear(nn.Module):
@@ -60,7 +69,7 @@ class Float8Linear(nn.Module):
         self.gradient_position = gradient_position
         self.sample_every = sample_every
         self.num_breaches = 0  # samples in a row that broke a limit
-        self.is_demoted = False
+        self.fallback = Fallback.NONE
         self.register_buffer("weight_dequant_scale", None)
         self.register_buffer("weight_amax", None)  # of the values; the optimizer keeps it
         self.register_buffer("weight_residual", None)
@@ -71,28 +80,31 @@ class Float8Linear(nn.Module):
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        input_TK = input.reshape(-1, self.in_features)
-        weight_NK = self._gradient_port if torch.compiler.is_compiling() and self.weight.requires_grad else self.weight
-        output_dtype = activation_dtype(input)
+        output_dtype, wide = activation_dtype(input), self.high_precision
         with torch.autocast(input.device.type, enabled=False):  # what is computed here is the recipe's to say
-            output_TN = Float8Products.apply(input_TK, weight_NK, self.weight_dequant_scale, output_dtype, self)
-        if self.bias is not None:
+            if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
+                return half_linear(input, self.weight, self.bias, torch.bfloat16).to(output_dtype)
+            input_TK = input.reshape(-1, self.in_features)
+            weight_NK = self._gradient_port if torch.compiler.is_compiling() and self.weight.requires_grad else self.weight
+            bias_N = self.bias if "output" in wide else None  # a bf16 product adds it on the way out
+            output_TN = Float8Products.apply(input_TK, weight_NK, bias_N, self.weight_dequant_scale, output_dtype, self)
+        if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         return output_TN.reshape(*input.shape[:-1], self.out_features)
 
     @property
     def high_precision(self) -> frozenset[GemmName]:
         """The products that are computed in bf16 in the present mode."""
-        uses_fp8 = not self.is_demoted and (self.training or self.recipe.fp8_in_evaluation)
+        uses_fp8 = self.fallback is Fallback.NONE and (self.training or self.recipe.fp8_in_evaluation)
         return self.recipe.high_precision if uses_fp8 else ALL_GEMMS
 
-    def weight_values(self) -> Tensor:
-        """The weight's values, as precisely as the layer holds them."""
+    def weight_values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight's values, as precisely as the layer holds them, or rounded once to dtype."""
         if self.weight_dequant_scale is None:
-            return self.weight.detach()
+            return self.weight.detach().to(dtype)
         if self.weight_residual is None:
-            return kernels.dequantize(self.weight.detach(), self.weight_dequant_scale)
-        return kernels.split_decode(self.weight.detach(), self.weight_residual).mul_(self.weight_dequant_scale)
+            return kernels.dequantize(self.weight.detach(), self.weight_dequant_scale, dtype)
+        return kernels.split_dequantize(self.weight.detach(), self.weight_residual, self.weight_dequant_scale, dtype)
 
     def weight_operand(self, *, transposed: bool = False) -> Codes:
         """The weight in FP8: as it is held, or quantised from what is held."""
@@ -110,7 +122,8 @@ class Float8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
-        return f"{shape}, weight={self.weight.dtype}, {'all in bf16' if self.is_demoted else self.recipe}"
+        products = str(self.recipe) if self.fallback is Fallback.NONE else f"{self.fallback.name.lower()}, all in bf16"
+        return f"{shape}, weight={self.weight.dtype}, {products}"
 
     def start_step(self, num_steps: int) -> None:
         """Prepare for the forward passes between two optimizer steps, after that many of them."""
@@ -119,14 +132,14 @@ class Float8Linear(nn.Module):
             scaling.is_sampled = self.sample_every > 0 and num_steps % self.sample_every == 0
 
     def get_extra_state(self) -> Tensor:
-        """What `state_dict` keeps beside tensors: counts of steps, of gradient roundings and of breaches; whether demoted."""
+        """What `state_dict` keeps beside tensors: counts of steps, of gradient roundings and of breaches; the fallback."""
         num_roundings = self.gradient_position.count if self.gradient_position else 0
-        return torch.tensor([self.num_steps, num_roundings, self.num_breaches, self.is_demoted])
+        return torch.tensor([self.num_steps, num_roundings, self.num_breaches, self.fallback])
 
     def set_extra_state(self, state: Tensor) -> None:
-        num_steps, num_roundings, self.num_breaches, is_demoted = state.tolist()
+        num_steps, num_roundings, self.num_breaches, fallback = state.tolist()
         self.start_step(num_steps)
-        self.is_demoted = bool(is_demoted)
+        self.fallback = Fallback(fallback)
         if self.gradient_position:
             self.gradient_position.count = num_roundings
 
@@ -174,10 +187,12 @@ class Float8Products(torch.autograd.Function):
         ctx: Any,
         input_TK: Tensor,
         weight_NK: Tensor,
+        bias_N: Tensor | None,
         weight_dequant_scale: Tensor | None,
         output_dtype: torch.dtype,
         layer: Float8Linear,
     ) -> Tensor:
+        """bias_N: only where the output is computed in bf16."""
         wide = layer.high_precision
         input_rows, input_columns = layer.input_scaling.quantize(
             input_TK,
@@ -185,11 +200,13 @@ class Float8Products(torch.autograd.Function):
             columns="grad_weight" not in wide and ctx.needs_input_grad[1],
             transposed_later=True,
         )
-        saved = (input_TK.to(torch.bfloat16), None) if "grad_weight" in wide else input_columns or (None, None)
+        input_half = input_TK.to(torch.bfloat16) if wide & {"output", "grad_weight"} else None
+        saved = (input_half, None) if "grad_weight" in wide else input_columns or (None, None)
         ctx.save_for_backward(*saved, weight_NK, weight_dequant_scale)
         ctx.layer, ctx.high_precision, ctx.input_dtype = layer, wide, input_TK.dtype
         if "output" in wide:
-            return half_matmul(input_TK, layer.weight_values(), output_dtype)
+            assert input_half is not None
+            return half_linear(input_half, layer.weight_values(torch.bfloat16), bias_N, torch.bfloat16).to(output_dtype)
         assert input_rows is not None
         return product(input_rows, layer.weight_operand(), output_dtype, fast_accumulation=True)
 
@@ -198,7 +215,7 @@ class Float8Products(torch.autograd.Function):
     def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
         input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
         layer, wide = ctx.layer, ctx.high_precision
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_rows, grad_columns = layer.grad_output_scaling.quantize(
             grad_output_TN,
             rows=needs_input and "grad_input" not in wide,
@@ -206,11 +223,12 @@ class Float8Products(torch.autograd.Function):
         )
         grad_input_TK = grad_weight_NK = None
         if needs_input and "grad_input" in wide:
-            grad_input_TK = half_matmul(grad_output_TN, layer.weight_values().t(), ctx.input_dtype)
+            grad_input_TK = half_matmul(grad_output_TN, layer.weight_values(torch.bfloat16).t(), ctx.input_dtype)
         elif needs_input:
             grad_input_TK = product(grad_rows, layer.weight_operand(transposed=True), ctx.input_dtype)
         if needs_weight and "grad_weight" in wide:
             grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), torch.float32)
         elif needs_weight:
             grad_weight_NK = product(grad_columns, Codes(input_saved, input_dequant_scale), torch.float32)
-        return grad_input_TK, grad_weight_NK, None, None, None
+        grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
+        return grad_input_TK, grad_weight_NK, grad_bias_N, None, None, None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from api_schemas.precision import DemotionSpec
-from worker.fp8.linear import Float8Linear
+from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.statistics import OperandSample
 
 
@@ -39,8 +39,9 @@ class StepKeeper:
         """Close the step that the optimizer has just taken or skipped."""
         self._collect()
         for layer in self.layers.values():
-            for scaling in layer.scalings().values():
-                scaling.advance()
+            if layer.fallback is not Fallback.FILTERED:  # which quantises nothing
+                for scaling in layer.scalings().values():
+                    scaling.advance()
             layer.start_step(layer.num_steps + 1)
 
     def _collect(self) -> None:
@@ -70,8 +71,8 @@ class StepKeeper:
             found = [(sample, _breach(sample, limits)) for sample in self.samples if sample.layer == name]
             breaches = [(sample.operand, reason) for sample, reason in found if reason]
             layer.num_breaches = layer.num_breaches + 1 if breaches else 0
-            if layer.num_breaches >= limits.patience and not layer.is_demoted:
-                layer.is_demoted = True
+            if layer.num_breaches >= limits.patience and layer.fallback is Fallback.NONE:
+                layer.fallback = Fallback.DEMOTED
                 if self.on_event is not None:
                     self.on_event(LayerDemoted(layer.num_steps, name, *breaches[0]))
 

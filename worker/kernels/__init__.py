@@ -16,6 +16,7 @@ from worker.kernels.quantization import (
     encode,
     quantize,
     quantize_operand,
+    split_dequantize,
     sqrt,
 )
 from worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
@@ -35,6 +36,7 @@ __all__ = [
     "quantize_operand",
     "random_bits",
     "split_decode",
+    "split_dequantize",
     "split_encode",
     "sqrt",
     "stochastic_round",

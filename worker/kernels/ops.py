@@ -82,6 +82,15 @@ def dequantize(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tens
     return implementation(codes.device).dequantize(codes, dequant_scale, dtype)
 
 
+def _fake_split(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@_define("split_dequantize(Tensor codes, Tensor residual, Tensor dequant_scale, ScalarType dtype) -> Tensor", _fake_split)
+def split_dequantize(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return implementation(codes.device).split_dequantize(codes, residual, dequant_scale, dtype)
+
+
 @_define("all_finite(Tensor x) -> Tensor", lambda x: x.new_empty((), dtype=torch.bool))
 def all_finite(x: Tensor) -> Tensor:
     return implementation(x.device).all_finite(x)

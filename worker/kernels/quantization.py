@@ -104,6 +104,11 @@ def dequantize(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype = torch.
     return ops.dequantize(codes, dequant_scale, dtype)
 
 
+def split_dequantize(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """E4M3 codes, refined by an int8 residual as of split_encode, × dequant_scale () in dtype, rounded once."""
+    return ops.split_dequantize(codes.contiguous(), residual.contiguous(), dequant_scale, dtype)
+
+
 def all_finite(x: Tensor) -> Tensor:
     """Whether no element of a tensor, or of codes, is NaN or Inf: a 0-dim bool on x's device, no host sync."""
     return ops.all_finite(x.detach())

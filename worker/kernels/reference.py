@@ -23,7 +23,7 @@ from worker.kernels.formats import (
     finite_or_nan,
     scale_shape,
 )
-from worker.kernels.rounding import random_bits, stochastic_round
+from worker.kernels.rounding import random_bits, split_decode, stochastic_round
 
 
 def compute_amax(x: Tensor, kind: str) -> Tensor:
@@ -95,6 +95,11 @@ def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantize(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """codes × dequant_scale, rounded once to dtype."""
     return _values(codes, dequant_scale).to(dtype).contiguous()
+
+
+def split_dequantize(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """E4M3 codes with their INT8 residual, × dequant_scale (), rounded once to dtype."""
+    return split_decode(codes, residual).mul_(dequant_scale).to(dtype)
 
 
 def decode(codes: Tensor) -> Tensor:

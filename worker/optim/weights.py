@@ -57,7 +57,7 @@ class QuantizedWeight:
         codes = self.codes.detach()
         if self.residual is None:
             return kernels.dequantize(codes, self.dequant_scale)
-        return kernels.split_decode(codes, self.residual).mul_(self.dequant_scale)
+        return kernels.split_dequantize(codes, self.residual, self.dequant_scale)
 
 
 def runs(num_elements: int, length: int = RUN_LENGTH) -> Iterator[range]:
@@ -163,7 +163,7 @@ class SplitWeight(ScaledWeight):
 
     def read(self, elements: range) -> Tensor:
         residual = self.residual[elements.start : elements.stop]
-        return kernels.split_decode(self.run(elements), residual).mul_(self.dequant_scale)
+        return kernels.split_dequantize(self.run(elements), residual, self.dequant_scale)
 
     def encode(self, elements: range, scaled_values: Tensor) -> None:
         codes, residual = kernels.split_encode(scaled_values, self.draw(elements))

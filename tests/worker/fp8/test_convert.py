@@ -1,10 +1,21 @@
 """Which layers are converted, why the others are not, and that nothing else about the model changes."""
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from api_schemas.precision import PrecisionSpec
-from worker.fp8.convert import SkippedLayer, replace_layers, replaceable_linears, select_layers
+from worker.fp8.convert import (
+    ConversionReport,
+    FilteredLayer,
+    SkippedLayer,
+    filter_layers,
+    replace_layers,
+    replaceable_linears,
+    select_layers,
+)
 from worker.models import GPT, GPTConfig
 
 TINY = GPTConfig(hidden_size=32, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
@@ -74,6 +85,43 @@ def test_strict_refuses_what_nobody_asked_for() -> None:
     with pytest.raises(ValueError, match=r"1: 32 -> 8 features; .*; the glob 'blocks.\*' matches no linear layer"):
         select_layers(model, PrecisionSpec(exclude=("blocks.*",), strict=True))
     assert select_layers(model, PrecisionSpec(exclude=("1",), strict=True))[0] == ["0"]
+
+
+@pytest.mark.parametrize(("capability", "rules", "expected"), [
+    ((9, 0), {}, ["0", "1"]), ((9, 0), {"strict": True}, ["0", "1"]), ((9, 0), {"level": "te"}, ["0", "1"]),
+    ((9, 0), {"auto_filter": False}, []), ((9, 0), {"level": "ao"}, []), ((9, 0), {"level": "bf16-amp"}, []),
+    ((10, 0), {}, []), (None, {}, []),
+])  # fmt: skip
+def test_layers_that_gain_nothing_are_told(
+    capability: tuple[int, int] | None, rules: dict[str, Any], expected: list[str]
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 768), nn.Linear(8192, 8192))
+    spec = PrecisionSpec(**rules)
+    selected, skipped = select_layers(model, spec)
+    filtered = filter_layers(model, selected, spec, 8192, capability)
+    assert [layer.name for layer in filtered] == expected
+    assert (len(selected), skipped) == (3, [])  # they are converted all the same
+    for layer, shape in zip(filtered, ("512 -> 512", "512 -> 768"), strict=False):
+        assert layer.reason.startswith(f"{shape} features at 8,192 tokens: 0.")
+
+
+def test_more_tokens_make_fp8_worth_it() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2048, 2048))
+    assert [len(filter_layers(model, ["0"], PrecisionSpec(), tokens, (9, 0))) for tokens in (64, 65536)] == [1, 0]
+
+
+def test_the_report_tells_which_layers_multiply_in_bf16_and_why() -> None:
+    filtered = tuple(FilteredLayer(name, "small") for name in ("0", "1"))
+    report = ConversionReport("O2", ("0", "1", "2"), (), filtered, 1)
+    assert str(report).splitlines() == [
+        "level O2: 3 layers converted (2 of them multiply in bf16), 0 skipped",
+        "  converted 0, in bf16: small",
+        "  converted 1, in bf16: small",
+        "  converted 2",
+    ]
+    assert report.why_filtered == "2 of small"
 
 
 def test_a_layer_used_twice_is_replaced_in_both_places() -> None:

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from api_schemas.levels import LEVELS
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.fp8.linear import Float8Linear
+from worker.fp8.half import HalfLinear
+from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.recipe import Recipe
 from worker.fp8.weights import store_weight
 from worker.kernels import dequantize, quantize
@@ -72,6 +73,52 @@ def test_the_three_products(level: str) -> None:
         torch.testing.assert_close(layer.weight.grad.dequantize(), rounded(grad_weight_NK, E4M3), rtol=2**-3, atol=1e-4)
 
 
+def filtered(linear: nn.Linear, level: str) -> Float8Linear:
+    """In bf16, with weight gradients as the product gives them."""
+    layer = Float8Linear(linear, Recipe(), store_weight(linear.weight, LEVELS[level]))
+    layer.fallback = Fallback.FILTERED
+    return layer
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("level", ["te", "O2", "O3", "O3-split"])
+def test_a_layer_in_bf16_computes_what_bf16_amp_does(level: str) -> None:
+    layer = filtered(make_linear(), level)
+    twin = make_linear()
+    with torch.no_grad():
+        twin.weight.copy_(layer.weight_values())
+    half = HalfLinear(twin, torch.bfloat16)
+    input_BTK, grad_output_BTN = random_values(2, 12, 48).requires_grad_(), random_values(2, 12, 32, seed=2)
+    other_BTK = input_BTK.detach().clone().requires_grad_()
+    output_BTN, expected_BTN = layer(input_BTK), half(other_BTK)
+    output_BTN.backward(grad_output_BTN)
+    expected_BTN.backward(grad_output_BTN)
+    assert torch.equal(bits(output_BTN), bits(expected_BTN))
+    assert torch.equal(bits(input_BTK.grad), bits(other_BTK.grad))
+    assert torch.equal(bits(layer.weight.grad), bits(twin.weight.grad))
+    if level == "te":
+        assert torch.equal(bits(layer.bias.grad), bits(twin.bias.grad))
+    else:  # summed before it is rounded
+        torch.testing.assert_close(layer.bias.grad, grad_output_BTN.sum((0, 1)))
+
+
+@pytest.mark.parametrize("level", ["te", "O2", "O3", "O3-split"])
+def test_a_weight_decoded_to_bf16_is_rounded_once(level: str) -> None:
+    layer = convert(make_linear(), level)
+    assert torch.equal(bits(layer.weight_values(torch.bfloat16)), bits(layer.weight_values().to(torch.bfloat16)))
+
+
+def test_a_layer_in_bf16_keeps_its_input_in_bf16_and_no_second_weight() -> None:
+    layer, kept = filtered(make_linear(), "O2"), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        layer(random_values(64, 48))
+    assert [tensor.dtype for tensor in kept if tensor.numel() == 64 * 48] == [torch.bfloat16]
+    assert [tensor.dtype for tensor in kept if tensor.numel() == 32 * 48] == [torch.float16]
+
+
 @pytest.mark.parametrize("level", ["te", "O2"])
 def test_autocast_decides_the_outputs_dtype_and_nothing_else(level: str) -> None:
     layer, input_TK = convert(make_linear(), level), random_values(24, 48)
@@ -114,6 +161,21 @@ def test_a_compiled_graph_holds_ops_of_ours_and_no_others_on_codes(level: str, g
     on_codes = [node for node in calls if any(holds_codes(argument) for argument in node.all_input_nodes)]
     views = ("octet.", "aten.t.", "aten.transpose.", "aten.permute.", "aten.detach.", "<built-in function getitem>")
     assert [str(node.target) for node in on_codes if not str(node.target).startswith(views)] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("level", ["te", "O2", "O3-split"])
+def test_a_layer_in_bf16_compiles_to_the_same(level: str) -> None:
+    torch.compiler.reset()
+    layer, twin = filtered(make_linear(), level), filtered(make_linear(), level)
+    one, other = (random_values(24, 48).requires_grad_() for _ in range(2))
+    output, expected = torch.compile(layer, backend="aot_eager", fullgraph=True)(one), twin(other)
+    output.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(output, expected)
+    assert torch.equal(one.grad, other.grad)
+    assert torch.equal(layer.weight.grad, twin.weight.grad)
+    assert torch.equal(layer.bias.grad, twin.bias.grad)
 
 
 def holds_codes(node: torch.fx.Node) -> bool:

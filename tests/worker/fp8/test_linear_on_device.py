@@ -16,7 +16,7 @@ def gaussian(*shape: int) -> Tensor:
 def network(level: str, recipe: dict[str, object]) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).cuda()
-    model, _ = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level, recipe=recipe)
+    model, _ = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level, recipe=recipe, auto_filter=False)
     return model
 
 

@@ -12,7 +12,7 @@ from api_schemas.precision import PrecisionSpec
 from tests.numerics.measure import mixed_magnitudes
 from tests.numerics.measure import sqnr_db as measured_sqnr_db
 from worker import fp8_statistics, initialize
-from worker.fp8.linear import Float8Linear
+from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.statistics import measure
 from worker.fp8.steps import LayerDemoted
 from worker.kernels import dequantize, encode, quantize
@@ -138,7 +138,7 @@ def test_a_layer_that_breaks_a_limit_in_a_row_is_demoted_with_an_event() -> None
     assert [(event.step, event.layer, event.operand) for event in events] == [(3, "0", "input")]
     assert events[0].reason.startswith("underflow_ratio 1 > 0.5")
     assert isinstance(model[0], Float8Linear)
-    assert "all in bf16" in repr(model[0])
+    assert "demoted, all in bf16" in repr(model[0])
     for _ in range(3):
         step(model, optimizer, spiked())
     assert len(events) == 1
@@ -148,7 +148,7 @@ def test_a_demoted_layer_computes_in_bf16_and_still_trains_its_codes() -> None:
     model, optimizer = make(statistics_every=1, demotion={"patience": 1})
     layer = model[0]
     step(model, optimizer, spiked())
-    assert layer.is_demoted
+    assert layer.fallback is Fallback.DEMOTED
     exact = gaussian() @ layer.weight_values().T + layer.bias
     torch.testing.assert_close(layer(gaussian()), exact, rtol=2**-7, atol=2**-7)
     before = layer.weight.clone()
@@ -163,8 +163,8 @@ def test_demotion_and_the_sampling_rhythm_survive_a_checkpoint() -> None:
     step(model, optimizer, spiked())
     restored, _ = make(**options)
     restored.load_state_dict(model.state_dict())
-    assert restored[0].is_demoted
-    assert not restored[2].is_demoted
+    assert restored[0].fallback is Fallback.DEMOTED
+    assert restored[2].fallback is Fallback.NONE
     assert not restored[2].input_scaling.is_sampled
 
 
@@ -173,6 +173,6 @@ def test_a_copy_is_silent() -> None:
     pair = make(statistics_every=1, demotion={"patience": 1}, on_event=events.append)
     twin, twin_optimizer = copy.deepcopy(pair)
     step(twin, twin_optimizer, spiked())
-    assert twin[0].is_demoted
-    assert not pair[0][0].is_demoted
+    assert twin[0].fallback is Fallback.DEMOTED
+    assert pair[0][0].fallback is Fallback.NONE
     assert events == []

@@ -39,6 +39,7 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
         codes, scale = ops.quantize(x, E4M3, "row", 0, None)
         yield ops.matmul, (codes, scale, codes, scale, torch.bfloat16, False)
         yield ops.all_finite, (x,)
+        yield ops.split_dequantize, (codes, torch.ones_like(codes, dtype=torch.int8), torch.tensor(0.5), torch.bfloat16)
 
 
 def test_results_are_what_the_compiler_is_told() -> None:

@@ -9,7 +9,7 @@ from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gemm import matmul
 from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norm
 from worker.kernels.cuda.quantization import quantize, quantize_operand
-from worker.kernels.cuda.rescale import dequantize, encode
+from worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
 
 __all__ = [
     "accumulate_",
@@ -22,5 +22,6 @@ __all__ = [
     "norm",
     "quantize",
     "quantize_operand",
+    "split_dequantize",
     "sqrt",
 ]

@@ -52,6 +52,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     scaled = {"SCALE_ROWS": 1, "SCALE_COLUMNS": 128, "TILE_M": 64, "TILE_N": 128}
     yield "encode", rescale._rescale_tile, {**scaled, "IN_FORMAT": "values", "OUT_FORMAT": "e5m2"}
     yield "dequantize", rescale._rescale_tile, {**scaled, "IN_FORMAT": "e4m3", "OUT_FORMAT": "values"}
+    yield "decode_split", rescale._decode_split, {"BLOCK": rescale.TILE}
     product = {"TILE_M": 128, "TILE_N": 128, "TILE_K": 128, "TILE_GROUP": 8, "A_SCALE_ROWS": 1, "B_SCALE_ROWS": 128}
     for name in ("e4m3", "e5m2"):
         for is_blockwise in (True, False):
@@ -82,6 +83,7 @@ def types_of(name: str) -> dict[str, str]:
     changed = {
         "dequantize": {"x": "*u8", "out": "*bf16"},
         "encode": {"out": "*u8"},
+        "decode_split": {"codes": "*u8", "residual": "*i8", "out": "*bf16"},
         "encode_flat fp16": {"codes": "*fp16"},
         "clear_unless_finite": {"out": "*u8"},
         "transpose": {"out": "*u8"},

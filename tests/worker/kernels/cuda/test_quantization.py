@@ -200,3 +200,14 @@ def test_fuzz_the_transposed_codes_over_tiles(seed: int, monkeypatch: pytest.Mon
         actual = quantization.quantize_operand(x, E4M3, kind, 0, "both", None)
         for one, other in zip(actual, reference.quantize_operand(x, E4M3, kind, 0, "both", None), strict=True):
             assert_same(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(129, 257), (1, 1), (8192,), (0, 5)])
+def test_codes_with_a_residual_and_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(E4M3).to(DEVICE)
+    residual = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8).to(DEVICE)
+    for scale in (2.0**-20, 1.0):
+        arguments = (codes, residual, torch.tensor(scale, device=DEVICE), dtype)
+        assert_same(rescale.split_dequantize(*arguments), reference.split_dequantize(*arguments))

@@ -1,0 +1,88 @@
+"""Cases: which shapes gain in FP8, for the table by which `auto_filter` leaves layers in bf16.
+
+A layer's forward and backward pass by the device's clock, eager, with FP8 products over the same layer with bf16 products: as
+a layer of bf16-amp for fp32 weights (level te), with a decoded weight for codes (level O2). What is measured is written to
+`gains.json` beside the report; put in the place of `worker/fp8/gains.json` it takes effect.
+"""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.linear import time_layer
+from benchmarks.gpu.report import NOT_REACHED, Row, describe_versions
+from benchmarks.gpu.roofline import FEATURES, TOKENS, as_text
+from benchmarks.gpu.session import Case, Session
+from benchmarks.gpu.timing import Timer
+from worker import initialize
+from worker.fp8.gains import KINDS, WEIGHTS, GainTable, load_tables
+from worker.fp8.linear import Fallback, Float8Linear
+
+SMALL_TOKENS, SMALL_FEATURES = (32, 64), (16, 32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"opt_level": "te"},
+    "scaled": {"opt_level": "O2", "gradient_accumulation": "fp32"},  # gradients are quantized after both alike
+}
+SHAPES_S = 8.0
+"""What the shapes at one number of tokens may take."""
+
+Speedups = dict[str, dict[str, list[Any]]]
+
+
+def gain_cases(session: Session) -> list[Case]:
+    """By tokens; the table last."""
+    speedups: Speedups = {weights: {kind: [] for kind in KINDS} for weights in WEIGHTS}
+    tokens, features = (SMALL_TOKENS, SMALL_FEATURES) if session.smoke else (TOKENS, FEATURES)
+    timer = session.timer if session.smoke else Timer(session.device, repeats=5, warmup=2)
+    measure = partial(_measure, timer, features, speedups)
+    cases = [
+        Case(f"gain at {number} tokens, {weights} weights", partial(measure, number, weights), SHAPES_S)
+        for number in tokens
+        for weights in WEIGHTS
+    ]
+    return [*cases, Case("gains.json", partial(_write, session, tokens, features, speedups), 0.0)]
+
+
+def _measure(timer: Timer, features: tuple[int, ...], speedups: Speedups, tokens: int, weights: str) -> Iterator[Row]:
+    shapes = [(tokens, in_features, out_features) for in_features in features for out_features in features]
+    bf16_s = {shape: _seconds(timer, shape, weights, "tensor", Fallback.FILTERED) for shape in shapes}
+    for kind in KINDS:
+        found = {shape: bf16_s[shape] / _seconds(timer, shape, weights, kind, Fallback.NONE) for shape in shapes}
+        speedups[weights][kind].append([[round(found[tokens, k, n], 3) for n in features] for k in features])
+        slower = [f"{k}→{n} {ratio:.2f}" for (_, k, n), ratio in found.items() if ratio < 1]
+        figure = f"gain at {tokens} tokens, {weights} weights, {kind}"
+        measured = f"{len(shapes) - len(slower)} of {len(shapes)} shapes gain"
+        note = f"ratio: the median; slower: {', '.join(slower) or 'none'}"
+        yield Row(figure, measured, "the same layers in bf16", median(found.values()), note=note)
+    timer.release()
+
+
+def _seconds(timer: Timer, shape: tuple[int, int, int], weights: str, kind: str, fallback: Fallback) -> float:
+    _, in_features, out_features = shape
+    linear = nn.Linear(in_features, out_features, bias=False, device=timer.device)
+    layer, _ = initialize(linear, None, recipe=KINDS[kind], statistics_every=0, auto_filter=False, **OPTIONS[weights])
+    assert isinstance(layer, Float8Linear)
+    layer.fallback = fallback
+    return time_layer(timer, layer, shape).median_s
+
+
+def _write(session: Session, tokens: tuple[int, ...], features: tuple[int, ...], speedups: Speedups) -> Iterator[Row]:
+    """The measured table in the place of that of the same compute capability."""
+    if any(len(grid) < len(tokens) for by_kind in speedups.values() for grid in by_kind.values()):
+        yield Row("gains.json", NOT_REACHED, note="not all shapes were measured; --sections gain has the whole time for them")
+        return
+    is_cuda = session.device.type == "cuda"
+    capability = torch.cuda.get_device_capability(session.device) if is_cuda else (0, 0)
+    name = torch.cuda.get_device_name(session.device) if is_cuda else "CPU"
+    versions = f"CUDA {torch.version.cuda}, {describe_versions()}"
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    measured = GainTable(capability, "measured", name, versions, today, tokens, features, speedups)
+    path = session.options.out / ("gains-smoke.json" if session.smoke else "gains.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_text((load_tables() | {capability: measured}).values()))
+    yield Row("gains.json", path.name, note="to take effect: in the place of worker/fp8/gains.json")
