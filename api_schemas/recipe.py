@@ -1,6 +1,6 @@
 """How the operands of FP8 products are scaled: chosen apart from the level, which says what is stored."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,7 +20,8 @@ class RecipeSpec(Contract):
         description="elements that share a scale; block: 1x128 of activations and gradients, 128x128 of weights",
     )
     format: Literal["HYBRID", "E4M3"] = Field(
-        default="HYBRID", description="HYBRID: gradients of outputs in E5M2, the rest in E4M3; E4M3: all of them"
+        default="HYBRID",
+        description="HYBRID: gradients of outputs in E5M2, the rest in E4M3; E4M3: all; the default for block scales",
     )
     margin: Annotated[int, Field(ge=0, le=16)] = Field(default=0, description="powers of two of headroom above the amax")
     interval: Annotated[int, Field(ge=1)] = Field(default=1, description="delayed: steps between two changes of a scale")
@@ -28,6 +29,14 @@ class RecipeSpec(Contract):
     amax_compute_algorithm: Literal["max", "most_recent"] = "max"
     high_precision_gemms: tuple[GemmName, ...] = Field(default=(), description="products left in bf16")
     fp8_in_evaluation: bool = Field(default=True, description="false: evaluation computes in bf16")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _blocks_are_e4m3(cls, fields: Any) -> Any:
+        """A block needs no more range than E4M3 has, and cuBLASLt multiplies nothing else by block; as Transformer Engine."""
+        if isinstance(fields, dict) and fields.get("granularity") == "block":
+            return {"format": "E4M3", **fields}
+        return fields
 
     @model_validator(mode="after")
     def _history_is_of_tensors(self) -> Self:

@@ -76,16 +76,17 @@ def bf16_work(weights: str) -> Work:
 def fp8_work(weights: str, kind: str) -> Work:
     """Of the weight, quantized in both passes; of the input for both products at once; of the output's gradient likewise.
 
-    An amax takes a launch to clear it and one to find it, and a second read of what is quantized.
+    An amax takes a launch to clear it and one to find it, and a second read of what is quantized. That of codes is known.
     """
     held = 4 if weights == "fp32" else 2
     num_units = 2 if weights == "scaled" else 0  # a scale of codes times that of what they encode
     if kind == "tensor":  # the input's codes are transposed when they are needed
-        gemms, scalings = ("tensor",) * 3, (5 + 2, 6, 2 * (2 * held + 1), 3 + 1 + 3 + 3 + 3)
+        reads, num_launches = (2, 3) if weights == "fp32" else (1, 2)  # the known amax is divided by the scale
+        gemms, scalings = ("tensor",) * 3, (5 + 2, 6, 2 * (reads * held + 1), 3 + 1 + 3 + 2 * num_launches)
     elif kind == "row":  # columns' amaxes take a second read; rows' do not
         gemms, scalings = ("row",) * 3, (6, 6, (held + 1) + (2 * held + 1), 3 + 3 + 1 + 3)
     else:  # a launch each; the scales of 128×128 are padded and copied for cuBLASLt
-        gemms = ("block",) * 3 if kind == "block, e4m3" else ("block", "triton", "triton")
+        gemms = ("block",) * 3 if kind == "block" else ("block", "triton", "triton")
         scalings = (4, 4, 2 * (held + 1), 4 + 2)
     *operand_bytes, num_launches = scalings
     return Work(gemms, 1, 4, *operand_bytes, num_launches + num_units)

@@ -23,7 +23,7 @@ KINDS = {
     "tensor": RecipeSpec(),
     "row": RecipeSpec(granularity="row"),
     "block": RecipeSpec(granularity="block"),
-    "block, e4m3": RecipeSpec(granularity="block", format="E4M3"),
+    "block, hybrid": RecipeSpec(granularity="block", format="HYBRID"),
 }
 """Recipes of different speed. Of blocks, cuBLASLt multiplies E4M3 alone; a product with E5M2 is Triton's."""
 
@@ -73,7 +73,7 @@ def load_tables(path: Path = TABLES) -> dict[tuple[int, int], GainTable]:
 
 def kind_of(recipe: RecipeSpec) -> str:
     """The kind whose speed a recipe has: products left in bf16 and delayed scaling, which reads less, change little."""
-    return "block, e4m3" if (recipe.granularity, recipe.format) == ("block", "E4M3") else recipe.granularity
+    return "block, hybrid" if (recipe.granularity, recipe.format) == ("block", "HYBRID") else recipe.granularity
 
 
 def why_bf16(

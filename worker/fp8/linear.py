@@ -112,10 +112,10 @@ class Float8Linear(nn.Module):
             assert self.weight_dequant_scale is not None
             stored = Codes(self.weight.detach(), self.weight_dequant_scale)
             return stored.t() if transposed else stored
-        held, unit = self.weight.detach(), self.weight_dequant_scale
+        held, unit, amax = self.weight.detach(), self.weight_dequant_scale, self.weight_amax
         if held.dtype == E4M3:
             held, unit = self.weight_values(), None
-        rows, columns = self.weight_scaling.quantize(held, unit=unit, rows=not transposed, columns=transposed)
+        rows, columns = self.weight_scaling.quantize(held, unit=unit, amax=amax, rows=not transposed, columns=transposed)
         codes = columns if transposed else rows
         assert codes is not None
         return codes

@@ -62,18 +62,27 @@ class OperandScaling(nn.Module):
             self.register_buffer("num_finite_steps", torch.zeros((), dtype=torch.int64, device=device))
 
     def quantize(
-        self, x: Tensor, *, unit: Tensor | None = None, rows: bool = True, columns: bool = True, transposed_later: bool = False
+        self,
+        x: Tensor,
+        *,
+        unit: Tensor | None = None,
+        amax: Tensor | None = None,
+        rows: bool = True,
+        columns: bool = True,
+        transposed_later: bool = False,
     ) -> tuple[Codes | None, Codes | None]:
         """Codes of x for products over its rows, and codes of x.T for products over its columns; None if not wanted.
 
         One read of x makes both. unit: what is quantised is x * unit, where x are themselves codes and unit (), a power of
-        two, is their scale. transposed_later: columns may be a view of the rows' codes, where the scale transposes with
-        them; the product that takes them transposes them then.
+        two, is their scale. amax: of x * unit, where it is known; of use where the tensor has one scale. transposed_later:
+        columns may be a view of the rows' codes, where the scale transposes with them; the product that takes them transposes
+        them then.
         """
         if not rows and not columns:
             return None, None
         is_view = columns and transposed_later and self.is_transposable
         sides = "rows" if is_view or not columns else "both" if rows else "columns"
+        amax = amax if self.recipe.granularity == "tensor" else None
         quantized = kernels.quantize_operand(
             x,
             self.dtype,
@@ -81,12 +90,14 @@ class OperandScaling(nn.Module):
             block=self.block,
             margin=self.recipe.margin,
             sides=sides,
-            window=self._window(unit),
+            window=self._window(unit, amax),
         )
         row_codes = None if quantized.rows is None else Codes(*quantized.rows)
         column_codes = None if quantized.columns is None else Codes(*quantized.columns)
-        if quantized.amax is not None and self.training:
-            self._remember(quantized.amax, unit)
+        if quantized.amax is not None:
+            amax = quantized.amax if unit is None else quantized.amax * unit
+        if amax is not None and self.recipe.amax_history_length and self.training:
+            self._remember(amax)
         if self.is_sampled and self.training:
             self._sample(x, row_codes, column_codes, unit)
         if unit is not None:
@@ -118,16 +129,21 @@ class OperandScaling(nn.Module):
         self.num_finite_steps.copy_(num_steps)
         self.step_amax.zero_()
 
-    def _window(self, unit: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """The amax of past steps in units of x, and whether there are enough of them."""
-        if not self.recipe.amax_history_length:
+    def _window(self, unit: Tensor | None, amax: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+        """The amax of past steps in units of x, and whether there are enough of them; or one to scale by, if x's is known."""
+        is_full = None
+        if self.recipe.amax_history_length:
+            is_full = self.num_finite_steps >= self.recipe.amax_history_length
+            amax, is_full = (
+                (self.window_amax, is_full) if amax is None else (torch.where(is_full, self.window_amax, amax), None)
+            )
+        if amax is None:
             return None
-        window_amax = self.window_amax if unit is None else self.window_amax / unit
-        return window_amax, self.num_finite_steps >= self.recipe.amax_history_length
+        return amax if unit is None else amax / unit, is_full
 
-    def _remember(self, amax: Tensor, unit: Tensor | None) -> None:
-        """What is remembered are amaxes of the values, since the unit changes with the weight."""
-        self.step_amax.copy_(torch.maximum(self.step_amax, amax if unit is None else amax * unit))
+    def _remember(self, amax: Tensor) -> None:
+        """amax: of the values, since the unit changes with the weight."""
+        self.step_amax.copy_(torch.maximum(self.step_amax, amax))
 
     def _sample(self, x: Tensor, rows: Codes | None, columns: Codes | None, unit: Tensor | None) -> None:
         if rows is not None:

@@ -25,7 +25,7 @@ class Kernels(Protocol):
         kind: str,
         margin: int,
         sides: str,
-        window: tuple[Tensor, Tensor] | None,
+        window: tuple[Tensor, Tensor | None] | None,
     ) -> list[Tensor]: ...
 
     def encode(self, x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor: ...

@@ -56,7 +56,7 @@ def _fake_operand(x: Tensor, dtype: torch.dtype, kind: str, margin: int, sides: 
     for side, shape in (("rows", x.shape), ("columns", x.shape[::-1])):
         if sides in (side, "both"):
             parts += [x.new_empty(shape, dtype=dtype), empty_operand_scale(torch.Size(shape), kind, x.device)]
-    return [*parts, x.new_empty((), dtype=torch.float32)] if window else parts
+    return [*parts, x.new_empty((), dtype=torch.float32)] if len(window) > 1 else parts
 
 
 @_define(
@@ -64,8 +64,9 @@ def _fake_operand(x: Tensor, dtype: torch.dtype, kind: str, margin: int, sides: 
     _fake_operand,
 )
 def quantize_operand(x: Tensor, dtype: torch.dtype, kind: str, margin: int, sides: str, window: list[Tensor]) -> list[Tensor]:
-    """window: empty, or the two tensors of it."""
-    return implementation(x.device).quantize_operand(x, dtype, kind, margin, sides, (window[0], window[1]) if window else None)
+    """window: empty, an amax to scale by, or that and whether to."""
+    pair = (window[0], window[1] if len(window) > 1 else None) if window else None
+    return implementation(x.device).quantize_operand(x, dtype, kind, margin, sides, pair)
 
 
 def _fake_elementwise(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -56,13 +56,13 @@ def quantize_operand(
     block: tuple[int, int] = (1, BLOCK),
     margin: int = 0,
     sides: str = "rows",
-    window: tuple[Tensor, Tensor] | None = None,
+    window: tuple[Tensor, Tensor | None] | None = None,
 ) -> QuantizedMatrix:
     """x (M, N), a matrix, quantised for products over its "rows", over its "columns", or "both", from one read of x.
 
     Codes are contiguous and scales laid out as a GEMM takes them.
     window: (an amax (), whether to scale by it, a bool ()), for a tensor scale from past amaxes: until it is to be used the
-    scale comes from x's own amax. With a window, x's own amax is returned.
+    scale comes from x's own amax, which is returned. With None for the bool it is scaled by, and x is not looked through.
     """
     _check_scaled_dtype(dtype)
     if x_MN.ndim != 2:
@@ -72,11 +72,13 @@ def quantize_operand(
         raise ValueError(f"sides is {sides!r}; allowed: {', '.join(SIDES)}.")
     if window is not None and kind != "tensor":
         raise ValueError(f'a window holds amaxes of tensors; granularity is {granularity!r}. Use "tensor", or no window.')
-    parts = ops.quantize_operand(x_MN.detach(), dtype, kind, margin, sides, [] if window is None else list(window))
+    given = [] if window is None else [part for part in window if part is not None]
+    parts = ops.quantize_operand(x_MN.detach(), dtype, kind, margin, sides, given)
     rows = (parts[0], parts[1]) if sides != "columns" else None
     first = 2 if sides == "both" else 0
     columns = (parts[first], parts[first + 1]) if sides != "rows" else None
-    return QuantizedMatrix(rows, columns, None if window is None else parts[-1])
+    returns_amax = window is not None and window[1] is not None
+    return QuantizedMatrix(rows, columns, parts[-1] if returns_amax else None)
 
 
 def compute_amax(x: Tensor, granularity: str = "tensor", block: tuple[int, int] = (1, BLOCK)) -> Tensor:

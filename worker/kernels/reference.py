@@ -59,20 +59,21 @@ def quantize_operand(
     kind: str,
     margin: int,
     sides: str,
-    window: tuple[Tensor, Tensor] | None,
+    window: tuple[Tensor, Tensor | None] | None,
 ) -> list[Tensor]:
     """x as an operand of products: [codes (M, N), dequant_scale] and [codes (N, M), dequant_scale] of x.T, then an amax.
 
     kind: of the scales, one of formats.KINDS. sides: "rows" asks for the first pair, "columns" for the second, "both" for
     both. All codes are contiguous, scales laid out as by formats.empty_operand_scale.
     window: (an amax, whether it is one to scale by, a bool), for the kind "tensor": until it is, the scale comes from
-    x's own amax, which is returned in the last place.
+    x's own amax, which is returned in the last place. With None for the bool it is scaled by, and nothing is returned.
     """
-    amax = None
+    amax = own_amax = None
     if window is not None:
-        window_amax, is_full = window
-        own_amax = compute_amax(x_MN, kind)
-        amax = torch.where(is_full, window_amax, own_amax)
+        amax, is_full = window
+        if is_full is not None:
+            own_amax = compute_amax(x_MN, kind)
+            amax = torch.where(is_full, amax, own_amax)
     parts: list[Tensor] = []
     if kind in TRANSPOSABLE:
         rows = quantize(x_MN, dtype, kind, margin, amax)
@@ -81,7 +82,7 @@ def quantize_operand(
     else:
         parts += _quantize_rows(x_MN, dtype, kind, margin) if sides != "columns" else ()
         parts += _quantize_rows(x_MN.t(), dtype, kind, margin) if sides != "rows" else ()
-    return parts if window is None else [*parts, own_amax]
+    return parts if own_amax is None else [*parts, own_amax]
 
 
 def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:

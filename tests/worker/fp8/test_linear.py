@@ -138,6 +138,16 @@ def test_flops_are_those_of_three_products() -> None:
     assert counter.get_total_flops() == 3 * 2 * 24 * 48 * 32
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_codes_are_quantised_by_the_amax_that_the_optimizer_keeps(transposed: bool) -> None:
+    """No step reads a weight once more to find it: told that it is four times as large, the layer believes it."""
+    layer = convert(make_linear(), "O2")
+    assert layer.weight_amax is not None
+    exact = layer.weight_operand(transposed=transposed).dequant_scale
+    layer.weight_amax *= 4
+    assert torch.equal(layer.weight_operand(transposed=transposed).dequant_scale, 4 * exact)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
 @pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
 @pytest.mark.parametrize("level", ["te", "O2", "O3"])

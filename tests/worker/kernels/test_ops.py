@@ -33,8 +33,8 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
             for sides in ("rows", "columns", "both"):
                 yield ops.quantize_operand, (x, E4M3, kind, 0, sides, [])
                 yield ops.quantize_operand, (x.t(), E4M3, kind, 0, sides, [])
-        for is_full in (True, False):
-            window = [torch.tensor(3.0), torch.tensor(is_full)]
+        for is_full in ([torch.tensor(True)], [torch.tensor(False)], []):
+            window = [torch.tensor(3.0), *is_full]
             yield ops.quantize_operand, (x, E4M3, "tensor", 0, "both", window)
         codes, scale = ops.quantize(x, E4M3, "row", 0, None)
         yield ops.matmul, (codes, scale, codes, scale, torch.bfloat16, False)

@@ -206,16 +206,17 @@ def quantize(x: Tensor, dtype: torch.dtype, kind: str, margin: int, amax: Tensor
 
 
 def quantize_operand(
-    x_MN: Tensor, dtype: torch.dtype, kind: str, margin: int, sides: str, window: tuple[Tensor, Tensor] | None
+    x_MN: Tensor, dtype: torch.dtype, kind: str, margin: int, sides: str, window: tuple[Tensor, Tensor | None] | None
 ) -> list[Tensor]:
-    """See the reference. With a window that is full nothing but codes and the new amax is computed, from one read."""
+    """See the reference. With an amax, or a window that is full, x is read once, for codes and its own amax."""
     if x_MN.numel() == 0:
         return reference.quantize_operand(x_MN, dtype, kind, margin, sides, window)
     amax = new_amax = None
     if window is not None:
-        window_amax, is_full = window
-        amax = torch.where(is_full, window_amax, tensor_amax(x_MN, unless=is_full))
-        new_amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
+        amax, is_full = window
+        if is_full is not None:
+            amax = torch.where(is_full, amax, tensor_amax(x_MN, unless=is_full))
+            new_amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
     elif kind == "tensor":
         amax = tensor_amax(x_MN)
     if amax is not None and sides == "rows" and x_MN.is_contiguous():

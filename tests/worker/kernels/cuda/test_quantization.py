@@ -185,6 +185,17 @@ def test_a_window_is_used_once_it_is_full(x: Tensor, sides: str, is_full: bool) 
         assert_same(one, other)
 
 
+@pytest.mark.parametrize("sides", SIDES)
+def test_a_known_amax_is_scaled_by_and_the_rest_saturates(sides: str) -> None:
+    x, known = mixed_magnitudes(130, 200).to(DEVICE), torch.tensor(0.3, device=DEVICE)
+    actual = quantization.quantize_operand(x, E4M3, "tensor", 0, sides, (known, None))
+    expected = reference.quantize_operand(x, E4M3, "tensor", 0, sides, (known, None))
+    for one, other in zip(actual, expected, strict=True):
+        assert_same(one, other)
+    assert float(actual[1]) == 2.0**-10  # 0.3 times 1024 is at most 448
+    assert float(actual[0].float().abs().max()) == 448
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_fuzz_the_transposed_codes_over_tiles(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any NaN in a tile leaves its neighbours alone, whatever the tile and the number of warps."""
