@@ -5,6 +5,8 @@ COMPOSE ?= docker compose
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# What torch 2.11 on the GPU machines has: kernels are compiled by it too. In a folder, since torch here needs the one pinned.
+OTHER_TRITON := build/triton-3.6.0
 
 .PHONY: install demo test prometheus dashboards lint types fmt snapshots bench bench-gpu-kernels bench-gpu-train bench-gpu-accuracy compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
@@ -22,8 +24,12 @@ install: $(STAMP)
 demo: install
 	$(BIN)/octet demo
 
-test: install prometheus
+test: install prometheus $(OTHER_TRITON)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+$(OTHER_TRITON): | install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$(patsubst build/triton-%,%,$@)
+	mv $@.part $@
 
 # The tests of metrics ask a real Prometheus. Where it cannot be installed they are skipped, or fail under CI=true.
 prometheus:

@@ -80,15 +80,10 @@ def moment_places(row, start, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED
         return place(row, start, COLUMN, tl.uint8, ALIGNED), scales, steps
 
 
-@triton.jit
-def min_exponent(FORMAT: tl.constexpr):
+@triton.constexpr_function
+def min_exponent(FORMAT):
     """Of the smallest normal number of a weight's format, as it is rounded."""
-    if FORMAT == "split":
-        return -6
-    elif FORMAT == "bf16" or FORMAT == "fp32":
-        return -126
-    else:
-        return -14
+    return {"split": -6, "bf16": -126, "fp32": -126}.get(FORMAT, -14)
 
 
 @triton.jit

@@ -120,4 +120,5 @@ def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> dic
 
 
 if __name__ == "__main__":
-    json.dump({name: compile_for_hopper(name, kernel, constants) for name, kernel, constants in kernels()}, sys.stdout)
+    compiled = {name: compile_for_hopper(name, kernel, constants) for name, kernel, constants in kernels()}
+    json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)
