@@ -204,6 +204,8 @@ class Float8Products(torch.autograd.Function):
         saved = (input_half, None) if "grad_weight" in wide else input_columns or (None, None)
         ctx.save_for_backward(*saved, weight_NK, weight_dequant_scale)
         ctx.layer, ctx.high_precision, ctx.input_dtype = layer, wide, input_TK.dtype
+        # Of a bf16 parameter autograd wants a bf16 gradient: the product rounds to it, sparing a pass over an fp32 one.
+        ctx.grad_weight_dtype = torch.bfloat16 if weight_NK.dtype == torch.bfloat16 else torch.float32
         if "output" in wide:
             assert input_half is not None
             return half_linear(input_half, layer.weight_values(torch.bfloat16), bias_N, torch.bfloat16).to(output_dtype)
@@ -227,8 +229,8 @@ class Float8Products(torch.autograd.Function):
         elif needs_input:
             grad_input_TK = product(grad_rows, layer.weight_operand(transposed=True), ctx.input_dtype)
         if needs_weight and "grad_weight" in wide:
-            grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), torch.float32)
+            grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), ctx.grad_weight_dtype)
         elif needs_weight:
-            grad_weight_NK = product(grad_columns, Codes(input_saved, input_dequant_scale), torch.float32)
+            grad_weight_NK = product(grad_columns, Codes(input_saved, input_dequant_scale), ctx.grad_weight_dtype)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
         return grad_input_TK, grad_weight_NK, grad_bias_N, None, None, None

@@ -3,12 +3,14 @@
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from api_schemas.levels import LEVELS
@@ -136,6 +138,35 @@ def test_flops_are_those_of_three_products() -> None:
     with FlopCounterMode(display=False) as counter:
         layer(input_TK).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 24 * 48 * 32
+
+
+def test_a_bf16_weights_gradient_is_rounded_once_from_the_product() -> None:
+    """As if it had been fp32 and cast afterwards: on a GPU that would be another pass over it."""
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        linear = make_linear().bfloat16()
+        layer = convert(linear.to(dtype), "te")
+        made: list[torch.dtype] = []
+        with RecordsProducts(made):
+            layer(random_values(64, 48).bfloat16()).float().square().sum().backward()
+        assert made[-1] == dtype
+        assert layer.weight.grad is not None
+        gradients.append(layer.weight.grad.bfloat16())
+    assert torch.equal(*gradients)
+
+
+class RecordsProducts(TorchDispatchMode):
+    """Notes the dtype of each scaled product."""
+
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
+        super().__init__()
+        self.dtypes = dtypes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.octet.matmul.default:
+            self.dtypes.append(result.dtype)
+        return result
 
 
 @pytest.mark.parametrize("transposed", [False, True])
