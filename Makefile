@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # What torch 2.11 on the GPU machines has: kernels are compiled by it too. In a folder, since torch here needs the one pinned.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: install demo test prometheus dashboards lint types fmt snapshots bench bench-gpu-kernels bench-gpu-train bench-gpu-accuracy compose-up compose-down compose-smoke clean
+.PHONY: install demo test prometheus dashboards lint types fmt snapshots bench bench-gpu-kernels bench-gpu-train bench-gpu-accuracy bench-predicted-memory compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # torch comes first and pinned: an unpinned torch, or one pulled in by a dependency, brings gigabytes of CUDA libraries.
@@ -68,6 +68,10 @@ OUT        ?= benchmarks/results
 
 bench-gpu-kernels bench-gpu-train bench-gpu-accuracy: bench-gpu-%:
 	$(GPU_PYTHON) -m benchmarks.gpu.$* --out $(OUT)
+
+# The same steps' peak memory, on a machine without a GPU.
+bench-predicted-memory: install
+	$(BIN)/python -m benchmarks.gpu.predicted_memory --out $(OUT)
 
 # The cluster of docker-compose.yml on this machine: api on 127.0.0.1:8000, Grafana on :3000, Prometheus on :9090.
 compose-up:

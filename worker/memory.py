@@ -3,7 +3,7 @@
 Every storage counts once, whatever number of tensors see it, and in full, whatever part of it they see.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -24,30 +24,21 @@ def memory_report(
     `scales` are all dequant_scales, of weights, gradients and states alike; `other` is what remains of buffers and states.
     `converted_only`: of the weights that `initialize` converted and what belongs to them, without biases.
     """
-    parameters, buffers = _converted(model) if converted_only else (model.parameters(), model.named_buffers())
     num_bytes = dict.fromkeys(CLASSES, 0)
     seen: set[int] = set()
-    for kind, tensor in _held_tensors(parameters, buffers, optimizer):
+    for kind, tensor in held_tensors(model, optimizer, converted_only=converted_only):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage._cdata not in seen:  # and not by address, which a fake tensor has none of
+            seen.add(storage._cdata)
             num_bytes[kind] += storage.nbytes()
     return num_bytes
 
 
-def _converted(model: nn.Module) -> tuple[list[nn.Parameter], list[tuple[str, Tensor]]]:
-    report = model.octet_report
-    assert isinstance(report, ConversionReport)
-    layers = [model.get_submodule(name) for name in report.converted]
-    weights = [layer.get_parameter("weight") for layer in layers]
-    return weights, [buffer for layer in layers for buffer in layer.named_buffers()]
-
-
-def _held_tensors(
-    parameters: Iterable[nn.Parameter],
-    buffers: Iterable[tuple[str, Tensor]],
-    optimizer: torch.optim.Optimizer | None,
+def held_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, converted_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
+    """Every plain tensor that model and optimizer hold, with its class, as `memory_report` counts them."""
+    parameters, buffers = _converted(model) if converted_only else (model.parameters(), model.named_buffers())
     for parameter in parameters:
         yield from _parts("weights", parameter)
         yield from _parts("gradients", parameter.grad)
@@ -58,6 +49,14 @@ def _held_tensors(
         yield from _parts(_buffer_class(name), buffer)
 
 
+def _converted(model: nn.Module) -> tuple[list[nn.Parameter], list[tuple[str, Tensor]]]:
+    report = model.octet_report
+    assert isinstance(report, ConversionReport)
+    layers = [model.get_submodule(name) for name in report.converted]
+    weights = [layer.get_parameter("weight") for layer in layers]
+    return weights, [buffer for layer in layers for buffer in layer.named_buffers()]
+
+
 def _buffer_class(name: str) -> str:
     if name.endswith("dequant_scale"):
         return "scales"
@@ -66,7 +65,8 @@ def _buffer_class(name: str) -> str:
 
 def _parts(kind: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """The plain tensors of a value: of a wrapper, a dataclass or a dict; those called scale are of the class `scales`."""
-    if type(value) in (Tensor, nn.Parameter):
+    is_wrapper = is_traceable_wrapper_subclass(value)
+    if isinstance(value, Tensor) and not is_wrapper:
         yield kind, value
     for name, part in _members(value):
         yield from _parts("scales" if "scale" in name else kind, part)

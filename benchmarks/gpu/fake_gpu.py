@@ -1,0 +1,134 @@
+"""A GPU that has no memory and computes nothing: tensors are fake, kernels are not launched, all else runs as on CUDA.
+
+torch's fake tensors have shapes, dtypes and storages without bytes. Where torch is built without CUDA, autograd refuses fake
+CUDA tensors, so they are on a device of torch's own making ("gpu"), and what asks for CUDA is answered yes. The host's side
+of our Triton kernels runs as it is and allocates what it allocates.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from worker import api
+from worker.fp8.convert import filter_layers
+from worker.kernels import cuda, gradients, ops, quantization
+from worker.kernels.cuda import gemm
+from worker.optim.fused import FusedStep
+
+aten = torch.ops.aten
+DEVICE_TYPE = "gpu"
+HOPPER, CUDA_VERSION = (9, 0), (13, 0)
+
+
+class _Fakes(FakeTensorMode):
+    """`torch.tensor` is not to touch the device first, as for CUDA where there is none."""
+
+    avoid_device_init = True  # type: ignore[assignment]
+
+
+class _Backend(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+@functools.cache
+def device() -> torch.device:
+    """The device. Making it known is for the rest of the process."""
+    _setup_privateuseone_for_python_backend(DEVICE_TYPE, _Backend())
+    return torch.device(DEVICE_TYPE, 0)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Within it tensors are fake, on whatever device."""
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+            (nn.Module, "to_empty", _to_empty),
+            (nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_options: tensor),  # draws until the host likes it
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(_Fakes())
+        yield
+
+
+@contextmanager
+def fake_gpu() -> Iterator[torch.device]:
+    """Within it tensors are fake, and those on the device that it yields are taken for CUDA's."""
+    if knobs.runtime.interpret:
+        raise RuntimeError("Triton interprets its kernels; here none is to run. Unset TRITON_INTERPRET.")
+    fake = device()
+    with ExitStack() as stack:
+        for module in (ops, gradients, quantization):
+            stack.enter_context(mock.patch.object(module, "implementation", return_value=cuda))
+        for owner, name, replacement in (
+            (JITFunction, "run", lambda *_args, **_options: None),
+            (gemm, "platform", lambda _device: (HOPPER, CUDA_VERSION)),
+            (api, "filter_layers", lambda *arguments: filter_layers(*arguments[:-1], HOPPER)),
+            (FusedStep, "_send", _send),
+            (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
+            (nn.functional, "scaled_dot_product_attention", attention),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(fake_tensors())
+        yield fake
+
+
+def see_within(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """For `LiveBytes`: our own ops run as on a device, and what the host reads is answered; all else is torch's."""
+    if func.namespace == "octet":
+        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **options)
+    return answer_host(func, args, options)
+
+
+def answer_host(func: Any, args: tuple[Any, ...], _options: dict[str, Any]) -> Any:
+    """What the host reads of a fake tensor is true, or one."""
+    if func is not aten._local_scalar_dense.default:
+        return NotImplemented
+    return args[0].dtype == torch.bool or 1
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """What torch runs for it on CUDA: flash attention in 16 bits without a mask, else the memory-efficient one."""
+    scale = options.get("scale")
+    if attn_mask is None and query.dtype.itemsize == 2:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    bias = attn_mask
+    if bias is not None:
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    needs_gradient = query.requires_grad
+    run = aten._scaled_dot_product_efficient_attention
+    return run(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+
+
+def _send(step: FusedStep, name: Any, content: Any, on: torch.device, rows: Callable[[Any], Any], dtype: torch.dtype) -> Tensor:
+    """The table on the device, of the right size; the first one stays."""
+    if (name, on) not in step.sent:
+        table = rows(content)
+        step.sent[name, on] = (None, torch.empty(len(table), len(table[0]), dtype=dtype, device=on))
+    return step.sent[name, on][1]
+
+
+def _to_empty(model: nn.Module, *, device: torch.device) -> nn.Module:
+    """As torch's own, which cannot put one fake tensor in another's place."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+    return model

@@ -1,0 +1,138 @@
+"""Bytes of live tensors during a piece of work, op by op: the peak, when it is reached, and what lives at that moment.
+
+Every storage counts from the op that returns it until nothing refers to it, rounded up as CUDA's caching allocator does.
+What an op allocates and gives back within itself is not seen, unless its implementation is ours (`see_within`).
+"""
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from worker.fp8.gradient import Float8Gradient
+from worker.memory import held_tensors
+
+GRANULE = 512  # bytes: kMinBlockSize of CUDACachingAllocator.cpp
+TRANSIENT = {"build": "inputs", "forward": "activations", "backward": "backward", "update": "update"}
+"""The class of what neither model nor optimizer hold, by the phase of the step in which it was made."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A live storage. origin: the op and where it ran, numbers of layers left out."""
+
+    num_bytes: int
+    phase: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Bytes of all that lives at one moment: by class, and of what nobody holds for longer than the step, by origin."""
+
+    by_class: Counter[str]
+    by_origin: Counter[str]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts within its context. `see_within` runs an op whose own allocations count, or returns NotImplemented."""
+
+    def __init__(self, granule: int = GRANULE, see_within: Callable[..., Any] = lambda *_: NotImplemented) -> None:
+        super().__init__()
+        self.granule, self.see_within = granule, see_within
+        self.live: dict[int, Allocation] = {}
+        self.num_bytes = self.peak_bytes = self.num_ops = self.peak_op = 0
+        self.phase = "build"
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._modules: list[str] = []
+        self._at: tuple[int, Callable[[], None]] | None = None
+
+    def restart(self, at: tuple[int, Callable[[], None]] | None = None) -> None:
+        """Count ops and the peak from here. at: the number of an op, and what to do when it has run."""
+        self.num_ops = self.peak_op = 0
+        self.peak_bytes, self._at = self.num_bytes, at
+        self.phase = "forward"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Float8Gradient) for kind in types):
+            return NotImplemented  # it does what it does with plain tensors, which come here
+        with self:
+            result = self.see_within(func, args, kwargs or {})
+        if result is NotImplemented:
+            result = func(*args, **(kwargs or {}))
+        self._follow_phase()
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor, str(func))
+        self.num_ops += 1
+        if self.num_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_op = self.num_bytes, self.num_ops
+        if self._at is not None and self.num_ops == self._at[0]:
+            self._at[1]()
+        return result
+
+    def snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+        """Of this moment."""
+        held = {tensor.untyped_storage()._cdata: kind for kind, tensor in held_tensors(model, optimizer)}
+        by_class, by_origin = Counter[str](), Counter[str]()
+        for key, allocation in self.live.items():
+            kind = held.get(key)
+            by_class[kind or TRANSIENT[allocation.phase]] += allocation.num_bytes
+            if kind is None:
+                by_origin[f"{allocation.phase}: {allocation.origin}"] += allocation.num_bytes
+        return Snapshot(by_class, by_origin)
+
+    @contextmanager
+    def named(self, model: nn.Module) -> Iterator[None]:
+        """Know in which module of the model an op of the forward pass runs."""
+        names = {module: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, module in model.named_modules()}
+
+        def enter(module: nn.Module, _inputs: Any) -> None:
+            self._modules.append(names.get(module, type(module).__name__))
+
+        def leave(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+            self._modules.pop()
+
+        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _follow_phase(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self.phase = "backward"
+        elif self.phase == "backward":
+            self.phase = "update"
+
+    def _where(self) -> str:
+        if self.phase == "forward":
+            return self._modules[-1] if self._modules else ""
+        node = torch._C._current_autograd_node()
+        return "" if node is None else node.name()
+
+    def _note(self, tensor: Tensor, op: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live:
+            return
+        num_bytes = -(-storage.nbytes() // self.granule) * self.granule
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        origin = f"{self._where()} {op.removeprefix('aten.')} {dtype}{list(tensor.shape)}".strip()
+        self.live[key] = Allocation(num_bytes, self.phase, origin)
+        self.num_bytes += num_bytes
+        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        self.num_bytes -= self.live.pop(key).num_bytes
+        del self._references[key]

@@ -1,0 +1,184 @@
+"""The peak memory of training steps on a GPU, predicted without one: `networks.py` and `largest.py` on fake tensors.
+
+    python -m benchmarks.gpu.predicted_memory [--out FOLDER] [--sections gpt,vision,largest] [--smoke]
+
+writes a dated table: peaks, what they consist of, and the ratios that have targets.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import largest
+from benchmarks.gpu.fake_gpu import fake_gpu, see_within
+from benchmarks.gpu.live_bytes import LiveBytes, Snapshot
+from benchmarks.gpu.networks import (
+    BF16_AMP,
+    FP16_AMP,
+    O1,
+    O2,
+    O2_ALL_FP8,
+    O3_SPLIT,
+    TE,
+    Step,
+    Way,
+    build_gpt,
+    gpt_step,
+    vision_step,
+)
+from benchmarks.gpu.report import Report, Row
+from benchmarks.gpu.session import RESULTS
+from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
+
+GIB = 1 << 30
+BF16_AMP_OURS, O2_8BIT = Way("bf16-amp, our AdamW", "bf16-amp"), Way("O2-8bit", "O2-8bit")
+WAYS = (BF16_AMP, BF16_AMP_OURS, FP16_AMP, TE, O1, O2, O2_ALL_FP8, O3_SPLIT, O2_8BIT)
+PEERS = (BF16_AMP, FP16_AMP)
+WITH_TARGET = ("1.3 B", "tiny")
+CAPACITIES = {"H200": 139 * GIB, "H100": 78 * GIB}
+SMOKE_CAPACITY = {"tiny": 8 << 20}
+NUM_ORIGINS = 4
+HEADER = (
+    "Predictions, not measurements: no GPU was there. The step of `benchmarks/gpu/networks.py` ran, eager, on torch's fake "
+    "tensors, which have sizes and no bytes; live storages were counted op by op, rounded up to 512 bytes. Not in it: "
+    "fragmentation, what torch's own kernels and cuBLAS allocate and free within an op, the CUDA context. torch.compile keeps "
+    "other activations: docs/benchmarks.md. torch {torch}."
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most that a step takes once the states exist, and what lives at that moment."""
+
+    peak_bytes: int
+    at_peak: Snapshot
+
+    def __str__(self) -> str:
+        return f"{self.peak_bytes / GIB:.2f} GiB"
+
+    @property
+    def note(self) -> str:
+        """What it consists of, in GiB."""
+        classes = [f"{kind} {_gib(held)}" for kind, held in self.at_peak.by_class.most_common() if held >= GIB / 200]
+        origins = [f"{origin} {_gib(held)}" for origin, held in self.at_peak.by_origin.most_common(NUM_ORIGINS)]
+        return f"{', '.join(classes)}. Most of what is not kept: {'; '.join(origins)}"
+
+
+def predict(make_step: Callable[[torch.device], tuple[Step, Any]]) -> Prediction:
+    """Of what make_step makes on a device: a step, and (model, optimizer). The second step finds the peak, the third looks."""
+    gc.collect()
+    snapshots: list[Snapshot] = []
+    with fake_gpu() as device, LiveBytes(see_within=see_within) as live:
+        step, (model, optimizer) = make_step(device)
+        step()
+        live.restart()
+        step()
+        peak_bytes, peak_op = live.peak_bytes, live.peak_op
+        with live.named(model):
+            live.restart(at=(peak_op, lambda: snapshots.append(live.snapshot(model, optimizer))))
+            step()
+        if live.peak_bytes != peak_bytes:
+            raise RuntimeError(f"two steps peak at {peak_bytes} and {live.peak_bytes} bytes; the same was expected.")
+    return Prediction(peak_bytes, snapshots[0])
+
+
+def gpt_rows(smoke: bool) -> Iterator[Row]:
+    for size in SMALL if smoke else SIZES:
+        found: dict[str, Prediction] = {}
+        for way in WAYS:
+            found[way.name] = predicted = predict(partial(_gpt_step, size, way))
+            figure = f"GPT {size.name}, {size.batch_size} × {size.config.max_sequence_length} tokens, {way.name}"
+            if way in PEERS:
+                yield Row(figure, str(predicted), note=predicted.note)
+                continue
+            for peer in PEERS:
+                if peer.name not in found:
+                    continue
+                ratio = predicted.peak_bytes / found[peer.name].peak_bytes
+                target = MEMORY if way == O2 and size.name in WITH_TARGET else None
+                note = predicted.note if peer == BF16_AMP else ""
+                yield Row(figure, str(predicted), f"{peer.name} {found[peer.name]}", ratio, target, note)
+
+
+def vision_rows(smoke: bool) -> Iterator[Row]:
+    for family in SAVED:
+        found: dict[str, Prediction] = {}
+        for way in (FP16_AMP, BF16_AMP, TE, O1, O2, O2_ALL_FP8, O3_SPLIT, O2_8BIT):
+            found[way.name] = predicted = predict(partial(vision_step, family, way, smoke=smoke))
+            name = {"Swin": "Swin-1.0B at batch 16", "ViT": "ViT-1.2B at batch 64"}[family]
+            if way == FP16_AMP:
+                yield Row(f"{name}, {way.name}", str(predicted), note=predicted.note)
+                continue
+            saved = 1 - predicted.peak_bytes / found[FP16_AMP.name].peak_bytes
+            beside, target = f"fp16-amp {found[FP16_AMP.name]}", SAVED[family] if way in (O2, O2_ALL_FP8) else None
+            yield Row(f"{name}, {way.name}: saved", str(predicted), beside, saved, target, predicted.note, style=".0%")
+
+
+def largest_rows(smoke: bool) -> Iterator[Row]:
+    """As `largest.py`: O2 as far as it was seen to fit, against one layer less than bf16-amp was seen not to."""
+    for card, capacity in SMOKE_CAPACITY.items() if smoke else CAPACITIES.items():
+        beside = 0
+        for level, way in largest.WAYS.items():
+            per_layer = largest.BYTES_PER_PARAMETER[level] * 12 * largest.sizes(1, smoke=smoke).hidden_size ** 2
+            start = max(1, capacity // per_layer)
+            fits, fails = largest.search(partial(_try, way, capacity, smoke), start, capacity, lambda: True)
+            num_parameters = _num_parameters(fits, smoke)
+            figure = f"largest GPT of hidden size 4096 within {capacity / GIB:.0f} GiB ({card}), {level}"
+            measured, note = f"{num_parameters / 1e9:.2f} B parameters, {fits} layers", f"{fails} layers did not fit"
+            if level == BF16_AMP.name:
+                beside = _num_parameters(fails - 1, smoke)
+                yield Row(figure, measured, note=note)
+            else:
+                ratio = num_parameters / beside
+                yield Row(figure, measured, f"bf16-amp at most {beside / 1e9:.2f} B", ratio, largest.TARGET, note)
+
+
+SECTIONS = {"GPT step": gpt_rows, "Vision models": vision_rows, "Largest GPT": largest_rows}
+
+
+def _gpt_step(size: Size, way: Way, device: torch.device) -> tuple[Step, Any]:
+    return gpt_step(size.config, way, size.batch_size, device, compiled=None)
+
+
+def _try(way: Way, capacity: int, smoke: bool, num_layers: int) -> int | None:
+    config = largest.sizes(num_layers, smoke=smoke)
+    peak = predict(lambda device: gpt_step(config, way, 1, device, compiled=None)).peak_bytes
+    sys.stderr.write(f"{way.name}, {num_layers} layers: {_gib(peak)} GiB\n")
+    return peak if peak <= capacity else None
+
+
+def _num_parameters(num_layers: int, smoke: bool) -> int:
+    return build_gpt(largest.sizes(num_layers, smoke=smoke), torch.device("meta")).num_parameters
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
+    arguments.add_argument("--sections", default="", help="beginnings of the names of those to run, by comma; default: all")
+    arguments.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
+    options = arguments.parse_args()
+    wanted = tuple(word.strip().lower() for word in options.sections.split(","))
+    path = options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-memory{'-smoke' if options.smoke else ''}.md"
+    report = Report("Peak memory on a GPU, predicted", path, [HEADER.format(torch=torch.__version__)])
+    for name, rows in SECTIONS.items():
+        if name.lower().startswith(wanted):
+            for row in rows(options.smoke):
+                report.add(name, row)
+    sys.stdout.write(str(report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
