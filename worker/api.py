@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from api_schemas.levels import LEVELS, Level
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import explain
-from worker.fp8.convert import ConversionReport, filter_layers, replace_layers, replaceable_linears, select_layers
+from worker.fp8.convert import (
+    ConversionReport,
+    filter_layers,
+    replace_layers,
+    replaceable_linears,
+    select_layers,
+    take_over_activations,
+)
 from worker.fp8.gains import DEFAULT_TOKENS
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.half import HalfLinear
@@ -151,6 +158,7 @@ def _convert(
         else:
             convert = _float8_converter(precision, seed, originals)
         model = replace_layers(model, selected, convert)
+        take_over_activations(model)
     compute_dtype = torch.float16 if row.gemm == "fp16" else torch.bfloat16
     return replace_layers(model, in_half, lambda linear: HalfLinear(linear, compute_dtype))
 

@@ -5,8 +5,9 @@
     grad_weight_NK = grad_output_TN.T @ input_TK        e5m2 x e4m3, or e4m3 x e4m3
 
 Each may be left in bf16 by the recipe. What waits for the backward pass is the input's FP8 codes and scale, not the input
-itself (unless grad_weight is left in bf16). A weight that is not held in FP8 is quantised, or decoded to bf16, again in the
-backward pass: cheaper than a second copy of every weight in between.
+itself (unless grad_weight is left in bf16). A layer that has taken over the activation before it keeps neither: the
+activation's input is kept for its own derivative anyway, and all else is made of it once more. A weight that is not held in
+FP8 is quantised, or decoded to bf16, again in the backward pass: cheaper than a second copy of every weight in between.
 
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
@@ -68,6 +69,7 @@ class Float8Linear(nn.Module):
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
         self.gradient_position = gradient_position
         self.sample_every = sample_every
+        self.activation: str | None = None  # applied to the input; one of kernels' ACTIVATIONS
         self.num_breaches = 0  # samples in a row that broke a limit
         self.fallback = Fallback.NONE
         self.register_buffer("weight_dequant_scale", None)
@@ -83,6 +85,8 @@ class Float8Linear(nn.Module):
         output_dtype, wide = activation_dtype(input), self.high_precision
         with torch.autocast(input.device.type, enabled=False):  # what is computed here is the recipe's to say
             if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
+                if self.activation is not None:
+                    input = kernels.ACTIVATIONS[self.activation].forward(input)
                 return half_linear(input, self.weight, self.bias, torch.bfloat16).to(output_dtype)
             input_TK = input.reshape(-1, self.in_features)
             weight_NK = self._gradient_port if torch.compiler.is_compiling() and self.weight.requires_grad else self.weight
@@ -123,7 +127,8 @@ class Float8Linear(nn.Module):
     def extra_repr(self) -> str:
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
         products = str(self.recipe) if self.fallback is Fallback.NONE else f"{self.fallback.name.lower()}, all in bf16"
-        return f"{shape}, weight={self.weight.dtype}, {products}"
+        activation = "" if self.activation is None else f"after {self.activation}, "
+        return f"{activation}{shape}, weight={self.weight.dtype}, {products}"
 
     def start_step(self, num_steps: int) -> None:
         """Prepare for the forward passes between two optimizer steps, after that many of them."""
@@ -193,15 +198,19 @@ class Float8Products(torch.autograd.Function):
         layer: Float8Linear,
     ) -> Tensor:
         """bias_N: only where the output is computed in bf16."""
-        wide = layer.high_precision
+        wide, given_TK = layer.high_precision, input_TK
+        if layer.activation is not None:
+            input_TK = kernels.ACTIVATIONS[layer.activation].forward(given_TK)
         input_rows, input_columns = layer.input_scaling.quantize(
             input_TK,
             rows="output" not in wide,
-            columns="grad_weight" not in wide and ctx.needs_input_grad[1],
+            columns="grad_weight" not in wide and ctx.needs_input_grad[1] and layer.activation is None,
             transposed_later=True,
         )
         input_half = input_TK.to(torch.bfloat16) if wide & {"output", "grad_weight"} else None
         saved = (input_half, None) if "grad_weight" in wide else input_columns or (None, None)
+        if layer.activation is not None:
+            saved = (given_TK, None)
         ctx.save_for_backward(*saved, weight_NK, weight_dequant_scale)
         ctx.layer, ctx.high_precision, ctx.input_dtype = layer, wide, input_TK.dtype
         # Of a bf16 parameter autograd wants a bf16 gradient: the product rounds to it, sparing a pass over an fp32 one.
@@ -218,6 +227,11 @@ class Float8Products(torch.autograd.Function):
         input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
         layer, wide = ctx.layer, ctx.high_precision
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        given_TK = input_saved
+        if layer.activation is not None and needs_weight:
+            input_saved = kernels.activate_again(given_TK, layer.activation, grad_output_TN)
+            if "grad_weight" not in wide:
+                input_saved, input_dequant_scale = layer.input_scaling.quantize_again(input_saved)
         grad_rows, grad_columns = layer.grad_output_scaling.quantize(
             grad_output_TN,
             rows=needs_input and "grad_input" not in wide,
@@ -232,5 +246,7 @@ class Float8Products(torch.autograd.Function):
             grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), ctx.grad_weight_dtype)
         elif needs_weight:
             grad_weight_NK = product(grad_columns, Codes(input_saved, input_dequant_scale), ctx.grad_weight_dtype)
+        if layer.activation is not None and grad_input_TK is not None:
+            grad_input_TK = kernels.ACTIVATIONS[layer.activation].backward(grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
         return grad_input_TK, grad_weight_NK, grad_bias_N, None, None, None

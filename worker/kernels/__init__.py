@@ -5,9 +5,11 @@ done by the implementation for the tensor's device (`dispatch.py`); `reference.p
 equals bit for bit.
 """
 
+from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.gemm import matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norm
+from worker.kernels.ops import activate_again
 from worker.kernels.quantization import (
     all_finite,
     compute_amax,
@@ -22,7 +24,9 @@ from worker.kernels.quantization import (
 from worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
 
 __all__ = [
+    "ACTIVATIONS",
     "accumulate_",
+    "activate_again",
     "all_finite",
     "compute_amax",
     "dequant_scale_from_amax",

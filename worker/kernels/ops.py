@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.dispatch import implementation
 from worker.kernels.formats import KINDS, empty_operand_scale, kind_of_scale, scale_shape
 
@@ -90,6 +91,12 @@ def _fake_split(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dtype: t
 @_define("split_dequantize(Tensor codes, Tensor residual, Tensor dequant_scale, ScalarType dtype) -> Tensor", _fake_split)
 def split_dequantize(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return implementation(codes.device).split_dequantize(codes, residual, dequant_scale, dtype)
+
+
+@_define("activate_again(Tensor x, str activation, Tensor after) -> Tensor", lambda x, activation, after: torch.empty_like(x))
+def activate_again(x: Tensor, activation: str, after: Tensor) -> Tensor:
+    """An activation computed a second time, in the backward pass: a compiler may not put it before `after` and keep it."""
+    return ACTIVATIONS[activation].forward(x)
 
 
 @_define("all_finite(Tensor x) -> Tensor", lambda x: x.new_empty((), dtype=torch.bool))

@@ -51,16 +51,14 @@ class Attention(nn.Module):
         return self.output(mixed_BHTd.transpose(1, 2).flatten(-2))
 
 
-class MLP(nn.Module):
+class MLP(nn.Sequential):
     """Two linear layers with a GELU (tanh form, as GPT-2) between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.up = nn.Linear(config.hidden_size, 4 * config.hidden_size)
+        self.activation = nn.GELU(approximate="tanh")
         self.down = nn.Linear(4 * config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(hidden_BTD), approximate="tanh"))
 
 
 class Block(nn.Module):
