@@ -55,7 +55,7 @@ def prepare_kernel(
     power1 = tl.exp(tl.load(group + tables.LOG_BETA1) * step.to(tl.float64))
     power2 = tl.exp(tl.load(group + tables.LOG_BETA2) * step.to(tl.float64))
     kept = 1.0 - lr * tl.load(group + tables.DECOUPLED_DECAY)
-    unit, new_unit = 1.0, 1.0  # of the codes, before and after
+    unit, to_new_unit = 1.0, 1.0  # what the codes are in units of, and how many of the next are one
     if WEIGHT == "fp16-scaled" or WEIGHT == "split" or WEIGHT == "master":
         square1 = beta1 * beta1
         is_bounded = square1 < beta2
@@ -75,9 +75,10 @@ def prepare_kernel(
             scale = tl.load(row + tables.MASTER_SCALE).to(tl.pointer_type(tl.float32))
         unit = tl.load(scale)
         new_unit = language.dequant_scale_from_amax(bound, unit, 448.0 if WEIGHT == "split" else 65504.0, 0)
+        to_new_unit = language.inverse(new_unit)
         tl.store(scale, new_unit)
         tl.store(out + tables.NEW_SCALE, new_unit)
-    tl.store(out + tables.KEPT, kept.to(tl.float32) * (unit / new_unit))
+    tl.store(out + tables.KEPT, kept.to(tl.float32) * (unit * to_new_unit))
     tl.store(out + tables.GRADIENT_DECAY, tl.load(group + tables.L2_DECAY).to(tl.float32) * unit)
     tl.store(out + tables.KEPT1, beta1.to(tl.float32))
     tl.store(out + tables.ADDED1, (1.0 - beta1).to(tl.float32))
@@ -85,7 +86,7 @@ def prepare_kernel(
     tl.store(out + tables.ADDED2, (1.0 - beta2).to(tl.float32))
     tl.store(out + tables.ROOT_CORRECTION, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32))
     tl.store(out + tables.EPSILON, tl.load(group + tables.EPS).to(tl.float32))
-    tl.store(out + tables.RATE, (lr / (1.0 - power1)).to(tl.float32) / new_unit)
+    tl.store(out + tables.RATE, (lr / (1.0 - power1)).to(tl.float32) * to_new_unit)
     gradient_unit = tl.load(group + tables.SIGN).to(tl.float32)
     if GRADIENT == "fp8-tensor":
         gradient_unit *= tl.load(tl.load(row + tables.GRADIENT_SCALE).to(tl.pointer_type(tl.float32)))

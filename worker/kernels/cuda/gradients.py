@@ -52,7 +52,7 @@ def accumulate_kernel(codes, dequant_scale, other, alpha, new_scale, num_element
     seed, step, stream = tl.cast(seed, tl.int64), tl.cast(step, tl.int64), tl.cast(stream, tl.int64)
     first_draw = first // language.NUMBERS_PER_DRAW
     numbers = tl.reshape(language.random_numbers(seed, step, stream, first_draw, CHUNK // 128, 128), (CHUNK,))
-    bits = language.roundable(total * (1.0 / tl.load(new_scale)), -6)
+    bits = language.roundable(total * tl.div_rn(1.0, tl.load(new_scale)), -6)
     rounded = tl.where(bits < 0x7F800000, language.stochastic_codes(bits, numbers, 3, 0x7E), 0x7F)
     rounded |= (total.to(tl.int32, bitcast=True) >> 24) & 0x80
     tl.store(codes + at, rounded.to(tl.uint8), mask=at < num_elements)

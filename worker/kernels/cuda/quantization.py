@@ -39,12 +39,6 @@ def _last_first():
 
 
 @triton.jit
-def _inverse(power_of_two):
-    """1 / 2**e for -126 <= e <= 126, from its bits."""
-    return ((254 << 23) - power_of_two.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _encode_flat(
     x,
     amax,
@@ -66,7 +60,7 @@ def _encode_flat(
     offsets = tl.arange(0, BLOCK)
     mask = offsets < num_elements - start
     values = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32)
-    encoded = language.encode_scaled(language.nan_unless_finite(values), _inverse(scale), FORMAT)
+    encoded = language.encode_scaled(language.nan_unless_finite(values), language.inverse(scale), FORMAT)
     tl.store(codes + start + offsets, encoded, mask=mask)
     if TRACKS_AMAX:
         language.atomic_amax(new_amax, language.amax(values, 0))
@@ -96,7 +90,7 @@ def _quantize_rows(
         mask = is_row[:, None] & (columns[None, :] < num_columns)
         values = tl.load(inputs, mask=mask, other=0.0).to(tl.float32)
         scale = language.scale_from_amax(language.amax(values, 1), FORMAT, MARGIN)
-        encoded = language.encode_scaled(language.nan_unless_finite(values), _inverse(scale)[:, None], FORMAT)
+        encoded = language.encode_scaled(language.nan_unless_finite(values), language.inverse(scale)[:, None], FORMAT)
         tl.store(outputs, encoded, mask=mask)
     else:
         largest = tl.zeros((ROWS,), tl.float32)
@@ -108,7 +102,7 @@ def _quantize_rows(
         for start in range(0, num_columns, COLUMNS):
             mask = is_row[:, None] & (columns[None, :] < num_columns - start)
             values = tl.load(inputs + start, mask=mask, other=0.0).to(tl.float32)
-            encoded = language.encode_scaled(language.nan_unless_finite(values), _inverse(scale)[:, None], FORMAT)
+            encoded = language.encode_scaled(language.nan_unless_finite(values), language.inverse(scale)[:, None], FORMAT)
             tl.store(outputs + start, encoded, mask=mask)
     tl.store(dequant_scale + first_row + rows, scale, mask=is_row)
 
@@ -149,7 +143,7 @@ def _quantize_tile(
             tl.store(row_scale + tile_m * row_scale_stride_m + tile_n * row_scale_stride_n, scale, mask=owns_scale)
         if COLUMNS:
             tl.store(column_scale + tile_n * column_scale_stride_n + tile_m * column_scale_stride_m, scale, mask=owns_scale)
-        encoded = language.encode_scaled(codable, _inverse(scale), FORMAT)
+        encoded = language.encode_scaled(codable, language.inverse(scale), FORMAT)
         encoded_t = encoded
     else:
         if ROWS:
@@ -161,7 +155,7 @@ def _quantize_tile(
                 owns_scale = is_row
             pointers = row_scale + (first_row + rows) * row_scale_stride_m + tile_n * row_scale_stride_n
             tl.store(pointers, scale, mask=owns_scale)
-            encoded = language.encode_scaled(codable, _inverse(scale)[:, None], FORMAT)
+            encoded = language.encode_scaled(codable, language.inverse(scale)[:, None], FORMAT)
         if COLUMNS:
             if KIND == "row":
                 scale_t = language.scale_from_amax(
@@ -173,7 +167,7 @@ def _quantize_tile(
                 owns_scale_t = is_column
             pointers_t = column_scale + (first_column + columns) * column_scale_stride_n + tile_m * column_scale_stride_m
             tl.store(pointers_t, scale_t, mask=owns_scale_t)
-            encoded_t = language.encode_scaled(codable, _inverse(scale_t)[None, :], FORMAT)
+            encoded_t = language.encode_scaled(codable, language.inverse(scale_t)[None, :], FORMAT)
     if ROWS:
         outputs = codes + first_row * num_columns + first_column + rows[:, None] * num_columns + columns[None, :]
         tl.store(outputs, encoded, mask=mask)
