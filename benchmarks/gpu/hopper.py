@@ -1,7 +1,8 @@
-"""Compiles every kernel of this folder for compute capability 9.0, which needs no GPU; `test_compiles.py` runs it.
+"""Every kernel of `worker/kernels/cuda`, compiled for compute capability 9.0, which needs no GPU.
 
 The interpreter checks no types and knows no device's instructions. Arguments are those of a bf16 matrix whose sizes and
-strides are multiples of 16, as in training; printed for each kernel: how many loads and stores are 16 bytes wide.
+strides are multiples of 16, as in training. As a program it prints what `test_compiles.py` looks at, for each kernel: how
+many loads and stores are 16 bytes wide, and what a kernel should do without.
 """
 
 import json
@@ -96,7 +97,14 @@ def types_of(name: str) -> dict[str, str]:
     return {**TYPES, **tables, **counted, "partial": "*fp32", "mean": "*fp32", **changed.get(name, {})}
 
 
-def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
+def num_warps(name: str) -> int:
+    if name.startswith("update"):
+        return adamw.NUM_WARPS
+    return 4 if name in ("norm", "accumulated_amax", "accumulate", "mean_of_shards") else 8
+
+
+def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> Any:
+    """Triton's compiled kernel: its `asm` has PTX and the cubin."""
     types = types_of(name)
     arguments = kernel.arg_names
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in arguments}
@@ -105,8 +113,14 @@ def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> dic
     aligned = [argument for argument in arguments if argument not in unaligned]
     attributes = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    options = {"num_warps": adamw.NUM_WARPS if name.startswith("update") else 8, "enable_fp_fusion": False}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    options = {"num_warps": num_warps(name), "enable_fp_fusion": False}
+    if kernel is quantization._quantize_tile:
+        options["maxnreg"] = quantization.TILE_REGISTERS
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def accesses(ptx: str) -> dict[str, int]:
+    """Counts of what matters to a kernel's speed."""
     return {
         "loads": len(re.findall(r"ld\.global", ptx)),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg", ptx)),
@@ -120,5 +134,5 @@ def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> dic
 
 
 if __name__ == "__main__":
-    compiled = {name: compile_for_hopper(name, kernel, constants) for name, kernel, constants in kernels()}
+    compiled = {name: accesses(compile_for_hopper(name, *kernel).asm["ptx"]) for name, *kernel in kernels()}
     json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

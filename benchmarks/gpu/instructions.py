@@ -1,0 +1,147 @@
+"""What each kernel executes for each element, counted in its machine code for Hopper: no GPU is needed, and none confirms it.
+
+    python -m benchmarks.gpu.instructions [--out FOLDER] [--kernels quantize,update]
+
+A multiprocessor issues 128 lanes of an instruction in a cycle: 128 of fp32 arithmetic, 64 of integers, comparisons, selections
+and conversions ("ALU"), 16 of roots and reciprocals. An element takes as long as the most loaded of these, or all together.
+Where a kernel has a loop, its longest is counted; loads wait, and no kernel issues in every cycle, so the share is a bound.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.gpu.hopper import compile_for_hopper, kernels, num_warps
+from benchmarks.gpu.report import Report, Row
+from benchmarks.gpu.session import RESULTS
+from worker.kernels.formats import BLOCK
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+LANES = {"fp32": 128, "ALU": 64, "special": 16}
+FP32 = {"FFMA", "FMUL", "FADD", "HADD2", "HFMA2", "HMUL2", "IMAD"}  # IMAD: half of that pipe
+SPECIAL = {"MUFU", "F2I", "I2F", "F2F", "FRND"}
+ELSEWHERE = {"LDG", "STG", "LDS", "STS", "LDC", "ATOMG", "RED", "SHFL", "BAR", "BRA", "EXIT", "NOP", "S2R", "R2UR", "WARPSYNC"}
+ISSUED = 128
+SMS, CYCLES_PER_S, COPY_BYTES_PER_S = 132, 1.83e9, 4.3e12
+"""Of an H200: seen there, 1.98 GHz at most and 4.3 TB/s; the clock under load is a guess between that and 1.70."""
+
+WEIGHT_BYTES = {"fp32": 8, "bf16": 4, "fp16": 4, "fp16-scaled": 4, "split": 4, "master": 5}
+MOMENT_BYTES = {"fp32": 8.0, "fp8-dre": 2 + 12 / BLOCK, "fp16-block": 4 + 8 / BLOCK, "int8-companded": 2 + 8 / BLOCK}
+MOMENT_BYTES["uint8-companded"] = MOMENT_BYTES["int8-companded"]
+
+
+def num_bytes(name: str, constants: dict[str, Any]) -> float | None:
+    """That the kernel must move for an element; None for those that are no bottleneck."""
+    kind, *formats = name.split()
+    if kind == "update":
+        weight, exp_avg, exp_avg_sq = formats
+        gradient = 4 if constants["GRADIENT"] == "fp32" else 1
+        return WEIGHT_BYTES[weight] + gradient + MOMENT_BYTES[exp_avg] + MOMENT_BYTES[exp_avg_sq]
+    if kind == "quantize_tile":
+        return 2.0 + constants["ROWS"] + constants["COLUMNS"]
+    return {"encode_flat": 4.0 if name.endswith("fp16") else 3.0, "quantize_rows": 3.0, "amax_flat": 2.0, "transpose": 2.0,
+            "norm": 1.0, "accumulate": 4.0, "accumulated_amax": 3.0}.get(kind)  # fmt: skip
+
+
+def num_elements(name: str, constants: dict[str, Any]) -> int:
+    """Of a program, or of a turn of its loop."""
+    if name.startswith("update"):
+        return int(constants["NUM_BLOCKS"]) * BLOCK
+    if name.startswith("amax_flat"):
+        return int(constants["BLOCK"] * constants["NUM_BLOCKS"])
+    if "TILE_M" in constants:
+        return int(constants["TILE_M"] * constants["TILE_N"])
+    return int(constants.get("CHUNK") or constants.get("BLOCK") or constants["ROWS"] * constants["COLUMNS"])
+
+
+def instructions(cubin: bytes) -> list[str]:
+    """The opcodes, without their options, of the longest loop, or of all where there is none."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    longest = range(0)
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(opcodes)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)\S*\s*([^;]*);", line):
+            opcodes.append(found[1])
+            back = re.search(r"`\((\.L_\w+)\)", found[2]) if found[1] == "BRA" else None
+            if back and back[1] in labels and len(opcodes) - labels[back[1]] > len(longest) + 1:  # not the one at the end
+                longest = range(labels[back[1]], len(opcodes))
+    return [opcodes[index] for index in longest] or opcodes
+
+
+def registers(cubin: bytes) -> int:
+    """Of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+)", text)
+    assert found is not None, text
+    return int(found[1])
+
+
+def rows(wanted: tuple[str, ...]) -> Iterator[Row]:
+    """Of the kernels whose names begin with one of those wanted."""
+    for name, kernel, constants in kernels():
+        moved = num_bytes(name, constants)
+        if moved is None or not name.startswith(wanted):
+            continue
+        cubin = compile_for_hopper(name, kernel, constants).asm["cubin"]
+        executed = instructions(cubin)
+        per_element = num_warps(name) * 32 / num_elements(name, constants)
+        pipes = Counter(_pipe(opcode) for opcode in executed)
+        cycles = max(len(executed) / ISSUED, *(pipes[pipe] / lanes for pipe, lanes in LANES.items())) * per_element
+        share = moved * SMS * CYCLES_PER_S / cycles / COPY_BYTES_PER_S
+        counts = ", ".join(f"{pipe} {pipes[pipe] * per_element:.1f}" for pipe in LANES)
+        yield Row(
+            name,
+            f"{len(executed) * per_element:.1f} for an element: {counts}",
+            f"{moved:.2f} bytes",
+            share,
+            note=f"{cycles:.3f} cycles; {registers(cubin)} registers, {executed.count('BAR')} barriers",
+        )
+
+
+def _pipe(opcode: str) -> str:
+    if opcode in FP32:
+        return "fp32"
+    if opcode in SPECIAL:
+        return "special"
+    return "elsewhere" if opcode in ELSEWHERE or opcode.startswith("U") else "ALU"
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
+    arguments.add_argument("--kernels", default="", help="beginnings of the names of those to count, by comma; default: all")
+    options = arguments.parse_args()
+    header = [
+        "Counted in machine code for compute capability 9.0, not measured: `python -m benchmarks.gpu.instructions`, "
+        f"Triton {triton.__version__}, torch {torch.__version__}. Ratio: the share of an H200's copy bandwidth that arithmetic "
+        "alone would leave (above 1: memory is the bound)."
+    ]
+    report = Report("Instructions of the kernels", options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-instructions.md", header)
+    for row in rows(tuple(options.kernels.split(","))):
+        report.add("Instructions", row)
+    sys.stdout.write(str(report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

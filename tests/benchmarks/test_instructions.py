@@ -1,0 +1,41 @@
+"""The count of instructions counts, and the optimizer's step at O2 stays within what an H200's memory leaves time for."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_o2_step_leaves_memory_the_bound(tmp_path: Path) -> None:
+    """In a process of its own, without Triton's interpreter."""
+    command = [sys.executable, "-m", "benchmarks.gpu.instructions", "--out", str(tmp_path), "--kernels"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [*command, "update fp16-scaled fp8-dre,norm"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.glob("*-gpu-instructions.md")
+    rows = [line.strip("| ").split(" | ") for line in table.read_text().splitlines() if "for an element" in line]
+    names = [row[0] for row in rows]
+    assert names == ["update fp16-scaled fp8-dre fp16-block", "norm"]
+    step, norm = rows
+    assert 40 < per_element(step) < 80
+    assert 2 < per_element(norm) < 12
+    assert step[2] == "11.16 bytes"
+    assert float(step[3]) >= 1.0
+    assert "0 barriers" in step[-1]
+
+
+def per_element(row: list[str]) -> float:
+    found = re.match(r"([\d.]+) for an element", row[1])
+    assert found is not None, row
+    return float(found[1])
