@@ -92,7 +92,7 @@ def _check(x: Tensor, codes: Tensor, dequant_scale: Tensor) -> None:
 
 def _norm(session: Session, size: int) -> Iterator[Row]:
     sets = [_codes(session, (size,)) for _ in range(NUM_SETS)]
-    yield _share_row(session, "norm of FP8 gradients", lambda number: kernels.norm(*sets[number]), size, size)
+    yield _share_row(session, "norm of FP8 gradients", lambda number: kernels.norms([sets[number]]), size, size)
 
 
 def _accumulate(session: Session, size: int) -> Iterator[Row]:

@@ -9,7 +9,7 @@ than 1/16 of the running sum). Any other op reads the decoded fp32 values.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,8 @@ class Float8Gradient(Tensor):
     def quantize(cls, values: Tensor, position: RoundingPosition) -> "Float8Gradient":
         """Of values of any floating dtype, rounded to nearest, with one scale."""
         amax = kernels.compute_amax(values)
-        codes, _ = kernels.quantize(values, E4M3.dtype, amax=amax)
-        return cls(codes, kernels.finite_or_nan(amax, E4M3.dtype), position)
+        codes, dequant_scale = kernels.quantize(values, E4M3.dtype, amax=amax)
+        return cls(codes, torch.where(amax.isfinite(), dequant_scale, torch.nan), position)
 
     def dequantize(self) -> Tensor:
         """The fp32 values."""
@@ -152,18 +152,28 @@ def _zero_(gradient: Float8Gradient) -> Float8Gradient:
 
 
 def _foreach_mul_(gradients: list[Tensor], factor: Tensor | float) -> None:
-    for gradient in gradients:
-        gradient.mul_(factor)
+    scaled = [gradient.dequant_scale if isinstance(gradient, Float8Gradient) else gradient for gradient in gradients]
+    torch._foreach_mul_(scaled, factor)
 
 
 def _foreach_norm(gradients: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [_norm(gradient, order) for gradient in gradients]
+    """In as few launches as there are kinds of gradients; by another order than 2, FP8 ones are decoded one at a time."""
+    in_codes = [gradient for gradient in gradients if _is_normed_in_codes(gradient, order)]
+    plain = [gradient for gradient in gradients if not isinstance(gradient, Float8Gradient)]
+    of_codes = iter(kernels.norms([(gradient.codes, gradient.dequant_scale) for gradient in in_codes]))
+    of_plain = iter(torch._foreach_norm(plain, order) if plain else ())
+    return [
+        next(of_codes)
+        if _is_normed_in_codes(gradient, order)
+        else torch.linalg.vector_norm(gradient, order)
+        if isinstance(gradient, Float8Gradient)
+        else next(of_plain)
+        for gradient in gradients
+    ]
 
 
-def _norm(gradient: Tensor, order: float) -> Tensor:
-    if isinstance(gradient, Float8Gradient) and order == 2 and gradient.dequant_scale.ndim == 0:
-        return kernels.norm(gradient.codes, gradient.dequant_scale)
-    return torch.linalg.vector_norm(gradient, order)  # of FP8 gradients, one is decoded at a time
+def _is_normed_in_codes(gradient: Tensor, order: float) -> TypeGuard["Float8Gradient"]:
+    return isinstance(gradient, Float8Gradient) and order == 2 and gradient.dequant_scale.ndim == 0
 
 
 _ON_CODES: dict[Any, Callable[..., Any]] = {

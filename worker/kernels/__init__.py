@@ -8,7 +8,7 @@ equals bit for bit.
 from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.gemm import matmul
-from worker.kernels.gradients import accumulate_, mean_of_shards, norm
+from worker.kernels.gradients import accumulate_, mean_of_shards, norms
 from worker.kernels.ops import activate_again
 from worker.kernels.quantization import (
     all_finite,
@@ -35,7 +35,7 @@ __all__ = [
     "finite_or_nan",
     "matmul",
     "mean_of_shards",
-    "norm",
+    "norms",
     "quantize",
     "quantize_operand",
     "random_bits",

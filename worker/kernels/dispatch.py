@@ -1,5 +1,6 @@
 """The one seam between the public operations and what runs them."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -38,7 +39,7 @@ class Kernels(Protocol):
 
     def sqrt(self, x: Tensor) -> Tensor: ...
 
-    def norm(self, codes: Tensor, dequant_scale: Tensor) -> Tensor: ...
+    def norms(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]: ...
 
     def accumulate_(
         self, codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]

@@ -3,14 +3,16 @@
 R ranks, S elements of one rank's shard.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from worker.kernels.dispatch import implementation
 
 
-def norm(codes: Tensor, dequant_scale: Tensor) -> Tensor:
-    """The 2-norm of the values of E4M3 codes with one scale (); fp32 (). The order of summation is the device's."""
-    return implementation(codes.device).norm(codes, dequant_scale)
+def norms(gradients: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The 2-norms, fp32 (), of the values of E4M3 codes with one scale () each. The order of summation is the device's."""
+    return implementation(gradients[0][0].device).norms(gradients) if gradients else []
 
 
 def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:

@@ -8,6 +8,8 @@ never do: they are clamped before the cast, whose own overflow differs between t
 Times in comments: 2 M elements, one thread of an AVX-512 CPU, torch 2.13.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -167,9 +169,9 @@ def _values(codes: Tensor, dequant_scale: Tensor) -> Tensor:
     return values
 
 
-def norm(codes: Tensor, dequant_scale: Tensor) -> Tensor:
-    """The 2-norm of FP8 codes with one scale."""
-    return torch.linalg.vector_norm(dequantize(codes, dequant_scale, torch.float32))
+def norms(gradients: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The 2-norms of FP8 codes with one scale each; one of them is decoded at a time."""
+    return [torch.linalg.vector_norm(dequantize(codes, scale, torch.float32)) for codes, scale in gradients]
 
 
 def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:

@@ -33,15 +33,21 @@ def test_backward_leaves_codes_behind() -> None:
     torch.testing.assert_close(parameter.grad.dequantize(), 2 * parameter.detach(), rtol=2**-4, atol=2**-9)
 
 
+@pytest.mark.parametrize("order", [2.0, 3.0])
 @pytest.mark.parametrize("foreach", [None, True, False])
-def test_clipping_agrees_with_torch_on_the_decoded_values(foreach: bool | None) -> None:
+def test_clipping_agrees_with_torch_on_the_decoded_values(foreach: bool | None, order: float) -> None:
+    """Gradients of both kinds, in turns and each of its own size: none may get another's norm."""
     parameters = [parameter_with(100 * random_values(4, 32)), nn.Parameter(torch.zeros(3))]
-    parameters[1].grad = random_values(3, seed=1)
+    parameters += [parameter_with(random_values(8, 16)), nn.Parameter(torch.zeros(5))]
+    parameters[1].grad, parameters[3].grad = random_values(3, seed=1), 10 * random_values(5, seed=2)
     wide = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
-    wide[0].grad, wide[1].grad = parameters[0].grad.dequantize(), parameters[1].grad.clone()
+    for reference, narrow in zip(wide, parameters, strict=True):
+        reference.grad = narrow.grad + 0
     codes = parameters[0].grad.codes.clone()
-    norm = nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(wide, 1.0))
+    norms = torch._foreach_norm([parameter.grad for parameter in parameters], order)
+    torch.testing.assert_close(norms, tuple(torch.linalg.vector_norm(reference.grad, order) for reference in wide))
+    norm = nn.utils.clip_grad_norm_(parameters, 1.0, order, foreach=foreach)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(wide, 1.0, order))
     for narrow, reference in zip(parameters, wide, strict=True):
         torch.testing.assert_close(narrow.grad + 0, reference.grad)
     assert torch.equal(parameters[0].grad.codes.view(torch.uint8), codes.view(torch.uint8))

@@ -3,6 +3,8 @@
 Sums over programs are written down and added by torch in one order: the same result in every run.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -23,12 +25,19 @@ def sum_of_squares_kernel(codes, partial, num_elements, CHUNK: tl.constexpr):
     tl.store(partial + tl.program_id(0), tl.sum(values * values, 0))
 
 
-def norm(codes: Tensor, dequant_scale: Tensor) -> Tensor:
-    """The 2-norm of the values of E4M3 codes with one scale; one read of the codes."""
+def norms(gradients: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The 2-norms of the values of E4M3 codes with one scale each: a launch for each, and three for all of them."""
+    partials = [_sums_of_squares(codes) for codes, _ in gradients]
+    roots = torch._foreach_sqrt(torch._foreach_norm(partials, 1))
+    return list(torch._foreach_mul(roots, [dequant_scale for _, dequant_scale in gradients]))
+
+
+def _sums_of_squares(codes: Tensor) -> Tensor:
+    """One for each program."""
     flat = codes.view(torch.uint8).reshape(-1)
     partial = torch.empty(triton.cdiv(flat.numel(), CHUNK), device=flat.device)
     sum_of_squares_kernel[(len(partial),)](flat, partial, flat.numel(), CHUNK)
-    return partial.sum().sqrt() * dequant_scale
+    return partial
 
 
 @triton.jit
