@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # What torch 2.11 on the GPU machines has: kernels are compiled by it too. In a folder, since torch here needs the one pinned.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: install demo test prometheus dashboards lint types fmt snapshots bench bench-gpu-kernels bench-gpu-train bench-gpu-accuracy bench-predicted-memory compose-up compose-down compose-smoke clean
+.PHONY: install demo test prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy bench-predicted-memory compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # torch comes first and pinned: an unpinned torch, or one pulled in by a dependency, brings gigabytes of CUDA libraries.
@@ -65,6 +65,10 @@ bench: install
 # On a machine with a GPU, by the Python that has its torch: docs/benchmarks.md. Each ends within eight minutes.
 GPU_PYTHON ?= python3
 OUT        ?= benchmarks/results
+
+# What only a chip can show, and the kernels against their twins on it. Most of the time goes into compiling, hence the processes.
+test-gpu:
+	$(GPU_PYTHON) -m pytest -n 8 -p no:cacheprovider tests/worker/kernels/cuda tests/worker/fp8/test_linear_on_device.py tests/benchmarks/test_gpu_benchmarks.py
 
 bench-gpu-kernels bench-gpu-train bench-gpu-accuracy: bench-gpu-%:
 	$(GPU_PYTHON) -m benchmarks.gpu.$* --out $(OUT)
