@@ -66,14 +66,10 @@ def num_elements(name: str, constants: dict[str, Any]) -> int:
 
 def instructions(cubin: bytes) -> list[str]:
     """The opcodes, without their options, of the longest loop, or of all where there is none."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
     opcodes: list[str] = []
     labels: dict[str, int] = {}
     longest = range(0)
-    for line in text.splitlines():
+    for line in _said("nvdisasm", "-c", cubin).splitlines():
         if label := re.match(r"\s*(\.L_\w+):", line):
             labels[label[1]] = len(opcodes)
         elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)\S*\s*([^;]*);", line):
@@ -86,14 +82,18 @@ def instructions(cubin: bytes) -> list[str]:
 
 def registers(cubin: bytes) -> int:
     """Of a thread."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _said("cuobjdump", "--dump-resource-usage", cubin)
     found = re.search(r"REG:(\d+)", text)
     assert found is not None, text
     return int(found[1])
+
+
+def _said(tool: str, option: str, cubin: bytes) -> str:
+    """What one of the tools that Triton brings says of machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def rows(wanted: tuple[str, ...]) -> Iterator[Row]:

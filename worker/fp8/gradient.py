@@ -162,14 +162,15 @@ def _foreach_norm(gradients: list[Tensor], order: float = 2, dtype: torch.dtype 
     plain = [gradient for gradient in gradients if not isinstance(gradient, Float8Gradient)]
     of_codes = iter(kernels.norms([(gradient.codes, gradient.dequant_scale) for gradient in in_codes]))
     of_plain = iter(torch._foreach_norm(plain, order) if plain else ())
-    return [
-        next(of_codes)
-        if _is_normed_in_codes(gradient, order)
-        else torch.linalg.vector_norm(gradient, order)
-        if isinstance(gradient, Float8Gradient)
-        else next(of_plain)
-        for gradient in gradients
-    ]
+    norms = []
+    for gradient in gradients:
+        if not isinstance(gradient, Float8Gradient):
+            norms.append(next(of_plain))
+        elif _is_normed_in_codes(gradient, order):
+            norms.append(next(of_codes))
+        else:
+            norms.append(torch.linalg.vector_norm(gradient, order))
+    return norms
 
 
 def _is_normed_in_codes(gradient: Tensor, order: float) -> TypeGuard["Float8Gradient"]:

@@ -145,15 +145,16 @@ class OperandScaling(nn.Module):
 
     def _window(self, unit: Tensor | None, amax: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
         """The amax of past steps in units of x, and whether there are enough of them; or one to scale by, if x's is known."""
-        is_full = None
-        if self.recipe.amax_history_length:
-            is_full = self.num_finite_steps >= self.recipe.amax_history_length
-            amax, is_full = (
-                (self.window_amax, is_full) if amax is None else (torch.where(is_full, self.window_amax, amax), None)
-            )
+
+        def in_units_of_x(amax: Tensor) -> Tensor:
+            return amax if unit is None else amax / unit
+
+        if not self.recipe.amax_history_length:
+            return None if amax is None else (in_units_of_x(amax), None)
+        is_full = self.num_finite_steps >= self.recipe.amax_history_length
         if amax is None:
-            return None
-        return amax if unit is None else amax / unit, is_full
+            return in_units_of_x(self.window_amax), is_full
+        return in_units_of_x(torch.where(is_full, self.window_amax, amax)), None
 
     def _remember(self, amax: Tensor) -> None:
         """amax: of the values, since the unit changes with the weight."""

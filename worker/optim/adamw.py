@@ -19,7 +19,7 @@ from torch import Tensor
 
 from worker import kernels
 from worker.kernels.rounding import NUMBERS_PER_DRAW
-from worker.optim.codecs import CODECS, Codec, Draw, StoredState, zeros
+from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
 from worker.optim.gradients import GradientReader, all_finite
 from worker.optim.update import adam_, bound_after_step
 from worker.optim.weights import (
@@ -237,6 +237,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         for moment in MOMENTS:
             codec, saved_codec = _codec(parameter, group, moment), _codec(parameter, saved_group, moment)
             parts = saved[moment] if isinstance(saved[moment], dict) else {"codes": saved[moment].float().reshape(-1)}
+            _check_parts(moment, parts, saved_codec)
             state[moment] = {name: part.to(parameter.device, copy=True) for name, part in parts.items()}
             if codec is not saved_codec:
                 values = saved_codec.decode(state[moment])
@@ -294,6 +295,15 @@ def check_group(group: dict[str, Any]) -> None:
         codec, codecs = group[f"{moment}_codec"], MOMENT_CODECS[moment]
         if codec not in codecs:
             raise ValueError(f"{moment}_codec is {codec!r}; allowed: {', '.join(codecs)}. Change it in the parameter group.")
+
+
+def _check_parts(moment: str, parts: Parts, codec: Codec) -> None:
+    """Refuse a saved moment that its codec does not store so: a kernel would be given addresses that are none."""
+    if set(parts) != set(codec.parts):
+        raise ValueError(
+            f"the saved {moment} consists of {', '.join(parts)}; allowed: {', '.join(codec.parts)}. Another version of Octet "
+            "saved it: finish the run with that one, or start the optimizer anew from the saved weights."
+        )
 
 
 def _codec_name(parameter: Tensor, group: dict[str, Any], moment: str) -> str:

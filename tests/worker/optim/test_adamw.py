@@ -206,6 +206,16 @@ class TestLoading:
         train(model, other)
         assert torch.equal(saved["state"][0]["exp_avg"]["codes"].view(torch.uint8), before)
 
+    def test_a_moment_in_another_versions_parts_is_refused(self) -> None:
+        model = small_model()
+        optimizer = low_bit(model)
+        train(model, optimizer)
+        saved = optimizer.state_dict()
+        moment = next(state["exp_avg"] for state in saved["state"].values() if "steps" in state["exp_avg"])
+        moment["levels"] = moment.pop("steps")
+        with pytest.raises(ValueError, match=r"exp_avg consists of .*levels; allowed: .*steps"):
+            low_bit(model).load_state_dict(saved)
+
 
 class TestNonFiniteGradients:
     def poisoned(self, value: float) -> tuple[nn.Module, LowBitAdamW]:
