@@ -1,8 +1,4 @@
-"""The error that stored moments bring into Adam's update, in steady state, on gradients recorded from a GPT on real text."""
-
-import sysconfig
-from itertools import islice
-from pathlib import Path
+"""The error that stored moments bring into Adam's update, in steady state, on gradients recorded from a GPT that learns."""
 
 import pytest
 import torch
@@ -10,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.numerics.measure import relative_error
+from tests.text import text
 from worker import kernels
 from worker.models.gpt import GPT, GPTConfig
 from worker.optim.codecs import CODECS, StoredState, zeros
@@ -22,18 +19,18 @@ Gradients = dict[str, list[Tensor]]
 
 @pytest.fixture(scope="module")
 def recorded() -> Gradients:
-    """Gradients of four weights over the first steps of a byte-level GPT on the standard library's source text."""
+    """Gradients of four weights over the first steps of a byte-level GPT."""
     torch.manual_seed(0)
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in islice(files, 30))), dtype=torch.uint8).long()
+    corpus = text(num_sentences=4000).encode()
+    tokens_of_corpus = torch.frombuffer(bytearray(corpus), dtype=torch.uint8).long()
     model = GPT(GPTConfig(hidden_size=128, num_layers=2, num_heads=4, vocab_size=256, max_sequence_length=64))
     names = ("token_embedding.weight", "blocks.0.attention.qkv.weight", "blocks.1.mlp.up.weight", "blocks.1.mlp.down.weight")
     parameters = dict(model.named_parameters())
     gradients: Gradients = {name: [] for name in names}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(NUM_STEPS):
-        starts = torch.randint(0, len(text) - 65, (8,))
-        tokens = torch.stack([text[start : start + 65] for start in starts])
+        starts = torch.randint(0, len(tokens_of_corpus) - 65, (8,))
+        tokens = torch.stack([tokens_of_corpus[start : start + 65] for start in starts])
         optimizer.zero_grad()
         functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()

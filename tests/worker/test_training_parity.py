@@ -1,4 +1,4 @@
-"""Every level learns real text as fp32 does: 150 steps from the same start on the same batches.
+"""Every level learns text as fp32 does: 150 steps from the same start on the same batches.
 
 The thousand-step version, with curves, is benchmarks/accuracy.py.
 """
@@ -7,9 +7,11 @@ import math
 
 import pytest
 
+from api_schemas import DataSpec
 from api_schemas.levels import LEVELS
-from benchmarks.accuracy import DEFAULT_LIMIT, LIMITS, Run, Setting, gap, load_source_text, train_curve
-from worker.data import TextData
+from benchmarks.accuracy import DEFAULT_LIMIT, LIMITS, Run, Setting, gap, train_curve
+from tests.text import write_corpus
+from worker.data import TextData, load_text
 from worker.models import GPTConfig
 
 SIZES = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, max_sequence_length=64)
@@ -17,8 +19,9 @@ SETTING = Setting(SIZES, batch_size=8, steps=150, warmup_steps=20, learning_rate
 
 
 @pytest.fixture(scope="module")
-def text() -> TextData:
-    return load_source_text(SIZES.max_sequence_length)
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextData:
+    corpus = write_corpus(tmp_path_factory.mktemp("parity") / "corpus")
+    return load_text(DataSpec(path=str(corpus)), SIZES.max_sequence_length, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,208 @@
+"""What a run produced before the code around the numerics was rebuilt: `python -m tests.golden.record` writes golden.json.
+
+Losses, states and the parts of a checkpoint of 20 steps for each level and for recipes of each kind, on one rank and on
+two, and hashes of what quantizers and the optimizer store. A change of golden.json is a change of the numbers: say why in
+the commit.
+"""
+
+import hashlib
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import functional
+
+from api_schemas import CheckpointReport, JobSpec, StepReport
+from api_schemas.levels import LEVELS
+from tests.text import write_corpus
+from tests.worker.test_data_parallel import free_port
+from tests.worker.test_train import Recorder
+from worker.config import Place, resolve
+from worker.fp8.gradient import Float8Gradient, RoundingPosition
+from worker.kernels import reference
+from worker.kernels.formats import KINDS
+from worker.optim import Hyperparameters, LowBitAdamW
+from worker.parallel import Ranks
+from worker.train import Trainer
+
+GOLDEN = Path(__file__).with_name("golden.json")
+E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
+
+RUNS: dict[str, dict[str, Any]] = {name: {"level": name} for name in LEVELS} | {
+    "te, window of 4": {"level": "te", "recipe": {"scaling": "delayed", "amax_history_length": 4}},
+    "O2, row": {"level": "O2", "recipe": {"granularity": "row"}},
+    "O2, block": {"level": "O2", "recipe": {"granularity": "block"}},
+    "O3, block, hybrid": {"level": "O3", "recipe": {"granularity": "block", "format": "HYBRID"}},
+    "O3-split, grad_weight in bf16": {"level": "O3-split", "recipe": {"high_precision_gemms": ["grad_weight"]}},
+    "O1, fp32 accumulation": {"level": "O1", "gradient_accumulation": "fp32"},
+}
+
+
+def document(precision: dict[str, Any], corpus: Path, workers: int) -> dict[str, Any]:
+    """The job of every golden run."""
+    return {
+        "name": "golden",
+        "model": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 64},
+        "precision": {"statistics_every": 5, **precision} if _samples(precision) else precision,
+        "data": {"path": str(corpus)},
+        "training": {
+            "steps": 20,
+            "global_batch_size": 8,
+            "micro_batch_size": 4 // workers,
+            "sequence_length": 32,
+            "optimizer": {"learning_rate": 3e-3},
+            "schedule": {"warmup_steps": 4},
+            "eval_batches": 1,
+            "seed": 1,
+        },
+        "resources": {"workers": workers},
+    }
+
+
+def _samples(precision: dict[str, Any]) -> bool:
+    return LEVELS[precision["level"]].has_own_fp8
+
+
+def machine() -> str:
+    """A hash of some arithmetic: matrix products and exponentials of different processors differ in their last bits."""
+    x = uneven(96, 64)
+    results = (x @ x.t(), functional.gelu(x, approximate="tanh"), x.softmax(-1), functional.layer_norm(x, (64,)), x.exp())
+    return digest(list(results))
+
+
+def train_on_rank(rank: int, world_size: int, ports: list[int], corpus: str, folder: str) -> None:
+    """Run every golden job as one rank of a world; rank 0 writes what came of it."""
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for (name, precision), port in zip(RUNS.items(), ports, strict=True):
+        place = Place(rank=rank, world_size=world_size, master_port=port)
+        config = resolve(JobSpec.model_validate(document(precision, Path(corpus), world_size)), place)
+        recorder = Recorder()
+        job_dir = Path(folder, str(world_size), name.replace(" ", "_"))
+        with Ranks(place, torch.device("cpu")) as ranks:
+            trainer = Trainer(config, ranks, recorder, job_dir)
+            summary = trainer.run()
+        state = digest({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
+        results[name] = {"losses": [report.loss for report in recorder.of(StepReport)], "state": state}
+        results[name] |= {"evaluation_loss": summary.evaluation_loss, "memory_bytes": summary.memory_bytes}
+        if world_size == 1:
+            (saved,) = recorder.of(CheckpointReport)
+            results[name]["checkpoint"] = parts_of(job_dir / "checkpoints" / saved.name)
+    Path(folder, f"rank{rank}of{world_size}.json").write_text(json.dumps(results))
+
+
+def parts_of(checkpoint: Path) -> dict[str, str]:
+    """The tensors of a checkpoint: dtype and shape by name."""
+    with safe_open(checkpoint / "tensors.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+        slices = {name: file.get_slice(name) for name in sorted(file.keys())}
+        return {name: f"{part.get_dtype()} {part.get_shape()}" for name, part in slices.items()}
+
+
+def train_everything(folder: Path) -> dict[str, dict[str, Any]]:
+    """Results by `rank0of1`, `rank0of2`, `rank1of2`, then by run."""
+    corpus = write_corpus(folder / "corpus")
+    for world_size in (1, 2):
+        ports = [free_port() for _ in RUNS]
+        mp.spawn(train_on_rank, (world_size, ports, str(corpus), str(folder)), nprocs=world_size)
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
+
+
+def uneven(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers of which each run of 64 has its own magnitude, 2^-12 to 2^6, from Python's own generator."""
+    numbers, count = random.Random(seed), torch.Size(shape).numel()
+    magnitudes = [2.0 ** int(numbers.random() * 19 - 12) for _ in range(count // 64 + 1)]
+    return torch.tensor([(2 * numbers.random() - 1) * magnitudes[index // 64] for index in range(count)]).view(shape)
+
+
+def hard_matrix() -> Tensor:
+    """257 x 260, with tiles of zeros, one huge element and three that are not finite."""
+    x = uneven(257, 260)
+    x[:130, :130] = 0
+    x[3, 140] = torch.finfo(torch.float32).max
+    x[128, 5], x[256, 200], x[256, 131] = torch.nan, torch.inf, -torch.inf
+    return x
+
+
+def quantizer_hashes(kernels: Any = reference) -> dict[str, str]:
+    """Codes and scales of each quantizer, for each kind of scale and format. kernels: the module that computes them."""
+    found: dict[str, str] = {}
+    for label, x in (("uneven", uneven(130, 257)), ("hard", hard_matrix())):
+        for kind in KINDS:
+            for dtype in (E4M3, E5M2, FP16):
+                name = f"{label}, {kind}, {str(dtype).removeprefix('torch.')}"
+                codes, dequant_scale = kernels.quantize(x, dtype, kind, 0, None)
+                found[f"quantize, {name}"] = digest([codes, dequant_scale])
+                found[f"dequantize, {name}"] = digest([kernels.dequantize(codes, dequant_scale, torch.float32)])
+                if dtype != FP16:
+                    parts = kernels.quantize_operand(x, dtype, kind, 1, "both", None)
+                    found[f"quantize_operand, {name}"] = digest(list(parts))
+        window = (torch.tensor(3.0), torch.tensor(False))
+        found[f"delayed, {label}"] = digest(list(kernels.quantize_operand(x, E4M3, "tensor", 0, "both", window)))
+    codes, dequant_scale = kernels.quantize(uneven(65, 128), E4M3, "tensor", 0, None)
+    kernels.accumulate_(codes, dequant_scale, uneven(65, 128, seed=1), 0.5, (7, 3, 11))
+    found["accumulate_"] = digest([codes, dequant_scale])
+    shards = [kernels.quantize(uneven(4160, seed=seed), E4M3, "tensor", 0, None) for seed in range(3)]
+    mean = kernels.mean_of_shards(torch.stack([codes for codes, _ in shards]), torch.stack([scale for _, scale in shards]))
+    found["mean_of_shards"] = digest(list(mean))
+    return found
+
+
+def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
+    """What three steps of the optimizer leave for each level that stores less than fp32."""
+    from worker.fp8.weights import store_weight
+    from worker.optim import QuantizedWeight
+
+    found = {}
+    for name, row in LEVELS.items():
+        if row.weight == "fp32":
+            continue
+        values = uneven(48, 129)
+        stored = store_weight(values, row)
+        assert stored is not None
+        parameter = nn.Parameter(stored.codes)
+        parameter.grad_dtype = torch.float32
+        initial = values if row.master_weight == "fp16+scale" else None
+        weight = QuantizedWeight(parameter, stored.dequant_scale, stored.residual, stored.amax, initial)
+        options = Hyperparameters(lr=1e-2, exp_avg_codec=row.exp_avg, exp_avg_sq_codec=row.exp_avg_sq)
+        optimizer = LowBitAdamW([parameter], options, quantized=[weight], seed=5, fused=fused)
+        for step in range(3):
+            parameter.grad = Float8Gradient.quantize(uneven(48, 129, seed=10 + step), RoundingPosition(0, 0))
+            optimizer.step()
+        held = [parameter.detach(), weight.dequant_scale, weight.amax, weight.residual]
+        state = {key: part for key, part in optimizer.state[parameter].items() if key != "step"}
+        found[name] = digest([*(part for part in held if part is not None), state])
+    return found
+
+
+def digest(value: Any) -> str:
+    """One hash of all tensors in nested dicts and lists; every NaN counts as the same."""
+    found = hashlib.sha256()
+    entries = sorted(value.items(), key=lambda item: str(item[0])) if isinstance(value, dict) else enumerate(value)
+    for name, part in entries:
+        if isinstance(part, dict | list):
+            found.update(f"{name}{digest(part)}".encode())
+        elif isinstance(part, Tensor):
+            found.update(f"{name}{part.dtype}{tuple(part.shape)}".encode())
+            part = part.detach().contiguous().reshape(-1)
+            if part.is_floating_point() and part.itemsize > 1:
+                part = part.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+            found.update(part.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = train_everything(Path(folder))
+    trained = {ranks: results[ranks] for ranks in ("rank0of1", "rank0of2")}
+    golden = {"machine": machine(), "trained": trained, "quantizers": quantizer_hashes(), "optimizer": optimizer_hashes()}
+    GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
