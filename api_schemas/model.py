@@ -26,6 +26,15 @@ class ModelSizes(Contract):
         block = 12 * width * width + 13 * width
         return self.vocab_size * width + self.max_sequence_length * width + self.num_layers * block + 2 * width
 
+    def flops_per_token(self, sequence_length: int) -> float:
+        """FLOPs of one token, forward and backward: 6 for each parameter in a product, 12·L·D·T for attention's own.
+
+        Chowdhery et al., PaLM (2022), appendix B. Causal attention is counted whole, as there. The tied head counts as the
+        product that it is, learned positions do not.
+        """
+        num_matmul_parameters = self.num_parameters - self.max_sequence_length * self.hidden_size
+        return 6.0 * num_matmul_parameters + 12.0 * self.num_layers * self.hidden_size * sequence_length
+
     @property
     def num_block_weights(self) -> int:
         """Elements of the weight matrices inside the blocks: what a level converts."""

@@ -62,21 +62,21 @@ class PrecisionSpec(Contract):
     torchao: TorchaoSpec | None = None
 
     @property
-    def row(self) -> Level:
+    def storage(self) -> Level:
         """What the level computes and stores in what."""
         return LEVELS[self.level]
 
     @property
     def resolved_recipe(self) -> RecipeSpec | None:
         """The recipe that the job runs with; None where no product is in FP8."""
-        return self.recipe or self.row.recipe
+        return self.recipe or self.storage.recipe
 
     @property
-    def sampled_every(self) -> int:
+    def resolved_statistics_every(self) -> int:
         """Steps between two samples of FP8 statistics; 0 where none are taken."""
         if self.statistics_every is not None:
             return self.statistics_every
-        return SAMPLED_EVERY if self.row.has_own_fp8 else 0
+        return SAMPLED_EVERY if self.storage.has_own_fp8 else 0
 
     @property
     def torchao_recipe(self) -> str:
@@ -85,7 +85,7 @@ class PrecisionSpec(Contract):
 
     @model_validator(mode="after")
     def _options_fit_the_level(self) -> Self:
-        row = self.row
+        row = self.storage
         fp8_levels = ", ".join(name for name, level in LEVELS.items() if level.gemm == "fp8")
         own_fp8_levels = ", ".join(name for name, level in LEVELS.items() if level.has_own_fp8)
         if self.recipe is not None and row.gemm != "fp8":
@@ -96,7 +96,7 @@ class PrecisionSpec(Contract):
             raise self._out_of_place("statistics_every", own_fp8_levels)
         if not self.auto_filter and not row.has_own_fp8:  # true says nothing: a stored spec has every field
             raise self._out_of_place("auto_filter", own_fp8_levels)
-        if self.demotion is not None and not self.sampled_every:
+        if self.demotion is not None and not self.resolved_statistics_every:
             raise refusal(
                 "demotion",
                 got=f"level {self.level}, statistics_every: 0",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.exporter_overhead
 
-In turns of a few steps: A, no vitals and nobody asks; B, vitals are written and another process scrapes the exporter every
+In turns of a few steps: A, no metrics and nobody asks; B, metrics are written and another process scrapes the exporter every
 second, five times as often as the shipped configuration. Each pair of turns gives one ratio of processor time per step,
 of all threads of the rank, the exporter's too: on a CPU that is the step time without what other programs take. The
 median of the ratios is the figure, its spread the quartiles. Writes a dated table under benchmarks/results/.
@@ -29,13 +29,13 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from api_schemas import JobSpec, ReportBody, StepReport
-from worker.config import Place, TrainConfig, resolve
-from worker.exporter import Exporter, VitalsCollector
+from worker.config import RankEnv, TrainConfig, resolve
+from worker.metrics.device import device_readings
+from worker.metrics.exporter import Exporter, MetricsCollector
+from worker.metrics.table import FAMILIES, OPERANDS, Lap, Metrics
 from worker.parallel import Ranks
-from worker.report import LogReporter
+from worker.reporting.reporter import LogReporter
 from worker.train import Trainer
-from worker.vitals import FAMILIES, OPERANDS, Lap, Vitals
-from worker.vitals_device import device_readings
 
 RESULTS = Path(__file__).parent / "results"
 SCRAPE_EVERY_S = 1.0
@@ -46,8 +46,8 @@ SIZES = {
 }
 
 
-class NoVitals(Vitals):
-    """Keeps nothing; the loop still learns how long it waited for data, as it did before there were vitals."""
+class NoVitals(Metrics):
+    """Keeps nothing; the loop still learns how long it waited for data, as it did before there were metrics."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[Lap]:
@@ -82,14 +82,14 @@ def scrape_when_asked(address: str, asked: Event, over: Event) -> None:
 
 def measure(level: str, size: str, statistics_every: int, num_pairs: int, turn_s: float) -> tuple[list[float], float]:
     """statistics_every: of B. The ratio B/A of each pair of turns, and the median processor time of a step of A in seconds."""
-    vitals = Vitals()
-    with tempfile.TemporaryDirectory() as folder, Exporter(vitals, "127.0.0.1") as exporter:
+    metrics = Metrics()
+    with tempfile.TemporaryDirectory() as folder, Exporter(metrics, "127.0.0.1") as exporter:
         context = multiprocessing.get_context("spawn")
         asked, over = context.Event(), context.Event()
         scraper = context.Process(target=scrape_when_asked, args=(exporter.address, asked, over), daemon=True)
         scraper.start()
         plain = _trainer(level, size, 0, Path(folder), NoVitals())
-        observed = _trainer(level, size, statistics_every, Path(folder), vitals)
+        observed = _trainer(level, size, statistics_every, Path(folder), metrics)
         num_steps = min(_steps_in(plain, turn_s), _steps_in(observed, turn_s))
         ratios, plain_s = [], []
         for pair in range(num_pairs):
@@ -105,28 +105,28 @@ def measure(level: str, size: str, statistics_every: int, num_pairs: int, turn_s
 
 
 def cost_of_the_calls(num_steps: int = 2000) -> tuple[float, float]:
-    """Seconds that one step's writing of vitals takes, and that one scrape takes; the best of five."""
-    vitals, config = Vitals(), _config("O2", "small", 0)
-    vitals.describe_work(config, 100_000)
-    vitals.describe_device(device_readings(torch.device("cpu")), None)
+    """Seconds that one step's writing of metrics takes, and that one scrape takes; the best of five."""
+    metrics = Metrics()
+    metrics.describe_work(world_size=1, samples_per_step=8, flops_per_token=6e5)
+    metrics.describe_device(device_readings(torch.device("cpu")), None)
     for family in FAMILIES:
         for label in OPERANDS if family.label else ("",):
-            vitals.set(family.name, 1.0, label)
+            metrics.set(family.name, 1.0, label)
     report = StepReport(step=1, loss=2.0, gradient_norm=1.0, learning_rate=0.1, tokens=128, step_time_s=0.01, data_wait_s=0.001)
-    collector = VitalsCollector(vitals)
+    collector = MetricsCollector(metrics)
     step_s, scrape_s = [], []
     for _ in range(5):
         began = time.process_time()
         for _ in range(num_steps):
-            with vitals.timed("other"):
-                with vitals.timed("forward_backward"), vitals.timed("data_wait"):
+            with metrics.timed("other"):
+                with metrics.timed("forward_backward"), metrics.timed("data_wait"):
                     pass
-                with vitals.timed("communication"):
+                with metrics.timed("communication"):
                     pass
-                with vitals.timed("optimizer"):
+                with metrics.timed("optimizer"):
                     pass
-                vitals.observe_wire({"float32": 1, "float8_e4m3fn": 1})
-                vitals.observe(report)
+                metrics.observe_wire({"float32": 1, "float8_e4m3fn": 1})
+                metrics.observe(report)
         step_s.append((time.process_time() - began) / num_steps)
         began = time.process_time()
         for _ in range(100):
@@ -137,9 +137,9 @@ def cost_of_the_calls(num_steps: int = 2000) -> tuple[float, float]:
     return min(step_s), min(scrape_s)
 
 
-def _trainer(level: str, size: str, statistics_every: int, folder: Path, vitals: Vitals) -> Trainer:
+def _trainer(level: str, size: str, statistics_every: int, folder: Path, metrics: Metrics) -> Trainer:
     config = _config(level, size, statistics_every)
-    return Trainer(config, Ranks(config.place, torch.device("cpu")), Silent(), folder, vitals)
+    return Trainer(config, Ranks(config.env, torch.device("cpu")), Silent(), folder, metrics)
 
 
 def _config(level: str, size: str, statistics_every: int) -> TrainConfig:
@@ -154,7 +154,7 @@ def _config(level: str, size: str, statistics_every: int) -> TrainConfig:
         "data": {"source": "text", "path": sysconfig.get_paths()["stdlib"] + "/json"},
         "training": {"steps": 100_000, "global_batch_size": shape["batch"], "sequence_length": shape["length"]},
     }  # fmt: skip
-    return resolve(JobSpec.model_validate(document), Place())
+    return resolve(JobSpec.model_validate(document), RankEnv())
 
 
 def _steps_in(trainer: Trainer, turn_s: float) -> int:
@@ -166,7 +166,7 @@ def _steps_in(trainer: Trainer, turn_s: float) -> int:
 def _run(trainer: Trainer, num_steps: int) -> float:
     began = time.process_time()
     for _ in range(num_steps):
-        with trainer.vitals.timed("other"):
+        with trainer.metrics.timed("other"):
             trainer.step()
     return time.process_time() - began
 
@@ -202,7 +202,7 @@ def main() -> None:
         f"With a scrape every 5 s: within {LIMIT:.0%} of any step longer than {step_s / (LIMIT - scrape_s / 5) * 1e3:.1f} ms.",
         "",
         f"One sample of FP8 statistics (`precision.statistics_every`) costs {cost:.2f} of a step of the medium network at O2, "
-        f"its vitals included: every {math.ceil(cost / LIMIT)} steps or more seldom it takes at most {LIMIT:.0%}.",
+        f"its metrics included: every {math.ceil(cost / LIMIT)} steps or more seldom it takes at most {LIMIT:.0%}.",
     ]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-exporter_overhead.md").write_text("\n".join(lines) + "\n")

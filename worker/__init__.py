@@ -7,12 +7,12 @@ which lives in this package too, starts without it.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from worker.api import fp8_statistics, initialize
-    from worker.memory import memory_report
+    from worker.metrics.memory import memory_report
+    from worker.prepare import fp8_statistics, initialize
 
 __all__ = ["fp8_statistics", "initialize", "memory_report"]
 
-_HOME = {"fp8_statistics": "worker.api", "initialize": "worker.api", "memory_report": "worker.memory"}
+_HOME = {"fp8_statistics": "worker.prepare", "initialize": "worker.prepare", "memory_report": "worker.metrics.memory"}
 
 
 def __getattr__(name: str) -> Any:

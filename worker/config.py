@@ -6,7 +6,7 @@ from api_schemas import DataSpec, JobSpec, ModelSizes, PrecisionSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankEnv:
     """Which rank this is, and where the ranks meet."""
 
     rank: int = 0
@@ -25,7 +25,7 @@ class TrainConfig:
     precision: PrecisionSpec
     sizes: ModelSizes
     data: DataSpec
-    place: Place
+    env: RankEnv
     steps: int
     global_batch_size: int
     micro_batch_size: int
@@ -53,11 +53,11 @@ class TrainConfig:
         return self.global_batch_size * self.sequence_length
 
 
-def resolve(spec: JobSpec, place: Place) -> TrainConfig:
+def resolve(spec: JobSpec, env: RankEnv) -> TrainConfig:
     """The spec as this rank runs it. Raises ValueError where the world has another size than the spec asks for."""
-    if place.world_size != spec.resources.workers:
+    if env.world_size != spec.resources.workers:
         raise ValueError(
-            f"the world must have as many ranks as the spec has workers; got {place.world_size} ranks and "
+            f"the world must have as many ranks as the spec has workers; got {env.world_size} ranks and "
             f"resources.workers {spec.resources.workers}. Start that many ranks or change resources.workers."
         )
     training = spec.training
@@ -65,11 +65,11 @@ def resolve(spec: JobSpec, place: Place) -> TrainConfig:
         precision=spec.precision,
         sizes=spec.model.sizes,
         data=spec.data,
-        place=place,
+        env=env,
         steps=training.steps,
         global_batch_size=training.global_batch_size,
         micro_batch_size=spec.micro_batch_size,
-        num_micro_batches=training.global_batch_size // (spec.micro_batch_size * place.world_size),
+        num_micro_batches=training.global_batch_size // (spec.micro_batch_size * env.world_size),
         sequence_length=training.sequence_length,
         learning_rate=training.optimizer.learning_rate,
         weight_decay=training.optimizer.weight_decay,

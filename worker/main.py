@@ -29,11 +29,11 @@ from api_schemas import (
     PoolConfig,
     explain,
 )
-from worker.config import Place, resolve
+from worker.config import RankEnv, resolve
 from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode
-from worker.exporter import exported
-from worker.report import HttpReporter, LogReporter, Reporter, ReportHandler
-from worker.vitals import Vitals
+from worker.metrics.exporter import exported
+from worker.metrics.table import Metrics
+from worker.reporting.reporter import HttpReporter, LogReporter, Reporter, ReportHandler
 
 if TYPE_CHECKING:
     import torch
@@ -53,19 +53,19 @@ class Outcome:
         return self.finished is not None and self.finished.outcome == "succeeded"
 
 
-def run_rank(order: LaunchOrder, place: Place, placed_at: datetime) -> Outcome:
+def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
     """Run one rank of an attempt and report to the control plane."""
-    vitals = Vitals()
-    with HttpReporter(order, place.rank) as reporter, exported(vitals, reporter, order.report_url):
+    metrics = Metrics()
+    with HttpReporter(order, env.rank) as reporter, exported(metrics, reporter.send, order.report_url):
         handler = ReportHandler(reporter)
         _log_to(handler)
         try:
-            if place.rank == 0:
+            if env.rank == 0:
                 reporter.send(PhaseReport(phase="placed"), at=placed_at)
                 reporter.send(PhaseReport(phase="process_up"))
-            run = Run(reporter, vitals, Path(order.job_dir), order.checkpoints, order.pool)
-            outcome = _train(order.spec, place, run)
-            if outcome.finished is not None and (place.rank == 0 or outcome.finished.outcome == "failed"):
+            run = Run(reporter, metrics, Path(order.job_dir), order.checkpoints, order.pool)
+            outcome = _train(order.spec, env, run)
+            if outcome.finished is not None and (env.rank == 0 or outcome.finished.outcome == "failed"):
                 reporter.send(outcome.finished)
             return outcome
         finally:
@@ -74,34 +74,34 @@ def run_rank(order: LaunchOrder, place: Place, placed_at: datetime) -> Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank is given beside the spec and its place."""
+    """What a rank is given besides the spec and its place in the world."""
 
     reporter: Reporter
-    vitals: Vitals
+    metrics: Metrics
     job_dir: Path
     checkpoints: tuple[CheckpointRef, ...] = ()
     pool: PoolConfig | None = None
 
 
-def _train(spec: JobSpec, place: Place, run: Run) -> Outcome:
+def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
     """Train, and say how it ended. Every error becomes an outcome here and nowhere else."""
     try:
+        from worker.metrics.device import bf16_peak, device_readings
         from worker.parallel import Ranks
         from worker.train import Trainer
-        from worker.vitals_device import bf16_peak, device_readings
 
-        if place.rank == 0:
+        if env.rank == 0:
             run.reporter.send(PhaseReport(phase="torch_imported"))
         with ExitStack() as stack:
-            device = _device(place, run.pool)
-            run.vitals.describe_device(device_readings(device), bf16_peak(device))
+            device = _device(env, run.pool)
+            run.metrics.describe_device(device_readings(device), bf16_peak(device))
             try:
-                config = resolve(spec, place)
+                config = resolve(spec, env)
             except ValueError as error:
                 raise InvalidConfig(str(error)) from error
             logger.info("%s", config)
-            ranks = stack.enter_context(Ranks(place, device))
-            summary = Trainer(config, ranks, run.reporter, run.job_dir, run.vitals).run(run.checkpoints)
+            ranks = stack.enter_context(Ranks(env, device))
+            summary = Trainer(config, ranks, run.reporter, run.job_dir, run.metrics).run(run.checkpoints)
         return Outcome(FinishedReport(outcome="succeeded", summary=summary), _describe(summary))
     except Cancelled as stop:
         return Outcome(FinishedReport(outcome="cancelled", message=str(stop)), str(stop))
@@ -125,16 +125,16 @@ def _reason(error: Exception) -> FailureReason:
     return FailureReason.WORKER_ERROR
 
 
-def _device(place: Place, pool: PoolConfig | None) -> "torch.device":
+def _device(env: RankEnv, pool: PoolConfig | None) -> "torch.device":
     """This rank's device, after checking that it is what the pool promises. Raises WrongNode."""
     import torch
 
-    torch.set_num_threads(place.num_threads)
-    if place.accelerator == "cpu":
+    torch.set_num_threads(env.num_threads)
+    if env.accelerator == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise WrongNode("the pool promises a CUDA device; this node has none. Correct the node's label or the pool.")
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", env.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     needed = pool.min_compute_capability if pool else None
     found = torch.cuda.get_device_capability(device)
@@ -176,10 +176,10 @@ def main(arguments: list[str] | None = None) -> int:
     spec = _read_spec(options.spec)
     if spec is None:
         return 2
-    place = _place_from_torchrun(options.accelerator, options.threads)
-    outcome = _train(spec, place, Run(LogReporter(), Vitals(), options.job_dir))
+    env = _env_from_torchrun(options.accelerator, options.threads)
+    outcome = _train(spec, env, Run(LogReporter(), Metrics(), options.job_dir))
     logger.info("%s", outcome.message)
-    if outcome.succeeded and place.rank == 0:
+    if outcome.succeeded and env.rank == 0:
         assert outcome.finished is not None
         summary: Any = outcome.finished.summary
         options.job_dir.mkdir(parents=True, exist_ok=True)
@@ -205,10 +205,10 @@ def _read_spec(path: Path) -> JobSpec | None:
         return None
 
 
-def _place_from_torchrun(accelerator: str, num_threads: int) -> Place:
+def _env_from_torchrun(accelerator: str, num_threads: int) -> RankEnv:
     """torchrun's own environment; without it, the only rank of a world of one."""
     environment = os.environ
-    return Place(
+    return RankEnv(
         rank=int(environment.get("RANK", "0")),
         world_size=int(environment.get("WORLD_SIZE", "1")),
         local_rank=int(environment.get("LOCAL_RANK", "0")),

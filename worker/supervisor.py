@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from api_schemas import AttemptRef, FailureReason, JsonScalar, LaunchOrder, Probe, ProbeState
-from worker.config import Place
+from worker.config import RankEnv
 
 NAMESPACE = "octet"
 _RANK_START_TIMEOUT_S = 120.0
@@ -55,10 +55,10 @@ class RankActor:
         labels: dict[str, Any] = dict(ray.get_runtime_context().get_node_labels())
         return RankNode(ray.util.get_node_ip_address(), port, labels, os.getpid())
 
-    def run(self, order_json: str, place: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
+    def run(self, order_json: str, env: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
         """Run the rank; its outcome, reason and message. The runtime is looked up by name: it loads torch."""
         main = importlib.import_module("worker.main")
-        outcome = main.run_rank(LaunchOrder.model_validate_json(order_json), Place(**place), placed_at)
+        outcome = main.run_rank(LaunchOrder.model_validate_json(order_json), RankEnv(**env), placed_at)
         finished = outcome.finished
         return (finished.outcome, finished.reason, outcome.message) if finished else (None, None, outcome.message)
 
@@ -139,7 +139,7 @@ class Supervisor:
         nodes = self._nodes()
         self._check_labels(nodes)
         running = {
-            rank.run.remote(self._order_json, asdict(self._rank_place(index, nodes)), self._placed_at): index
+            rank.run.remote(self._order_json, asdict(self._rank_env(index, nodes)), self._placed_at): index
             for index, rank in enumerate(self._ranks)
         }
         pids: dict[str, JsonScalar] = {f"rank_{index}_pid": node.pid for index, node in enumerate(nodes)}
@@ -176,9 +176,9 @@ class Supervisor:
                     f"{self._order.pool.name} wants {value!r}. Label the node or change the pool.",
                 )
 
-    def _rank_place(self, index: int, nodes: list[RankNode]) -> Place:
+    def _rank_env(self, index: int, nodes: list[RankNode]) -> RankEnv:
         pool = self._order.pool
-        return Place(
+        return RankEnv(
             rank=index,
             world_size=len(nodes),
             # Ray shows a rank only the devices that it was given.

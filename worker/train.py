@@ -28,18 +28,18 @@ from api_schemas import (
     StepReport,
 )
 from worker import checkpoint
-from worker.activations import activations_counted_once
-from worker.api import fp8_statistics, initialize, memory_report
 from worker.config import TrainConfig
 from worker.data import TextData, load_text
 from worker.errors import Cancelled, NonFiniteLoss, Stopped
 from worker.fp8.convert import ConversionReport
+from worker.fp8.health import LayerDemoted
 from worker.fp8.linear import Fallback, Float8Linear
-from worker.fp8.steps import LayerDemoted
+from worker.metrics.activations import activations_counted_once
+from worker.metrics.table import Metrics
 from worker.models import GPT, GPTConfig
 from worker.parallel import Ranks, average_gradients, broadcast_parameters, share_scaling
-from worker.report import Reporter
-from worker.vitals import Vitals
+from worker.prepare import fp8_statistics, initialize, memory_report
+from worker.reporting.reporter import Reporter
 
 _MAX_NON_FINITE_STEPS = 10
 _STEP_TIMES_KEPT = 1000
@@ -67,24 +67,24 @@ class Trainer:
     config: TrainConfig
     ranks: Ranks
     reporter: Reporter
-    vitals: Vitals
+    metrics: Metrics
     folder: Path
 
     # What it trains
     data: TextData
     model: GPT
-    report: ConversionReport
+    conversion: ConversionReport
     optimizer: torch.optim.Optimizer
     progress: Progress
     step_times_s: deque[float]
 
     def __init__(
-        self, config: TrainConfig, ranks: Ranks, reporter: Reporter, job_dir: Path, vitals: Vitals | None = None
+        self, config: TrainConfig, ranks: Ranks, reporter: Reporter, job_dir: Path, metrics: Metrics | None = None
     ) -> None:
         self.config = config
         self.ranks = ranks
         self.reporter = reporter
-        self.vitals = vitals or Vitals()
+        self.metrics = metrics or Metrics()
         self.folder = job_dir / "checkpoints"
         self.progress = Progress()
         self.step_times_s = deque(maxlen=_STEP_TIMES_KEPT)
@@ -103,7 +103,7 @@ class Trainer:
             on_event=self._layer_demoted,
         )
         self.model, self.optimizer = cast(GPT, converted), cast(torch.optim.Optimizer, low_bit)
-        self.report = cast(ConversionReport, converted.octet_report)
+        self.conversion = cast(ConversionReport, converted.octet_report)
         broadcast_parameters(self.model, ranks)
         self._tell(PhaseReport(phase="model_built"))
 
@@ -114,15 +114,15 @@ class Trainer:
         self._report_start()
         evaluation_loss: float | None = None
         while self.progress.step < self.config.steps:
-            with self.vitals.timed("other"):
+            with self.metrics.timed("other"):
                 self.step()
             if self.progress.step == started_at_step + 1:
                 self._tell(PhaseReport(phase="first_step"))
             if self._is_due(self.config.eval_every):
-                with self.vitals.timed("evaluation"):
+                with self.metrics.timed("evaluation"):
                     evaluation_loss = self.evaluate()
             if self._is_due(self.config.checkpoint_every):
-                with self.vitals.timed("checkpoint"):
+                with self.metrics.timed("checkpoint"):
                     self.save()
         if evaluation_loss is None:
             evaluation_loss = self.evaluate()
@@ -132,12 +132,12 @@ class Trainer:
         """One optimizer step over the global batch."""
         started_at = time.perf_counter()
         learning_rate = self._set_learning_rate()
-        with self.vitals.timed("forward_backward"):
-            loss_sum, data_wait_s = self._forward_backward()
-        with self.vitals.timed("communication"):
+        with self.metrics.timed("forward_backward"):
+            rank_loss, data_wait_s = self._forward_backward()
+        with self.metrics.timed("communication"):
             average_gradients(self.model.parameters(), self.ranks)
             share_scaling(self.model, self.ranks)
-        with self.vitals.timed("optimizer"):
+        with self.metrics.timed("optimizer"):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
             self.optimizer.step()
         if not self.progress.memory_bytes:
@@ -145,7 +145,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
         stop = self._wants_to_stop()
-        loss_sum, num_stopping = self.ranks.sum(loss_sum, float(stop is not None))
+        loss_sum, num_stopping = self.ranks.sum(rank_loss, float(stop is not None))
         loss = loss_sum / self.ranks.world_size
         step_time_s = time.perf_counter() - started_at
         self.progress.step += 1
@@ -153,9 +153,9 @@ class Trainer:
         self.progress.train_time_s += step_time_s
         self.step_times_s.append(step_time_s)
         self._note_loss(loss)
-        self.vitals.observe_wire(self.ranks.sent_bytes)
-        if self.config.precision.sampled_every and self.report.converted:
-            self.vitals.observe_fp8(fp8_statistics(self.model))
+        self.metrics.observe_wire(self.ranks.sent_bytes)
+        if self.config.precision.resolved_statistics_every and self.conversion.converted:
+            self.metrics.observe_fp8(fp8_statistics(self.model))
         self._tell(
             StepReport(
                 step=self.progress.step,
@@ -176,11 +176,11 @@ class Trainer:
         first = self.progress.position + self.ranks.rank * config.rank_batch_size
         losses, data_wait_s = [], 0.0
         for index in range(config.num_micro_batches):
-            with self.vitals.timed("data_wait") as wait:
+            with self.metrics.timed("data_wait") as wait:
                 batch = self.data.train_batch(first + index * config.micro_batch_size, config.micro_batch_size)
                 tokens_BT, targets_BT = (part.to(self.ranks.device) for part in batch)
             data_wait_s += wait.seconds
-            with activations_counted_once(self.model, self.vitals):
+            with activations_counted_once(self.model, self.metrics):
                 loss = self.model.loss(tokens_BT, targets_BT) / config.num_micro_batches
             loss.backward()
             losses.append(loss.detach())
@@ -234,26 +234,32 @@ class Trainer:
             return
 
     def _report_start(self) -> None:
-        self.vitals.observe_memory(self.progress.memory_bytes)
-        self.vitals.describe_work(self.config, _num_parameters(self.model))
+        self.metrics.observe_memory(self.progress.memory_bytes)
+        self.metrics.describe_work(
+            world_size=self.ranks.world_size,
+            samples_per_step=self.config.global_batch_size,
+            flops_per_token=self.config.sizes.flops_per_token(self.config.sequence_length),
+        )
         fallbacks = Counter(layer.fallback for layer in self.model.modules() if isinstance(layer, Float8Linear))
         self._tell(
             StartedReport(
                 resumed_from_step=self.progress.step,
-                node=self.config.place.master_address,
+                node=self.config.env.master_address,
                 device=_device_name(self.ranks.device),
                 world_size=self.ranks.world_size,
                 num_parameters=_num_parameters(self.model),
-                num_layers_converted=len(self.report.converted),
+                num_layers_converted=len(self.conversion.converted),
                 num_layers_filtered=fallbacks[Fallback.FILTERED],
-                num_layers_skipped=len(self.report.skipped),
+                num_layers_skipped=len(self.conversion.skipped),
             )
         )
         for _ in range(fallbacks[Fallback.DEMOTED]):
-            self.vitals.observe_demotion()
-        if self.report.filtered and not self.progress.step:
-            message = f"layers that multiply in bf16, as FP8 gains nothing there: {self.report.why_filtered}"
-            self._tell(EventReport(type="layers.filtered", message=message[:4096], data={"layers": len(self.report.filtered)}))
+            self.metrics.observe_demotion()
+        if self.conversion.filtered and not self.progress.step:
+            message = f"layers that multiply in bf16, as FP8 gains nothing there: {self.conversion.why_filtered}"
+            self._tell(
+                EventReport(type="layers.filtered", message=message[:4096], data={"layers": len(self.conversion.filtered)})
+            )
 
     def _summary(self, evaluation_loss: float) -> JobSummary:
         losses = self.progress.recent_losses
@@ -267,7 +273,7 @@ class Trainer:
             tokens_per_s=self.config.tokens_per_step / statistics.median(self.step_times_s),
             train_time_s=self.progress.train_time_s,
             num_parameters=_num_parameters(self.model),
-            num_converted_parameters=self.report.num_converted_parameters,
+            num_converted_parameters=self.conversion.num_converted_parameters,
             memory_bytes=self.progress.memory_bytes,
             converted_memory_bytes=self.progress.converted_memory_bytes,
             peak_memory_bytes=torch.cuda.max_memory_allocated(self.ranks.device) if cuda else None,
@@ -297,7 +303,7 @@ class Trainer:
         """After the first step: every state exists and the gradients are still alive."""
         self.progress.memory_bytes = memory_report(self.model, self.optimizer)
         self.progress.converted_memory_bytes = memory_report(self.model, self.optimizer, converted_only=True)
-        self.vitals.observe_memory(self.progress.memory_bytes)
+        self.metrics.observe_memory(self.progress.memory_bytes)
 
     def _is_due(self, every: int) -> bool:
         step = self.progress.step
@@ -311,13 +317,13 @@ class Trainer:
         return None
 
     def _layer_demoted(self, event: LayerDemoted) -> None:
-        self.vitals.observe_demotion()
+        self.metrics.observe_demotion()
         message = f"layer {event.layer!r} computes in bf16 from step {event.step} on: {event.operand} {event.reason}"
         self._tell(EventReport(type="layer.demoted", message=message, data={"layer": event.layer, "step": event.step}))
 
     def _tell(self, body: ReportBody) -> None:
         """Every rank keeps the numbers for its own metrics; facts that all ranks share are reported once."""
-        self.vitals.observe(body)
+        self.metrics.observe(body)
         if self.ranks.is_first:
             self.reporter.send(body)
 

@@ -18,7 +18,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from worker import api
+from worker import prepare
 from worker.fp8.convert import filter_layers
 from worker.kernels import cuda, gradients, ops, quantization
 from worker.kernels.cuda import gemm
@@ -73,7 +73,7 @@ def fake_gpu() -> Iterator[torch.device]:
         for owner, name, replacement in (
             (JITFunction, "run", lambda *_args, **_options: None),
             (gemm, "platform", lambda _device: (HOPPER, CUDA_VERSION)),
-            (api, "filter_layers", lambda *arguments: filter_layers(*arguments[:-1], HOPPER)),
+            (prepare, "filter_layers", lambda *arguments: filter_layers(*arguments[:-1], HOPPER)),
             (FusedStep, "_send", _send),
             (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
             (nn.functional, "scaled_dot_product_attention", attention),

@@ -2,16 +2,16 @@
 
     python -m benchmarks.gpu.kernels [--out FOLDER] [--sections quantize,adamw] [--smoke]
 
-writes a dated table, and `gains.json`, by which layers are left in bf16. Every section runs as long as its share of
+writes a dated table, and `speedups.json`, by which layers are left in bf16. Every section runs as long as its share of
 --budget-s lasts.
 """
 
-from benchmarks.gpu.gains import gain_cases
 from benchmarks.gpu.linear import linear_cases
 from benchmarks.gpu.optimizer import optimizer_cases
 from benchmarks.gpu.quantization import gradient_cases, quantize_cases
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.session import Section, Session, parser, run
+from benchmarks.gpu.speedups import speedup_cases
 
 
 def sections(session: Session, _report: Report) -> list[Section]:
@@ -21,7 +21,7 @@ def sections(session: Session, _report: Report) -> list[Section]:
         Section("AdamW step", optimizer_cases(session), share=0.24),
         Section("Gradients in FP8", gradient_cases(session), share=0.04),
         Section("Linear layer, forward and backward", linear_cases(session), share=0.35),
-        Section("Gain by shape", gain_cases(session), share=0.2),
+        Section("Speedup by shape", speedup_cases(session), share=0.2),
     ]
 
 

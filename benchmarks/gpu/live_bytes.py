@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from worker.fp8.gradient import Float8Gradient
-from worker.memory import held_tensors
+from worker.metrics.memory import held_tensors
 
 GRANULE = 512  # bytes: kMinBlockSize of CUDACachingAllocator.cpp
 TRANSIENT = {"build": "inputs", "forward": "activations", "backward": "backward", "update": "update"}

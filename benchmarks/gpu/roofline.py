@@ -1,6 +1,6 @@
 """How much faster a linear layer is in FP8 than in bf16, computed from rates; shipped until the kernels benchmark measures it.
 
-    python -m benchmarks.gpu.roofline > worker/fp8/gains.json
+    python -m benchmarks.gpu.roofline > worker/fp8/speedups.json
 
 A GEMM takes a fixed time and then that of its operations or its bytes, whichever is longer; everything else the bytes it
 moves and a time for each launch. Launches and bytes are those of `worker/fp8/linear.py` on `worker/kernels/cuda`, run
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-from worker.fp8.gains import KINDS, WEIGHTS, GainTable
+from worker.fp8.speedups import KINDS, WEIGHTS, SpeedupTable
 
 TOKENS = (512, 2048, 8192, 32768)
 FEATURES = (512, 1024, 2048, 4096, 8192)
@@ -96,7 +96,7 @@ def speedup(m: int, k: int, n: int, weights: str, kind: str) -> float:
     return bf16_work(weights).seconds(m, k, n) / fp8_work(weights, kind).seconds(m, k, n)
 
 
-def computed_table() -> GainTable:
+def computed_table() -> SpeedupTable:
     """That of compute capability 9.0."""
     speedups = {
         weights: {
@@ -105,11 +105,11 @@ def computed_table() -> GainTable:
         }
         for weights in WEIGHTS
     }
-    return GainTable((9, 0), "computed", "", "", "", TOKENS, FEATURES, speedups)
+    return SpeedupTable((9, 0), "computed", "", "", "", TOKENS, FEATURES, speedups)
 
 
-def as_text(tables: Iterable[GainTable]) -> str:
-    """The file that `worker.fp8.gains` reads, with the innermost lists on a line each."""
+def as_text(tables: Iterable[SpeedupTable]) -> str:
+    """The file that `worker.fp8.speedups` reads, with the innermost lists on a line each."""
     text = json.dumps([asdict(table) for table in tables], indent=1) + "\n"
     return re.sub(r"\[\s+([^][{}]+?)\s+\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
 

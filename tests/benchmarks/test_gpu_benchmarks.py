@@ -15,11 +15,11 @@ import torch
 from benchmarks.gpu import largest, session
 from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
 from benchmarks.gpu.session import Case, Section, Session
-from worker.fp8.gains import load_tables
+from worker.fp8.speedups import load_tables
 
 ROOT = Path(__file__).parent.parent.parent
 SECTIONS = {
-    "kernels": ["Quantize", "AdamW step", "Gradients in FP8", "Linear layer, forward and backward", "Gain by shape"],
+    "kernels": ["Quantize", "AdamW step", "Gradients in FP8", "Linear layer, forward and backward", "Speedup by shape"],
     "train": ["GPT step", "Memory of vision models", "Largest GPT", "Other levels"],
     "accuracy": ["Loss"],
 }
@@ -45,7 +45,7 @@ def test_a_benchmark_fills_every_section_of_its_table(name: str, device: str, tm
         assert not [row for row in rows if row[1] in (ERROR, NOT_REACHED)]
     if name == "kernels":
         capability = (0, 0) if device == "cpu" else torch.cuda.get_device_capability()
-        measured = load_tables(path.parent / "gains-smoke.json")[capability]
+        measured = load_tables(path.parent / "speedups-smoke.json")[capability]
         assert measured.source == "measured"
         assert measured.speedup(32, 16, 32, "scaled", "row") == measured.speedups["scaled"]["row"][0][0][1] > 0
     if name == "accuracy":

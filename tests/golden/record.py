@@ -23,7 +23,7 @@ from api_schemas.levels import LEVELS
 from tests.text import write_corpus
 from tests.worker.test_data_parallel import free_port
 from tests.worker.test_train import Recorder
-from worker.config import Place, resolve
+from worker.config import RankEnv, resolve
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.kernels import reference
 from worker.kernels.formats import KINDS
@@ -81,11 +81,11 @@ def train_on_rank(rank: int, world_size: int, ports: list[int], corpus: str, fol
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for (name, precision), port in zip(RUNS.items(), ports, strict=True):
-        place = Place(rank=rank, world_size=world_size, master_port=port)
-        config = resolve(JobSpec.model_validate(document(precision, Path(corpus), world_size)), place)
+        env = RankEnv(rank=rank, world_size=world_size, master_port=port)
+        config = resolve(JobSpec.model_validate(document(precision, Path(corpus), world_size)), env)
         recorder = Recorder()
         job_dir = Path(folder, str(world_size), name.replace(" ", "_"))
-        with Ranks(place, torch.device("cpu")) as ranks:
+        with Ranks(env, torch.device("cpu")) as ranks:
             trainer = Trainer(config, ranks, recorder, job_dir)
             summary = trainer.run()
         state = digest({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
@@ -155,7 +155,7 @@ def quantizer_hashes(kernels: Any = reference) -> dict[str, str]:
 
 def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
     """What three steps of the optimizer leave for each level that stores less than fp32."""
-    from worker.fp8.weights import store_weight
+    from worker.fp8.weights import encode_weight
     from worker.optim import QuantizedWeight
 
     found = {}
@@ -163,7 +163,7 @@ def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
         if row.weight == "fp32":
             continue
         values = uneven(48, 129)
-        stored = store_weight(values, row)
+        stored = encode_weight(values, row)
         assert stored is not None
         parameter = nn.Parameter(stored.codes)
         parameter.grad_dtype = torch.float32

@@ -26,8 +26,8 @@ from prometheus_client.registry import Collector
 from api_schemas import JobSpec
 from tests.e2e.octet_server import Server
 from tests.observability.dcgm import LABELS
-from worker.exporter import VitalsCollector
-from worker.vitals import Vitals
+from worker.metrics.exporter import MetricsCollector
+from worker.metrics.table import Metrics
 
 ROOT = Path(__file__).parents[2]
 SCRAPE_S = 1
@@ -197,13 +197,13 @@ class GpuNode(Collector):
     """What the exporters of a GPU node would say."""
 
     def collect(self) -> Iterator[Metric]:
-        vitals = Vitals()
-        vitals.set("octet_gpu_power_watts", 412.0)
-        vitals.set("octet_gpu_sm_clock_hertz", 1.98e9)
-        vitals.set("octet_gpu_temperature_celsius", 61.0)
-        vitals.set("octet_gpu_utilization_ratio", 0.97)
-        vitals.set("octet_train_flops_utilization_ratio", 0.41, "989 TFLOP/s dense bf16")
-        yield from VitalsCollector(vitals).collect()
+        metrics = Metrics()
+        metrics.set("octet_gpu_power_watts", 412.0)
+        metrics.set("octet_gpu_sm_clock_hertz", 1.98e9)
+        metrics.set("octet_gpu_temperature_celsius", 61.0)
+        metrics.set("octet_gpu_utilization_ratio", 0.97)
+        metrics.set("octet_train_flops_utilization_ratio", 0.41, "989 TFLOP/s dense bf16")
+        yield from MetricsCollector(metrics).collect()
         for name, value in DCGM.items():
             family = GaugeMetricFamily(name, "as DCGM's exporter has it", labels=LABELS)
             family.add_metric(["0", "GPU-5c1e", "00000000:18:00.0", "nvidia0", "NVIDIA H100 80GB HBM3", "node-1"], value)

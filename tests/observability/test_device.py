@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from worker.vitals import FAMILIES, Vitals
-from worker.vitals_device import bf16_peak, device_readings
+from worker.metrics.device import bf16_peak, device_readings
+from worker.metrics.table import FAMILIES, Metrics
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -83,8 +83,8 @@ def test_what_a_gpu_does_not_support_is_left_out(cuda: ModuleType) -> None:
 
 
 def test_readings_are_taken_at_each_scrape_and_are_in_the_table(cuda: ModuleType) -> None:
-    vitals = Vitals()
-    vitals.describe_device(device_readings(CUDA), bf16_peak(CUDA))
-    assert {family.name for family, _, _ in vitals.read()} <= {family.name for family in FAMILIES}
+    metrics = Metrics()
+    metrics.describe_device(device_readings(CUDA), bf16_peak(CUDA))
+    assert {family.name for family, _, _ in metrics.read()} <= {family.name for family in FAMILIES}
     cuda.nvmlDeviceGetPowerUsage = lambda gpu: 100_000
-    assert {family.name: value for family, _, value in vitals.read()}["octet_gpu_power_watts"] == 100
+    assert {family.name: value for family, _, value in metrics.read()}["octet_gpu_power_watts"] == 100

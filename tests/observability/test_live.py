@@ -13,8 +13,8 @@ from deploy.grafana.generate import BOARDS
 from deploy.grafana.model import Board
 from deploy.grafana.render import curves
 from tests.observability.live import DCGM, ROOT, Live
-from worker.exporter import DROPPED, MAX_SERIES
-from worker.vitals import FAMILIES
+from worker.metrics.exporter import DROPPED, MAX_SERIES
+from worker.metrics.table import FAMILIES
 
 RULES: list[dict[str, Any]] = [
     rule

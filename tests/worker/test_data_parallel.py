@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from worker import kernels
-from worker.config import Place
+from worker.config import RankEnv
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.parallel import Ranks, average_gradients, broadcast_parameters
 
@@ -30,8 +30,8 @@ def gradient_of(rank: int, index: int) -> torch.Tensor:
 def average_on_rank(rank: int, world_size: int, port: int, folder: str, poison: bool) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    place = Place(rank=rank, world_size=world_size, master_port=port)
-    with Ranks(place, torch.device("cpu")) as ranks:
+    env = RankEnv(rank=rank, world_size=world_size, master_port=port)
+    with Ranks(env, torch.device("cpu")) as ranks:
         model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in SHAPES])
         broadcast_parameters(model, ranks)
         for index, parameter in enumerate(model):
@@ -66,7 +66,7 @@ def test_the_mean_is_right_and_the_same_on_every_rank(tmp_path: Path, world_size
             continue
         sent = [kernels.dequantize(*kernels.quantize(gradient, torch.float8_e4m3fn)) for gradient in sent]
         exact = torch.stack(sent).mean(0)
-        # E4M3 keeps 3 bits: half a unit in the last place is 2^-4 of the value, or 2^-10 of the scale below its normals.
+        # E4M3 keeps 3 bits: half a unit in the last env is 2^-4 of the value, or 2^-10 of the scale below its normals.
         error = (mean - exact).abs()
         amax = exact.abs().amax()
         assert bool((error <= exact.abs() * 2**-4 + amax * 2**-17).all())

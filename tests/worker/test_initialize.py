@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from api_schemas.levels import LEVELS
 from worker import initialize
-from worker.api import check_capability
 from worker.fp8.gradient import Float8Gradient
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.models import GPT, GPTConfig
+from worker.prepare import check_capability
 
 TINY = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=32)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api_schemas import LogReport, Report
-from worker.spool import Spool
+from worker.reporting.spool import Spool
 
 
 def report(seq: int) -> Report:

@@ -8,7 +8,7 @@ import torch
 
 from api_schemas import CheckpointRef, CheckpointReport, EvaluationReport, EventReport, JobSpec, ReportBody, StepReport
 from api_schemas.levels import LEVELS
-from worker.config import Place, resolve
+from worker.config import RankEnv, resolve
 from worker.errors import Cancelled, NonFiniteLoss, Stopped
 from worker.parallel import Ranks
 from worker.train import Trainer, learning_rate_at
@@ -50,8 +50,8 @@ def train(
     document: dict[str, Any], job_dir: Path, checkpoints: tuple[CheckpointRef, ...] = (), recorder: Recorder | None = None
 ) -> tuple[Recorder, Any]:
     recorder = recorder or Recorder()
-    config = resolve(JobSpec.model_validate(document), Place())
-    with Ranks(config.place, torch.device("cpu")) as ranks:
+    config = resolve(JobSpec.model_validate(document), RankEnv())
+    with Ranks(config.env, torch.device("cpu")) as ranks:
         return recorder, Trainer(config, ranks, recorder, job_dir).run(checkpoints)
 
 
@@ -111,8 +111,8 @@ def test_resuming_after_the_last_step_only_evaluates(tmp_path: Path, spec_docume
 
 def test_a_loss_that_stays_infinite_ends_the_run(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     document = with_training(spec_document, steps=100, optimizer={"learning_rate": 10.0}, gradient_clip=None)
-    config = resolve(JobSpec.model_validate(document), Place())
-    with Ranks(config.place, torch.device("cpu")) as ranks:
+    config = resolve(JobSpec.model_validate(document), RankEnv())
+    with Ranks(config.env, torch.device("cpu")) as ranks:
         trainer = Trainer(config, ranks, Recorder(), tmp_path)
         with torch.no_grad():
             next(trainer.model.parameters()).fill_(torch.nan)
@@ -123,7 +123,7 @@ def test_a_loss_that_stays_infinite_ends_the_run(tmp_path: Path, spec_document: 
 
 def test_the_schedule_warms_up_and_ends_at_its_fraction(spec_document: dict[str, Any]) -> None:
     training = {"steps": 100, "optimizer": {"learning_rate": 1.0}, "schedule": {"warmup_steps": 10, "final_fraction": 0.1}}
-    config = resolve(JobSpec.model_validate(with_training(spec_document, **training)), Place())
+    config = resolve(JobSpec.model_validate(with_training(spec_document, **training)), RankEnv())
     rates = [learning_rate_at(step, config) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert max(rates) == 1.0
@@ -133,4 +133,4 @@ def test_the_schedule_warms_up_and_ends_at_its_fraction(spec_document: dict[str,
 
 def test_a_world_of_another_size_is_refused(spec_document: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"resources\.workers"):
-        resolve(JobSpec.model_validate(spec_document), Place(world_size=2))
+        resolve(JobSpec.model_validate(spec_document), RankEnv(world_size=2))

@@ -14,8 +14,8 @@ from itertools import pairwise
 from torch import nn
 
 from api_schemas.precision import PrecisionSpec
-from worker.fp8.gains import why_bf16
 from worker.fp8.linear import Float8Linear
+from worker.fp8.speedups import why_bf16
 
 MIN_FEATURES = 16
 """FP8 products on CUDA work on multiples of 16; a dimension below that would be mostly padding."""
@@ -108,13 +108,13 @@ def filter_layers(
     tokens: that a layer sees in a forward pass. capability: of the CUDA device; None on any other, where nothing is filtered.
     """
     recipe = rules.resolved_recipe
-    if not rules.auto_filter or not rules.row.has_own_fp8 or recipe is None:
+    if not rules.auto_filter or not rules.storage.has_own_fp8 or recipe is None:
         return []
     filtered = []
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        reason = why_bf16(linear.in_features, linear.out_features, tokens, rules.row, recipe, capability)
+        reason = why_bf16(linear.in_features, linear.out_features, tokens, rules.storage, recipe, capability)
         filtered += [FilteredLayer(name, reason)] if reason else []
     return filtered
 

@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from api_schemas.recipe import GemmName
 from worker import kernels
+from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
 from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8, open_port
-from worker.fp8.half import activation_dtype, half_linear, half_matmul
 from worker.fp8.operand import Codes, OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
-from worker.fp8.weights import StoredWeight
+from worker.fp8.weights import EncodedWeight
 
 
 class Fallback(IntEnum):
@@ -51,13 +51,13 @@ class Float8Linear(nn.Module):
         self,
         linear: nn.Linear,
         recipe: Recipe,
-        stored_weight: StoredWeight | None = None,
+        encoded_weight: EncodedWeight | None = None,
         gradient_position: RoundingPosition | None = None,
-        sample_every: int = 0,
+        statistics_every: int = 0,
     ) -> None:
-        """stored_weight: takes the place of the weight's values. gradient_position: gradients are held in FP8.
+        """encoded_weight: takes the place of the weight's values. gradient_position: gradients are held in FP8.
 
-        sample_every: optimizer steps between two samples of how well FP8 holds the operands; 0 for none.
+        statistics_every: optimizer steps between two samples of how well FP8 holds the operands; 0 for none.
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -68,15 +68,15 @@ class Float8Linear(nn.Module):
         self.weight_scaling = OperandScaling(recipe, recipe.weight, device, square_blocks=True)
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
         self.gradient_position = gradient_position
-        self.sample_every = sample_every
+        self.statistics_every = statistics_every
         self.activation: str | None = None  # applied to the input; one of kernels' ACTIVATIONS
         self.num_breaches = 0  # samples in a row that broke a limit
         self.fallback = Fallback.NONE
         self.register_buffer("weight_dequant_scale", None)
         self.register_buffer("weight_amax", None)  # of the values; the optimizer keeps it
         self.register_buffer("weight_residual", None)
-        if stored_weight is not None:
-            self.weight.data, self.weight_dequant_scale, self.weight_amax, self.weight_residual = stored_weight
+        if encoded_weight is not None:
+            self.weight.data, self.weight_dequant_scale, self.weight_amax, self.weight_residual = encoded_weight
         self._prepare_gradient()
         self.start_step(0)
         self.train(linear.training)
@@ -134,7 +134,7 @@ class Float8Linear(nn.Module):
         """Prepare for the forward passes between two optimizer steps, after that many of them."""
         self.num_steps = num_steps
         for scaling in self.scalings().values():
-            scaling.is_sampled = self.sample_every > 0 and num_steps % self.sample_every == 0
+            scaling.is_sampled = self.statistics_every > 0 and num_steps % self.statistics_every == 0
 
     def get_extra_state(self) -> Tensor:
         """What `state_dict` keeps beside tensors: counts of steps, of gradient roundings and of breaches; the fallback."""

@@ -10,7 +10,7 @@ from worker import kernels
 from worker.fp8.recipe import E4M3
 
 
-class StoredWeight(NamedTuple):
+class EncodedWeight(NamedTuple):
     """`value = codes * dequant_scale`, the codes refined by an INT8 residual if there is one. amax: of the values."""
 
     codes: Tensor
@@ -19,17 +19,17 @@ class StoredWeight(NamedTuple):
     residual: Tensor | None = None
 
 
-def store_weight(values: Tensor, level: Level) -> StoredWeight | None:
+def encode_weight(values: Tensor, level: Level) -> EncodedWeight | None:
     """The weight as the level holds it, rounded to nearest; None where it stays as it is."""
     if level.weight == "fp32":
         return None
     values = values.detach().float()
     amax = kernels.compute_amax(values)
     if level.weight == "fp16+scale":
-        return StoredWeight(*kernels.quantize(values, torch.float16, amax=amax), amax)
+        return EncodedWeight(*kernels.quantize(values, torch.float16, amax=amax), amax)
     if level.master_weight != "int8-residual":
-        return StoredWeight(*kernels.quantize(values, E4M3, amax=amax), amax)
+        return EncodedWeight(*kernels.quantize(values, E4M3, amax=amax), amax)
     dequant_scale = kernels.dequant_scale_from_amax(amax, E4M3)
     halves = torch.full(values.shape, 1 << 11, dtype=torch.int32, device=values.device)
     codes, residual = kernels.split_encode(values / dequant_scale, halves)  # 12 bits are dropped: half of them rounds
-    return StoredWeight(codes, dequant_scale, amax, residual)
+    return EncodedWeight(codes, dequant_scale, amax, residual)

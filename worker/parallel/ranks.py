@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker.config import Place
+from worker.config import RankEnv
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -17,18 +17,18 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 class Ranks:
     """A context: the process group exists inside it. With one rank there is none, and every reduction is the identity."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        self.rank = place.rank
-        self.world_size = place.world_size
+    def __init__(self, env: RankEnv, device: torch.device) -> None:
+        self.rank = env.rank
+        self.world_size = env.world_size
         self.device = device
         self.sent_bytes: Counter[str] = Counter()  # of gradients, by the dtype they travel in
-        self._place = place
+        self._env = env
 
     def __enter__(self) -> Self:
         if self.world_size > 1:
             store = dist.TCPStore(
-                self._place.master_address,
-                self._place.master_port,
+                self._env.master_address,
+                self._env.master_port,
                 self.world_size,
                 is_master=self.rank == 0,
                 timeout=_COLLECTIVE_TIMEOUT,

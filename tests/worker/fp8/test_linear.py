@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from api_schemas.levels import LEVELS
+from worker.fp8.bf16 import HalfLinear
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.fp8.half import HalfLinear
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.recipe import Recipe
-from worker.fp8.weights import store_weight
+from worker.fp8.weights import encode_weight
 from worker.kernels import dequantize, quantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -36,7 +36,7 @@ def make_linear(in_features: int = 48, out_features: int = 32, seed: int = 0) ->
 def convert(linear: nn.Linear, level: str = "O2", recipe: Recipe | None = None) -> Float8Linear:
     row = LEVELS[level]
     position = RoundingPosition(seed=0, stream=0) if row.weight_gradient == "fp8" else None
-    return Float8Linear(linear, recipe or Recipe(), store_weight(linear.weight, row), position)
+    return Float8Linear(linear, recipe or Recipe(), encode_weight(linear.weight, row), position)
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ def test_the_three_products(level: str) -> None:
 
 def filtered(linear: nn.Linear, level: str) -> Float8Linear:
     """In bf16, with weight gradients as the product gives them."""
-    layer = Float8Linear(linear, Recipe(), store_weight(linear.weight, LEVELS[level]))
+    layer = Float8Linear(linear, Recipe(), encode_weight(linear.weight, LEVELS[level]))
     layer.fallback = Fallback.FILTERED
     return layer
 

@@ -8,7 +8,7 @@ from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from worker.fp8.linear import Float8Linear
 from worker.fp8.recipe import Recipe
-from worker.fp8.weights import store_weight
+from worker.fp8.weights import encode_weight
 
 # Signal to noise of a product of independently rounded operands (NUMERICS.md 7): 28.5 and 24.6 dB in theory.
 E4M3_PRODUCT_DB, E5M2_PRODUCT_DB, BF16_PRODUCT_DB = 28.0, 24.0, 45.0
@@ -49,7 +49,7 @@ def exact_products(weight_NK: Tensor, input_TK: Tensor, grad_output_TN: Tensor) 
 def make(spec: RecipeSpec, weight_NK: Tensor, level: str = "te") -> Float8Linear:
     linear = nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=False)
     linear.weight.data = weight_NK.clone()
-    return Float8Linear(linear, Recipe.resolve(spec), store_weight(linear.weight, LEVELS[level]))
+    return Float8Linear(linear, Recipe.resolve(spec), encode_weight(linear.weight, LEVELS[level]))
 
 
 @pytest.mark.parametrize("level", ["te", "O2", "O3", "O3-split"])

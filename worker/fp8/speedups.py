@@ -1,6 +1,6 @@
 """Which linear layers gain nothing in FP8: by a table of speeds, measured on a device or computed until one is at hand.
 
-`gains.json` beside this file holds a table for each compute capability that there is one for. The one for 9.0 is computed by
+`speedups.json` beside this file holds a table for each compute capability that there is one for. The one for 9.0 is computed by
 `benchmarks/gpu/roofline.py`; `make bench-gpu-kernels` measures it anew and writes a file to put in its place.
 A speedup is the time of a layer's forward and backward pass in bf16 over that in FP8, quantization included, by the
 device's own clock: what the host needs to enqueue them is not in it.
@@ -17,7 +17,7 @@ from typing import Any
 from api_schemas.levels import Level
 from api_schemas.recipe import RecipeSpec
 
-TABLES = Path(__file__).with_name("gains.json")
+TABLES = Path(__file__).with_name("speedups.json")
 DEFAULT_TOKENS = 8192
 KINDS = {
     "tensor": RecipeSpec(),
@@ -35,7 +35,7 @@ Grid = Sequence[Any]
 
 
 @dataclass(frozen=True)
-class GainTable:
+class SpeedupTable:
     """The speedups on devices of one compute capability.
 
     source: measured, or computed. device, versions, date: where, with what and when; empty where it was computed.
@@ -65,9 +65,9 @@ class GainTable:
 
 
 @cache
-def load_tables(path: Path = TABLES) -> dict[tuple[int, int], GainTable]:
+def load_tables(path: Path = TABLES) -> dict[tuple[int, int], SpeedupTable]:
     """The tables of a file, by compute capability."""
-    tables = [GainTable(**document) for document in json.loads(path.read_text())]
+    tables = [SpeedupTable(**document) for document in json.loads(path.read_text())]
     return {(table.capability[0], table.capability[1]): table for table in tables}
 
 

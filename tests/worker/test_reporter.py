@@ -19,7 +19,7 @@ from api_schemas import (
     ReportReply,
 )
 from worker.errors import Cancelled, Fenced, LeaseLost
-from worker.report import HttpReporter
+from worker.reporting.reporter import HttpReporter
 
 
 class ControlPlane:

@@ -29,7 +29,7 @@ from api_schemas import (
     ReportReply,
 )
 from worker.errors import Cancelled, Fenced, LeaseLost
-from worker.spool import Spool
+from worker.reporting.spool import Spool
 
 _FLUSH_INTERVAL_S = 0.25
 _REQUEST_TIMEOUT_S = 10.0

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from worker.vitals import Vitals
+from worker.metrics.table import Metrics
 
 
 class ActivationCount:
@@ -26,15 +26,15 @@ class ActivationCount:
 
 
 @contextmanager
-def activations_counted_once(model: nn.Module, vitals: Vitals) -> Iterator[None]:
-    """Around every forward pass. The first one's saved tensors are counted into `vitals`; they stay what they are."""
-    if vitals.knows("octet_memory_bytes", "activations"):
+def activations_counted_once(model: nn.Module, metrics: Metrics) -> Iterator[None]:
+    """Around every forward pass. The first one's saved tensors are counted into `metrics`; they stay what they are."""
+    if metrics.knows("octet_memory_bytes", "activations"):
         yield
         return
     count = ActivationCount(model)
     with saved_tensors_hooks(count.note, _unchanged):
         yield
-    vitals.observe_memory({"activations": count.num_bytes})
+    metrics.observe_memory({"activations": count.num_bytes})
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ import pytest
 from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from benchmarks.gpu.roofline import PLAIN_BF16, as_text, computed_table, fp8_work
-from worker.fp8.gains import DEFAULT_TOKENS, KINDS, TABLES, WEIGHTS, GainTable, kind_of, load_tables, why_bf16
+from worker.fp8.speedups import DEFAULT_TOKENS, KINDS, TABLES, WEIGHTS, SpeedupTable, kind_of, load_tables, why_bf16
 
 HOPPER = (9, 0)
 POWERS = {weights: {kind: [[[0.5, 1.0], [1.0, 2.0]], [[1.0, 2.0], [2.0, 4.0]]] for kind in KINDS} for weights in WEIGHTS}
-TABLE = GainTable(HOPPER, "measured", "A card", "torch 0", "2026-01-01", (1024, 4096), (512, 2048), POWERS)
+TABLE = SpeedupTable(HOPPER, "measured", "A card", "torch 0", "2026-01-01", (1024, 4096), (512, 2048), POWERS)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -46,7 +46,7 @@ def test_by_computation_a_wider_layer_gains_no_less(weights: str, kind: str) -> 
             assert all(few <= many for few, many in pairwise(shapes))
 
 
-def all_shapes(table: GainTable, weights: str, kind: str) -> Iterator[list[float]]:
+def all_shapes(table: SpeedupTable, weights: str, kind: str) -> Iterator[list[float]]:
     for by_in in table.speedups[weights][kind]:
         yield [value for by_out in by_in for value in by_out]
 

@@ -2,7 +2,7 @@
 
 A layer's forward and backward pass by the device's clock, eager, with FP8 products over the same layer with bf16 products: as
 a layer of bf16-amp for fp32 weights (level te), with a decoded weight for codes (level O2). What is measured is written to
-`gains.json` beside the report; put in the place of `worker/fp8/gains.json` it takes effect.
+`speedups.json` beside the report; put in the place of `worker/fp8/speedups.json` it takes effect.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ from benchmarks.gpu.roofline import FEATURES, TOKENS, as_text
 from benchmarks.gpu.session import Case, Session
 from benchmarks.gpu.timing import Timer
 from worker import initialize
-from worker.fp8.gains import KINDS, WEIGHTS, GainTable, load_tables
 from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.speedups import KINDS, WEIGHTS, SpeedupTable, load_tables
 
 SMALL_TOKENS, SMALL_FEATURES = (32, 64), (16, 32)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ SHAPES_S = 8.0
 Speedups = dict[str, dict[str, list[Any]]]
 
 
-def gain_cases(session: Session) -> list[Case]:
+def speedup_cases(session: Session) -> list[Case]:
     """By tokens; the table last."""
     speedups: Speedups = {weights: {kind: [] for kind in KINDS} for weights in WEIGHTS}
     tokens, features = (SMALL_TOKENS, SMALL_FEATURES) if session.smoke else (TOKENS, FEATURES)
@@ -45,7 +45,7 @@ def gain_cases(session: Session) -> list[Case]:
         for number in tokens
         for weights in WEIGHTS
     ]
-    return [*cases, Case("gains.json", partial(_write, session, tokens, features, speedups), 0.0)]
+    return [*cases, Case("speedups.json", partial(_write, session, tokens, features, speedups), 0.0)]
 
 
 def _measure(timer: Timer, features: tuple[int, ...], speedups: Speedups, tokens: int, weights: str) -> Iterator[Row]:
@@ -74,15 +74,15 @@ def _seconds(timer: Timer, shape: tuple[int, int, int], weights: str, kind: str,
 def _write(session: Session, tokens: tuple[int, ...], features: tuple[int, ...], speedups: Speedups) -> Iterator[Row]:
     """The measured table in the place of that of the same compute capability."""
     if any(len(grid) < len(tokens) for by_kind in speedups.values() for grid in by_kind.values()):
-        yield Row("gains.json", NOT_REACHED, note="not all shapes were measured; --sections gain has the whole time for them")
+        yield Row("speedups.json", NOT_REACHED, note="not all shapes were measured; --sections speedup has the whole time")
         return
     is_cuda = session.device.type == "cuda"
     capability = torch.cuda.get_device_capability(session.device) if is_cuda else (0, 0)
     name = torch.cuda.get_device_name(session.device) if is_cuda else "CPU"
     versions = f"CUDA {torch.version.cuda}, {describe_versions()}"
     today = f"{datetime.now(UTC):%Y-%m-%d}"
-    measured = GainTable(capability, "measured", name, versions, today, tokens, features, speedups)
-    path = session.options.out / ("gains-smoke.json" if session.smoke else "gains.json")
+    measured = SpeedupTable(capability, "measured", name, versions, today, tokens, features, speedups)
+    path = session.options.out / ("speedups-smoke.json" if session.smoke else "speedups.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(as_text((load_tables() | {capability: measured}).values()))
-    yield Row("gains.json", path.name, note="to take effect: in the place of worker/fp8/gains.json")
+    yield Row("speedups.json", path.name, note="to take effect: in the place of worker/fp8/speedups.json")

@@ -12,9 +12,9 @@ from api_schemas.precision import PrecisionSpec
 from tests.numerics.measure import mixed_magnitudes
 from tests.numerics.measure import sqnr_db as measured_sqnr_db
 from worker import fp8_statistics, initialize
+from worker.fp8.health import LayerDemoted
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.statistics import measure
-from worker.fp8.steps import LayerDemoted
 from worker.kernels import dequantize, encode, quantize
 
 E4M3 = torch.float8_e4m3fn
@@ -117,9 +117,9 @@ def test_by_default_the_first_of_fifty_steps_is_sampled() -> None:
     model, optimizer = make()
     step(model, optimizer, gaussian())
     assert {sample.step for sample in fp8_statistics(model)} == {0}
-    assert PrecisionSpec(level="O2").sampled_every == 50
-    assert PrecisionSpec(level="ao").sampled_every == PrecisionSpec(level="fp32").sampled_every == 0
-    assert PrecisionSpec(level="O2", statistics_every=0).sampled_every == 0
+    assert PrecisionSpec(level="O2").resolved_statistics_every == 50
+    assert PrecisionSpec(level="ao").resolved_statistics_every == PrecisionSpec(level="fp32").resolved_statistics_every == 0
+    assert PrecisionSpec(level="O2", statistics_every=0).resolved_statistics_every == 0
 
 
 def test_a_model_without_statistics_says_so() -> None:

@@ -24,7 +24,7 @@ PEAK_FLOPS = {
 
 
 def device_readings(device: torch.device) -> Callable[[], Readings]:
-    """What to call at each scrape for this device: names of `worker.vitals` families and their values."""
+    """What to call at each scrape for this device: names of `worker.metrics.table` families and their values."""
     if device.type == "cpu":
         return _read_process
     gpu = _open_nvml(device)

@@ -1,4 +1,4 @@
-"""Serves a rank's vitals to Prometheus, on a port of its own, and tells the control plane where.
+"""Serves a rank's metrics to Prometheus, on a port of its own, and tells the control plane where.
 
 It listens only on the address by which the rank reaches the control plane: whoever runs beside that, Prometheus too,
 reaches the rank by it, and on one machine it is the loopback. A scrape costs the training loop nothing but its share of
@@ -7,7 +7,7 @@ the processor: `benchmarks/exporter_overhead.py` measures it.
 
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from socketserver import TCPServer
 from types import TracebackType
@@ -20,20 +20,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from api_schemas import EventReport, ExporterReport
-from worker.report import Reporter
-from worker.vitals import Family, Vitals
+from api_schemas import EventReport, ExporterReport, ReportBody
+from worker.metrics.table import Family, Metrics
 
 MAX_SERIES = 60
 DROPPED = "octet_exporter_dropped_series_total"
 _POLL_S = 0.05
 
 
-class VitalsCollector(Collector):
-    """Vitals in Prometheus' words, at most `max_series` of them: a family that does not fit whole is left out and counted."""
+class MetricsCollector(Collector):
+    """Metrics in Prometheus' words, at most `max_series` of them: a family that does not fit whole is left out and counted."""
 
-    def __init__(self, vitals: Vitals, max_series: int = MAX_SERIES) -> None:
-        self._vitals = vitals
+    def __init__(self, metrics: Metrics, max_series: int = MAX_SERIES) -> None:
+        self._metrics = metrics
         self._max_series = max_series
         self._num_dropped = 0
         self._lock = threading.Lock()
@@ -56,7 +55,7 @@ class VitalsCollector(Collector):
 
     def _families(self) -> Iterable[Metric]:
         found: dict[Family, Metric] = {}
-        for family, label, value in self._vitals.read():
+        for family, label, value in self._metrics.read():
             if family not in found:
                 make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
                 found[family] = make(family.name, family.help, labels=[family.label] if family.label else [])
@@ -67,9 +66,9 @@ class VitalsCollector(Collector):
 class Exporter:
     """A context: inside it, `http://{address}/metrics` answers. Raises OSError where nothing can listen on `host`."""
 
-    def __init__(self, vitals: Vitals, host: str, port: int = 0) -> None:
+    def __init__(self, metrics: Metrics, host: str, port: int = 0) -> None:
         registry = CollectorRegistry()
-        registry.register(VitalsCollector(vitals))
+        registry.register(MetricsCollector(metrics))
         server_class = _ServerV6 if ":" in host else _Server
         self._server = make_server(host, port, make_wsgi_app(registry), server_class, handler_class=_QuietHandler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="octet-exporter", daemon=True)
@@ -86,16 +85,16 @@ class Exporter:
 
 
 @contextmanager
-def exported(vitals: Vitals, reporter: Reporter, report_url: str) -> Iterator[None]:
-    """Serve the vitals and report the address. A rank that cannot serve them trains all the same, and says so."""
+def exported(metrics: Metrics, send: Callable[[ReportBody], None], report_url: str) -> Iterator[None]:
+    """Serve the metrics and report the address by `send`. A rank that cannot serve them trains all the same, and says so."""
     try:
-        exporter = Exporter(vitals, local_address_towards(report_url))
+        exporter = Exporter(metrics, local_address_towards(report_url))
     except OSError as error:
-        reporter.send(EventReport(type="exporter.failed", message=f"this rank's metrics are not served: {error}"))
+        send(EventReport(type="exporter.failed", message=f"this rank's metrics are not served: {error}"))
         yield
         return
     with exporter:
-        reporter.send(ExporterReport(address=exporter.address))
+        send(ExporterReport(address=exporter.address))
         yield
 
 

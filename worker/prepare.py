@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from api_schemas.levels import LEVELS, Level
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import explain
+from worker.fp8.bf16 import HalfLinear
 from worker.fp8.convert import (
     ConversionReport,
     filter_layers,
@@ -27,17 +28,16 @@ from worker.fp8.convert import (
     select_layers,
     take_over_activations,
 )
-from worker.fp8.gains import DEFAULT_TOKENS
 from worker.fp8.gradient import RoundingPosition
-from worker.fp8.half import HalfLinear
+from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.loss_scaling import LossScaling, scale_losses
 from worker.fp8.recipe import Recipe
+from worker.fp8.speedups import DEFAULT_TOKENS
 from worker.fp8.statistics import OperandSample
-from worker.fp8.steps import LayerDemoted, StepKeeper
 from worker.fp8.torchao_linear import torchao_converter
-from worker.fp8.weights import store_weight
-from worker.memory import memory_report
+from worker.fp8.weights import encode_weight
+from worker.metrics.memory import memory_report
 from worker.optim import LowBitAdamW, QuantizedWeight, adopt
 from worker.optim.adopt import REPRESENTABLE
 
@@ -72,12 +72,12 @@ def initialize(
         raise ValueError(f"tokens is {tokens}; allowed: 1 or more. Give batch size times sequence length, or leave it out.")
     precision = _read_options(opt_level, options)
     if optimizer is not None:
-        _check_optimizer(optimizer, precision.row)
+        _check_optimizer(optimizer, precision.storage)
     device = next((parameter.device for parameter in model.parameters()), None)
     capability = None
     if device is not None and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        check_capability(capability, torch.cuda.get_device_name(device), precision.row)
+        check_capability(capability, torch.cuda.get_device_name(device), precision.storage)
     selected, skipped = select_layers(model, precision)
     filtered = filter_layers(model, selected, precision, DEFAULT_TOKENS if tokens is None else tokens, capability)
     num_parameters = sum(model.get_parameter(f"{name}.weight".lstrip(".")).numel() for name in selected)
@@ -86,7 +86,7 @@ def initialize(
     for layer in filtered:
         model.get_submodule(layer.name).fallback = Fallback.FILTERED  # type: ignore[assignment]
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
-        quantized, row = _quantized_weights(model, originals), precision.row
+        quantized, row = _quantized_weights(model, originals), precision.storage
         optimizer = adopt(optimizer, row.exp_avg, row.exp_avg_sq, quantized=quantized, seed=seed)
     _follow_steps(model, optimizer, precision, on_event)
     model.octet_report = ConversionReport(  # type: ignore[assignment]
@@ -147,7 +147,7 @@ def _convert(
     model: nn.Module, selected: list[str], precision: PrecisionSpec, seed: int, originals: dict[Tensor, Tensor]
 ) -> nn.Module:
     """The model with the layers of the level in it. `originals` receives the values of weights that need a master."""
-    row = precision.row
+    row = precision.storage
     if row.gemm == "fp32":
         return model
     in_half = replaceable_linears(model)
@@ -164,7 +164,7 @@ def _convert(
 
 
 def _float8_converter(precision: PrecisionSpec, seed: int, originals: dict[Tensor, Tensor]) -> Callable[[nn.Linear], nn.Module]:
-    row, spec = precision.row, precision.resolved_recipe
+    row, spec = precision.storage, precision.resolved_recipe
     assert spec is not None
     recipe, streams = Recipe.resolve(spec), count(FIRST_GRADIENT_STREAM)
     holds_fp8_gradients = row.weight_gradient == "fp8" and precision.gradient_accumulation == "fp8"
@@ -173,7 +173,7 @@ def _float8_converter(precision: PrecisionSpec, seed: int, originals: dict[Tenso
         if row.master_weight == "fp16+scale":
             originals[linear.weight] = linear.weight.detach()
         position = RoundingPosition(seed, next(streams)) if holds_fp8_gradients else None
-        return Float8Linear(linear, recipe, store_weight(linear.weight, row), position, precision.sampled_every)
+        return Float8Linear(linear, recipe, encode_weight(linear.weight, row), position, precision.resolved_statistics_every)
 
     return convert
 
@@ -202,12 +202,12 @@ def _follow_steps(
     """Let the model do after each step of the optimizer what its precision needs done."""
     recipe = precision.resolved_recipe
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    if layers and recipe is not None and (recipe.scaling == "delayed" or precision.sampled_every):
+    if layers and recipe is not None and (recipe.scaling == "delayed" or precision.resolved_statistics_every):
         keeper = StepKeeper(layers, precision.demotion, on_event)
         model.octet_steps = keeper  # type: ignore[assignment]
         if optimizer is not None:
             optimizer.register_step_post_hook(partial(_keep, keeper))
-    if precision.row.loss_scaling:
+    if precision.storage.loss_scaling:
         scaling = scale_losses(model)
         if optimizer is not None:
             optimizer.register_step_post_hook(partial(_rescale, scaling))

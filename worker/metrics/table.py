@@ -1,7 +1,7 @@
 """What a rank knows of its own health: the table of its metrics, and the values they have now.
 
-The training loop only writes numbers into `Vitals`; `worker.exporter` formats them when Prometheus asks, on another thread.
-Loads no torch. Labels that tell ranks apart (job, attempt, rank, pool, tenant, level) come from service discovery.
+The training loop only writes numbers into `Metrics`; `worker.metrics.exporter` formats them when Prometheus asks, on another
+thread. Loads no torch. Labels that tell ranks apart (job, attempt, rank, pool, tenant, level) come from service discovery.
 """
 
 import threading
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from api_schemas import CheckpointReport, EvaluationReport, ReportBody, StartedReport, StepReport
-from worker.config import TrainConfig
 
 PHASES = ("data_wait", "forward_backward", "communication", "optimizer", "evaluation", "checkpoint", "other")
 OPERANDS = ("input", "weight", "grad_output")
@@ -49,7 +48,7 @@ FAMILIES = (
         "phase",
     ),
     Family("octet_train_flops_utilization_ratio", "model FLOP/s of the last step over the peak that the label names", "peak"),
-    Family("octet_eval_loss", "loss of the last evaluation, nats per token"),
+    Family("octet_train_evaluation_loss", "loss of the last evaluation, nats per token"),
     Family("octet_memory_bytes", "bytes of live tensors at the end of the first step's backward pass, by class", "class"),
     Family("octet_memory_used_bytes", "in use now: on cuda of the whole device, on cpu resident in this process"),
     Family("octet_memory_peak_bytes", "the most so far: on cuda allocated by torch, on cpu resident in this process"),
@@ -97,7 +96,7 @@ class Lap:
     seconds = 0.0
 
 
-class Vitals:
+class Metrics:
     """The present values of one rank's metrics. The training thread writes, a scrape reads."""
 
     def __init__(self) -> None:
@@ -148,16 +147,11 @@ class Vitals:
             self.add("octet_train_seconds_total", lap.seconds - self._inner_s, phase)
             self._inner_s = outer_inner_s + lap.seconds
 
-    def describe_work(self, config: TrainConfig, num_parameters: int) -> None:
-        """What a step is. The tied head counts as the product that it is, learned positions do not."""
-        self._world_size = config.place.world_size
-        self._samples_per_step = config.global_batch_size
-        self._flops_per_token = gpt_flops_per_token(
-            num_matmul_parameters=num_parameters - config.sizes.max_sequence_length * config.sizes.hidden_size,
-            num_layers=config.sizes.num_layers,
-            hidden_size=config.sizes.hidden_size,
-            sequence_length=config.sequence_length,
-        )
+    def describe_work(self, *, world_size: int, samples_per_step: int, flops_per_token: float) -> None:
+        """What a step is, over all ranks. flops_per_token: of the model, forward and backward."""
+        self._world_size = world_size
+        self._samples_per_step = samples_per_step
+        self._flops_per_token = flops_per_token
 
     def describe_device(self, read: Callable[[], Iterable[tuple[str, float]]], peak_flops: float | None) -> None:
         """`read` is called at each scrape; `peak_flops` is the device's FLOP/s in dense bf16, if it is known."""
@@ -176,7 +170,7 @@ class Vitals:
             case StepReport():
                 self._observe_step(body)
             case EvaluationReport():
-                self.set("octet_eval_loss", _number(body.loss))
+                self.set("octet_train_evaluation_loss", _number(body.loss))
             case CheckpointReport():
                 self.add("octet_checkpoints_total", 1)
                 self.set("octet_checkpoint_bytes", body.num_bytes)
@@ -230,14 +224,6 @@ class Vitals:
             self.set("octet_train_flops_utilization_ratio", achieved / self._peak_flops, peak)
         if body.loss is None or body.gradient_norm is None:
             self.add("octet_train_non_finite_steps_total", 1)
-
-
-def gpt_flops_per_token(*, num_matmul_parameters: int, num_layers: int, hidden_size: int, sequence_length: int) -> float:
-    """FLOPs of one token, forward and backward: 6 for each parameter in a product, 12·L·D·T for attention's own products.
-
-    Chowdhery et al., PaLM (2022), appendix B. Causal attention is counted whole, as there.
-    """
-    return 6.0 * num_matmul_parameters + 12.0 * num_layers * hidden_size * sequence_length
 
 
 def _number(value: float | None) -> float:
