@@ -5,10 +5,11 @@ This is the one import path for other packages; `tests/api_schemas/test_surface.
 
 from api_schemas.attempt import Attempt, Checkpoint, Event, LogLine, MetricPoint
 from api_schemas.base import Contract, JsonScalar, Timestamp, refusal
-from api_schemas.data import DataSpec
+from api_schemas.data import DataSpec, Needs, SourceSpec, TextSpec, Unfit
 from api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes, ValidatedJob
 from api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
-from api_schemas.model import PRESETS, ModelSizes, ModelSpec
+from api_schemas.layout import AxisName, BatchDivision, Layout
+from api_schemas.models import PRESETS, FamilySizes, FamilySpec, GPTSizes, GPTSpec, ModelSizes, ModelSpec
 from api_schemas.page import Page
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import ErrorCode, Problem, Violation, explain, explain_details
@@ -38,6 +39,8 @@ __all__ = [
     "Attempt",
     "AttemptRef",
     "AttemptState",
+    "AxisName",
+    "BatchDivision",
     "Blame",
     "Checkpoint",
     "CheckpointRef",
@@ -51,18 +54,24 @@ __all__ = [
     "EventReport",
     "ExporterReport",
     "FailureReason",
+    "FamilySizes",
+    "FamilySpec",
     "FinishedReport",
+    "GPTSizes",
+    "GPTSpec",
     "Job",
     "JobSpec",
     "JobState",
     "JobSummary",
     "JsonScalar",
     "LaunchOrder",
+    "Layout",
     "LogLine",
     "LogReport",
     "MetricPoint",
     "ModelSizes",
     "ModelSpec",
+    "Needs",
     "OptimizerSpec",
     "Page",
     "ParallelismSpec",
@@ -83,11 +92,14 @@ __all__ = [
     "ResourceSpec",
     "RetrySpec",
     "ScheduleSpec",
+    "SourceSpec",
     "StartTimes",
     "StartedReport",
     "StepReport",
+    "TextSpec",
     "Timestamp",
     "TrainingSpec",
+    "Unfit",
     "ValidatedJob",
     "Violation",
     "explain",

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Self, Union, get_args, get_origin
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, PlainSerializer
 from pydantic_core import PydanticCustomError
 
+from api_schemas.union import annotation_of, member_for
+
 JsonScalar = str | int | float | bool | None
 
 
@@ -48,10 +50,10 @@ def refusal(field: str, *, got: Any, allowed: str, change: str) -> PydanticCusto
 
 
 def _known_fields(annotation: Any, value: Any) -> Any:
-    model = contract_in(annotation)
+    model = contract_in(member_for(annotation, value))
     if model is not None and isinstance(value, Mapping):
         known = {key: item for key, item in value.items() if key in model.model_fields}
-        return {key: _known_fields(model.model_fields[key].annotation, item) for key, item in known.items()}
+        return {key: _known_fields(annotation_of(model.model_fields[key]), item) for key, item in known.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         element = next(iter(get_args(annotation)), Any)
         return [_known_fields(element, item) for item in value]

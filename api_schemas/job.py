@@ -8,14 +8,13 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from api_schemas.accelerate import is_accelerate, precision_from_accelerate
 from api_schemas.base import Contract, Timestamp, refusal
 from api_schemas.data import DataSpec
-from api_schemas.model import ModelSizes, ModelSpec
+from api_schemas.layout import BatchDivision, Layout
+from api_schemas.models import ModelSizes, ModelSpec
 from api_schemas.precision import PrecisionSpec
 from api_schemas.recipe import RecipeSpec
 from api_schemas.resources import LabelKey, ParallelismSpec, ResourceSpec
 from api_schemas.states import DesiredState, FailureReason, JobState
 from api_schemas.training import TrainingSpec
-
-BYTE_VOCABULARY = 256
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Labels = dict[LabelKey, Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]]
@@ -55,13 +54,20 @@ class JobSpec(Contract):
             raise refusal("", got=dict(precision), allowed="an Accelerate FP8 configuration", change=str(error)) from None
 
     @property
-    def micro_batch_size(self) -> int:
-        """Sequences per rank and forward pass."""
-        return self.training.micro_batch_size or self.training.global_batch_size // self.resources.workers
+    def layout(self) -> Layout:
+        """The degrees of parallelism of the job's ranks. ValueError where they do not divide."""
+        return Layout(self.resources.workers, self.parallelism.tensor, self.parallelism.pipeline)
+
+    @property
+    def batch(self) -> BatchDivision:
+        """How an optimizer step's sequences are divided over ranks and forward passes."""
+        num_data_ranks, training = self.layout.data, self.training
+        micro_batch_size = training.micro_batch_size or training.global_batch_size // num_data_ranks
+        return BatchDivision(training.global_batch_size, micro_batch_size, num_data_ranks)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        training, sizes, workers = self.training, self.model.sizes, self.resources.workers
+        training, sizes = self.training, self.model.sizes
         if training.sequence_length > sizes.max_sequence_length:
             raise refusal(
                 "training.sequence_length",
@@ -69,27 +75,14 @@ class JobSpec(Contract):
                 allowed=f"at most the model's max_sequence_length, {sizes.max_sequence_length}",
                 change="Shorten training.sequence_length or raise model.max_sequence_length.",
             )
-        if sizes.vocab_size < BYTE_VOCABULARY:
+        if sizes.vocab_size < self.data.min_vocab_size:
             raise refusal(
                 "model.vocab_size",
                 got=sizes.vocab_size,
-                allowed=f"at least {BYTE_VOCABULARY}: text is read as bytes",
+                allowed=f"at least {self.data.min_vocab_size}: {self.data.source} has so many tokens",
                 change="Raise model.vocab_size.",
             )
-        if training.global_batch_size % workers:
-            raise refusal(
-                "training.global_batch_size",
-                got=training.global_batch_size,
-                allowed=f"a multiple of resources.workers, {workers}",
-                change="Change training.global_batch_size or resources.workers.",
-            )
-        if training.global_batch_size % (self.micro_batch_size * workers):
-            raise refusal(
-                "training.micro_batch_size",
-                got=self.micro_batch_size,
-                allowed=f"a divisor of global_batch_size / workers, {training.global_batch_size // workers}",
-                change="Change training.micro_batch_size.",
-            )
+        self._check_division()
         if training.schedule.warmup_steps >= training.steps and training.schedule.warmup_steps > 0:
             raise refusal(
                 "training.schedule.warmup_steps",
@@ -98,6 +91,24 @@ class JobSpec(Contract):
                 change="Shorten the warm-up or train for more steps.",
             )
         return self
+
+    def _check_division(self) -> None:
+        training, num_data_ranks = self.training, self.layout.data
+        if training.global_batch_size % num_data_ranks:
+            raise refusal(
+                "training.global_batch_size",
+                got=training.global_batch_size,
+                allowed=f"a multiple of resources.workers, {num_data_ranks}",
+                change="Change training.global_batch_size or resources.workers.",
+            )
+        batch = self.batch
+        if batch.rank_batch_size % batch.micro_batch_size:
+            raise refusal(
+                "training.micro_batch_size",
+                got=batch.micro_batch_size,
+                allowed=f"a divisor of global_batch_size / workers, {batch.rank_batch_size}",
+                change="Change training.micro_batch_size.",
+            )
 
 
 _RECIPE = "how the operands of FP8 products are scaled: as the spec says, or as the level does; null where none are in FP8"
@@ -152,6 +163,9 @@ class JobSummary(Contract):
     final_loss: float = Field(description="mean training loss of the last tenth of the steps, 10 at least")
     evaluation_loss: float
     evaluation_perplexity: float = Field(description="exp(evaluation_loss)")
+    evaluation_metrics: dict[str, float] = Field(
+        default_factory=dict, description="what else the model's family measures on the evaluation data, by name"
+    )
     tokens: int
     tokens_per_s: float = Field(description="median over the steps")
     train_time_s: float

@@ -14,6 +14,8 @@ from api_schemas.recipe import RecipeSpec
 
 StateCodec = Literal["fp32", "bf16-sr", "fp16-block", "fp8-tensor", "fp8-block", "fp8-dre", "int8-companded", "uint8-companded"]
 
+CommunicationDtype = Literal["fp32", "fp8"]
+
 
 class Level(Contract):
     """One row: the format of every tensor that a training step touches."""
@@ -24,7 +26,7 @@ class Level(Contract):
     engine: Literal["octet", "torchao"] = Field(default="octet", description="whose FP8 linear layer")
     loss_scaling: bool = Field(default=False, description="whether the loss is scaled dynamically")
     recipe: RecipeSpec | None = Field(default=None, description="how FP8 operands are scaled unless the job says otherwise")
-    gradient_communication: Literal["fp32", "bf16", "fp8"] = "fp32"
+    gradient_communication: CommunicationDtype = "fp32"
     weight: Literal["fp32", "fp16+scale", "fp8"] = "fp32"
     master_weight: Literal["none", "fp16+scale", "int8-residual"] = "none"
     weight_gradient: Literal["fp32", "fp8"] = "fp32"
@@ -79,7 +81,6 @@ _ROWS = (
         gemm="fp8",
         engine="torchao",
         recipe=RecipeSpec(),
-        gradient_communication="bf16",
     ),
     _fp8("O1", "FP8 products and gradients; FP16 weights with scales; fp32 moments.", 11.1, **_SCALED),
     _fp8("O2", "O1 with an FP8 first and an FP16 second moment.", 6.2, **_SCALED, **_STATES),

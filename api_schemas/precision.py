@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from api_schemas.base import Contract, refusal
-from api_schemas.levels import LEVELS, Level
+from api_schemas.levels import LEVELS, CommunicationDtype, Level
 from api_schemas.recipe import RecipeSpec
 
 LevelName = Literal["fp32", "fp16-amp", "bf16-amp", "te", "ao", "O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit"]
@@ -70,6 +70,11 @@ class PrecisionSpec(Contract):
     def resolved_recipe(self) -> RecipeSpec | None:
         """The recipe that the job runs with; None where no product is in FP8."""
         return self.recipe or self.storage.recipe
+
+    @property
+    def gradient_communication(self) -> CommunicationDtype:
+        """What gradients of converted layers travel in between ranks: the level's, or fp32 where they are kept in fp32."""
+        return self.storage.gradient_communication if self.gradient_accumulation == "fp8" else "fp32"
 
     @property
     def resolved_statistics_every(self) -> int:

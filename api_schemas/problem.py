@@ -2,13 +2,14 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
 from api_schemas.base import Contract, contract_in
+from api_schemas.union import annotation_of, tagged_members
 
 CONTENT_TYPE = "application/problem+json"
 _LONGEST_ECHO = 200
@@ -65,20 +66,23 @@ def explain_details(details: Iterable[Mapping[str, Any]], root: type[BaseModel])
 
 def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
     context = detail.get("ctx", {})
-    path = [_printable(str(part)) for part in detail["loc"]]
+    path, owner = _locate(root, detail["loc"])
     got, allowed, message = _echo(detail.get("input")), None, str(detail["msg"])
     match detail["type"]:
         case "refused":
             path += [context["field"]] if context["field"] else []
             got, allowed, message = _echo(context["got"]), context["allowed"], context["change"]
         case "extra_forbidden":
-            known = sorted(_fields_at(root, path[:-1]))
+            known = sorted(owner.model_fields) if owner else []
             allowed = ", ".join(known)
             message = f"unknown field {path[-1]!r}.{_did_you_mean(path[-1], known)} Remove it or correct its name."
-        case "literal_error" | "enum":
-            choices = [choice.strip("' ") for choice in str(context["expected"]).replace(" or ", ", ").split(", ")]
+        case "literal_error" | "enum" | "union_tag_invalid":
+            if "tag" in context:
+                path, got = [*path, _tag_field(owner, path)], _echo(context["tag"])
+            expected = str(context.get("expected") or context["expected_tags"])
+            choices = [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(", ")]
             allowed = ", ".join(choices)
-            hint = _did_you_mean(str(detail.get("input")), choices)
+            hint = _did_you_mean(str(context.get("tag", detail.get("input"))), choices)
             message = f"not one of the allowed values.{hint} Change {'.'.join(path)}."
         case "missing":
             got, allowed, message = "nothing", "a value: the field is required", f"Set {'.'.join(path)}."
@@ -88,13 +92,32 @@ def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
     return Violation(field=".".join(path), got=got, allowed=allowed, message=_printable(message))
 
 
-def _fields_at(root: type[BaseModel], path: list[str]) -> list[str]:
-    model: type[BaseModel] | None = root
-    for part in path:
-        if model is None or part not in model.model_fields:
-            return []
-        model = contract_in(model.model_fields[part].annotation)
-    return list(model.model_fields) if model else []
+def _locate(root: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
+    """The path of a field as a user writes it, and the model that owns its last part (None inside a list or dict).
+
+    pydantic puts the tag of a union's member into the location, which no document has.
+    """
+    path: list[str] = []
+    owner: type[BaseModel] | None = None
+    annotation: Any = root
+    for part in location:
+        tag_of, members = tagged_members(annotation)
+        if tag_of is not None:
+            annotation = members.get(str(part))
+            continue
+        path.append(_printable(str(part)))
+        owner = contract_in(annotation)
+        field = owner.model_fields.get(str(part)) if owner else None
+        annotation = annotation_of(field) if field else None
+    return path, owner
+
+
+def _tag_field(owner: type[BaseModel] | None, path: list[str]) -> str:
+    """The field that tells apart the members of the union at `path`."""
+    assert owner is not None
+    tag_of, _ = tagged_members(annotation_of(owner.model_fields[path[-1]]))
+    assert tag_of is not None
+    return tag_of.field
 
 
 def _did_you_mean(got: str, choices: list[str]) -> str:

@@ -52,6 +52,7 @@ class FailureReason(StrEnum):
     DATA_ERROR = "data_error"
     OUT_OF_MEMORY = "out_of_memory"
     NON_FINITE_LOSS = "non_finite_loss"
+    DIVERGED = "diverged"
     WRONG_NODE = "wrong_node"
     WORKER_LOST = "worker_lost"
     WORKER_ERROR = "worker_error"
@@ -83,6 +84,11 @@ _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
         "Lower training.micro_batch_size, choose a level that stores less, or use more workers.",
     ),
     FailureReason.NON_FINITE_LOSS: (False, Blame.JOB, "Lower the learning rate or lengthen the warm-up."),
+    FailureReason.DIVERGED: (
+        False,
+        Blame.JOB,
+        "Lower training.optimizer.learning_rate, lengthen training.schedule.warmup_steps or set training.gradient_clip.",
+    ),
     FailureReason.WRONG_NODE: (
         True,
         Blame.PLATFORM,

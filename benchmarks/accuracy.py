@@ -20,11 +20,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from api_schemas import DataSpec
+from api_schemas import GPTSizes, TextSpec
 from api_schemas.levels import LEVELS
+from api_schemas.models.gpt import gpt_sizes
 from worker import initialize, memory_report
-from worker.data import TextData, load_text
-from worker.models import GPT, GPTConfig
+from worker.data.text import open_source
+from worker.data.windows import TokenWindows
+from worker.models.gpt import GPT
 
 RESULTS = Path(__file__).parent / "results"
 LIMITS = {"O3": 0.007, "O3-split": 0.007, "O3-split-8bit": 0.007}
@@ -35,7 +37,7 @@ DEFAULT_LIMIT = 0.005
 class Setting:
     """One network and one schedule, the same for every level."""
 
-    sizes: GPTConfig
+    sizes: GPTSizes
     batch_size: int = 8
     steps: int = 1000
     warmup_steps: int = 50
@@ -64,13 +66,13 @@ class Run:
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
 
 
-def load_source_text(sequence_length: int) -> TextData:
+def load_source_text(sequence_length: int) -> TokenWindows:
     """The Python source files of the standard library, as bytes."""
-    spec = DataSpec(path=sysconfig.get_path("stdlib"), include=("**/*.py",), exclude=("site-packages/**",))
-    return load_text(spec, sequence_length, seed=0)
+    spec = TextSpec(path=sysconfig.get_path("stdlib"), include=("**/*.py",), exclude=("site-packages/**",))
+    return open_source(spec, sequence_length, seed=0)
 
 
-def train_curve(level: str, setting: Setting, data: TextData) -> Run:
+def train_curve(level: str, setting: Setting, data: TokenWindows) -> Run:
     """The training losses of one level."""
     model = GPT(setting.sizes, seed=setting.seed)
     optimizer = torch.optim.AdamW(
@@ -83,9 +85,8 @@ def train_curve(level: str, setting: Setting, data: TextData) -> Run:
         started_at = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = setting.learning_rate_at(step)
-        tokens_BT, targets_BT = data.train_batch(step * setting.batch_size, setting.batch_size)
         optimizer.zero_grad()
-        loss = model.loss(tokens_BT, targets_BT)
+        loss = model.loss(data.train_batch(step * setting.batch_size, setting.batch_size)).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -164,7 +165,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    setting = Setting(GPTConfig(128, 5, 4, vocab_size=256, max_sequence_length=128), steps=options.steps)
+    setting = Setting(gpt_sizes(128, 5, 4, 256, 128), steps=options.steps)
     data = load_source_text(setting.sizes.max_sequence_length)
     options.runs.mkdir(parents=True, exist_ok=True)
     runs: list[Run] = []

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from api_schemas.models.gpt import gpt_sizes
 from worker import initialize
-from worker.models import GPT, GPTConfig
+from worker.models.gpt import GPT
 
-SIZES = GPTConfig(hidden_size=128, num_layers=4, num_heads=4, vocab_size=256, max_sequence_length=256)
+SIZES = gpt_sizes(128, 4, 4, 256, 256)
 BATCH_SIZE = 16
 LIMIT = 1.6
 
@@ -33,7 +34,7 @@ def step_of(level: str) -> Callable[[], None]:
     tokens = torch.randint(0, 256, (BATCH_SIZE, SIZES.max_sequence_length + 1), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
-        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        model.loss({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -30,10 +30,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from api_schemas import JobSpec, ReportBody, StepReport
 from worker.config import RankEnv, TrainConfig, resolve
+from worker.mesh import Mesh
 from worker.metrics.device import device_readings
 from worker.metrics.exporter import Exporter, MetricsCollector
 from worker.metrics.table import FAMILIES, OPERANDS, Lap, Metrics
-from worker.parallel import Ranks
 from worker.reporting.reporter import LogReporter
 from worker.train import Trainer
 
@@ -139,7 +139,8 @@ def cost_of_the_calls(num_steps: int = 2000) -> tuple[float, float]:
 
 def _trainer(level: str, size: str, statistics_every: int, folder: Path, metrics: Metrics) -> Trainer:
     config = _config(level, size, statistics_every)
-    return Trainer(config, Ranks(config.env, torch.device("cpu")), Silent(), folder, metrics)
+    mesh = Mesh(config.env, torch.device("cpu"), config.layout).__enter__()
+    return Trainer(config, mesh, Silent(), folder, metrics)
 
 
 def _config(level: str, size: str, statistics_every: int) -> TrainConfig:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from api_schemas import DataSpec, JobSpec, ModelSizes, PrecisionSpec
+from api_schemas import BatchDivision, DataSpec, JobSpec, Layout, ModelSpec, OptimizerSpec, PrecisionSpec, ScheduleSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,26 +17,26 @@ class RankEnv:
     accelerator: str = "cpu"
     num_threads: int = 1
 
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for all of them to whoever started the job."""
+        return self.rank == 0
+
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """Every number that the training loop reads. Batch sizes count sequences."""
 
     precision: PrecisionSpec
-    sizes: ModelSizes
+    model: ModelSpec
     data: DataSpec
     env: RankEnv
+    layout: Layout
+    batch: BatchDivision
     steps: int
-    global_batch_size: int
-    micro_batch_size: int
-    num_micro_batches: int
     sequence_length: int
-    learning_rate: float
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    warmup_steps: int
-    final_fraction: float
+    optimizer: OptimizerSpec
+    schedule: ScheduleSpec
     gradient_clip: float | None
     eval_every: int
     eval_batches: int
@@ -44,39 +44,31 @@ class TrainConfig:
     seed: int
 
     @property
-    def rank_batch_size(self) -> int:
-        """Sequences that one rank reads per optimizer step."""
-        return self.micro_batch_size * self.num_micro_batches
-
-    @property
     def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.sequence_length
+        """Tokens that all ranks together train on in one optimizer step."""
+        return self.batch.global_batch_size * self.sequence_length
 
 
 def resolve(spec: JobSpec, env: RankEnv) -> TrainConfig:
     """The spec as this rank runs it. Raises ValueError where the world has another size than the spec asks for."""
-    if env.world_size != spec.resources.workers:
+    layout = spec.layout
+    if env.world_size != layout.num_ranks:
         raise ValueError(
             f"the world must have as many ranks as the spec has workers; got {env.world_size} ranks and "
-            f"resources.workers {spec.resources.workers}. Start that many ranks or change resources.workers."
+            f"resources.workers {layout.num_ranks}. Start that many ranks or change resources.workers."
         )
     training = spec.training
     return TrainConfig(
         precision=spec.precision,
-        sizes=spec.model.sizes,
+        model=spec.model,
         data=spec.data,
         env=env,
+        layout=layout,
+        batch=spec.batch,
         steps=training.steps,
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=spec.micro_batch_size,
-        num_micro_batches=training.global_batch_size // (spec.micro_batch_size * env.world_size),
         sequence_length=training.sequence_length,
-        learning_rate=training.optimizer.learning_rate,
-        weight_decay=training.optimizer.weight_decay,
-        betas=training.optimizer.betas,
-        eps=training.optimizer.eps,
-        warmup_steps=training.schedule.warmup_steps,
-        final_fraction=training.schedule.final_fraction,
+        optimizer=training.optimizer,
+        schedule=training.schedule,
         gradient_clip=training.gradient_clip,
         eval_every=training.eval_every,
         eval_batches=training.eval_batches,

@@ -4,6 +4,7 @@ RankError
 ├── InvalidConfig      the spec cannot run as it stands
 ├── DataError          the data is missing, unreadable or too short
 ├── NonFiniteLoss      the loss stayed infinite or NaN
+├── Diverged           the loss stayed far above that of the first step
 ├── WrongNode          this node or device is not the pool's
 └── Stopped            not a failure: somebody else decided
     ├── Cancelled      the user wants the job to end
@@ -30,6 +31,10 @@ class DataError(RankError):
 
 class NonFiniteLoss(RankError):
     reason = FailureReason.NON_FINITE_LOSS
+
+
+class Diverged(RankError):
+    reason = FailureReason.DIVERGED
 
 
 class WrongNode(RankError):

@@ -60,12 +60,12 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
         handler = ReportHandler(reporter)
         _log_to(handler)
         try:
-            if env.rank == 0:
+            if env.reports:
                 reporter.send(PhaseReport(phase="placed"), at=placed_at)
                 reporter.send(PhaseReport(phase="process_up"))
             run = Run(reporter, metrics, Path(order.job_dir), order.checkpoints, order.pool)
             outcome = _train(order.spec, env, run)
-            if outcome.finished is not None and (env.rank == 0 or outcome.finished.outcome == "failed"):
+            if outcome.finished is not None and (env.reports or outcome.finished.outcome == "failed"):
                 reporter.send(outcome.finished)
             return outcome
         finally:
@@ -86,11 +86,11 @@ class Run:
 def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
     """Train, and say how it ended. Every error becomes an outcome here and nowhere else."""
     try:
+        from worker.mesh import Mesh
         from worker.metrics.device import bf16_peak, device_readings
-        from worker.parallel import Ranks
         from worker.train import Trainer
 
-        if env.rank == 0:
+        if env.reports:
             run.reporter.send(PhaseReport(phase="torch_imported"))
         with ExitStack() as stack:
             device = _device(env, run.pool)
@@ -100,18 +100,20 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
             except ValueError as error:
                 raise InvalidConfig(str(error)) from error
             logger.info("%s", config)
-            ranks = stack.enter_context(Ranks(env, device))
-            summary = Trainer(config, ranks, run.reporter, run.job_dir, run.metrics).run(run.checkpoints)
+            mesh = stack.enter_context(Mesh(env, device, config.layout))
+            summary = Trainer(config, mesh, run.reporter, run.job_dir, run.metrics).run(run.checkpoints)
         return Outcome(FinishedReport(outcome="succeeded", summary=summary), _describe(summary))
     except Cancelled as stop:
         return Outcome(FinishedReport(outcome="cancelled", message=str(stop)), str(stop))
     except (LeaseLost, Fenced) as stop:
         logger.warning("stopping: %s", stop)
         return Outcome(None, str(stop))
+    except RankError as error:
+        logger.error("%s", error)
+        return Outcome(FinishedReport(outcome="failed", reason=_reason(error), message=str(error)[:16_384]), str(error))
     except Exception as error:
         logger.exception("the rank failed")
-        reason = _reason(error)
-        message = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+        reason, message = _reason(error), f"{type(error).__name__}: {error}"
         return Outcome(FinishedReport(outcome="failed", reason=reason, message=message[:16_384]), message)
 
 
@@ -166,20 +168,20 @@ def _log_to(handler: logging.Handler) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run a spec file as this process's rank. Exit status: 0 succeeded, 1 failed, 2 the spec was refused."""
     parser = argparse.ArgumentParser(prog="python -m worker.main", description="Train a job spec without a service.")
-    parser.add_argument("spec", type=Path, help="job spec, YAML or JSON")
+    parser.add_argument("spec", type=Path, help="job spec, YAML or JSON; how many ranks there are overrides resources.workers")
     parser.add_argument("--job-dir", type=Path, required=True, help="folder for checkpoints and the summary")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.Formatter.converter = time.gmtime
-    spec = _read_spec(options.spec)
+    env = _env_from_torchrun(options.accelerator, options.threads)
+    spec = _read_spec(options.spec, env)
     if spec is None:
         return 2
-    env = _env_from_torchrun(options.accelerator, options.threads)
     outcome = _train(spec, env, Run(LogReporter(), Metrics(), options.job_dir))
     logger.info("%s", outcome.message)
-    if outcome.succeeded and env.rank == 0:
+    if outcome.succeeded and env.reports:
         assert outcome.finished is not None
         summary: Any = outcome.finished.summary
         options.job_dir.mkdir(parents=True, exist_ok=True)
@@ -187,22 +189,44 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if outcome.succeeded else 1
 
 
-def _read_spec(path: Path) -> JobSpec | None:
+def _read_spec(path: Path, env: RankEnv) -> JobSpec | None:
+    """The spec of a file for a world of this size; None, and log lines that say why, where it is refused."""
     from pydantic import ValidationError
 
-    text = path.read_text()
-    if path.suffix in {".yaml", ".yml"}:
-        import yaml
-
-        document = yaml.safe_load(text)
-    else:
-        document = json.loads(text)
+    try:
+        document = _read_document(path)
+    except (OSError, ValueError) as error:
+        logger.error("cannot read the job spec %s: %s", path, error)
+        return None
+    resources = document.get("resources") or {}
+    if isinstance(resources, dict):
+        asked = resources.get("workers", 1)
+        if env.reports and asked != env.world_size:
+            logger.info("the spec asks for resources.workers %s; there are %d ranks, which decides", asked, env.world_size)
+        document["resources"] = resources | {"workers": env.world_size}
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        for violation in explain(error, JobSpec):
+        for violation in explain(error, JobSpec) if env.reports else ():
             logger.error("%s: got %s; allowed: %s. %s", *violation.model_dump().values())
         return None
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file. ValueError says what is wrong with it."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix in {".yaml", ".yml"}:
+        import yaml
+
+        try:
+            document = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"not YAML: {error}") from error
+    else:
+        document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError(f"a job spec is a mapping of fields; got {type(document).__name__}")
+    return document
 
 
 def _env_from_torchrun(accelerator: str, num_threads: int) -> RankEnv:

@@ -7,7 +7,9 @@ Linear layers are replaced in place; parameter objects stay, so the optimizer's 
 when the model is on its device; load checkpoints and make learning-rate schedulers afterwards.
 """
 
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -44,7 +46,26 @@ from worker.optim.adopt import REPRESENTABLE
 MIN_COMPUTE_CAPABILITY = (8, 9)
 
 FIRST_GRADIENT_STREAM = 1 << 31
-"""Below it are the optimizer's random streams, above it those of gradient accumulation."""
+"""The first random stream of gradient accumulation; those below it are the optimizer's."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted model. quantized: the weights that it holds as codes, with what an optimizer needs to step them."""
+
+    model: nn.Module
+    report: ConversionReport
+    quantized: list[QuantizedWeight]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` made. health: follows FP8 from step to step; None at levels that have nothing to follow."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    report: ConversionReport
+    health: StepKeeper | None
 
 
 def initialize(
@@ -59,73 +80,77 @@ def initialize(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Convert `model` to a level; returns it with an optimizer that holds its states as the level says.
 
-    opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. seed: of stochastic
-    rounding. tokens: that a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
+    opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. seed: for stochastic
+    rounding. tokens: how many a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
     nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
     Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; another optimizer stays as it
     is where the level stores everything in fp32. Raises ValueError for options that do not exist or do not fit the level,
-    for an optimizer that the level cannot represent, and for surprises under `strict`.
+    for an optimizer that the level cannot represent, and for surprises under `strict`. Warns where nothing was converted.
     """
     if hasattr(model, "octet_report"):
-        raise ValueError("the model is initialized already. Build it anew to train it at another level.")
+        raise ValueError("the model is initialized already. Build a new one to train it at another level.")
+    prepared = prepare(model, optimizer, _read_options(opt_level, options), seed=seed, tokens=tokens, on_event=on_event)
+    if prepared.report.nothing_converted:
+        warnings.warn(prepared.report.nothing_converted, stacklevel=2)
+    return prepared.model, prepared.optimizer
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    precision: PrecisionSpec,
+    *,
+    seed: int = 0,
+    tokens: int | None = None,
+    on_event: Callable[[LayerDemoted], None] | None = None,
+) -> Prepared:
+    """Check everything, convert the model, then make its optimizer. Arguments and errors as for `initialize`.
+
+    `model.octet_report` is the report.
+    """
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}; allowed: 1 or more. Give batch size times sequence length, or leave it out.")
-    precision = _read_options(opt_level, options)
     if optimizer is not None:
         _check_optimizer(optimizer, precision.storage)
-    device = next((parameter.device for parameter in model.parameters()), None)
-    capability = None
+    conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens)
+    if optimizer is not None and type(optimizer) in REPRESENTABLE:
+        storage = precision.storage
+        optimizer = adopt(optimizer, storage.exp_avg, storage.exp_avg_sq, quantized=conversion.quantized, seed=seed)
+    health = _follow_health(conversion.model, optimizer, precision, on_event)
+    if precision.storage.loss_scaling:
+        scaling = scale_losses(conversion.model)
+        if optimizer is not None:
+            optimizer.register_step_post_hook(partial(_rescale, scaling))
+    report = conversion.report.completed(memory_report(conversion.model, optimizer), health)
+    conversion.model.octet_report = report  # type: ignore[assignment]
+    return Prepared(conversion.model, optimizer, report, health)
+
+
+def convert(model: nn.Module, precision: PrecisionSpec, *, seed: int = 0, tokens: int = DEFAULT_TOKENS) -> Conversion:
+    """Put the layers of a level into a model. Raises ValueError, before anything is changed, for what cannot be done."""
+    device, capability = next((parameter.device for parameter in model.parameters()), None), None
     if device is not None and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         check_capability(capability, torch.cuda.get_device_name(device), precision.storage)
     selected, skipped = select_layers(model, precision)
-    filtered = filter_layers(model, selected, precision, DEFAULT_TOKENS if tokens is None else tokens, capability)
-    num_parameters = sum(model.get_parameter(f"{name}.weight".lstrip(".")).numel() for name in selected)
-    originals: dict[Tensor, Tensor] = {}
-    model = _convert(model, selected, precision, seed, originals)
+    filtered = filter_layers(model, selected, precision, tokens, capability)
+    weights = [model.get_parameter(f"{name}.weight".lstrip(".")) for name in selected]
+    needs_master = precision.storage.master_weight == "fp16+scale"
+    originals = {weight: weight.detach() for weight in weights} if needs_master else {}
+    model = _replace(model, selected, precision, seed)
     for layer in filtered:
         model.get_submodule(layer.name).fallback = Fallback.FILTERED  # type: ignore[assignment]
-    if optimizer is not None and type(optimizer) in REPRESENTABLE:
-        quantized, row = _quantized_weights(model, originals), precision.storage
-        optimizer = adopt(optimizer, row.exp_avg, row.exp_avg_sq, quantized=quantized, seed=seed)
-    _follow_steps(model, optimizer, precision, on_event)
-    model.octet_report = ConversionReport(  # type: ignore[assignment]
-        precision.level, tuple(selected), tuple(skipped), tuple(filtered), num_parameters, memory_report(model, optimizer)
-    )
-    return model, optimizer
+    num_parameters = sum(weight.numel() for weight in weights)
+    report = ConversionReport(precision.level, tuple(selected), tuple(skipped), tuple(filtered), num_parameters)
+    return Conversion(model, report, _quantized_weights(model, originals))
 
 
 def fp8_statistics(model: nn.Module) -> list[OperandSample]:
     """The newest samples of a model that was initialized with `statistics_every`, one for each operand of each layer."""
-    keeper = getattr(model, "octet_steps", None)
-    if not isinstance(keeper, StepKeeper):
+    report = getattr(model, "octet_report", None)
+    if not isinstance(report, ConversionReport) or not isinstance(report.health, StepKeeper):
         raise ValueError("the model samples no statistics. Initialize it at an FP8 level with statistics_every.")
-    return keeper.samples
-
-
-def _read_options(opt_level: str | PrecisionSpec, options: dict[str, Any]) -> PrecisionSpec:
-    if isinstance(opt_level, PrecisionSpec):
-        if options:
-            raise ValueError(f"got a whole PrecisionSpec and {', '.join(options)} beside it. Put these into the spec.")
-        return opt_level
-    try:
-        return PrecisionSpec.model_validate({"level": opt_level, **options})
-    except ValidationError as error:
-        complaints = [
-            f"{violation.field}: got {violation.got}; allowed: {violation.allowed}. {violation.message}"
-            for violation in explain(error, PrecisionSpec)
-        ]
-        raise ValueError("\n".join(complaints)) from None
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, level: Level) -> None:
-    """Refuse before anything is changed."""
-    if type(optimizer) not in REPRESENTABLE and not _takes_any_optimizer(level):
-        others = ", ".join(name for name, row in LEVELS.items() if _takes_any_optimizer(row))
-        raise ValueError(
-            f"level {level.name} cannot hold the states of {type(optimizer).__name__}; allowed: "
-            f"{', '.join(known.__name__ for known in REPRESENTABLE)}. Use one of these, or a level of {others}."
-        )
+    return report.health.samples
 
 
 def check_capability(capability: tuple[int, int], device_name: str, level: Level) -> None:
@@ -138,47 +163,70 @@ def check_capability(capability: tuple[int, int], device_name: str, level: Level
         )
 
 
+def _read_options(opt_level: str | PrecisionSpec, options: dict[str, Any]) -> PrecisionSpec:
+    if isinstance(opt_level, PrecisionSpec):
+        if options:
+            raise ValueError(f"got a whole PrecisionSpec and also {', '.join(options)}. Put these into the spec.")
+        return opt_level
+    try:
+        return PrecisionSpec.model_validate({"level": opt_level, **options})
+    except ValidationError as error:
+        complaints = [
+            f"{violation.field}: got {violation.got}; allowed: {violation.allowed}. {violation.message}"
+            for violation in explain(error, PrecisionSpec)
+        ]
+        raise ValueError("\n".join(complaints)) from None
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, level: Level) -> None:
+    """Refuse an optimizer that the level cannot represent, before anything is changed."""
+    if type(optimizer) not in REPRESENTABLE and not _takes_any_optimizer(level):
+        others = ", ".join(name for name, row in LEVELS.items() if _takes_any_optimizer(row))
+        raise ValueError(
+            f"level {level.name} cannot hold the states of {type(optimizer).__name__}; allowed: "
+            f"{', '.join(known.__name__ for known in REPRESENTABLE)}. Use one of these, or a level of {others}."
+        )
+
+
 def _takes_any_optimizer(level: Level) -> bool:
     """Whether everything that an optimizer reads and writes is fp32, and no step has to be skipped."""
     return {level.weight, level.weight_gradient, level.exp_avg, level.exp_avg_sq} == {"fp32"} and not level.loss_scaling
 
 
-def _convert(
-    model: nn.Module, selected: list[str], precision: PrecisionSpec, seed: int, originals: dict[Tensor, Tensor]
-) -> nn.Module:
-    """The model with the layers of the level in it. `originals` receives the values of weights that need a master."""
-    row = precision.storage
-    if row.gemm == "fp32":
+def _replace(model: nn.Module, selected: list[str], precision: PrecisionSpec, seed: int) -> nn.Module:
+    """Replace the selected layers by the level's own, and all others that can be by layers of 16 bits."""
+    storage = precision.storage
+    if storage.gemm == "fp32":
         return model
     in_half = replaceable_linears(model)
-    if row.gemm == "fp8":
+    if storage.gemm == "fp8":
         in_half = [name for name in in_half if name not in set(selected)]
-        if row.engine == "torchao":
-            convert = torchao_converter(precision, next(model.parameters()).device)
+        if storage.engine == "torchao":
+            make = torchao_converter(precision, next(model.parameters()).device)
         else:
-            convert = _float8_converter(precision, seed, originals)
-        model = replace_layers(model, selected, convert)
+            make = _float8_converter(precision, seed)
+        model = replace_layers(model, selected, make)
         take_over_activations(model)
-    compute_dtype = torch.float16 if row.gemm == "fp16" else torch.bfloat16
+    compute_dtype = torch.float16 if storage.gemm == "fp16" else torch.bfloat16
     return replace_layers(model, in_half, lambda linear: HalfLinear(linear, compute_dtype))
 
 
-def _float8_converter(precision: PrecisionSpec, seed: int, originals: dict[Tensor, Tensor]) -> Callable[[nn.Linear], nn.Module]:
-    row, spec = precision.storage, precision.resolved_recipe
+def _float8_converter(precision: PrecisionSpec, seed: int) -> Callable[[nn.Linear], nn.Module]:
+    storage, spec = precision.storage, precision.resolved_recipe
     assert spec is not None
     recipe, streams = Recipe.resolve(spec), count(FIRST_GRADIENT_STREAM)
-    holds_fp8_gradients = row.weight_gradient == "fp8" and precision.gradient_accumulation == "fp8"
+    holds_fp8_gradients = storage.weight_gradient == "fp8" and precision.gradient_accumulation == "fp8"
 
-    def convert(linear: nn.Linear) -> nn.Module:
-        if row.master_weight == "fp16+scale":
-            originals[linear.weight] = linear.weight.detach()
+    def make(linear: nn.Linear) -> nn.Module:
         position = RoundingPosition(seed, next(streams)) if holds_fp8_gradients else None
-        return Float8Linear(linear, recipe, encode_weight(linear.weight, row), position, precision.resolved_statistics_every)
+        encoded = encode_weight(linear.weight, storage)
+        return Float8Linear(linear, recipe, encoded, position, precision.resolved_statistics_every)
 
-    return convert
+    return make
 
 
-def _quantized_weights(model: nn.Module, originals: dict[Tensor, Tensor]) -> list[QuantizedWeight]:
+def _quantized_weights(model: nn.Module, originals: dict[nn.Parameter, Tensor]) -> list[QuantizedWeight]:
+    """originals: fp32 values of weights that need a master."""
     layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
     return [
         QuantizedWeight(
@@ -193,24 +241,21 @@ def _quantized_weights(model: nn.Module, originals: dict[Tensor, Tensor]) -> lis
     ]
 
 
-def _follow_steps(
+def _follow_health(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     precision: PrecisionSpec,
     on_event: Callable[[LayerDemoted], None] | None,
-) -> None:
-    """Let the model do after each step of the optimizer what its precision needs done."""
+) -> StepKeeper | None:
+    """Let the FP8 layers do after each step of the optimizer what their recipe needs done."""
     recipe = precision.resolved_recipe
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    if layers and recipe is not None and (recipe.scaling == "delayed" or precision.resolved_statistics_every):
-        keeper = StepKeeper(layers, precision.demotion, on_event)
-        model.octet_steps = keeper  # type: ignore[assignment]
-        if optimizer is not None:
-            optimizer.register_step_post_hook(partial(_keep, keeper))
-    if precision.storage.loss_scaling:
-        scaling = scale_losses(model)
-        if optimizer is not None:
-            optimizer.register_step_post_hook(partial(_rescale, scaling))
+    if not layers or recipe is None or (recipe.scaling != "delayed" and not precision.resolved_statistics_every):
+        return None
+    keeper = StepKeeper(layers, precision.demotion, on_event)
+    if optimizer is not None:
+        optimizer.register_step_post_hook(partial(_keep, keeper))
+    return keeper
 
 
 def _keep(keeper: StepKeeper, *_step: Any) -> None:

@@ -1,7 +1,7 @@
 """The training loop of one rank, top to bottom. It runs the same under Ray, under torchrun and alone.
 
 `Trainer` declares its parts, then acts: `run` is the loop, `step` is one optimizer step. Losses are means over the global
-batch in nats per token. A checkpoint holds everything that the next step depends on, so a resumed run is bit-identical.
+batch in nats. A checkpoint holds everything that the next step depends on, so a resumed run is bit-identical.
 """
 
 import logging
@@ -9,9 +9,9 @@ import math
 import statistics
 import time
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,35 +29,25 @@ from api_schemas import (
 )
 from worker import checkpoint
 from worker.config import TrainConfig
-from worker.data import TextData, load_text
-from worker.errors import Cancelled, NonFiniteLoss, Stopped
+from worker.data import Batch, Source, open_source
+from worker.errors import Cancelled, Stopped
 from worker.fp8.convert import ConversionReport
-from worker.fp8.health import LayerDemoted
+from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
+from worker.mesh import Mesh
 from worker.metrics.activations import activations_counted_once
+from worker.metrics.memory import memory_report
 from worker.metrics.table import Metrics
-from worker.models import GPT, GPTConfig
-from worker.parallel import Ranks, average_gradients, broadcast_parameters, share_scaling
-from worker.prepare import fp8_statistics, initialize, memory_report
+from worker.models import Losses, TrainedModel, build_model
+from worker.optim.schedule import learning_rate_at, parameter_groups
+from worker.parallel import average_gradients, broadcast_parameters, share_scaling
+from worker.prepare import prepare
+from worker.progress import Progress
 from worker.reporting.reporter import Reporter
 
-_MAX_NON_FINITE_STEPS = 10
 _STEP_TIMES_KEPT = 1000
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Progress:
-    """Where the run is; all of it is in the checkpoint."""
-
-    step: int = 0
-    position: int = 0
-    train_time_s: float = 0.0
-    num_non_finite: int = 0
-    recent_losses: list[float] = field(default_factory=list)
-    memory_bytes: dict[str, int] = field(default_factory=dict)
-    converted_memory_bytes: dict[str, int] = field(default_factory=dict)
 
 
 class Trainer:
@@ -65,46 +55,34 @@ class Trainer:
 
     # What it was asked for
     config: TrainConfig
-    ranks: Ranks
+    mesh: Mesh
     reporter: Reporter
     metrics: Metrics
     folder: Path
 
     # What it trains
-    data: TextData
-    model: GPT
+    source: Source
+    model: nn.Module
     conversion: ConversionReport
     optimizer: torch.optim.Optimizer
+    health: StepKeeper | None
     progress: Progress
     step_times_s: deque[float]
 
     def __init__(
-        self, config: TrainConfig, ranks: Ranks, reporter: Reporter, job_dir: Path, metrics: Metrics | None = None
+        self, config: TrainConfig, mesh: Mesh, reporter: Reporter, job_dir: Path, metrics: Metrics | None = None
     ) -> None:
         self.config = config
-        self.ranks = ranks
+        self.mesh = mesh
         self.reporter = reporter
         self.metrics = metrics or Metrics()
         self.folder = job_dir / "checkpoints"
         self.progress = Progress()
         self.step_times_s = deque(maxlen=_STEP_TIMES_KEPT)
-        self.data = load_text(config.data, config.sequence_length, config.seed)
+        self.source = open_source(config.data, config.sequence_length, config.seed)
         torch.manual_seed(config.seed)
-        model = GPT(GPTConfig(**config.sizes.model_dump()), seed=config.seed).to(ranks.device)
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas, eps=config.eps
-        )
-        converted, low_bit = initialize(
-            model,
-            optimizer,
-            opt_level=config.precision,
-            seed=config.seed,
-            tokens=config.micro_batch_size * config.sequence_length,
-            on_event=self._layer_demoted,
-        )
-        self.model, self.optimizer = cast(GPT, converted), cast(torch.optim.Optimizer, low_bit)
-        self.conversion = cast(ConversionReport, converted.octet_report)
-        broadcast_parameters(self.model, ranks)
+        self._prepare(build_model(config.model, config.seed).to(mesh.device))
+        broadcast_parameters(self.model, mesh.data)
         self._tell(PhaseReport(phase="model_built"))
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
@@ -112,7 +90,7 @@ class Trainer:
         self._resume(checkpoints)
         started_at_step = self.progress.step
         self._report_start()
-        evaluation_loss: float | None = None
+        evaluation: dict[str, float] = {}
         while self.progress.step < self.config.steps:
             with self.metrics.timed("other"):
                 self.step()
@@ -120,13 +98,13 @@ class Trainer:
                 self._tell(PhaseReport(phase="first_step"))
             if self._is_due(self.config.eval_every):
                 with self.metrics.timed("evaluation"):
-                    evaluation_loss = self.evaluate()
+                    evaluation = self.evaluate()
             if self._is_due(self.config.checkpoint_every):
                 with self.metrics.timed("checkpoint"):
                     self.save()
-        if evaluation_loss is None:
-            evaluation_loss = self.evaluate()
-        return self._summary(evaluation_loss)
+        evaluation = evaluation or self.evaluate()
+        self.progress.check_end(evaluation["loss"])
+        return self._summary(evaluation)
 
     def step(self) -> None:
         """One optimizer step over the global batch."""
@@ -135,8 +113,8 @@ class Trainer:
         with self.metrics.timed("forward_backward"):
             rank_loss, data_wait_s = self._forward_backward()
         with self.metrics.timed("communication"):
-            average_gradients(self.model.parameters(), self.ranks)
-            share_scaling(self.model, self.ranks)
+            average_gradients(self.model.parameters(), self.mesh.data, self.config.precision.gradient_communication)
+            share_scaling(self.model, self.mesh.stage)
         with self.metrics.timed("optimizer"):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
             self.optimizer.step()
@@ -145,17 +123,17 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
         stop = self._wants_to_stop()
-        loss_sum, num_stopping = self.ranks.sum(rank_loss, float(stop is not None))
-        loss = loss_sum / self.ranks.world_size
+        owned_loss = rank_loss if self.mesh.owns_loss else 0.0
+        loss_sum, num_stopping = self.mesh.world.sum(owned_loss, float(stop is not None))
+        loss = loss_sum / self.mesh.data.size
         step_time_s = time.perf_counter() - started_at
         self.progress.step += 1
-        self.progress.position += self.config.global_batch_size
+        self.progress.position += self.config.batch.global_batch_size
         self.progress.train_time_s += step_time_s
         self.step_times_s.append(step_time_s)
-        self._note_loss(loss)
-        self.metrics.observe_wire(self.ranks.sent_bytes)
-        if self.config.precision.resolved_statistics_every and self.conversion.converted:
-            self.metrics.observe_fp8(fp8_statistics(self.model))
+        self.metrics.observe_wire(self.mesh.sent_bytes)
+        if self.health is not None:
+            self.metrics.observe_fp8(self.health.samples)
         self._tell(
             StepReport(
                 step=self.progress.step,
@@ -167,45 +145,49 @@ class Trainer:
                 data_wait_s=data_wait_s,
             )
         )
+        if warning := self.progress.note_loss(loss, self.config.steps):
+            self._tell(EventReport(type="training.diverging", message=warning, data={"loss": loss}))
         if num_stopping:
             raise stop or Cancelled("rank 0 was told to stop")
 
     def _forward_backward(self) -> tuple[float, float]:
         """Gradients of this rank's share, accumulated over its micro-batches; its mean loss, and seconds spent on data."""
-        config = self.config
-        first = self.progress.position + self.ranks.rank * config.rank_batch_size
+        batch = self.config.batch
         losses, data_wait_s = [], 0.0
-        for index in range(config.num_micro_batches):
+        for index in range(batch.num_micro_batches):
             with self.metrics.timed("data_wait") as wait:
-                batch = self.data.train_batch(first + index * config.micro_batch_size, config.micro_batch_size)
-                tokens_BT, targets_BT = (part.to(self.ranks.device) for part in batch)
+                first = batch.first_sample(self.progress.position, self.mesh.data.rank, index)
+                samples = self._on_device(self.source.train_batch(first, batch.micro_batch_size))
             data_wait_s += wait.seconds
             with activations_counted_once(self.model, self.metrics):
-                loss = self.model.loss(tokens_BT, targets_BT) / config.num_micro_batches
+                loss = self._loss(samples).loss / batch.num_micro_batches
             loss.backward()
             losses.append(loss.detach())
         return float(torch.stack(losses).sum()), data_wait_s
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over the evaluation windows, on all ranks together."""
+    def evaluate(self) -> dict[str, float]:
+        """The mean loss, and the family's metrics, over the evaluation samples of all data ranks."""
         self.model.eval()
-        loss_sum, num_tokens = 0.0, 0
-        for batch in self.data.evaluation_batches(
-            self.config.global_batch_size, self.config.eval_batches, self.ranks.rank, self.ranks.world_size
+        names = ("loss", *self.config.model.sizes.metrics)
+        totals = dict.fromkeys((*names, "num_targets"), 0.0)
+        data = self.mesh.data
+        for samples in self.source.evaluation_batches(
+            self.config.batch.global_batch_size, self.config.eval_batches, data.rank, data.size
         ):
-            tokens_BT, targets_BT = (part.to(self.ranks.device) for part in batch)
-            loss_sum += float(self.model.loss(tokens_BT, targets_BT)) * tokens_BT.numel()
-            num_tokens += tokens_BT.numel()
+            losses = self._loss(self._on_device(samples))
+            totals["num_targets"] += losses.num_targets
+            for name, value in {"loss": losses.loss, **losses.metrics}.items():
+                totals[name] += float(value) * losses.num_targets
         self.model.train()
-        loss_sum, tokens = self.ranks.sum(loss_sum, num_tokens)
-        loss = loss_sum / tokens
-        self._tell(EvaluationReport(step=self.progress.step, loss=_finite(loss), tokens=int(tokens)))
-        return loss
+        *sums, num_targets = data.sum(*totals.values())
+        means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
+        self._tell(EvaluationReport(step=self.progress.step, loss=_finite(means["loss"]), tokens=int(num_targets)))
+        return means
 
     def save(self) -> None:
-        """Write a checkpoint from rank 0; the others hold the same state."""
-        if not self.ranks.is_first:
+        """Write a checkpoint from the rank that reports; the others hold the same state."""
+        if not self.mesh.reports:
             return
         state = {
             "model": self.model.state_dict(),
@@ -217,6 +199,33 @@ class Trainer:
         saved = checkpoint.save(self.folder, self.progress.step, state)
         last_loss = self.progress.recent_losses[-1] if self.progress.recent_losses else None
         self._tell(CheckpointReport(step=self.progress.step, loss=last_loss, **asdict(saved)))
+
+    def _prepare(self, model: TrainedModel) -> None:
+        config = self.config
+        optimizer = torch.optim.AdamW(
+            parameter_groups(model, config.optimizer.weight_decay),
+            lr=config.optimizer.learning_rate,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+        )
+        prepared = prepare(
+            model,
+            optimizer,
+            config.precision,
+            seed=config.seed,
+            tokens=config.batch.micro_batch_size * config.sequence_length,
+            on_event=self._layer_demoted,
+        )
+        assert prepared.optimizer is not None
+        self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
+        self.conversion = prepared.report
+
+    def _loss(self, samples: Batch) -> Losses:
+        losses: Losses = self.model.loss(samples)  # type: ignore[operator]
+        return losses
+
+    def _on_device(self, samples: Batch) -> Batch:
+        return {name: tensor.to(self.mesh.device) for name, tensor in samples.items()}
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:
@@ -236,17 +245,17 @@ class Trainer:
     def _report_start(self) -> None:
         self.metrics.observe_memory(self.progress.memory_bytes)
         self.metrics.describe_work(
-            world_size=self.ranks.world_size,
-            samples_per_step=self.config.global_batch_size,
-            flops_per_token=self.config.sizes.flops_per_token(self.config.sequence_length),
+            world_size=self.mesh.world.size,
+            samples_per_step=self.config.batch.global_batch_size,
+            flops_per_token=self.config.model.sizes.flops_per_token(self.config.sequence_length),
         )
         fallbacks = Counter(layer.fallback for layer in self.model.modules() if isinstance(layer, Float8Linear))
         self._tell(
             StartedReport(
                 resumed_from_step=self.progress.step,
                 node=self.config.env.master_address,
-                device=_device_name(self.ranks.device),
-                world_size=self.ranks.world_size,
+                device=_device_name(self.mesh.device),
+                world_size=self.mesh.world.size,
                 num_parameters=_num_parameters(self.model),
                 num_layers_converted=len(self.conversion.converted),
                 num_layers_filtered=fallbacks[Fallback.FILTERED],
@@ -255,20 +264,23 @@ class Trainer:
         )
         for _ in range(fallbacks[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
-        if self.conversion.filtered and not self.progress.step:
+        if self.progress.step:
+            return
+        if self.conversion.filtered:
             message = f"layers that multiply in bf16, as FP8 gains nothing there: {self.conversion.why_filtered}"
-            self._tell(
-                EventReport(type="layers.filtered", message=message[:4096], data={"layers": len(self.conversion.filtered)})
-            )
+            num_layers = len(self.conversion.filtered)
+            self._tell(EventReport(type="layers.filtered", message=message[:4096], data={"layers": num_layers}))
+        if self.conversion.nothing_converted:
+            self._tell(EventReport(type="layers.none_converted", message=self.conversion.nothing_converted[:4096]))
 
-    def _summary(self, evaluation_loss: float) -> JobSummary:
-        losses = self.progress.recent_losses
-        cuda = self.ranks.device.type == "cuda"
+    def _summary(self, evaluation: dict[str, float]) -> JobSummary:
+        cuda = self.mesh.device.type == "cuda"
         return JobSummary(
             steps=self.progress.step,
-            final_loss=statistics.fmean(losses),
-            evaluation_loss=evaluation_loss,
-            evaluation_perplexity=math.exp(evaluation_loss),
+            final_loss=statistics.fmean(self.progress.recent_losses),
+            evaluation_loss=evaluation["loss"],
+            evaluation_perplexity=math.exp(evaluation["loss"]),
+            evaluation_metrics={name: value for name, value in evaluation.items() if name != "loss"},
             tokens=self.progress.step * self.config.tokens_per_step,
             tokens_per_s=self.config.tokens_per_step / statistics.median(self.step_times_s),
             train_time_s=self.progress.train_time_s,
@@ -276,28 +288,16 @@ class Trainer:
             num_converted_parameters=self.conversion.num_converted_parameters,
             memory_bytes=self.progress.memory_bytes,
             converted_memory_bytes=self.progress.converted_memory_bytes,
-            peak_memory_bytes=torch.cuda.max_memory_allocated(self.ranks.device) if cuda else None,
-            data=self.data.facts,
+            peak_memory_bytes=torch.cuda.max_memory_allocated(self.mesh.device) if cuda else None,
+            data=dict(self.source.facts),
         )
 
     def _set_learning_rate(self) -> float:
-        learning_rate = learning_rate_at(self.progress.step, self.config)
+        config = self.config
+        learning_rate = learning_rate_at(self.progress.step, config.optimizer.learning_rate, config.schedule, config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         return learning_rate
-
-    def _note_loss(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            self.progress.num_non_finite += 1
-            if self.progress.num_non_finite >= _MAX_NON_FINITE_STEPS:
-                raise NonFiniteLoss(
-                    f"the loss was not finite for {_MAX_NON_FINITE_STEPS} steps in a row, up to step {self.progress.step}. "
-                    "Lower training.optimizer.learning_rate or lengthen training.schedule.warmup_steps."
-                )
-            return
-        self.progress.num_non_finite = 0
-        self.progress.recent_losses.append(loss)
-        del self.progress.recent_losses[: -max(10, self.config.steps // 10)]
 
     def _count_memory(self) -> None:
         """After the first step: every state exists and the gradients are still alive."""
@@ -324,26 +324,8 @@ class Trainer:
     def _tell(self, body: ReportBody) -> None:
         """Every rank keeps the numbers for its own metrics; facts that all ranks share are reported once."""
         self.metrics.observe(body)
-        if self.ranks.is_first:
+        if self.mesh.reports:
             self.reporter.send(body)
-
-
-def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """Linear from `learning_rate / warmup_steps`, then half a cosine to `final_fraction` of it; `step` counts from 0."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
-    low = config.final_fraction
-    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-
-
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Decay the matrices; biases and LayerNorms are not decayed (Radford et al. 2018, section 4.1)."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [parameter for parameter in parameters if parameter.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
-    ]
 
 
 def _num_parameters(model: nn.Module) -> int:

@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from api_schemas.models.gpt import gpt_sizes
 from benchmarks.accuracy import Run, Setting, draw, gap, load_source_text
 from benchmarks.gpu.networks import in_fp8
 from benchmarks.gpu.report import Report, Row, Target
 from benchmarks.gpu.session import Case, Section, Session, parser, run
 from worker import initialize, memory_report
-from worker.data import TextData
-from worker.models import GPT, GPTConfig
+from worker.data.windows import TokenWindows
+from worker.models.gpt import GPT
 
 REFERENCE = "bf16-amp"
 TARGETS = {
@@ -31,9 +32,14 @@ TARGETS = {
     "O3-split": Target(0.007, 0.004, lower_is_better=True, style=".2%"),
 }
 STEPS = 2000
-SIZES = GPTConfig(hidden_size=1024, num_layers=10, num_heads=16, vocab_size=256, max_sequence_length=512)
+SIZES = gpt_sizes(1024, 10, 16, 256, 512)
 SETTING = Setting(SIZES, batch_size=16, steps=STEPS, warmup_steps=100, learning_rate=6e-4)
-SMOKE = Setting(GPTConfig(32, 2, 2, 256, 32), batch_size=2, steps=10, warmup_steps=2)
+SMOKE = Setting(
+    gpt_sizes(32, 2, 2, 256, 32),
+    batch_size=2,
+    steps=10,
+    warmup_steps=2,
+)
 LEVEL_S = 100.0
 """About what a level takes on an H200; with less left it is not begun."""
 
@@ -58,7 +64,7 @@ def sections(session: Session, report: Report) -> list[Section]:
     return [Section("Loss", [*cases, Case("curves", partial(_curves, report, runs))], share=1)]
 
 
-def train_curve(level: str, setting: Setting, data: TextData, device: torch.device, *, compiled: bool) -> Run:
+def train_curve(level: str, setting: Setting, data: TokenWindows, device: torch.device, *, compiled: bool) -> Run:
     """The training losses of one level. The host waits for the device every 50 steps only."""
     model: nn.Module = GPT(setting.sizes, seed=setting.seed).to(device)
     adamw = torch.optim.AdamW(
@@ -77,7 +83,7 @@ def train_curve(level: str, setting: Setting, data: TextData, device: torch.devi
             group["lr"] = setting.learning_rate_at(step)
         batch = data.train_batch(step * setting.batch_size, setting.batch_size)
         optimizer.zero_grad()
-        loss = model.loss(*(part.to(device, non_blocking=True) for part in batch))
+        loss = model.loss({name: part.to(device, non_blocking=True) for name, part in batch.items()}).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -90,7 +96,7 @@ def train_curve(level: str, setting: Setting, data: TextData, device: torch.devi
     return Run(level, values, held / model.octet_report.num_converted_parameters, step_s)
 
 
-def _level(session: Session, level: str, setting: Setting, data: TextData, runs: list[Run]) -> Iterator[Row]:
+def _level(session: Session, level: str, setting: Setting, data: TokenWindows, runs: list[Run]) -> Iterator[Row]:
     kept: Path = session.options.runs / f"{level}-{setting.steps}.json"
     if kept.exists():
         done = Run(**json.loads(kept.read_text()))

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
+from api_schemas import GPTSizes
+from api_schemas.models.gpt import gpt_sizes
 from benchmarks.gpu.networks import BF16_AMP, O2, SEQUENCE_LENGTH, VOCABULARY, build_gpt, gpt_step, peak_bytes_of
 from benchmarks.gpu.report import Row, Target, first_line
 from benchmarks.gpu.session import Case, Session
-from worker.models import GPTConfig
 
 WAYS = {"bf16-amp": BF16_AMP, "O2": O2}
 BYTES_PER_PARAMETER = {"bf16-amp": 20, "O2": 8}  # about, activations included: where the search begins
@@ -57,11 +58,11 @@ def search(peak_of: Callable[[int], int | None], start: int, capacity: int, may_
     return fits, fails
 
 
-def sizes(num_layers: int, *, smoke: bool) -> GPTConfig:
+def sizes(num_layers: int, *, smoke: bool) -> GPTSizes:
     """The network that is tried."""
     if smoke:
-        return GPTConfig(64, num_layers, 2, 256, 32)
-    return GPTConfig(4096, num_layers, 32, VOCABULARY, SEQUENCE_LENGTH)
+        return gpt_sizes(64, num_layers, 2, 256, 32)
+    return gpt_sizes(4096, num_layers, 32, VOCABULARY, SEQUENCE_LENGTH)
 
 
 def _largest(session: Session, level: str, most: dict[str, int]) -> Iterator[Row]:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from worker import initialize, memory_report
-from worker.models import GPT, GPTConfig
+from worker.models.gpt import GPT
 
 VOCABULARY = 50304
 SEQUENCE_LENGTH = 2048
@@ -51,7 +52,7 @@ def in_fp8(level: str) -> dict[str, Any]:
     return {"auto_filter": False} if LEVELS[level].has_own_fp8 else {}
 
 
-def build_gpt(config: GPTConfig, device: torch.device) -> GPT:
+def build_gpt(config: GPTSizes, device: torch.device) -> GPT:
     """A GPT with GPT-2's initial values, drawn on the device: the model's own, drawn by the host, take a minute at 6.7 B."""
     with torch.device("meta"):
         model = GPT(config)
@@ -96,7 +97,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callabl
     return step
 
 
-def gpt_step(config: GPTConfig, way: Way, batch_size: int, device: torch.device, *, compiled: str | None) -> tuple[Step, Any]:
+def gpt_step(config: GPTSizes, way: Way, batch_size: int, device: torch.device, *, compiled: str | None) -> tuple[Step, Any]:
     """The step of a GPT on random tokens, and (model, optimizer). compiled: the backend for its blocks, None for eager.
 
     Blocks are compiled one by one, as all have the same graph: in seconds, where a whole network takes minutes.
@@ -111,7 +112,7 @@ def gpt_step(config: GPTConfig, way: Way, batch_size: int, device: torch.device,
     def loss_of() -> Tensor:
         tokens_BT = next(batches)
         assert isinstance(model, GPT)
-        return model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        return model.loss({"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}).loss
 
     return step_of(model, optimizer, loss_of), (model, optimizer)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from api_schemas.models.gpt import gpt_sizes
 from benchmarks.gpu.networks import Way, build_gpt, prepare
 from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.session import Case, Session, missing
@@ -18,10 +19,9 @@ from benchmarks.gpu.timing import Timing
 from worker import memory_report
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.fp8.linear import Float8Linear
-from worker.models import GPTConfig
 
-SIZES = GPTConfig(hidden_size=2048, num_layers=20, num_heads=16, vocab_size=256, max_sequence_length=2048)
-SMALL = GPTConfig(hidden_size=64, num_layers=2, num_heads=2, vocab_size=256, max_sequence_length=64)
+SIZES = gpt_sizes(2048, 20, 16, 256, 2048)
+SMALL = gpt_sizes(64, 2, 2, 256, 64)
 SHARE, FASTER = Target(0.80, 0.90), Target(2.0, 2.4, style=".2f")
 TORCH = "torch AdamW, fused, fp32"
 PEERS = {  # by what their row is called: the package, module and class

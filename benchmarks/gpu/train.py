@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 
+from api_schemas import GPTSizes
+from api_schemas.models.gpt import gpt_sizes
 from benchmarks.gpu.largest import largest_cases
 from benchmarks.gpu.networks import (
     AO_ROWWISE,
@@ -34,7 +36,6 @@ from benchmarks.gpu.networks import (
 from benchmarks.gpu.report import Report, Row, Target
 from benchmarks.gpu.session import Case, Section, Session, missing, parser, run
 from benchmarks.gpu.timing import Timer, Timing
-from worker.models import GPTConfig
 
 FP16_BESIDE = ("1.3 B", "tiny")  # the sizes of which the memory has a target
 NUM_STEPS = 12
@@ -49,7 +50,7 @@ class Size:
     """A GPT; how many sequences a step has; the speed that O2 is to reach over bf16-amp."""
 
     name: str
-    config: GPTConfig
+    config: GPTSizes
     batch_size: int
     speed: Target
 
@@ -65,11 +66,33 @@ class Measured:
 
 
 SIZES = (
-    Size("1.3 B", GPTConfig(2048, 24, 16, VOCABULARY, SEQUENCE_LENGTH), 4, Target(1.20, 1.30)),
-    Size("350 M", GPTConfig(1024, 24, 16, VOCABULARY, SEQUENCE_LENGTH), 8, Target(1.05, 1.15)),
-    Size("6.7 B", GPTConfig(4096, 32, 32, VOCABULARY, SEQUENCE_LENGTH), 2, Target(1.30, 1.45)),
+    Size(
+        "1.3 B",
+        gpt_sizes(2048, 24, 16, VOCABULARY, SEQUENCE_LENGTH),
+        4,
+        Target(1.20, 1.30),
+    ),
+    Size(
+        "350 M",
+        gpt_sizes(1024, 24, 16, VOCABULARY, SEQUENCE_LENGTH),
+        8,
+        Target(1.05, 1.15),
+    ),
+    Size(
+        "6.7 B",
+        gpt_sizes(4096, 32, 32, VOCABULARY, SEQUENCE_LENGTH),
+        2,
+        Target(1.30, 1.45),
+    ),
 )
-SMALL = (Size("tiny", GPTConfig(64, 2, 2, 256, 32), 2, Target(1.20, 1.30)),)
+SMALL = (
+    Size(
+        "tiny",
+        gpt_sizes(64, 2, 2, 256, 32),
+        2,
+        Target(1.20, 1.30),
+    ),
+)
 Found = dict[tuple[str, str], Measured]
 
 

@@ -1,37 +1,32 @@
-"""What can be known of a job at submission and needs this server to know it: its pool, its slots, its text.
+"""What can be known of a job at submission and needs this server to know it: its pool, its slots, its data.
 
-Reads the file system as the workers will, with bounds: a folder with more than `MAX_FILES` text files is taken to be
-large enough. Raises InvalidRequest with one violation; returns nothing.
+A source's own contract (`api_schemas/data/`) reads the files as the workers will, with bounds; where they may lie is decided
+here. Raises InvalidRequest with one violation; returns nothing.
 """
 
 import difflib
-import hashlib
-import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from api_schemas import DataSpec, JobSpec, Violation
+from api_schemas import DataSpec, JobSpec, Needs, Unfit, Violation
 from service.errors import InvalidRequest
 from service.settings import Settings
 
-MAX_FILES = 2_000
-MAX_ENTRIES = 200_000
 NEVER_READ = (Path("/proc"), Path("/sys"), Path("/dev"))
-_BINARY_PROBE_BYTES = 8192
 
 
 def check(spec: JobSpec, settings: Settings) -> None:
     """Raise InvalidRequest for a job that could not run here."""
     _check_pool(spec, settings)
     path = _readable_path(spec.data, settings)
-    if path.is_dir():
-        _check_folder(path, spec)
-    else:
-        size = path.stat().st_size
-        num_evaluation_bytes = math.ceil(size * spec.data.evaluation_fraction)
-        _check_length(spec, size - num_evaluation_bytes, num_evaluation_bytes)
+    try:
+        spec.data.check(path, Needs(spec.training.sequence_length, spec.model.sizes.vocab_size))
+    except Unfit as unfit:
+        _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
+    except OSError as error:
+        name = os.fsencode(error.filename or path).decode("utf-8", "backslashreplace")
+        _refuse("data.path", name, "files that the service can read", f"{_words(error)}. Make it readable or exclude it.")
 
 
 def _check_pool(spec: JobSpec, settings: Settings) -> None:
@@ -69,58 +64,6 @@ def _readable_path(data: DataSpec, settings: Settings) -> Path:
     if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
         _refuse("data.path", data.path, "a path that the service can read", "Change its permissions or data.path.")
     return path
-
-
-def _check_folder(root: Path, spec: JobSpec) -> None:
-    """The same choice of files, in the same order, as `worker.data.text` makes."""
-    sizes: dict[str, int] = {}
-    for num_entries, (name, path) in enumerate(_files(root)):
-        if num_entries >= MAX_ENTRIES or len(sizes) >= MAX_FILES:
-            return
-        if spec.data.selects(name) and not path.is_symlink() and path.is_file() and not _is_binary(path, spec.data):
-            sizes[name] = path.stat().st_size
-    if len(sizes) < 2:
-        _refuse(
-            "data.include",
-            ", ".join(spec.data.include),
-            "globs that select at least two text files, one to train on and one to evaluate",
-            f"{len(sizes)} of the files in {spec.data.path} are selected. Change data.include, data.exclude or data.path.",
-        )
-    ordered = sorted(sizes, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
-    num_evaluation = min(len(ordered) - 1, math.ceil(len(ordered) * spec.data.evaluation_fraction))
-    evaluation, train = ordered[:num_evaluation], ordered[num_evaluation:]
-    _check_length(spec, _joined_bytes(sizes, train), _joined_bytes(sizes, evaluation))
-
-
-def _files(root: Path) -> Iterator[tuple[str, Path]]:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            path = Path(folder, name)
-            yield path.relative_to(root).as_posix(), path
-
-
-def _is_binary(path: Path, data: DataSpec) -> bool:
-    try:
-        with path.open("rb") as file:
-            return b"\0" in file.read(_BINARY_PROBE_BYTES)
-    except OSError as error:
-        _refuse("data.path", str(path), "files that the service can read", f"{_words(error)}. Make it readable or exclude it.")
-
-
-def _joined_bytes(sizes: dict[str, int], names: list[str]) -> int:
-    return sum(sizes[name] for name in names) + len(names) - 1  # one line feed between files
-
-
-def _check_length(spec: JobSpec, num_train_bytes: int, num_evaluation_bytes: int) -> None:
-    wanted = spec.training.sequence_length
-    for part, num_bytes in (("training", num_train_bytes), ("evaluation", num_evaluation_bytes)):
-        if num_bytes <= wanted:
-            _refuse(
-                "training.sequence_length",
-                str(wanted),
-                f"less than the {part} text of {spec.data.path}, which has {num_bytes} bytes",
-                "Shorten training.sequence_length, add text, or change data.evaluation_fraction.",
-            )
 
 
 def _words(error: OSError | RuntimeError) -> str:

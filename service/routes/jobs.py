@@ -56,7 +56,7 @@ def validate(spec: JobSpec, parts: PartsDep) -> ValidatedJob:
         num_parameters=sizes.num_parameters,
         recipe=spec.precision.resolved_recipe,
         num_block_weights=sizes.num_block_weights,
-        micro_batch_size=spec.micro_batch_size,
+        micro_batch_size=spec.batch.micro_batch_size,
         tokens_per_step=spec.training.global_batch_size * spec.training.sequence_length,
     )
 

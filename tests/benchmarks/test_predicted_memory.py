@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from api_schemas.models.gpt import gpt_sizes
 from benchmarks.gpu.fake_gpu import answer_host, fake_tensors
 from benchmarks.gpu.live_bytes import LiveBytes
 from benchmarks.gpu.networks import BF16_AMP, FP16_AMP, O1, O2, O3_SPLIT, TE, Step, Way, gpt_step
-from worker.models import GPTConfig
 
 ROOT = Path(__file__).parent.parent.parent
-SMALL = GPTConfig(64, 2, 2, 256, 32)
+SMALL = gpt_sizes(64, 2, 2, 256, 32)
 HOST_SCALARS = 64  # bytes: Python's numbers, which torch wraps in tensors of their own within an op
 
 

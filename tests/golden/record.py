@@ -27,8 +27,8 @@ from worker.config import RankEnv, resolve
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.kernels import reference
 from worker.kernels.formats import KINDS
+from worker.mesh import Mesh
 from worker.optim import Hyperparameters, LowBitAdamW
-from worker.parallel import Ranks
 from worker.train import Trainer
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -85,8 +85,8 @@ def train_on_rank(rank: int, world_size: int, ports: list[int], corpus: str, fol
         config = resolve(JobSpec.model_validate(document(precision, Path(corpus), world_size)), env)
         recorder = Recorder()
         job_dir = Path(folder, str(world_size), name.replace(" ", "_"))
-        with Ranks(env, torch.device("cpu")) as ranks:
-            trainer = Trainer(config, ranks, recorder, job_dir)
+        with Mesh(env, torch.device("cpu")) as mesh:
+            trainer = Trainer(config, mesh, recorder, job_dir)
             summary = trainer.run()
         state = digest({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
         results[name] = {"losses": [report.loss for report in recorder.of(StepReport)], "state": state}

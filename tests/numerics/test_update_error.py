@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from api_schemas import GPTSizes
 from tests.numerics.measure import relative_error
 from tests.text import text
 from worker import kernels
-from worker.models.gpt import GPT, GPTConfig
+from worker.models.gpt import GPT
 from worker.optim.codecs import CODECS, StoredState, zeros
 from worker.optim.update import adam_
 
@@ -23,7 +24,7 @@ def recorded() -> Gradients:
     torch.manual_seed(0)
     corpus = text(num_sentences=4000).encode()
     tokens_of_corpus = torch.frombuffer(bytearray(corpus), dtype=torch.uint8).long()
-    model = GPT(GPTConfig(hidden_size=128, num_layers=2, num_heads=4, vocab_size=256, max_sequence_length=64))
+    model = GPT(GPTSizes(hidden_size=128, num_layers=2, num_heads=4, vocab_size=256, max_sequence_length=64))
     names = ("token_embedding.weight", "blocks.0.attention.qkv.weight", "blocks.1.mlp.up.weight", "blocks.1.mlp.down.weight")
     parameters = dict(model.named_parameters())
     gradients: Gradients = {name: [] for name in names}

@@ -16,9 +16,9 @@ from worker.config import RankEnv, resolve
 from worker.fp8.convert import FilteredLayer
 from worker.fp8.linear import Fallback
 from worker.fp8.statistics import OperandSample
+from worker.mesh import Mesh
 from worker.metrics.exporter import DROPPED, MAX_SERIES, Exporter, MetricsCollector, exported, local_address_towards
 from worker.metrics.table import FAMILIES, OPERANDS, PHASES, Metrics
-from worker.parallel import Ranks
 from worker.reporting.reporter import LogReporter
 from worker.train import Trainer
 
@@ -55,8 +55,8 @@ def step(number: int, loss: float | None = 2.0) -> StepReport:
 def test_a_real_run_fills_the_metrics(spec_document: dict[str, object], tmp_path: Path, scrape: Scrape) -> None:
     config = resolve(JobSpec.model_validate(spec_document), RankEnv())
     metrics = Metrics()
-    with Ranks(config.env, torch.device("cpu")) as ranks:
-        trainer = Trainer(config, ranks, LogReporter(), tmp_path, metrics)
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        trainer = Trainer(config, mesh, LogReporter(), tmp_path, metrics)
         summary = trainer.run()
     values = scrape(metrics)
 
@@ -80,8 +80,8 @@ def test_an_fp8_run_tells_how_well_the_codes_hold(spec_document: dict[str, objec
     precision = {"level": "O2", "statistics_every": 2, "demotion": {"min_sqnr_db": 100, "patience": 1}}
     config = resolve(JobSpec.model_validate(spec_document | {"precision": precision}), RankEnv())
     metrics, heard = Metrics(), Heard()
-    with Ranks(config.env, torch.device("cpu")) as ranks:
-        Trainer(config, ranks, heard, tmp_path, metrics).run()
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        Trainer(config, mesh, heard, tmp_path, metrics).run()
     values = scrape(metrics)
     for operand in OPERANDS:
         assert values["octet_fp8_amax", operand] > 0
@@ -99,14 +99,14 @@ def test_layers_in_bf16_are_counted_by_their_reason_after_a_resume_too(
     config = resolve(JobSpec.model_validate(spec_document | {"precision": {"level": "O2"}}), RankEnv())
     states = ("converted", "filtered", "demoted", "skipped")
     metrics, heard, vitals_resumed = Metrics(), Heard(), Metrics()
-    with Ranks(config.env, torch.device("cpu")) as ranks:
-        trainer = Trainer(config, ranks, heard, tmp_path, metrics)
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        trainer = Trainer(config, mesh, heard, tmp_path, metrics)
         trainer.model.blocks[0].mlp.up.fallback = Fallback.FILTERED
         trainer.model.blocks[0].mlp.down.fallback = Fallback.DEMOTED
         trainer.conversion = replace(trainer.conversion, filtered=(FilteredLayer("blocks.0.mlp.up", "too small"),))
         trainer.run()
         (saved,) = [body for body in heard.bodies if isinstance(body, CheckpointReport)]
-        resumed = Trainer(config, ranks, LogReporter(), tmp_path, vitals_resumed)
+        resumed = Trainer(config, mesh, LogReporter(), tmp_path, vitals_resumed)
         resumed.run((CheckpointRef(step=saved.step, name=saved.name, sha256=saved.sha256),))
     for each in (metrics, vitals_resumed):
         values = scrape(each)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from api_schemas import JobSpec, Violation
+from api_schemas.data import text
 from service.errors import InvalidRequest
 from service.jobs import admission
 from service.settings import Settings
-from worker.data import load_text
+from worker.data.text import open_source
 from worker.errors import DataError
 
 Document = dict[str, Any]
@@ -131,7 +132,7 @@ def test_the_evaluation_part_of_one_file(root: Path, spec_document: Document) ->
 
 
 def test_the_split_is_the_one_that_the_worker_makes(root: Path, spec_document: Document) -> None:
-    """Refused here exactly where `worker.data.load_text` would refuse."""
+    """Refused here exactly where `worker.data.open_source` would refuse."""
     sizes = {f"file_{number}.txt": 5 + 9 * number for number in range(12)}
     write(root, sizes)
     for length in range(8, 60, 3):
@@ -139,14 +140,22 @@ def test_the_split_is_the_one_that_the_worker_makes(root: Path, spec_document: D
         found = violation(root, spec_document, data={"path": str(root)}, training=training)
         data = JobSpec.model_validate(spec_document | {"data": {"path": str(root)}}).data
         with contextlib.nullcontext() if found is None else pytest.raises(DataError):
-            load_text(data, length, seed=0)
+            open_source(data, length, seed=0)
+
+
+def test_names_that_are_not_utf8_are_hashed_alike(root: Path, spec_document: Document) -> None:
+    for number in range(4):
+        Path(os.fsdecode(os.fsencode(root) + b"/part_\xff%d.txt" % number)).write_bytes(b"text " * 100)
+    assert violation(root, spec_document, data={"path": str(root)}) is None
+    data = JobSpec.model_validate(spec_document | {"data": {"path": str(root)}}).data
+    assert open_source(data, 32, seed=0).facts["train_files"] == 3
 
 
 def test_a_very_large_folder_is_not_walked_to_its_end(
     root: Path, spec_document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(root, {f"{number}.txt": 1 for number in range(20)})
-    monkeypatch.setattr(admission, "MAX_FILES", 10)
+    monkeypatch.setattr(text, "MAX_FILES_CHECKED", 10)
     assert violation(root, spec_document, data={"path": str(root)}) is None
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from worker import kernels
 from worker.config import RankEnv
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.parallel import Ranks, average_gradients, broadcast_parameters
+from worker.mesh import Mesh
+from worker.parallel import average_gradients, broadcast_parameters
 
 SHAPES = [(64, 96), (33, 7), (5,)]
 
@@ -31,9 +32,9 @@ def average_on_rank(rank: int, world_size: int, port: int, folder: str, poison: 
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     env = RankEnv(rank=rank, world_size=world_size, master_port=port)
-    with Ranks(env, torch.device("cpu")) as ranks:
+    with Mesh(env, torch.device("cpu")) as mesh:
         model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in SHAPES])
-        broadcast_parameters(model, ranks)
+        broadcast_parameters(model, mesh.data)
         for index, parameter in enumerate(model):
             gradient = gradient_of(rank, index)
             if poison and rank == world_size - 1:
@@ -42,7 +43,7 @@ def average_on_rank(rank: int, world_size: int, port: int, folder: str, poison: 
                 parameter.grad = Float8Gradient.quantize(gradient, RoundingPosition(0, 0))
             else:
                 parameter.grad = gradient
-        average_gradients(model.parameters(), ranks)
+        average_gradients(model.parameters(), mesh.data, "fp8")
         values = [(p.grad.dequantize() if isinstance(p.grad, Float8Gradient) else p.grad).clone() for p in model]
         torch.save({"gradients": values, "parameters": [p.detach() for p in model]}, f"{folder}/{rank}.pt")
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
 from worker import initialize
 from worker.fp8.gradient import Float8Gradient
 from worker.fp8.linear import Fallback, Float8Linear
-from worker.models import GPT, GPTConfig
+from worker.models.gpt import GPT
 from worker.prepare import check_capability
 
-TINY = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=32)
+TINY = GPTSizes(hidden_size=64, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=32)
 
 
 def make(level: str, **options: object) -> tuple[GPT, torch.optim.Optimizer]:
@@ -28,18 +29,18 @@ def make(level: str, **options: object) -> tuple[GPT, torch.optim.Optimizer]:
     return initialize(model, torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95)), opt_level=level, **options)
 
 
-def batch(step: int, num_sequences: int = 4) -> tuple[Tensor, Tensor]:
+def batch(step: int, num_sequences: int = 4) -> dict[str, Tensor]:
     """Sequences that count upwards from a random token: something a small model learns at once."""
     start = torch.randint(0, 64, (num_sequences, 1), generator=torch.Generator().manual_seed(step))
     tokens = (start + torch.arange(33)) % 64
-    return tokens[:, :-1], tokens[:, 1:]
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def train(model: GPT, optimizer: torch.optim.Optimizer, steps: range, num_micro_batches: int = 1) -> list[float]:
     losses = []
     for step in steps:
         for micro_batch in range(num_micro_batches):
-            loss = model.loss(*batch(step * num_micro_batches + micro_batch)) / num_micro_batches
+            loss = model.loss(batch(step * num_micro_batches + micro_batch)).loss / num_micro_batches
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -68,7 +69,7 @@ def test_every_level_trains_in_an_ordinary_loop(level: str) -> None:
 def test_gradients_accumulate_over_micro_batches(accumulation: str) -> None:
     model, optimizer = make("O2", gradient_accumulation=accumulation)
     assert train(model, optimizer, range(20), num_micro_batches=3)[-1] < 1.5
-    model.loss(*batch(0)).backward()
+    model.loss(batch(0)).loss.backward()
     assert isinstance(model.blocks[0].mlp.up.weight.grad, Float8Gradient) == (accumulation == "fp8")
 
 
@@ -102,7 +103,7 @@ def test_a_deep_copy_trains_on_alike_and_apart(level: str) -> None:
 def test_a_non_finite_gradient_skips_the_step_and_is_counted(level: str) -> None:
     model, optimizer = make(level)
     before = copy.deepcopy(model)
-    loss = model.loss(*batch(0))
+    loss = model.loss(batch(0)).loss
     (loss * torch.inf).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch import nn
 
+from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
 from tests.numerics.measure import peak_bytes
 from worker import initialize, memory_report
 from worker.fp8.operand import OperandScaling
 from worker.fp8.statistics import CHUNK_ELEMENTS, measure
 from worker.kernels import quantize
-from worker.models import GPT, GPTConfig
+from worker.models.gpt import GPT
 
-FOUR_LAYERS = GPTConfig(hidden_size=128, num_layers=4, num_heads=4, vocab_size=256, max_sequence_length=64)
+FOUR_LAYERS = GPTSizes(hidden_size=128, num_layers=4, num_heads=4, vocab_size=256, max_sequence_length=64)
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -21,7 +22,7 @@ def trained(request: pytest.FixtureRequest) -> tuple[str, GPT, torch.optim.Optim
     model = GPT(FOUR_LAYERS)
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=request.param)
     tokens_BT = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
-    model.loss(tokens_BT, tokens_BT).backward()
+    model.loss({"tokens": tokens_BT, "targets": tokens_BT}).loss.backward()
     optimizer.step()
     return request.param, model, optimizer
 

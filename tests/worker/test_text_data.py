@@ -6,22 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from api_schemas import DataSpec
-from worker.data import load_text
-from worker.data.text import unigram_entropy_nats
+from api_schemas import TextSpec
+from worker.data.text import open_source, unigram_entropy_nats
+from worker.data.windows import Tokens
 from worker.errors import DataError
 
 
-def write_corpus(root: Path, num_files: int, num_bytes: int = 400) -> DataSpec:
+def write_corpus(root: Path, num_files: int, num_bytes: int = 400) -> TextSpec:
     root.mkdir(exist_ok=True)
     for number in range(num_files):
         (root / f"{number:03}.txt").write_text(chr(ord("a") + number) * num_bytes)
-    return DataSpec(path=str(root))
+    return TextSpec(path=str(root))
+
+
+def every(tokens: Tokens) -> list[int]:
+    return tokens.read(0, len(tokens)).tolist()
 
 
 def test_training_and_evaluation_files_are_disjoint_and_complete(tmp_path: Path) -> None:
-    data = load_text(write_corpus(tmp_path / "corpus", 20), sequence_length=16, seed=0)
-    train, evaluation = set(data.train.tolist()), set(data.evaluation.tolist())
+    data = open_source(write_corpus(tmp_path / "corpus", 20), sequence_length=16, seed=0)
+    train, evaluation = set(every(data.train)), set(every(data.evaluation))
     assert train & evaluation <= {ord("\n")}
     assert len(train | evaluation) == 21
     assert data.facts["evaluation_files"] == 2
@@ -29,9 +33,9 @@ def test_training_and_evaluation_files_are_disjoint_and_complete(tmp_path: Path)
 
 def test_a_single_file_is_split_by_position(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a" * 900 + "b" * 100)
-    data = load_text(DataSpec(path=str(tmp_path / "one.txt")), sequence_length=16, seed=0)
-    assert set(data.train.tolist()) == {ord("a")}
-    assert set(data.evaluation.tolist()) == {ord("b")}
+    data = open_source(TextSpec(path=str(tmp_path / "one.txt")), sequence_length=16, seed=0)
+    assert set(every(data.train)) == {ord("a")}
+    assert set(every(data.evaluation)) == {ord("b")}
 
 
 def test_binary_hidden_and_linked_files_are_left_out(tmp_path: Path) -> None:
@@ -40,65 +44,65 @@ def test_binary_hidden_and_linked_files_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "corpus" / ".secret").write_text("z" * 500)
     (tmp_path / "outside.txt").write_text("Z" * 500)
     (tmp_path / "corpus" / "link.txt").symlink_to(tmp_path / "outside.txt")
-    data = load_text(spec, sequence_length=16, seed=0)
+    data = open_source(spec, sequence_length=16, seed=0)
     assert data.facts["binary_files"] == 1
     assert data.facts["train_files"] + data.facts["evaluation_files"] == 4
-    assert not {ord("z"), ord("Z")} & set(data.train.tolist() + data.evaluation.tolist())
+    assert not {ord("z"), ord("Z")} & set(every(data.train) + every(data.evaluation))
 
 
 def test_each_window_is_read_once_an_epoch_in_an_order_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_bytes(bytes(range(1, 251)) * 8)
-    data = load_text(DataSpec(path=str(tmp_path / "one.txt"), evaluation_fraction=0.1), sequence_length=10, seed=3)
+    data = open_source(TextSpec(path=str(tmp_path / "one.txt"), evaluation_fraction=0.1), sequence_length=10, seed=3)
     count = data.num_train_windows
-    first = [tuple(row) for row in data.train_batch(0, count).tokens_BT.tolist()]
-    second = [tuple(row) for row in data.train_batch(count, count).tokens_BT.tolist()]
+    first = [tuple(row) for row in data.train_batch(0, count)["tokens"].tolist()]
+    second = [tuple(row) for row in data.train_batch(count, count)["tokens"].tolist()]
     assert sorted(first) == sorted(second)
     assert first != second
-    windows = [tuple(data.train[start * 10 : start * 10 + 10].tolist()) for start in range(count)]
+    windows = [tuple(data.train.read(start * 10, start * 10 + 10).tolist()) for start in range(count)]
     assert sorted(first) == sorted(windows)
 
 
 def test_targets_are_the_tokens_that_follow(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_bytes(bytes(range(1, 256)) * 4)
-    batch = load_text(DataSpec(path=str(tmp_path / "one.txt")), sequence_length=8, seed=0).train_batch(5, 3)
-    assert torch.equal(batch.tokens_BT[:, 1:], batch.targets_BT[:, :-1])
-    assert batch.tokens_BT.dtype == torch.int64
+    batch = open_source(TextSpec(path=str(tmp_path / "one.txt")), sequence_length=8, seed=0).train_batch(5, 3)
+    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    assert batch["tokens"].dtype == torch.int64
 
 
 def test_ranks_and_micro_batches_read_what_one_rank_would(tmp_path: Path) -> None:
-    data = load_text(write_corpus(tmp_path / "corpus", 10), sequence_length=16, seed=0)
-    whole = data.train_batch(40, 8).tokens_BT
-    parts = [data.train_batch(40 + rank * 4 + micro * 2, 2).tokens_BT for rank in range(2) for micro in range(2)]
+    data = open_source(write_corpus(tmp_path / "corpus", 10), sequence_length=16, seed=0)
+    whole = data.train_batch(40, 8)["tokens"]
+    parts = [data.train_batch(40 + rank * 4 + micro * 2, 2)["tokens"] for rank in range(2) for micro in range(2)]
     assert torch.equal(whole, torch.cat(parts))
 
 
 def test_evaluation_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
-    data = load_text(write_corpus(tmp_path / "corpus", 20, 1000), sequence_length=16, seed=0)
+    data = open_source(write_corpus(tmp_path / "corpus", 20, 1000), sequence_length=16, seed=0)
 
     def windows(num_parts: int) -> list[tuple[int, ...]]:
         batches = [batch for part in range(num_parts) for batch in data.evaluation_batches(8, 3, part, num_parts)]
-        return sorted(tuple(row) for batch in batches for row in batch.tokens_BT.tolist())
+        return sorted(tuple(row) for batch in batches for row in batch["tokens"].tolist())
 
     assert len(windows(1)) == 24
     assert windows(1) == windows(2) == windows(4)
 
 
 def test_unigram_entropy() -> None:
-    assert unigram_entropy_nats(torch.tensor([1, 2, 3, 4], dtype=torch.uint8)) == pytest.approx(math.log(4))
-    assert unigram_entropy_nats(torch.tensor([7, 7], dtype=torch.uint8)) == 0.0
+    assert unigram_entropy_nats(bytes([1, 2, 3, 4])) == pytest.approx(math.log(4))
+    assert unigram_entropy_nats(bytes([7, 7])) == 0.0
 
 
 @pytest.mark.parametrize("num_files", [0, 1])
 def test_too_few_files_are_refused_with_what_to_change(tmp_path: Path, num_files: int) -> None:
-    with pytest.raises(DataError, match="Change the globs"):
-        load_text(write_corpus(tmp_path / "corpus", num_files), sequence_length=16, seed=0)
+    with pytest.raises(DataError, match=r"Change data\.include"):
+        open_source(write_corpus(tmp_path / "corpus", num_files), sequence_length=16, seed=0)
 
 
 def test_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sequence_length"):
-        load_text(write_corpus(tmp_path / "corpus", 3, 20), sequence_length=256, seed=0)
+        open_source(write_corpus(tmp_path / "corpus", 3, 20), sequence_length=256, seed=0)
 
 
 def test_a_missing_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither a file nor a folder"):
-        load_text(DataSpec(path=str(tmp_path / "none")), sequence_length=16, seed=0)
+        open_source(TextSpec(path=str(tmp_path / "none")), sequence_length=16, seed=0)

@@ -6,12 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas import CheckpointRef, CheckpointReport, EvaluationReport, EventReport, JobSpec, ReportBody, StepReport
+from api_schemas import (
+    CheckpointRef,
+    CheckpointReport,
+    EvaluationReport,
+    EventReport,
+    FailureReason,
+    JobSpec,
+    ReportBody,
+    StepReport,
+)
 from api_schemas.levels import LEVELS
 from worker.config import RankEnv, resolve
-from worker.errors import Cancelled, NonFiniteLoss, Stopped
-from worker.parallel import Ranks
-from worker.train import Trainer, learning_rate_at
+from worker.errors import Cancelled, Diverged, NonFiniteLoss, Stopped
+from worker.mesh import Mesh
+from worker.optim.schedule import learning_rate_at
+from worker.train import Trainer
 
 
 class Recorder:
@@ -51,8 +61,8 @@ def train(
 ) -> tuple[Recorder, Any]:
     recorder = recorder or Recorder()
     config = resolve(JobSpec.model_validate(document), RankEnv())
-    with Ranks(config.env, torch.device("cpu")) as ranks:
-        return recorder, Trainer(config, ranks, recorder, job_dir).run(checkpoints)
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        return recorder, Trainer(config, mesh, recorder, job_dir).run(checkpoints)
 
 
 def with_training(document: dict[str, Any], level: str = "fp32", **training: Any) -> dict[str, Any]:
@@ -112,8 +122,8 @@ def test_resuming_after_the_last_step_only_evaluates(tmp_path: Path, spec_docume
 def test_a_loss_that_stays_infinite_ends_the_run(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     document = with_training(spec_document, steps=100, optimizer={"learning_rate": 10.0}, gradient_clip=None)
     config = resolve(JobSpec.model_validate(document), RankEnv())
-    with Ranks(config.env, torch.device("cpu")) as ranks:
-        trainer = Trainer(config, ranks, Recorder(), tmp_path)
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        trainer = Trainer(config, mesh, Recorder(), tmp_path)
         with torch.no_grad():
             next(trainer.model.parameters()).fill_(torch.nan)
         with pytest.raises(NonFiniteLoss, match="learning_rate"):
@@ -121,10 +131,28 @@ def test_a_loss_that_stays_infinite_ends_the_run(tmp_path: Path, spec_document: 
     assert trainer.progress.step == 10
 
 
+def test_a_job_that_diverges_is_warned_of_and_fails_with_a_reason(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = with_training(spec_document, steps=60, optimizer={"learning_rate": 10.0}, gradient_clip=None)
+    recorder = Recorder()
+    with pytest.raises(Diverged, match="learning_rate") as raised:
+        train(document, tmp_path, recorder=recorder)
+    (warning,) = recorder.of(EventReport)
+    assert warning.type == "training.diverging"
+    assert raised.value.reason is FailureReason.DIVERGED
+    assert not FailureReason.DIVERGED.retryable
+
+
+def test_an_evaluation_measures_what_the_family_says(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = with_training(spec_document, steps=40, optimizer={"learning_rate": 1e-2})
+    _, summary = train(document, tmp_path)
+    assert set(summary.evaluation_metrics) == {"token_accuracy"}
+    assert 0.3 < summary.evaluation_metrics["token_accuracy"] <= 1.0  # a third of the text is the same in every line
+
+
 def test_the_schedule_warms_up_and_ends_at_its_fraction(spec_document: dict[str, Any]) -> None:
     training = {"steps": 100, "optimizer": {"learning_rate": 1.0}, "schedule": {"warmup_steps": 10, "final_fraction": 0.1}}
     config = resolve(JobSpec.model_validate(with_training(spec_document, **training)), RankEnv())
-    rates = [learning_rate_at(step, config) for step in range(100)]
+    rates = [learning_rate_at(step, 1.0, config.schedule, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert max(rates) == 1.0
     assert rates[-1] == pytest.approx(0.1)

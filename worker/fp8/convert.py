@@ -7,13 +7,15 @@ user leaves out.
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from torch import nn
 
+from api_schemas.levels import LEVELS
 from api_schemas.precision import PrecisionSpec
+from worker.fp8.health import StepKeeper
 from worker.fp8.linear import Float8Linear
 from worker.fp8.speedups import why_bf16
 
@@ -57,6 +59,20 @@ class ConversionReport:
     filtered: tuple[FilteredLayer, ...]
     num_converted_parameters: int
     bytes_by_class: dict[str, int] = field(default_factory=dict)
+    health: StepKeeper | None = field(default=None, repr=False, compare=False)
+
+    def completed(self, bytes_by_class: dict[str, int], health: StepKeeper | None) -> "ConversionReport":
+        """The report with what is known once the optimizer exists."""
+        return replace(self, bytes_by_class=bytes_by_class, health=health)
+
+    @property
+    def nothing_converted(self) -> str | None:
+        """What to say where a level that multiplies in fewer bits found no layer to convert; None elsewhere."""
+        if self.converted or LEVELS[self.level].gemm != "fp8":
+            return None
+        reasons = Counter(layer.reason for layer in self.skipped)
+        why = "; ".join(f"{count}: {reason}" for reason, count in reasons.items()) or "the model has no linear layers"
+        return f"level {self.level} converted nothing ({why}). The model trains in high precision and saves no memory."
 
     @property
     def why_filtered(self) -> str:

@@ -44,6 +44,15 @@ class LossScaling:
             loss_scale, num_good_steps = min(loss_scale * 2, LARGEST_SCALE), 0
         self.state.copy_(torch.tensor([loss_scale, num_good_steps, num_skipped_steps], dtype=torch.float64))
 
+    def scale_gradients_of_outputs(self, _model: nn.Module, _inputs: Any, outputs: Any) -> Any:
+        """A forward hook: the model's outputs, through which gradients come back multiplied."""
+        loss_scale = self.loss_scale
+
+        def scale(output: Tensor) -> Tensor:
+            return _ScaleGradient.apply(output, loss_scale) if output.requires_grad else output
+
+        return tree_map_only(Tensor, scale, outputs)
+
     def _hook_parameters(self) -> None:
         for parameter in self.parameters:
             parameter.register_hook(lambda gradient: gradient / self.loss_scale)
@@ -55,23 +64,11 @@ class LossScaling:
 
 
 def scale_losses(model: nn.Module) -> LossScaling:
-    """Give a model its loss scaling, as `model.octet_loss_scaling`."""
+    """Scale what comes back from a model's outputs. The state is a buffer of the model, so that checkpoints hold it."""
     scaling = LossScaling(model.parameters())
-    model.octet_loss_scaling = scaling  # type: ignore[assignment]
     model.register_buffer("octet_loss_scaling_state", scaling.state)
-    model.register_forward_hook(_scale_gradients_of_outputs)
+    model.register_forward_hook(scaling.scale_gradients_of_outputs)
     return scaling
-
-
-def _scale_gradients_of_outputs(model: nn.Module, _inputs: Any, outputs: Any) -> Any:
-    scaling = model.octet_loss_scaling
-    assert isinstance(scaling, LossScaling)
-    loss_scale = scaling.loss_scale
-
-    def scale(output: Tensor) -> Tensor:
-        return _ScaleGradient.apply(output, loss_scale) if output.requires_grad else output
-
-    return tree_map_only(Tensor, scale, outputs)
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -61,7 +61,11 @@ FAMILIES = (
     Family("octet_fp8_overflow_ratio", "share of elements clamped to the format's maximum, worst layer", "operand"),
     Family("octet_fp8_underflow_ratio", "share of non-zero elements that became zero, worst layer", "operand"),
     Family("octet_fp8_sqnr_decibels", "signal to quantisation noise, worst layer", "operand"),
-    Family("octet_wire_sent_bytes_total", "gradient bytes this rank sent to others, by the dtype they travel in", "dtype"),
+    Family(
+        "octet_wire_sent_bytes_total",
+        "bytes of gradients, codes and scales this rank sent to others, by the dtype they travel in",
+        "dtype",
+    ),
     Family("octet_checkpoints_total", "checkpoints written by this process"),
     Family("octet_checkpoint_bytes", "size of the last checkpoint"),
     Family("octet_checkpoint_last_success_timestamp_seconds", "when the last checkpoint was complete, unix time"),

@@ -1,5 +1,14 @@
-"""The networks that Octet trains."""
+"""The networks that Octet trains: one module for each family of `api_schemas/models/`, by its name."""
 
-from worker.models.gpt import GPT, GPTConfig
+from importlib import import_module
 
-__all__ = ["GPT", "GPTConfig"]
+from api_schemas import FamilySpec
+from worker.models.model import Losses, TrainedModel
+
+__all__ = ["Losses", "TrainedModel", "build_model"]
+
+
+def build_model(spec: FamilySpec, seed: int) -> TrainedModel:
+    """The network that a spec names, on the CPU in fp32, with initial values that depend on `seed` alone."""
+    model: TrainedModel = import_module(f"worker.models.{spec.family}").build(spec, seed)
+    return model

@@ -8,40 +8,25 @@ Shape suffixes: B sequences, T tokens, D hidden, H heads, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.models.cross_entropy import cross_entropy
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The sizes of a GPT, in transformers' words."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    vocab_size: int
-    max_sequence_length: int
-
-    def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}. Change one of them."
-            )
+from api_schemas import GPTSizes, GPTSpec
+from worker.models.language import next_token_losses
+from worker.models.model import Losses, TrainedModel
 
 
 class Attention(nn.Module):
     """Causal multi-head attention; queries, keys and values come from one linear layer."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.num_heads = sizes.num_heads
+        self.qkv = nn.Linear(sizes.hidden_size, 3 * sizes.hidden_size)
+        self.output = nn.Linear(sizes.hidden_size, sizes.hidden_size)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         query, key, value = (
@@ -54,47 +39,48 @@ class Attention(nn.Module):
 class MLP(nn.Sequential):
     """Two linear layers with a GELU (tanh form, as GPT-2) between them."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, 4 * config.hidden_size)
+        self.up = nn.Linear(sizes.hidden_size, 4 * sizes.hidden_size)
         self.activation = nn.GELU(approximate="tanh")
-        self.down = nn.Linear(4 * config.hidden_size, config.hidden_size)
+        self.down = nn.Linear(4 * sizes.hidden_size, sizes.hidden_size)
 
 
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm and added to the residual stream."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden_size)
-        self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size)
-        self.mlp = MLP(config)
+        self.attention_norm = nn.LayerNorm(sizes.hidden_size)
+        self.attention = Attention(sizes)
+        self.mlp_norm = nn.LayerNorm(sizes.hidden_size)
+        self.mlp = MLP(sizes)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD))
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
-class GPT(nn.Module):
+class GPT(TrainedModel):
     """Tokens in, logits of the next token out."""
 
-    def __init__(self, config: GPTConfig, seed: int = 0) -> None:
+    def __init__(self, sizes: GPTSizes, seed: int = 0) -> None:
         super().__init__()
-        self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_embedding = nn.Embedding(config.max_sequence_length, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.final_norm = nn.LayerNorm(config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        sizes.check()
+        self.sizes = sizes
+        self.token_embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+        self.position_embedding = nn.Embedding(sizes.max_sequence_length, sizes.hidden_size)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
+        self.final_norm = nn.LayerNorm(sizes.hidden_size)
+        self.head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
         self.head.weight = self.token_embedding.weight
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         num_tokens = tokens_BT.shape[1]
-        if num_tokens > self.config.max_sequence_length:
+        if num_tokens > self.sizes.max_sequence_length:
             raise ValueError(
-                f"got {num_tokens} tokens; at most max_sequence_length {self.config.max_sequence_length}. "
+                f"got {num_tokens} tokens; at most max_sequence_length {self.sizes.max_sequence_length}. "
                 "Shorten the sequences or raise max_sequence_length."
             )
         positions_T = torch.arange(num_tokens, device=tokens_BT.device)
@@ -103,9 +89,9 @@ class GPT(nn.Module):
             hidden_BTD = block(hidden_BTD)
         return self.head(self.final_norm(hidden_BTD))
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass runs once."""
-        return cross_entropy(self(tokens_BT).flatten(0, 1), targets_BT.flatten())
+        return next_token_losses(self(batch["tokens"]), batch["targets"], with_metrics=not self.training)
 
     @property
     def num_parameters(self) -> int:
@@ -114,7 +100,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _reset_parameters(self, generator: torch.Generator) -> None:
-        residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
+        residual_std = 0.02 / math.sqrt(2 * self.sizes.num_layers)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
@@ -123,3 +109,8 @@ class GPT(nn.Module):
             else:
                 writes_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
                 parameter.normal_(0.0, residual_std if writes_residual else 0.02, generator=generator)
+
+
+def build(spec: GPTSpec, seed: int) -> GPT:
+    """The GPT that a job asks for."""
+    return GPT(spec.sizes, seed)

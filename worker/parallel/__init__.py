@@ -1,7 +1,6 @@
-"""Ranks that train one model together. Today: data parallel, with gradients averaged once per step."""
+"""Strategies by which ranks train one model together. Today: data parallel, with gradients averaged once per step."""
 
 from worker.parallel.data_parallel import average_gradients, broadcast_parameters
-from worker.parallel.ranks import Ranks
 from worker.parallel.scaling import share_scaling
 
-__all__ = ["Ranks", "average_gradients", "broadcast_parameters", "share_scaling"]
+__all__ = ["average_gradients", "broadcast_parameters", "share_scaling"]

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 
+from api_schemas import GPTSizes
 from worker import initialize
 from worker.fp8.convert import take_over_activations
 from worker.fp8.linear import Fallback, Float8Linear
-from worker.models import GPT, GPTConfig
+from worker.models.gpt import GPT
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU, "gelu-tanh": lambda: nn.GELU(approximate="tanh"), "relu": nn.ReLU, "silu": nn.SiLU,
@@ -143,7 +144,7 @@ def test_only_what_no_one_else_sees_is_taken_over() -> None:
 
 
 def test_the_gpts_mlp_is_such_a_place_and_its_state_is_named_as_before() -> None:
-    gpt = GPT(GPTConfig(hidden_size=32, num_layers=1, num_heads=2, vocab_size=64, max_sequence_length=16))
+    gpt = GPT(GPTSizes(hidden_size=32, num_layers=1, num_heads=2, vocab_size=64, max_sequence_length=16))
     before = list(gpt.state_dict())
     model, _ = initialize(gpt, None, "O2")
     assert model.get_submodule("blocks.0.mlp.down").activation == "gelu-tanh"

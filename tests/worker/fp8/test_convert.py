@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from api_schemas import GPTSizes
 from api_schemas.precision import PrecisionSpec
 from worker.fp8.convert import (
     ConversionReport,
@@ -16,9 +17,9 @@ from worker.fp8.convert import (
     replaceable_linears,
     select_layers,
 )
-from worker.models import GPT, GPTConfig
+from worker.models.gpt import GPT
 
-TINY = GPTConfig(hidden_size=32, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
+TINY = GPTSizes(hidden_size=32, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
 
 
 class Replacement(nn.Module):

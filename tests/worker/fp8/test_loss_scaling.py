@@ -12,7 +12,8 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer, LossScaling]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 1, bias=False))
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), opt_level="fp16-amp")
-    return model, optimizer, model.octet_loss_scaling
+    (hook,) = model._forward_hooks.values()
+    return model, optimizer, hook.__self__
 
 
 def test_gradients_below_fp16_survive_and_arrive_unscaled() -> None:

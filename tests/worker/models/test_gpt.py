@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from api_schemas.model import PRESETS
-from worker.models import GPT, GPTConfig
+from api_schemas import PRESETS, GPTSizes
+from worker.models.gpt import GPT
 
-TINY = GPTConfig(hidden_size=32, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
+TINY = GPTSizes(hidden_size=32, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
 
 
 def test_the_parameter_count_is_the_one_the_contract_predicts() -> None:
     sizes = PRESETS["gpt-tiny"]
-    assert GPT(GPTConfig(**sizes.model_dump())).num_parameters == sizes.num_parameters
+    assert GPT(GPTSizes(**sizes.model_dump())).num_parameters == sizes.num_parameters
 
 
 def test_a_token_sees_only_what_came_before_it() -> None:
@@ -28,7 +28,7 @@ def test_a_token_sees_only_what_came_before_it() -> None:
 def test_the_loss_starts_near_that_of_a_uniform_guess() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens_BT, targets_BT = torch.randint(0, 64, (2, 8, 16), generator=generator)
-    assert GPT(TINY).loss(tokens_BT, targets_BT).item() == pytest.approx(math.log(64), rel=0.02)
+    assert GPT(TINY).loss({"tokens": tokens_BT, "targets": targets_BT}).loss.item() == pytest.approx(math.log(64), rel=0.02)
 
 
 def test_the_head_is_the_embedding() -> None:
@@ -51,5 +51,5 @@ def test_too_long_a_sequence_is_refused() -> None:
 
 
 def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="not a multiple of num_heads"):
-        GPTConfig(hidden_size=30, num_layers=1, num_heads=4, vocab_size=64, max_sequence_length=16)
+    with pytest.raises(ValueError, match=r"Change model\.num_heads"):
+        GPT(GPTSizes(hidden_size=30, num_layers=1, num_heads=4, vocab_size=64, max_sequence_length=16))

@@ -1,0 +1,141 @@
+"""Text files read as bytes: which of them, in which order, which for evaluation. One rule for control plane and ranks."""
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from api_schemas.base import refusal
+from api_schemas.data.base import Needs, SourceSpec, Unfit
+
+Glob = Annotated[str, Field(min_length=1, max_length=256)]
+
+MAX_FILES_CHECKED = 2_000
+MAX_ENTRIES_CHECKED = 200_000
+_BINARY_PROBE_BYTES = 8192
+
+
+class TextSpec(SourceSpec):
+    """Text files read as bytes (256 tokens). Evaluation files are never trained on.
+
+    `path` is a file or a folder, as the workers see it. In a folder, the files that match `include` and not `exclude`
+    are ordered by the hash of their relative path, and the first `evaluation_fraction` of them (at least one) is kept
+    for evaluation; of a single file, the last part. Left out are hidden files and folders (a name that begins with a
+    dot), links, and binary files (a zero byte in the first 8 KiB).
+    """
+
+    min_vocab_size: ClassVar[int] = 256
+
+    source: Literal["text"] = "text"
+    include: tuple[Glob, ...] = Field(default=("**/*",), min_length=1, max_length=64)
+    exclude: tuple[Glob, ...] = Field(default=(), max_length=64)
+    evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+
+    @model_validator(mode="after")
+    def _globs_stay_inside(self) -> Self:
+        for field, globs in (("include", self.include), ("exclude", self.exclude)):
+            for position, glob in enumerate(globs):
+                if glob.startswith("/") or ".." in glob.split("/") or "\0" in glob:
+                    allowed = "a glob relative to data.path that does not leave it, such as **/*.py"
+                    raise refusal(f"{field}.{position}", got=glob, allowed=allowed, change="Remove '/' at its start and '..'.")
+        return self
+
+    def selects(self, relative_path: str) -> bool:
+        """Whether a file of the folder, by its path relative to `path` with '/' between the parts, is read."""
+        if any(part.startswith(".") for part in relative_path.split("/")):
+            return False
+        matches = [_pattern(glob).fullmatch(relative_path) for glob in self.include]
+        return any(matches) and not any(_pattern(glob).fullmatch(relative_path) for glob in self.exclude)
+
+    def selects_nothing_below(self, relative_folder: str) -> bool:
+        """Whether a folder need not be entered: it is hidden, or an exclude glob that ends in `/**` covers it."""
+        if relative_folder.rpartition("/")[2].startswith("."):
+            return True
+        covering = [glob for glob in self.exclude if glob.endswith("/**")]
+        return any(_pattern(glob).fullmatch(f"{relative_folder}/") for glob in covering)
+
+    def entries(self, folder: Path) -> Iterator[tuple[str, bool]]:
+        """Every entry below a folder that is looked at: its relative path, and whether it is a file to read.
+
+        Names that are not UTF-8 are in Python's surrogate escapes. Links are not followed, so nothing outside is read.
+        """
+        for parent, subfolders, files in os.walk(folder):
+            relative = Path(parent).relative_to(folder)
+            subfolders[:] = [name for name in subfolders if not self.selects_nothing_below((relative / name).as_posix())]
+            for file in files:
+                name, path = (relative / file).as_posix(), Path(parent, file)
+                yield name, self.selects(name) and not path.is_symlink() and path.is_file()
+
+    def divide_files(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """The files for training and those for evaluation, each in the order in which they are read."""
+        ordered = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+        num_evaluation = min(len(ordered) - 1, math.ceil(len(ordered) * self.evaluation_fraction))
+        return ordered[num_evaluation:], ordered[:num_evaluation]
+
+    def divide_bytes(self, num_bytes: int) -> int:
+        """How many bytes of a single file come first and are trained on; the others are for evaluation."""
+        return num_bytes - math.ceil(num_bytes * self.evaluation_fraction)
+
+    @staticmethod
+    def is_binary(content: bytes) -> bool:
+        """Whether a file that begins with this is left out."""
+        return b"\0" in content[:_BINARY_PROBE_BYTES]
+
+    def check(self, path: Path, needs: Needs) -> None:
+        """As `SourceSpec.check`; a folder of more than `MAX_FILES_CHECKED` text files is taken to be large enough."""
+        if not path.is_dir():
+            num_bytes = path.stat().st_size
+            self._check_length(self.divide_bytes(num_bytes), num_bytes - self.divide_bytes(num_bytes), needs)
+            return
+        sizes: dict[str, int] = {}
+        for num_entries, (name, is_read) in enumerate(self.entries(path)):
+            if num_entries >= MAX_ENTRIES_CHECKED or len(sizes) >= MAX_FILES_CHECKED:
+                return
+            if is_read and not self.is_binary(_head(path / name)):
+                sizes[name] = (path / name).stat().st_size
+        if len(sizes) < 2:
+            raise self.too_few_files(len(sizes))
+        train, evaluation = self.divide_files(sizes)
+        self._check_length(_joined_bytes(sizes, train), _joined_bytes(sizes, evaluation), needs)
+
+    def too_few_files(self, num_files: int) -> Unfit:
+        """The refusal of a folder of which fewer than two text files are selected."""
+        return Unfit(
+            "data.include",
+            ", ".join(self.include),
+            "globs that select at least two text files, one to train on and one to evaluate",
+            f"{num_files} of the files in {self.path} are selected. Change data.include, data.exclude or data.path.",
+        )
+
+    def _check_length(self, num_train_bytes: int, num_evaluation_bytes: int, needs: Needs) -> None:
+        for part, num_bytes in (("training", num_train_bytes), ("evaluation", num_evaluation_bytes)):
+            if num_bytes <= needs.sequence_length:
+                raise Unfit(
+                    "training.sequence_length",
+                    needs.sequence_length,
+                    f"less than the {part} text of {self.path}, which has {num_bytes} bytes",
+                    "Shorten training.sequence_length, add text, or change data.evaluation_fraction.",
+                )
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_BINARY_PROBE_BYTES)
+
+
+def _joined_bytes(sizes: dict[str, int], names: list[str]) -> int:
+    return sum(sizes[name] for name in names) + len(names) - 1  # one line feed between files
+
+
+@lru_cache(maxsize=1024)
+def _pattern(glob: str) -> re.Pattern[str]:
+    """`**/` any folders or none, `**` anything, `*` and `?` within one part of the path."""
+    translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
+    return re.compile("".join(translated.get(part, re.escape(part)) for part in parts))

@@ -1,0 +1,87 @@
+"""How ranks and batches are divided: the one place that computes with numbers of ranks.
+
+Ranks lie on named axes. `pipeline` ranks hold different layers, `data` ranks train the same layers on different sequences, and
+`tensor` ranks share each layer. The tensor index runs fastest, so that a tensor group is made of neighbours, which a
+launcher places on one node. `stage` joins data and tensor: all ranks that hold the same layers.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+AxisName = Literal["world", "pipeline", "data", "tensor", "stage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The degrees of parallelism of `num_ranks` ranks; the data degree follows. ValueError where they do not divide."""
+
+    num_ranks: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_ranks % (self.tensor * self.pipeline):
+            raise ValueError(
+                f"the number of ranks is {self.num_ranks}; allowed: multiples of parallelism.tensor x parallelism.pipeline, "
+                f"{self.tensor * self.pipeline}. Change resources.workers or the degrees."
+            )
+
+    @property
+    def data(self) -> int:
+        """Ranks that train the same layers on different sequences."""
+        return self.num_ranks // (self.tensor * self.pipeline)
+
+    def group(self, axis: AxisName, rank: int) -> tuple[int, ...]:
+        """The ranks, ascending, that lie on an axis through `rank`, itself included."""
+        pipeline, data, tensor = self._place(rank)
+        match axis:
+            case "world":
+                return tuple(range(self.num_ranks))
+            case "pipeline":
+                return tuple(self._rank(other, data, tensor) for other in range(self.pipeline))
+            case "data":
+                return tuple(self._rank(pipeline, other, tensor) for other in range(self.data))
+            case "tensor":
+                return tuple(self._rank(pipeline, data, other) for other in range(self.tensor))
+            case "stage":
+                first = self._rank(pipeline, 0, 0)
+                return tuple(range(first, first + self.data * self.tensor))
+
+    def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
+        """Every group of an axis once, by its first rank: all ranks have to make all groups in one order."""
+        return sorted({self.group(axis, rank) for rank in range(self.num_ranks)})
+
+    def _place(self, rank: int) -> tuple[int, int, int]:
+        stage, tensor = divmod(rank, self.tensor)
+        pipeline, data = divmod(stage, self.data)
+        return pipeline, data, tensor
+
+    def _rank(self, pipeline: int, data: int, tensor: int) -> int:
+        return (pipeline * self.data + data) * self.tensor + tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDivision:
+    """How the samples of one optimizer step are divided over the data ranks and their micro-batches.
+
+    Samples are counted from the start of the stream. Data rank d reads `rank_batch_size` consecutive ones from
+    position + d · rank_batch_size on, `micro_batch_size` at a time.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_data_ranks: int
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Samples that one data rank reads per optimizer step."""
+        return self.global_batch_size // self.num_data_ranks
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes of one rank per optimizer step."""
+        return self.rank_batch_size // self.micro_batch_size
+
+    def first_sample(self, position: int, data_rank: int, micro_batch: int) -> int:
+        """Where a micro-batch of a rank begins in the stream; position: samples read before this step."""
+        return position + data_rank * self.rank_batch_size + micro_batch * self.micro_batch_size

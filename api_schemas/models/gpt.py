@@ -1,0 +1,88 @@
+"""The GPT family: learned positions, pre-LayerNorm blocks, a 4x GELU MLP, a head tied to the embedding."""
+
+from typing import ClassVar, Literal
+
+from api_schemas.base import refusal
+from api_schemas.models.base import FamilySizes, FamilySpec, Size, divisors
+
+PresetName = Literal["gpt-tiny", "gpt-mini", "gpt-125m", "gpt-350m", "gpt-1.3b", "gpt-6.7b"]
+
+
+class GPTSizes(FamilySizes):
+    """Every size of a GPT, resolved: nothing is left to default."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("token_accuracy",)
+
+    hidden_size: Size
+    num_layers: Size
+    num_heads: Size
+    vocab_size: Size
+    max_sequence_length: Size
+
+    def check(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise refusal(
+                "num_heads",
+                got=self.num_heads,
+                allowed=f"a divisor of hidden_size {self.hidden_size}: {divisors(self.hidden_size)}",
+                change="Change model.num_heads or model.hidden_size.",
+            )
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the GPT: tied embedding, learned positions, biases, two LayerNorms a block and a last one."""
+        width = self.hidden_size
+        block = 12 * width * width + 13 * width
+        return self.vocab_size * width + self.max_sequence_length * width + self.num_layers * block + 2 * width
+
+    @property
+    def num_block_weights(self) -> int:
+        """Elements of the weight matrices inside the blocks: what a level converts."""
+        return 12 * self.hidden_size * self.hidden_size * self.num_layers
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """FLOPs of one token, forward and backward: 6 for each parameter in a product, 12·L·D·T for attention's own.
+
+        Chowdhery et al., PaLM (2022), appendix B. Causal attention is counted whole, as there. The tied head counts as the
+        product that it is, learned positions do not.
+        """
+        num_matmul_parameters = self.num_parameters - self.max_sequence_length * self.hidden_size
+        return 6.0 * num_matmul_parameters + 12.0 * self.num_layers * self.hidden_size * sequence_length
+
+
+def gpt_sizes(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, max_sequence_length: int) -> GPTSizes:
+    """The sizes in the order in which tables list them."""
+    return GPTSizes(
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+    )
+
+
+class GPTSpec(FamilySpec):
+    """A GPT by preset, by sizes, or by preset with some sizes changed."""
+
+    sizes_type: ClassVar[type[FamilySizes]] = GPTSizes
+    presets: ClassVar[dict[str, GPTSizes]] = {
+        "gpt-tiny": gpt_sizes(128, 4, 4, 256, 256),
+        "gpt-mini": gpt_sizes(256, 6, 8, 256, 512),
+        "gpt-125m": gpt_sizes(768, 12, 12, 50_304, 1024),
+        "gpt-350m": gpt_sizes(1024, 24, 16, 50_304, 1024),
+        "gpt-1.3b": gpt_sizes(2048, 24, 16, 50_304, 2048),
+        "gpt-6.7b": gpt_sizes(4096, 32, 32, 50_304, 2048),
+    }
+
+    family: Literal["gpt"] = "gpt"
+    preset: PresetName | None = None
+    hidden_size: Size | None = None
+    num_layers: Size | None = None
+    num_heads: Size | None = None
+    vocab_size: Size | None = None
+    max_sequence_length: Size | None = None
+
+    @property
+    def sizes(self) -> GPTSizes:
+        """The preset's sizes with this spec's own on top."""
+        return GPTSizes.model_validate(self._merged())

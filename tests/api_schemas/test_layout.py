@@ -1,0 +1,55 @@
+"""Ranks and batches are divided without loss or overlap, whatever the degrees."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api_schemas import AxisName, BatchDivision, JobSpec, Layout
+
+AXES: tuple[AxisName, ...] = ("world", "pipeline", "data", "tensor", "stage")
+degrees = st.integers(1, 5)
+
+
+@given(degrees, degrees, degrees)
+def test_every_rank_is_in_one_group_of_each_axis(pipeline: int, data: int, tensor: int) -> None:
+    layout = Layout(pipeline * data * tensor, tensor=tensor, pipeline=pipeline)
+    sizes = {"world": layout.num_ranks, "pipeline": pipeline, "data": data, "tensor": tensor, "stage": data * tensor}
+    for axis in AXES:
+        groups = layout.groups(axis)
+        assert Counter(rank for group in groups for rank in group) == Counter(range(layout.num_ranks))
+        assert {len(group) for group in groups} == {sizes[axis]}
+        assert all(layout.group(axis, rank) == group for group in groups for rank in group)
+
+
+@given(degrees, degrees, degrees)
+def test_two_axes_meet_in_one_rank(pipeline: int, data: int, tensor: int) -> None:
+    layout = Layout(pipeline * data * tensor, tensor=tensor, pipeline=pipeline)
+    for rank in range(layout.num_ranks):
+        assert set(layout.group("data", rank)) & set(layout.group("tensor", rank)) == {rank}
+        assert set(layout.group("stage", rank)) & set(layout.group("pipeline", rank)) == {rank}
+
+
+def test_tensor_groups_are_neighbours() -> None:
+    assert Layout(8, tensor=2, pipeline=2).groups("tensor") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+def test_degrees_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"6; allowed: multiples of .* 4\. Change resources\.workers"):
+        Layout(6, tensor=2, pipeline=2)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000))
+def test_a_step_reads_each_sample_once(num_data_ranks: int, micro_batches: int, micro_batch_size: int, position: int) -> None:
+    batch = BatchDivision(num_data_ranks * micro_batches * micro_batch_size, micro_batch_size, num_data_ranks)
+    firsts = [
+        batch.first_sample(position, rank, index) for rank in range(num_data_ranks) for index in range(batch.num_micro_batches)
+    ]
+    read = [first + offset for first in firsts for offset in range(micro_batch_size)]
+    assert read == list(range(position, position + batch.global_batch_size))
+
+
+def test_a_job_divides_its_batch_by_its_data_ranks(spec_document: dict[str, object]) -> None:
+    spec = JobSpec.model_validate(spec_document | {"resources": {"workers": 2}})
+    assert (spec.layout.data, spec.batch.micro_batch_size, spec.batch.num_micro_batches) == (2, 2, 1)

@@ -1,0 +1,79 @@
+"""Collectives over the axes of a mesh of real ranks (gloo): who meets whom, what arrives, what is counted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from api_schemas import Layout
+from tests.worker.test_data_parallel import free_port
+from worker.config import RankEnv
+from worker.mesh import Mesh
+
+LAYOUT = Layout(4, tensor=2)  # ranks (0, 1) and (2, 3) share layers, (0, 2) and (1, 3) average gradients
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    env = RankEnv(rank=rank, world_size=4, master_port=port)
+    with Mesh(env, torch.device("cpu"), LAYOUT) as mesh:
+        own = torch.full((3,), float(rank))
+        codes = torch.arange(8, dtype=torch.float32).add(10 * rank).to(torch.float8_e4m3fn).view(2, 4)
+        found = {
+            "sizes": [mesh.world.size, mesh.pipeline.size, mesh.data.size, mesh.tensor.size, mesh.stage.size],
+            "sums": [mesh.world.sum(rank)[0], mesh.data.sum(rank)[0], mesh.tensor.sum(rank)[0], mesh.stage.sum(rank)[0]],
+            "max": mesh.data.max_(torch.tensor([float(rank), torch.nan if rank == 3 else 0.0])),
+            "gathered": mesh.tensor.gather(own),
+            "exchanged": mesh.data.exchange(codes).float(),
+            "broadcast": mesh.data.broadcast_(own.clone()),
+            "roles": [mesh.reports, mesh.owns_loss],
+            "sent": dict(mesh.sent_bytes),
+        }
+    torch.save(found, f"{folder}/{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    folder = tmp_path_factory.mktemp("mesh")
+    mp.spawn(work, (free_port(), str(folder)), nprocs=4)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+
+
+def test_axes_have_the_ranks_of_the_layout(results: list[dict[str, object]]) -> None:
+    assert [result["sizes"] for result in results] == [[4, 1, 2, 2, 4]] * 4
+    assert [result["sums"] for result in results] == [[6, 2, 1, 6], [6, 4, 1, 6], [6, 2, 5, 6], [6, 4, 5, 6]]
+
+
+def test_what_is_not_a_number_wins_on_every_rank(results: list[dict[str, object]]) -> None:
+    assert [result["max"].tolist() for result in results] == [[2, 0], [3, torch.inf], [2, 0], [3, torch.inf]]  # type: ignore[attr-defined]
+
+
+def test_tensors_arrive_by_rank(results: list[dict[str, object]]) -> None:
+    assert torch.equal(results[3]["gathered"], torch.tensor([[2.0] * 3, [3.0] * 3]))  # type: ignore[arg-type]
+    wide = [torch.arange(8, dtype=torch.float32).add(10 * rank).view(2, 4) for rank in range(4)]
+    sent = [values.to(torch.float8_e4m3fn).float() for values in wide]
+    assert torch.equal(results[2]["exchanged"], torch.stack((sent[0][1], sent[2][1])))  # type: ignore[arg-type]
+    assert [result["broadcast"][0].item() for result in results] == [0, 1, 0, 1]  # type: ignore[index]
+
+
+def test_one_rank_reports_and_one_of_each_tensor_group_owns_the_loss(results: list[dict[str, object]]) -> None:
+    assert [result["roles"] for result in results] == [[True, True], [False, False], [False, True], [False, False]]
+
+
+def test_bytes_are_counted_by_the_dtype_that_they_mean(results: list[dict[str, object]]) -> None:
+    """Of two ranks: half of what is exchanged, what is gathered once, a maximum there and back; the broadcast from rank 0."""
+    assert results[2]["sent"] == {"float8_e4m3fn": 4, "float32": 8 + 12}
+    assert results[0]["sent"] == {"float8_e4m3fn": 4, "float32": 8 + 12 + 12}
+
+
+def test_a_mesh_of_one_needs_no_group(tmp_path: Path) -> None:
+    with Mesh(RankEnv(), torch.device("cpu")) as mesh:
+        values = torch.tensor([1.0, torch.nan])
+        assert mesh.data.sum(2.0, 3.0) == [2.0, 3.0]
+        assert mesh.data.gather(values).shape == (1, 2)
+        assert mesh.data.exchange(values.view(1, 2)).data_ptr() == values.data_ptr()
+        assert mesh.stage.max_(values).tolist() == [1.0, torch.inf]
+        assert mesh.reports
+        assert mesh.owns_loss
+        assert not mesh.sent_bytes

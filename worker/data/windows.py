@@ -1,0 +1,85 @@
+"""A run of tokens cut into windows, in an order that depends on (seed, epoch) alone.
+
+An epoch is a permutation of the training windows. So any rank of any world size finds its sequences from the position, and
+that one number resumes the stream exactly.
+
+Shape suffixes: B sequences, T tokens.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from worker.data.source import Batch
+
+
+class Tokens(Protocol):
+    """A run of tokens that need not be in memory."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The tokens of a range, int64 (stop - start,)."""
+
+
+@dataclass
+class TokenWindows:
+    """A `Source` of windows of `sequence_length` tokens, each with the token that follows every one of its own."""
+
+    train: Tokens = field(repr=False)
+    evaluation: Tokens = field(repr=False)
+    sequence_length: int
+    seed: int
+    facts: dict[str, float]
+    _permutations: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_train_windows(self) -> int:
+        """Windows of an epoch."""
+        return num_windows(self.train, self.sequence_length)
+
+    @property
+    def num_evaluation_windows(self) -> int:
+        """Windows that there are for evaluation."""
+        return num_windows(self.evaluation, self.sequence_length)
+
+    def train_batch(self, position: int, batch_size: int) -> Batch:
+        """The `batch_size` sequences that follow `position` in the stream of epochs."""
+        return self._gather(self.train, [self._window_at(position + offset) for offset in range(batch_size)])
+
+    def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
+        """This part's share of the first `num_batches` × `batch_size` windows, spread over the whole text."""
+        wanted = min(batch_size * num_batches, self.num_evaluation_windows)
+        indices = [position * self.num_evaluation_windows // wanted for position in range(wanted)]
+        mine = indices[part::num_parts]
+        rows = max(1, batch_size // num_parts)
+        for start in range(0, len(mine), rows):
+            yield self._gather(self.evaluation, mine[start : start + rows])
+
+    def _window_at(self, position: int) -> int:
+        epoch, offset = divmod(position, self.num_train_windows)
+        if epoch not in self._permutations:
+            generator = torch.Generator().manual_seed(_epoch_seed(self.seed, epoch))
+            # A batch spans two epochs at most.
+            self._permutations = {key: value for key, value in self._permutations.items() if key >= epoch - 1}
+            self._permutations[epoch] = torch.randperm(self.num_train_windows, generator=generator)
+        return int(self._permutations[epoch][offset])
+
+    def _gather(self, tokens: Tokens, windows: list[int]) -> Batch:
+        starts = [window * self.sequence_length for window in windows]
+        rows = torch.stack([tokens.read(start, start + self.sequence_length + 1) for start in starts])
+        return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+
+
+def num_windows(tokens: Tokens, sequence_length: int) -> int:
+    """Whole windows in a run of tokens; the last one needs a token that follows."""
+    return max(0, len(tokens) - 1) // sequence_length
+
+
+def _epoch_seed(seed: int, epoch: int) -> int:
+    digest = hashlib.sha256(f"epoch {seed} {epoch}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

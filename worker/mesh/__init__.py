@@ -1,0 +1,7 @@
+"""The ranks that train one model together: named axes, their collectives, and FP8 codes over an axis."""
+
+from worker.mesh.axis import Axis
+from worker.mesh.codes import average_codes
+from worker.mesh.mesh import Mesh
+
+__all__ = ["Axis", "Mesh", "average_codes"]

@@ -1,0 +1,81 @@
+"""One group of ranks and its collectives. A group of one needs no process group: every collective is the identity.
+
+Codes travel as bytes: gloo refuses float8. What a collective sends is counted where it is called, and nowhere else.
+
+Shape suffixes: R ranks of the axis, S elements of one rank's share.
+"""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Axis:
+    """The ranks on one axis of a mesh, seen from one of them. `rank` is the place among them, from 0 on."""
+
+    def __init__(self, name: str, size: int, rank: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """group: of the ranks of this axis; None for the whole world, or where there is one rank."""
+        self.name, self.size, self.rank, self.device = name, size, rank, device
+        self.sent_bytes: Counter[tuple[str, str]] = Counter()
+        """Bytes of tensors that this rank sent, by collective and by the dtype that they mean."""
+        self._group = group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first on the axis."""
+        return self.rank == 0
+
+    def sum(self, *numbers: float) -> list[float]:
+        """Each number summed over the ranks, in float64."""
+        if self.size == 1:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self._group)
+        return [float(number) for number in total]
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by its sum over the ranks, in the order that the backend chooses."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._group)
+            # Each rank sends all shares but one twice: to where they are summed, and the sums to the others.
+            self._count("sum", tensor.dtype, 2 * tensor.nbytes * (self.size - 1) // self.size)
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by its maximum over the ranks. NaN counts as infinity, which wins on every rank alike."""
+        tensor.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+            self._count("max", tensor.dtype, 2 * tensor.nbytes * (self.size - 1) // self.size)
+        return tensor
+
+    def exchange(self, parts_RS: Tensor) -> Tensor:
+        """Send row r to rank r. Returns what the ranks have sent here, by rank, in the same shape and dtype."""
+        if self.size == 1:
+            return parts_RS
+        received_RS = torch.empty_like(parts_RS)
+        dist.all_to_all_single(received_RS.view(torch.uint8), parts_RS.view(torch.uint8), group=self._group)
+        self._count("exchange", parts_RS.dtype, parts_RS.nbytes * (self.size - 1) // self.size)
+        return received_RS
+
+    def gather(self, own_S: Tensor) -> Tensor:
+        """The shares of all ranks, by rank: (R, S)."""
+        if self.size == 1:
+            return own_S.unsqueeze(0)
+        gathered_RS = own_S.new_empty((self.size, *own_S.shape))
+        dist.all_gather(list(gathered_RS.view(torch.uint8)), own_S.contiguous().view(torch.uint8), group=self._group)
+        self._count("gather", own_S.dtype, own_S.nbytes * (self.size - 1))
+        return gathered_RS
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by the first rank's, bit for bit."""
+        if self.size > 1:
+            first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+            dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=first, group=self._group)
+            self._count("broadcast", tensor.dtype, tensor.nbytes if self.is_first else 0)
+        return tensor
+
+    def _count(self, collective: str, dtype: torch.dtype, num_bytes: int) -> None:
+        self.sent_bytes[collective, str(dtype).removeprefix("torch.")] += num_bytes

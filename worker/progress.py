@@ -1,0 +1,66 @@
+"""Where a run is, and whether its loss still makes sense. All of it is in the checkpoint."""
+
+import math
+from dataclasses import dataclass, field
+
+from worker.errors import Diverged, NonFiniteLoss
+
+MAX_NON_FINITE_STEPS = 10
+DIVERGED_FACTOR = 2.0
+"""A step whose loss exceeds the first one's by this factor is diverging: the model is far worse than its initial values."""
+WARN_AFTER_STEPS = 10
+STOP_AFTER_STEPS = 100
+_MIN_LOSSES_KEPT = 10
+
+
+@dataclass
+class Progress:
+    """Counters of a run. Losses are means over the global batch, in nats."""
+
+    step: int = 0
+    position: int = 0
+    train_time_s: float = 0.0
+    num_non_finite: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    converted_memory_bytes: dict[str, int] = field(default_factory=dict)
+    first_loss: float | None = None
+    num_diverging: int = 0
+
+    def note_loss(self, loss: float, num_steps: int) -> str | None:
+        """Take the loss of a step of a run of `num_steps`. Returns a warning where one is due.
+
+        Raises NonFiniteLoss after 10 steps in a row without a finite loss, Diverged after 100 of a loss far above the first.
+        """
+        if not math.isfinite(loss):
+            self.num_non_finite += 1
+            if self.num_non_finite >= MAX_NON_FINITE_STEPS:
+                raise NonFiniteLoss(
+                    f"the loss was not finite for {MAX_NON_FINITE_STEPS} steps in a row, up to step {self.step}. "
+                    "Lower training.optimizer.learning_rate or lengthen training.schedule.warmup_steps."
+                )
+            return None
+        self.num_non_finite = 0
+        self.recent_losses.append(loss)
+        del self.recent_losses[: -max(_MIN_LOSSES_KEPT, num_steps // 10)]
+        if self.first_loss is None:
+            self.first_loss = loss
+        self.num_diverging = self.num_diverging + 1 if self._is_diverging(loss) else 0
+        if self.num_diverging >= STOP_AFTER_STEPS:
+            raise Diverged(self._explain(loss))
+        return self._explain(loss) if self.num_diverging == WARN_AFTER_STEPS else None
+
+    def check_end(self, evaluation_loss: float) -> None:
+        """Raise Diverged where a run that took all its steps has not trained anything."""
+        if self._is_diverging(evaluation_loss):
+            raise Diverged(self._explain(evaluation_loss))
+
+    def _is_diverging(self, loss: float) -> bool:
+        return self.first_loss is not None and not loss <= DIVERGED_FACTOR * self.first_loss
+
+    def _explain(self, loss: float) -> str:
+        return (
+            f"the loss is {loss:.4g} at step {self.step}, more than {DIVERGED_FACTOR:g} times that of the first step, "
+            f"{self.first_loss:.4g}. Lower training.optimizer.learning_rate, lengthen training.schedule.warmup_steps or set "
+            "training.gradient_clip."
+        )
