@@ -3,7 +3,8 @@
 `precision_from_accelerate` takes an `fp8_config` block, or a whole `config.yaml`, with every key and spelling that
 Accelerate's YAML, command line, environment and keyword arguments use, or DeepSpeed's `msamp` section, and returns the
 `PrecisionSpec` that trains the same way. As in Accelerate, keys of another backend than the chosen one are checked and
-then ignored. Unknown keys are errors.
+then ignored. Unknown keys are errors. Settings that Octet does not apply (sharding, compilation, engines) are named in
+`PrecisionSpec.not_applied`.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,6 +41,18 @@ ALIASES = {
 }
 BACKENDS = {"ao": "ao", "torchao": "ao", "te": "te", "transformer_engine": "te", "msamp": "msamp", "ms_amp": "msamp"}
 LEVEL_OF_MIXED_PRECISION = {"no": "fp32", "fp16": "fp16-amp", "bf16": "bf16-amp"}
+NOT_APPLIED = {
+    "distributed_type": "jobs train data parallel",
+    "num_processes": "resources.workers decides",
+    "fsdp_config": "weights are not sharded",
+    "deepspeed_config": "DeepSpeed is not used; set batch sizes in training",
+    "megatron_lm_config": "Megatron-LM is not used",
+    "parallelism_config": "jobs train data parallel",
+    "dynamo_config": "jobs are not compiled",
+    "ipex_config": "IPEX is not used",
+    "downcast_bf16": "TPUs are not used",
+}
+"""Keys of a whole configuration that would change how a job trains, and why they do not."""
 TOP_LEVEL_KEYS = frozenset(
     {
         *("command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type"),
@@ -65,26 +78,48 @@ def precision_from_accelerate(document: Mapping[str, Any]) -> PrecisionSpec:
         if key not in TOP_LEVEL_KEYS:
             raise ValueError(_unknown(key, "an Accelerate configuration", TOP_LEVEL_KEYS))
     mode = str(document.get("mixed_precision", "fp8")).lower()
+    not_applied = _not_applied(document)
     if mode == "fp8":
-        return _from_fp8_config(document.get("fp8_config") or {})
+        return _from_fp8_config(document.get("fp8_config") or {}, not_applied)
     if mode not in LEVEL_OF_MIXED_PRECISION:
         raise ValueError(_not_one_of("mixed_precision", mode, (*LEVEL_OF_MIXED_PRECISION, "fp8")))
-    return PrecisionSpec.model_validate({"level": LEVEL_OF_MIXED_PRECISION[mode]})
+    return PrecisionSpec.model_validate({"level": LEVEL_OF_MIXED_PRECISION[mode], "not_applied": not_applied})
 
 
-def _from_fp8_config(block: Mapping[str, Any]) -> PrecisionSpec:
-    options = _in_one_spelling(block)
+def _not_applied(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a whole configuration asks for beyond the precision that would change how a job trains, a line for each setting."""
+    found = []
+    for key, why in NOT_APPLIED.items():
+        asked = document.get(key)
+        if isinstance(asked, Mapping):
+            names = [name for name, value in asked.items() if not _says_nothing(value)]
+            found += [f"{key}: {', '.join(names)}: {why}"] if names else []
+        elif not _says_nothing(asked):
+            found.append(f"{key} {asked}: {why}")
+    return tuple(found)
+
+
+def _says_nothing(value: Any) -> bool:
+    return not value or str(value).upper() in {"NO", "NONE", "FALSE", "1", "MULTI_GPU", "MULTI_CPU"}
+
+
+def _from_fp8_config(block: Mapping[str, Any], not_applied: tuple[str, ...] = ()) -> PrecisionSpec:
+    precision, more = _precision_of(_in_one_spelling(block))
+    return precision.model_copy(update={"not_applied": (*not_applied, *more)})
+
+
+def _precision_of(options: Mapping[str, Any]) -> tuple[PrecisionSpec, tuple[str, ...]]:
+    """The precision that the options of one backend mean, and those that are not applied."""
     match _backend(options):
         case "te":
-            return PrecisionSpec(level="te", recipe=_te_recipe(options))
+            return PrecisionSpec(level="te", recipe=_te_recipe(options)), ()
         case "msamp":
-            return _msamp(options)
+            return _msamp(options), ()
         case _:
-            torchao = TorchaoSpec(
-                pad_inner_dim=_boolean(options, "pad_inner_dim", True),
-                fsdp_float8_all_gather=_boolean(options, "enable_fsdp_float8_all_gather", True),
-            )
-            return PrecisionSpec(level="ao", torchao=torchao, skip_first_layers=1, skip_last_layers=1)
+            torchao = TorchaoSpec(pad_inner_dim=_boolean(options, "pad_inner_dim", True))
+            precision = PrecisionSpec(level="ao", torchao=torchao, skip_first_layers=1, skip_last_layers=1)
+            gathers = _boolean(options, "enable_fsdp_float8_all_gather", False)
+            return precision, ("enable_fsdp_float8_all_gather: weights are not sharded",) if gathers else ()
 
 
 def _in_one_spelling(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from api_schemas.accelerate import is_accelerate, precision_from_accelerate
 from api_schemas.base import Contract, Timestamp, refusal
-from api_schemas.data import DataSpec
+from api_schemas.data import DataSpec, Unfit
 from api_schemas.layout import BatchDivision, Layout
 from api_schemas.models import ModelSizes, ModelSpec
 from api_schemas.precision import PrecisionSpec
@@ -64,6 +64,17 @@ class JobSpec(Contract):
         num_data_ranks, training = self.layout.data, self.training
         micro_batch_size = training.micro_batch_size or training.global_batch_size // num_data_ranks
         return BatchDivision(training.global_batch_size, micro_batch_size, num_data_ranks)
+
+    def without_effect(self) -> Unfit | None:
+        """An option that this version accepts in a library call and would ignore in a job; stored jobs may have it."""
+        torchao = self.precision.torchao
+        if torchao is None or not torchao.fsdp_float8_all_gather:
+            return None
+        field, allowed = (
+            "precision.torchao.fsdp_float8_all_gather",
+            "false: weights of jobs are not sharded, nothing is gathered",
+        )
+        return Unfit(field, True, allowed, "Remove it.")
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

@@ -35,7 +35,10 @@ class TorchaoSpec(Contract):
     """Options of torchao's Float8Linear beyond the recipe."""
 
     pad_inner_dim: bool = Field(default=False, description="pad inner dimensions to a multiple of 16 with zeros")
-    fsdp_float8_all_gather: bool = Field(default=False, description="gather sharded weights in FP8, under FSDP2")
+    fsdp_float8_all_gather: bool = Field(
+        default=False,
+        description="gather sharded weights in FP8 under FSDP2; in a loop of your own only, since jobs do not shard weights",
+    )
 
 
 class PrecisionSpec(Contract):
@@ -60,6 +63,11 @@ class PrecisionSpec(Contract):
     )
     demotion: DemotionSpec | None = None
     torchao: TorchaoSpec | None = None
+    not_applied: tuple[str, ...] = Field(
+        default=(),
+        max_length=64,
+        description="settings of an Accelerate configuration that have no effect here; filled in where one is read",
+    )
 
     @property
     def storage(self) -> Level:

@@ -57,6 +57,8 @@ def resolve(spec: JobSpec, env: RankEnv) -> TrainConfig:
             f"the world must have as many ranks as the spec has workers; got {env.world_size} ranks and "
             f"resources.workers {layout.num_ranks}. Start that many ranks or change resources.workers."
         )
+    if unfit := spec.without_effect():
+        raise unfit
     training = spec.training
     return TrainConfig(
         precision=spec.precision,

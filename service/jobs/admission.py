@@ -19,6 +19,8 @@ NEVER_READ = (Path("/proc"), Path("/sys"), Path("/dev"))
 def check(spec: JobSpec, settings: Settings) -> None:
     """Raise InvalidRequest for a job that could not run here."""
     _check_pool(spec, settings)
+    if unfit := spec.without_effect():
+        _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     path = _readable_path(spec.data, settings)
     try:
         spec.data.check(path, Needs(spec.training.sequence_length, spec.model.sizes.vocab_size))

@@ -103,11 +103,40 @@ def test_ms_amp_by_name_and_deepspeeds_section() -> None:
 
 def test_options_of_torchao() -> None:
     skipping = {"skip_first_layers": 1, "skip_last_layers": 1}
-    default = PrecisionSpec(level="ao", torchao=TorchaoSpec(pad_inner_dim=True, fsdp_float8_all_gather=True), **skipping)
+    default = PrecisionSpec(level="ao", torchao=TorchaoSpec(pad_inner_dim=True), **skipping)
     assert precision_from_accelerate({}) == default
     assert precision_from_accelerate({"backend": "AO"}) == default
     options = {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": "false"}
     assert precision_from_accelerate(options) == PrecisionSpec(level="ao", torchao=TorchaoSpec(), **skipping)
+
+
+def test_what_has_no_effect_is_named_in_the_answer() -> None:
+    sharded = WHOLE_CONFIG | {
+        "distributed_type": "FSDP",
+        "num_processes": 8,
+        "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False},
+        "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+        "deepspeed_config": {"gradient_accumulation_steps": 4, "zero_stage": 0},
+    }
+    assert precision_from_accelerate(WHOLE_CONFIG).not_applied == ()
+    assert precision_from_accelerate(sharded) == precision_from_accelerate(WHOLE_CONFIG).model_copy(
+        update={
+            "not_applied": (
+                "distributed_type FSDP: jobs train data parallel",
+                "num_processes 8: resources.workers decides",
+                "fsdp_config: fsdp_version: weights are not sharded",
+                "deepspeed_config: gradient_accumulation_steps: DeepSpeed is not used; set batch sizes in training",
+                "dynamo_config: dynamo_backend: jobs are not compiled",
+            )
+        }
+    )
+    gathering = precision_from_accelerate({"backend": "AO", "enable_fsdp_float8_all_gather": True})
+    assert gathering.not_applied == ("enable_fsdp_float8_all_gather: weights are not sharded",)
+
+
+def test_a_configuration_that_switches_compilation_off_asks_for_nothing() -> None:
+    config = WHOLE_CONFIG | {"dynamo_config": {"dynamo_backend": "no"}, "fsdp_config": {}, "downcast_bf16": "no"}
+    assert precision_from_accelerate(config).not_applied == ()
 
 
 def test_keys_of_other_backends_are_ignored_as_accelerate_does() -> None:

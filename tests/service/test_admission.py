@@ -159,6 +159,15 @@ def test_a_very_large_folder_is_not_walked_to_its_end(
     assert violation(root, spec_document, data={"path": str(root)}) is None
 
 
+def test_an_option_that_would_have_no_effect_is_refused(root: Path, spec_document: Document) -> None:
+    write(root, {"a.txt": 4000})
+    data = {"path": str(root / "a.txt")}
+    found = violation(root, spec_document, data=data, precision={"level": "ao", "torchao": {"fsdp_float8_all_gather": True}})
+    assert found is not None
+    assert found.field == "precision.torchao.fsdp_float8_all_gather"
+    assert violation(root, spec_document, data=data, precision={"level": "ao", "torchao": {"pad_inner_dim": True}}) is None
+
+
 def test_pools_and_workers(root: Path, spec_document: Document) -> None:
     found = violation(root, spec_document, resources={"pool": "cpuu"})
     assert found is not None
