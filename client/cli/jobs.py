@@ -7,7 +7,7 @@ from rich.text import Text
 
 from api_schemas import JobState
 from client.api import Client
-from client.cli_options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, JobFile, JobId, Settings, Url, connect
+from client.cli.options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, JobFile, JobId, Settings, Url, connect
 from client.job_file import apply_settings, check_spec, load_job_file
 from client.render import job_details
 from client.terminal import Terminal

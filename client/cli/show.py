@@ -7,7 +7,7 @@ from rich.text import Text
 
 from api_schemas import JobState, MetricPoint
 from client import render
-from client.cli_options import DEFAULT_URL, AsJson, JobId, Url, connect
+from client.cli.options import DEFAULT_URL, AsJson, JobId, Url, connect
 from client.terminal import Terminal
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]

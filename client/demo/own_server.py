@@ -1,6 +1,6 @@
-"""A server for as long as the demo lasts: `octet serve` in a process group of its own, which never outlives us.
+"""A server for as long as the demo lasts: `octet serve` in a process group of its own, stopped with all that it started.
 
-Nor does its Ray, which by design outlives a server that is killed.
+Ray by design outlives a server that is killed, so it is stopped too.
 """
 
 import contextlib

@@ -1,0 +1,50 @@
+"""The demo's job: what is trained, on which text, for how long, and from how many steps on it is judged."""
+
+import sysconfig
+
+from api_schemas import JobSpec
+from client.job_file import check_spec
+
+_NOT_ALWAYS_INSTALLED = ("test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "macholib", "ensurepip", "distutils")
+_NOT_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
+
+JUDGED_FROM_STEPS = 200
+
+
+def is_long_enough_to_judge(spec: JobSpec) -> bool:
+    """Whether a model that trains for so many steps should have learned."""
+    return spec.training.steps >= JUDGED_FROM_STEPS
+
+
+def demo_spec(level: str, steps: int, comparison: str) -> JobSpec:
+    """Gpt-tiny (0.86 M parameters) on the standard library, 2048 bytes a step.
+
+    Measured at fp32 on one core: 300 steps take 41 s and reach an evaluation loss of 69 % of the unigram entropy, 400
+    steps 57 s and 66 %. As many bytes in 200 steps of 16 × 256 reach 74 %; learning rates 2e-3 and 4e-3 reach 67 %.
+    """
+    document = {
+        "name": f"demo-{level}",
+        "model": {"family": "gpt", "preset": "gpt-tiny"},
+        "precision": {"level": level},
+        "data": {
+            "source": "text",
+            "path": sysconfig.get_path("stdlib"),
+            "include": ["**/*.py"],
+            "exclude": [f"**/{folder}/**" for folder in _NOT_THE_LIBRARY + _NOT_ALWAYS_INSTALLED] + ["_sysconfigdata*"],
+        },
+        "training": {
+            "steps": steps,
+            "global_batch_size": 16,
+            "sequence_length": 128,
+            "optimizer": {"name": "adamw", "learning_rate": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+            "schedule": {"name": "cosine", "warmup_steps": min(20, steps // 10)},
+            "gradient_clip": 1.0,
+            "eval_every": 100,
+            "checkpoint_every": 100,
+            "seed": 0,
+        },
+        "resources": {"pool": "cpu", "workers": 1},
+        "retry": {"max_failures": 1},
+        "labels": {"comparison": comparison},
+    }
+    return check_spec(document, f"the demo's job at level {level}")
