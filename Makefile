@@ -17,7 +17,7 @@ OTHER_TRITON := build/triton-3.6.0
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone, from TORCH_INDEX_URL if that is set. On Linux, PyPI's torch is
-# the CUDA build: with it .venv takes 5.7 GB, with a CPU build CPU_SIZE. To change the build: make clean.
+# the CUDA build: with it .venv takes 5.7 GB, with a CPU build 1.3 GB. To change the build: make clean.
 $(RUNTIME): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Octet needs Python 3.11 or later, got {sys.version.split()[0]}; set PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

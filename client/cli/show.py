@@ -109,7 +109,7 @@ def pools(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 
 
 def _spread(points: list[MetricPoint], count: int) -> list[MetricPoint]:
-    """`count` points, evenly spread, the first and the last among them, and all that were evaluated."""
+    """Choose `count` evenly spread points, the first and the last among them, and all points with an evaluation."""
     last = len(points) - 1
     if last < count:
         return points
