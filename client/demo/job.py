@@ -24,7 +24,7 @@ def is_long_enough_to_judge(spec: JobSpec) -> bool:
 def demo_spec(level: str, steps: int, comparison: str) -> JobSpec:
     """Return a job of gpt-tiny (0.86 M parameters) on the standard library's source, 2048 bytes a step.
 
-    Measured at fp32, the evaluation loss after 300 steps as a share of the unigram entropy: 69 % on the library of Debian's Python
+    Measured at fp32, evaluation loss after 300 steps as a share of the unigram entropy: 69 % on the library of Debian's Python
     3.11.2, 72 % on that of 3.11.7 and 69 % on that of 3.12.1, both built from source. 300 steps take 41 s on one quiet core.
     """
     document = {

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +131,7 @@ def test_what_ends_the_demo_ends_its_jobs(own_app: OctetApp, error: Any, status:
             raise KeyboardInterrupt
         signal.raise_signal(error)
 
-    monkeypatch.setattr("client.watch.time.sleep", interrupt)
+    monkeypatch.setattr("client.watch.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     before = signal.getsignal(signal.SIGTERM)
     shown = CliRunner().invoke(build_app(), ["demo", "--url", own_app.url])
     assert shown.exit_code == status
