@@ -1,37 +1,48 @@
 # Every developer verb. CI calls these and nothing else; each works on a machine that has only Python 3.11+ and make.
 PYTHON ?= python3
-# Whatever understands docker-compose.yml.
+# The program that understands docker-compose.yml.
 COMPOSE ?= docker compose
-VENV   := .venv
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
-# What torch 2.11 on the GPU machines has: kernels are compiled by it too. In a folder, since torch here needs the one pinned.
+# An index that has PyTorch's CPU wheels, such as https://download.pytorch.org/whl/cpu. Only torch itself is taken from it.
+TORCH_INDEX_URL ?=
+VENV    := .venv
+BIN     := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
+STAMP   := $(VENV)/.installed
+PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The Triton that torch 2.11 on the GPU machines has: kernels are compiled by it too. It has a folder of its own, because torch in
+# .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
 
 .PHONY: install demo test prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy bench-predicted-memory compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
-# torch comes first and pinned: an unpinned torch, or one pulled in by a dependency, brings gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt
+# What `octet serve` and `octet demo` run. torch comes first and alone, from TORCH_INDEX_URL if that is set. On Linux, PyPI's torch is
+# the CUDA build: with it .venv takes 5.7 GB, with a CPU build 1.3 GB. To change the build: make clean.
+$(RUNTIME): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Octet needs Python 3.11 or later, got {sys.version.split()[0]}; set PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[client,service,worker,dev]'
+	$(PIP) --no-deps $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --constraint constraints.txt --editable '.[client,service,worker]'
+	touch $@
+
+# The tools of lint, types and test as well, and torchao, which level `ao` needs.
+$(STAMP): $(RUNTIME)
+	$(PIP) --constraint constraints.txt --editable '.[client,service,worker,ao,dev]'
 	touch $@
 
 install: $(STAMP)
 
-demo: install
+demo: $(RUNTIME)
 	$(BIN)/octet demo
 
 test: install prometheus $(OTHER_TRITON)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 $(OTHER_TRITON): | install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$(patsubst build/triton-%,%,$@)
+	$(PIP) --no-deps --target $@.part triton==$(patsubst build/triton-%,%,$@)
 	mv $@.part $@
 
-# The tests of metrics ask a real Prometheus. Where it cannot be installed they are skipped, or fail under CI=true.
+# The tests of metrics ask a real Prometheus. They are skipped where it cannot be installed; under CI=true they fail there.
 prometheus:
 	@command -v promtool >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
 	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends prometheus; } \
@@ -55,18 +66,18 @@ fmt: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Write the frozen surfaces anew: JSON schemas, the OpenAPI document, alerts for Kubernetes. Review the diff.
+# Rewrite the frozen surfaces: JSON schemas, the OpenAPI document, alerts for Kubernetes. Review the diff.
 snapshots: install
 	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py tests/deploy/test_kubernetes.py
 
 bench: install
 	$(BIN)/python -m benchmarks.cpu_step
 
-# On a machine with a GPU, by the Python that has its torch: docs/benchmarks.md. Each ends within eight minutes.
+# On a machine with a GPU, run by the Python that has its torch: docs/benchmarks.md. Each ends within eight minutes.
 GPU_PYTHON ?= python3
 OUT        ?= benchmarks/results
 
-# What only a chip can show, and the kernels against their twins on it. Most of the time goes into compiling, hence the processes.
+# The tests that need a GPU, the kernels against their twins among them. Compilation takes most of the time, hence the processes.
 test-gpu:
 	$(GPU_PYTHON) -m pytest -n 8 -p no:cacheprovider tests/worker/kernels/cuda tests/worker/fp8/test_linear_on_device.py tests/benchmarks/test_gpu_benchmarks.py
 

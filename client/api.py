@@ -4,9 +4,10 @@
         job = octet.submit({"name": "first", "model": {"preset": "gpt-tiny"}, ...})
         job = octet.wait(job.id, on_progress=lambda job: print(job.state, job.progress))
 
-Any call may be repeated without harm (a submission carries an Idempotency-Key), so each is: after a lost connection
-or a 5xx it is sent again for `patience_s`. What follows a job (`wait`, `follow=True`) outlives a server that is away
-for `reconnect_s`, which covers its restart.
+Every call is safe to repeat (a submission carries an Idempotency-Key), so the client repeats it for `patience_s` after a lost
+connection or a 5xx. `wait` and `follow=True` endure a server that is away for `reconnect_s`, long enough for a restart.
+
+A call raises ApiError if the server refuses it, ConnectionFailed if no server answers, and UnexpectedAnswer if another does.
 """
 
 import itertools
@@ -22,7 +23,7 @@ import httpx
 
 from api_schemas import Attempt, Checkpoint, Contract, Event, Job, JobSpec, LogLine, MetricPoint, Page, Pool, ValidatedJob
 from api_schemas.levels import Level
-from client.connection import WORTH_ANOTHER_TRY, Connection, delays_s, read, read_message
+from client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
 from client.errors import WaitTimeout
 
 Item = TypeVar("Item")
@@ -33,7 +34,7 @@ MOST_RECORDS_PER_PAGE = 1000
 
 
 class Client:
-    """One server. Not to be shared between threads."""
+    """A client of one server. Threads must not share it."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Client:
         self._connection.close()
 
     def is_ready(self) -> bool:
-        """Whether a server answers that takes jobs and has somebody to run them. Asks once."""
+        """Ask once whether the server takes jobs and has a dispatcher that runs them."""
         return self._connection.answers("/readyz")
 
     def submit(self, spec: JobSpec | Mapping[str, Any], idempotency_key: str | None = None) -> Job:
@@ -73,10 +74,11 @@ class Client:
         return read(Job, self._post("/v1/jobs", _document(spec), headers))
 
     def validate(self, spec: JobSpec | Mapping[str, Any]) -> ValidatedJob:
-        """Have a spec checked by the server's rules without submitting it; returns what it would run as."""
+        """Check a spec by the server's rules without submitting it; return the job that it would be."""
         return read(ValidatedJob, self._post("/v1/jobs/validate", _document(spec)))
 
     def job(self, job_id: str) -> Job:
+        """Return a job as it is now."""
         return self._job(job_id, self._patience_s)
 
     def jobs(
@@ -88,40 +90,44 @@ class Client:
         name: str | None = None,
         limit: int | None = None,
     ) -> Iterator[Job]:
-        """Jobs, newest first; `label` is key:value. All of them where `limit` is None."""
+        """Iterate over jobs, newest first; `label` is key:value. `limit` None means all."""
         wanted = {"state": state, "pool": pool, "label": label, "name": name}
         params = {key: value for key, value in wanted.items() if value is not None}
         params["limit"] = str(min(limit or MOST_JOBS_PER_PAGE, MOST_JOBS_PER_PAGE))
         return itertools.islice(self._items("/v1/jobs", Page[Job], params), limit)
 
     def cancel(self, job_id: str) -> Job:
-        """Ask for the end of a job. One that waits is cancelled at once, one that runs shortly after."""
+        """Cancel a job: at once if it waits, soon if it runs."""
         return read(Job, self._post(f"{_path(job_id)}/cancel"))
 
     def attempts(self, job_id: str) -> Iterator[Attempt]:
+        """Iterate over the job's attempts, in order."""
         return self._records(job_id, "attempts", Page[Attempt])
 
     def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
+        """Iterate over the job's checkpoints, in order."""
         return self._records(job_id, "checkpoints", Page[Checkpoint])
 
     def metrics(self, job_id: str, *, after: int = 0) -> Iterator[MetricPoint]:
-        """The job's curve: the steps later than `after`, in order."""
+        """Iterate over the job's curve: the steps later than `after`, in order."""
         return self._records(job_id, "metrics", Page[MetricPoint], after)
 
     def levels(self) -> Iterator[Level]:
+        """Iterate over the precision levels and what each stores in what."""
         return self._items("/v1/levels", Page[Level])
 
     def pools(self) -> Iterator[Pool]:
+        """Iterate over the pools, with their slots and queues."""
         return self._items("/v1/pools", Page[Pool])
 
     def events(self, job_id: str, *, follow: bool = False, after: int = 0) -> Iterator[Event]:
-        """What happened, in order, later than event number `after`. With `follow` it ends once the job is over."""
+        """Iterate over what happened later than event number `after`, in order; with `follow`, until the job is over."""
         if follow:
             return self._follow(job_id, "events", Event, after)
         return self._records(job_id, "events", Page[Event], after)
 
     def logs(self, job_id: str, *, follow: bool = False, rank: int | None = None) -> Iterator[LogLine]:
-        """Lines of all ranks, or of one, in order. With `follow` it ends once the job is over."""
+        """Iterate over log lines of all ranks, or of one, in order; with `follow`, until the job is over."""
         lines = self._follow(job_id, "logs", LogLine, after=0) if follow else self._records(job_id, "logs", Page[LogLine])
         return (line for line in lines if rank is None or line.rank == rank)
 
@@ -133,7 +139,7 @@ class Client:
         *,
         poll_s: float = 0.5,
     ) -> Job:
-        """Return the job once it is over; `on_progress` sees it each time it has changed. Raises WaitTimeout."""
+        """Return the job once it is over; call `on_progress` each time it has changed. Raises WaitTimeout after `timeout_s`."""
         started = time.monotonic()
         seen: Job | None = None
         while True:
@@ -168,7 +174,7 @@ class Client:
             query["after"] = page.last_id
 
     def _follow(self, job_id: str, part: str, item_type: type[Shown], after: int) -> Iterator[Shown]:
-        """Items as they come. The server ends the stream when the job is over and all was sent, or when it stops."""
+        """Yield items as they come. The server ends the stream when an ended job has nothing more, or when it stops."""
         last_id, was_over = str(after) if after else "", False
         delays = delays_s(self._patience_s)
         while True:
@@ -176,12 +182,12 @@ class Client:
                 for message in self._connection.stream(f"{_path(job_id)}/{part}", last_id):
                     yield read_message(item_type, message)
                     last_id, delays = message.id, delays_s(self._reconnect_s)
-            except WORTH_ANOTHER_TRY as error:
+            except TRIED_AGAIN as error:
                 self._connection.pause(delays, error)
                 continue
             if was_over:
                 return
-            # Only a stream that was opened after the end of the job is known to have had everything.
+            # Only a stream that was opened after the end of the job is certain to be complete.
             was_over = self._job(job_id, self._reconnect_s).state.is_terminal
             if not was_over:
                 time.sleep(random.uniform(0.1, 0.3))

@@ -1,4 +1,4 @@
-"""The way to one server: requests that are sent again, event streams that are resumed, answers that are checked."""
+"""The connection to one server: it repeats requests, reads event streams and checks answers."""
 
 import ipaddress
 import json
@@ -17,12 +17,12 @@ from client.sse import ServerSentEvent, parse_sse
 
 Shown = TypeVar("Shown", bound=Contract)
 
-WORTH_ANOTHER_TRY = (httpx.TransportError, httpx.HTTPStatusError)  # of the statuses, 5xx alone
+TRIED_AGAIN = (httpx.TransportError, httpx.HTTPStatusError)  # HTTPStatusError is raised for 5xx only
 LONGEST_SILENCE_S = 60.0  # a live event stream is never silent for longer: the server sends keep-alive comments
 
 
 class Connection:
-    """httpx with our rules: a 4xx raises ApiError at once; a lost connection and a 5xx are worth another try."""
+    """An httpx client with our rules: a 4xx raises ApiError at once; a lost connection or a 5xx is tried again."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None) -> None:
         self.url = url.rstrip("/")
@@ -39,7 +39,7 @@ class Connection:
         self._http.close()
 
     def answers(self, path: str) -> bool:
-        """Whether a GET is answered 200, now."""
+        """Ask once whether a GET is answered 200."""
         try:
             return self._http.get(path).status_code == httpx.codes.OK
         except httpx.TransportError:
@@ -55,16 +55,16 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         patience_s: float,
     ) -> httpx.Response:
-        """Send until answered, for `patience_s`. Raises ApiError, UnexpectedAnswer or ConnectionFailed."""
+        """Send until answered, for at most `patience_s`. Raises ApiError, UnexpectedAnswer or ConnectionFailed."""
         delays = delays_s(patience_s)
         while True:
             try:
                 return _checked(self._http.request(method, path, params=params, json=document, headers=headers))
-            except WORTH_ANOTHER_TRY as error:
+            except TRIED_AGAIN as error:
                 self.pause(delays, error)
 
     def stream(self, path: str, last_id: str) -> Iterator[ServerSentEvent]:
-        """The events after `last_id` until the server or the network ends the stream; the latter raises."""
+        """Yield the events after `last_id` until the server ends the stream. A lost connection raises."""
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last_id} if last_id else {})
         timeout = httpx.Timeout(self._timeout_s, read=LONGEST_SILENCE_S)
         with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
@@ -73,7 +73,7 @@ class Connection:
             yield from parse_sse(_checked(response).iter_bytes())
 
     def pause(self, delays: Iterator[float], error: Exception) -> None:
-        """Sleep before the next try, or raise what `error` means where there is none."""
+        """Sleep before the next try, or raise the error if no try is left."""
         delay_s = next(delays, None)
         if delay_s is not None:
             time.sleep(delay_s)
@@ -84,7 +84,7 @@ class Connection:
 
 
 def delays_s(patience_s: float) -> Iterator[float]:
-    """0.1, 0.2, 0.4, … up to 2 s each, less up to a half by chance; `patience_s` together."""
+    """Yield pauses of 0.1, 0.2, 0.4, … up to 2 s, each shortened at random by up to half; together `patience_s`."""
     longest_s = 0.1
     while patience_s > 1e-3:
         delay_s = min(longest_s * random.uniform(0.5, 1.0), patience_s)
@@ -94,7 +94,7 @@ def delays_s(patience_s: float) -> Iterator[float]:
 
 
 def read(model: type[Shown], response: httpx.Response) -> Shown:
-    """The answer as a contract; fields of a newer server are dropped."""
+    """Read the answer as a contract; fields of a newer server are dropped."""
     try:
         return model.read_stored(response.json())
     except (ValidationError, ValueError, TypeError) as error:
@@ -102,11 +102,11 @@ def read(model: type[Shown], response: httpx.Response) -> Shown:
 
 
 def read_message(model: type[Shown], message: ServerSentEvent) -> Shown:
-    """The data of a server-sent event as a contract."""
+    """Read the data of a server-sent event as a contract."""
     try:
         return model.read_stored(json.loads(message.data))
     except (ValidationError, ValueError, TypeError) as error:
-        raise UnexpectedAnswer(f"the event stream sent what is no {model.__name__}: {message.data[:200]!r}.") from error
+        raise UnexpectedAnswer(f"the event stream sent data that is no {model.__name__}: {message.data[:200]!r}.") from error
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
@@ -126,8 +126,8 @@ def _refusal(response: httpx.Response) -> OctetError:
 def _unexpected(response: httpx.Response) -> UnexpectedAnswer:
     request, start = response.request, response.text[:200]
     return UnexpectedAnswer(
-        f"{request.method} {request.url} answered {response.status_code} with what no Octet server of this version "
-        f"sends: {start!r}. Check that the URL is right and that client and server are of one version."
+        f"{request.method} {request.url} answered {response.status_code} with something that no Octet server of this "
+        f"version sends: {start!r}. Check that the URL is right and that client and server are of one version."
     )
 
 

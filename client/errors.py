@@ -7,7 +7,7 @@ OctetError
 ├── JobFileError        a job file that cannot be read, or a --set that cannot be applied to it
 ├── SpecRefused         a job file that is no valid job; `violations` are those the server would list
 ├── WaitTimeout         the job was still alive when the caller's patience ended; it goes on
-└── ServerFailed   `octet demo` could not start a server of its own
+└── ServerFailed        the server that `octet demo` starts did not start, or ended early
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from api_schemas import Job, Problem, Violation
 
 
 class OctetError(Exception):
-    """Base of all of them: its text is meant for a person."""
+    """Base of all errors of the client; its text is meant for a person."""
 
 
 class ApiError(OctetError):
-    """The server's answer was a problem document."""
+    """The server answered with a problem document."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -65,11 +65,11 @@ class WaitTimeout(OctetError, TimeoutError):
 
 
 class ServerFailed(OctetError):
-    """The text has the end of the server's log and says where the whole of it is."""
+    """The demo's own server failed; the text has the end of its log and the path of the log."""
 
 
 def describe_violation(violation: Violation) -> str:
-    """Field, what was got, what is allowed, what to change; indented to stand under a heading."""
+    """Describe the field, what was got, what is allowed and what to change, indented to stand under a heading."""
     allowed = [] if violation.allowed is None else [f"    allowed: {violation.allowed}"]
     lines = [f"  {violation.field or '(the whole document)'}", f"    got:     {violation.got}", *allowed]
     return "\n".join([*lines, f"    change:  {violation.message}"])

@@ -43,7 +43,7 @@ class _JsonScalars(yaml.SafeLoader):
 
 
 def load_job_file(source: str) -> dict[str, Any]:
-    """The document in a file, or on standard input for `-`. It is not yet known to be a valid job."""
+    """Read the document in a file, or on standard input for `-`. It is not validated. Raises JobFileError."""
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -60,7 +60,7 @@ def load_job_file(source: str) -> dict[str, Any]:
 
 
 def apply_settings(document: dict[str, Any], settings: Sequence[str]) -> None:
-    """Change a document in place by `path.to.field=value`, the value as in a job file: 4, O2, [0.9, 0.95], null."""
+    """Set `path.to.field=value` in a document, the value as in a job file: 4, O2, [0.9, 0.95], null. Raises JobFileError."""
     for setting in settings:
         path, equals, value = setting.partition("=")
         *parents, field = path.split(".")
@@ -78,7 +78,7 @@ def apply_settings(document: dict[str, Any], settings: Sequence[str]) -> None:
 
 
 def check_spec(document: dict[str, Any], source: str) -> JobSpec:
-    """The document as a job, or SpecRefused with the violations that the server would list too."""
+    """Validate the document as a job. Raises SpecRefused with the violations that the server would list too."""
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:

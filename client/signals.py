@@ -1,4 +1,4 @@
-"""What a signal does for a while. Only the main thread may set it."""
+"""Handle signals for the length of a block. Only the main thread may do so."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 @contextlib.contextmanager
 def handled(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
-    """These signals call `handler` inside the block and what they called before after it."""
+    """Call `handler` for these signals inside the block; restore the former handlers after it."""
     former = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -24,7 +24,7 @@ class Terminal:
 
     @property
     def is_live(self) -> bool:
-        """Whether standard output can be redrawn."""
+        """Whether standard output is a terminal that can be redrawn."""
         return self.out.is_terminal and not self.out.is_dumb_terminal
 
     def show(self, what: RenderableType) -> None:
@@ -33,7 +33,7 @@ class Terminal:
             self._wide.print(Segments(_without_trailing_blanks(line)))
 
     def spinner(self, text: str) -> AbstractContextManager[object]:
-        """Something that moves while we wait; on a pipe, one line."""
+        """Show that we wait: a spinner on a terminal, one line on a pipe."""
         if self.is_live:
             return self.out.status(text)
         self.out.print(text)
@@ -43,16 +43,16 @@ class Terminal:
         self._err.print(printable(text), style="red")
 
     def show_json(self, model: BaseModel) -> None:
-        """One document, indented."""
+        """Print one document, indented."""
         self.out.file.write(model.model_dump_json(indent=2) + "\n")
 
     def show_json_array(self, models: Iterable[BaseModel]) -> None:
-        """One document: an array with an element per line."""
+        """Print one document: an array with an element per line."""
         lines = ",\n".join(f"  {model.model_dump_json()}" for model in models)
         self.out.file.write(f"[\n{lines}\n]\n" if lines else "[]\n")
 
     def show_json_line(self, model: BaseModel) -> None:
-        """One document of a stream, sent at once."""
+        """Print one document of a stream and flush it."""
         self.out.file.write(model.model_dump_json() + "\n")
         self.out.file.flush()
 

@@ -1,4 +1,4 @@
-"""Values as people read them. A missing one is a dash."""
+"""Write values as people read them. A missing value is a dash."""
 
 import re
 from datetime import timedelta
@@ -8,7 +8,7 @@ _MISSING = "–"
 
 
 def printable(text: str) -> str:
-    """Control characters written out as \\x1b: what a job logs must not steer the reader's terminal."""
+    """Write control characters out as \\x1b: what a job logs must not steer the reader's terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -21,7 +21,7 @@ def number(value: float | None, spec: str = ".4f") -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """4.5 s, 2:03 or 1:02:03."""
+    """Write a time as 4.5 s, 2:03 or 1:02:03."""
     if seconds is None:
         return _MISSING
     if seconds < 60:
@@ -31,7 +31,7 @@ def duration(seconds: float | None) -> str:
 
 
 def num_bytes(count: int | None) -> str:
-    """Three digits and a decimal prefix."""
+    """Write a size with three digits and a decimal prefix."""
     if count is None:
         return _MISSING
     size, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]

@@ -1,4 +1,4 @@
-"""Progress of one job or several until all are over: redrawn on a terminal, a line now and then elsewhere."""
+"""Show the progress of jobs until all are over: redrawn on a terminal, a line now and then elsewhere."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ PLAIN_PROGRESS_EVERY_S = 5.0
 
 class _Display(AbstractContextManager["_Display"], Protocol):
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
 
     def draw(self, jobs: Sequence[Job]) -> None:
-        """Where the jobs are now."""
+        """Show where the jobs are now."""
 
 
 def watch(
@@ -38,9 +38,9 @@ def watch(
     reconnect_s: float = 60.0,
     check: Callable[[], None] = lambda: None,
 ) -> list[Job]:
-    """Show what happens to the jobs; return them once all are over. A server away for `reconnect_s` is waited for.
+    """Show what happens to the jobs; return them once all are over. Wait up to `reconnect_s` for a server that is away.
 
-    `check` is called at each turn; what it raises ends the watch.
+    `check` is called at each turn; an exception that it raises ends the watch.
     """
     last_seen = dict.fromkeys(job_ids, 0)
     away_since: float | None = None
@@ -76,7 +76,7 @@ def _event_words(job: Job, event: Event) -> str:
 
 
 class _PlainDisplay:
-    """For files and pipes: a line when a job's state or reason to wait changes, and every few seconds of progress."""
+    """The display for files and pipes: a line when a job's state or reason to wait changes, and now and then its progress."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -103,7 +103,7 @@ class _PlainDisplay:
 
 
 class _LiveDisplay:
-    """For terminals: a row per job that is redrawn in place; what happens scrolls away above it."""
+    """The display for terminals: a row per job, redrawn in place; events scroll away above it."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._live = Live(console=terminal.out, refresh_per_second=8)
@@ -123,7 +123,7 @@ class _LiveDisplay:
 
 
 def _rows(jobs: Sequence[Job]) -> Group:
-    """A row per job, then why the queued ones wait. It fits into 80 columns: what is redrawn must not wrap."""
+    """Make a row per job, then a line for each that waits. All fits into 80 columns: redrawn lines must not wrap."""
     numbers = ("STEP", "LOSS", "TOKENS/S", "LEFT")
     grid = table("JOB", "STATE", "", *numbers, right=numbers)
     grid.columns[2].max_width = 24

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("api_schemas", "service", "worker", "client", "benchmarks")
+PACKAGES = ("api_schemas", "service", "worker", "client", "octet", "benchmarks")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 MAX_KERNEL_LINES = 100

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Starts PostgreSQL as its own user, with its password from a file. The official entrypoint would need root, or the password
-# in the environment. The first start makes the cluster beside its final place, so a start that is cut short is repeated.
+# in the environment. The first start makes the cluster under another name and moves it last, so a start that is cut short is repeated.
 set -eu
 
 secret=/secrets/database/password

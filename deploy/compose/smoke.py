@@ -1,4 +1,4 @@
-"""Prove the compose stack: up, a job on each pool, metrics in Prometheus, every container killed once, down.
+"""Prove the compose stack: up, the demo and README's job, a job on each pool, metrics, every container killed once, down.
 
     make compose-smoke                                     with Docker
     make compose-smoke COMPOSE="podman compose"            with another engine
@@ -27,6 +27,7 @@ from typing import Any
 from api_schemas import Job, JobState
 from client import Client
 from client.errors import OctetError
+from client.job_file import load_job_file
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE = shlex.split(os.environ.get("COMPOSE", "docker compose"))
@@ -130,12 +131,22 @@ def prove(stack: Stack) -> None:
     expected = [stack.losses(job) for job in stack.finish(undisturbed)]
     logger.info("a job on each of %s succeeded; loss %.4f → %.4f", ", ".join(POOLS), expected[0][0], expected[0][-1])
     look_at_prometheus()
+    run_what_the_documents_show(stack)
     wait_for("Grafana", lambda: get_json(f"{GRAFANA}/api/health")["database"] == "ok", UP_S)
     refused = status_of(f"{API}/v1/jobs")
     if refused != 401:
         raise Failed(f"GET /v1/jobs without the API key answers {refused}, not 401")
     for service in KILLED:
         kill(stack, service, expected)
+
+
+def run_what_the_documents_show(stack: Stack) -> None:
+    """Run the demo, and the job that README shows."""
+    shown = compose("run", "--rm", "demo")
+    if "Passed: " not in shown:
+        raise Failed(f"the demo did not pass:\n{shown[-2000:]}")
+    (example,) = stack.finish([stack.client.submit(load_job_file(str(ROOT / "examples/gpt-tiny.yaml")))])
+    logger.info("the demo passed; %s of examples/ succeeded", example.name)
 
 
 def kill(stack: Stack, service: str, expected: list[list[float | None]]) -> None:

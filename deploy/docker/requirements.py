@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def requirements(pyproject: Path, extras: list[str]) -> list[str]:
-    """The project's own dependencies, then those of the extras."""
+    """Return the project's own dependencies, then those of the extras."""
     project = tomllib.loads(pyproject.read_text())["project"]
     return [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
 

@@ -105,7 +105,7 @@ _LEARNING = Row(
             "short",
             (
                 Query(_by("rank", "octet_train_loss"), "rank {{rank}}"),
-                Query(_by("rank", "octet_eval_loss"), "rank {{rank}} evaluation"),
+                Query(_by("rank", "octet_train_evaluation_loss"), "rank {{rank}} evaluation"),
             ),
         ),
     ),

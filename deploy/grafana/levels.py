@@ -5,10 +5,12 @@ from deploy.grafana.model import Board, Panel, Query, Row, Variable
 # The info series of the jobs in this comparison; multiplying by it selects them.
 _THESE = '* on (job_id) group_left () max by (job_id) (max_over_time(octet_job_info{comparison="$comparison"}[$__range]))'
 _NOW = '* on (job_id) group_left () max by (job_id) (octet_job_info{comparison="$comparison"})'
+# While the job runs: the last value is exposed for some minutes after its end, and would weigh more than the run itself.
+_SPEED = '(octet_job_tokens_per_second and on (job_id) octet_job_state{state="running"})'
 
 
 def _last(metric: str) -> str:
-    """By level, the last value in the time that is shown, of a job that may have ended."""
+    """The last value by level within the time shown; the job may have ended."""
     return f"max by (level) (max by (job_id, level) (last_over_time({metric}[$__range])) {_THESE})"
 
 
@@ -64,19 +66,18 @@ BOARD = Board(
             (
                 Panel(
                     "Throughput",
-                    "Tokens per second over all ranks, by time.",
+                    "Tokens per second over all ranks, by time, while the job runs.",
                     "short",
-                    (Query(f"max by (level) (max by (job_id, level) (octet_job_tokens_per_second) {_NOW})", "{{level}}"),),
+                    (Query(f"max by (level) (max by (job_id, level) {_SPEED} {_NOW})", "{{level}}"),),
                     width=12,
                 ),
                 Panel(
                     "Throughput, mean",
-                    "Tokens per second over all ranks, mean of what was seen of each job.",
+                    "Tokens per second over all ranks, mean over the time in which the job ran.",
                     "short",
                     (
                         Query(
-                            "max by (level) (max by (job_id, level)"
-                            f" (avg_over_time(octet_job_tokens_per_second[$__range])) {_THESE})",
+                            f"max by (level) (max by (job_id, level) (avg_over_time({_SPEED}[$__range:])) {_THESE})",
                             "{{level}}",
                         ),
                     ),

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from api_schemas.levels import LEVELS
 from deploy.grafana.model import Board, Panel, Query
 
 Series = list[dict[str, Any]]
@@ -27,6 +28,11 @@ _SUFFIXES = {
     "bytes": "B", "Bps": "B/s", "s": "s", "flops": "FLOP/s", "watt": "W", "hertz": "Hz", "celsius": "°C",
     "dB": "dB", "reqps": "/s", "ops": "/s",
 }  # fmt: skip
+_LEVEL_COLORS = {
+    "fp32": "#79706e", "fp16-amp": "#bab0ac", "bf16-amp": "#9d9d9d", "te": "#b279a2", "ao": "#72b7b2", "O1": "#54a24b",
+    "O2": "#4c78a8", "O2-8bit": "#f58518", "O3": "#e45756", "O3-split": "#ff9da6", "O3-split-8bit": "#eeca3b",
+}  # fmt: skip
+_BAR = "#4c78a8"
 
 
 def draw(board: Board, ask: Ask, path: Path, start: float) -> None:
@@ -89,7 +95,8 @@ def _draw_lines(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
         heights = [_aligned(times, values, moments) for _, times, values in curves]
         axes.stackplot(moments, heights, labels=[name for name, _, _ in curves], alpha=0.75)
     for name, times, values in curves if panel.kind != "stacked" else ():
-        axes.plot(times, values, marker="." if len(times) < 40 else None, linewidth=1.2, markersize=3, label=name)
+        marker = "." if len(times) < 40 else None
+        axes.plot(times, values, marker=marker, linewidth=1.2, markersize=3, label=name, color=_color_of_level(name))
     if panel.log:
         axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value, panel.unit)))
@@ -107,7 +114,7 @@ def _draw_lines(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
 
 def _draw_xy(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
     for name, (steps, values) in sorted(curves(panel, ask).items()):
-        axes.plot(steps, values, ".", markersize=4, label=name)
+        axes.plot(steps, values, ".", markersize=4, label=name, color=_color_of_level(name))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value, panel.unit)))
     axes.set_xlabel(panel.queries[0].legend, fontsize=7, labelpad=1)
     axes.tick_params(labelsize=7)
@@ -153,12 +160,26 @@ def _draw_stat(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
 def _draw_bars(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
     values = [(name, _last(series)) for name, series in _series(panel, ask)]
     shown = [(name, value) for name, value in values if value is not None]
-    bars = axes.barh([name for name, _ in shown], [value for _, value in shown], color="#4c78a8")
+    shown.sort(key=lambda bar: (bar[0].partition(" ")[2], ["", *LEVELS].index(_level_in(bar[0]))))
+    colors = [_color_of_level(name) or _BAR for name, _ in shown]
+    bars = axes.barh([name for name, _ in shown], [value for _, value in shown], color=colors)
     axes.bar_label(bars, labels=[f" {human(value, panel.unit)}" for _, value in shown], fontsize=7)
+    axes.margins(x=0.15 if panel.width >= 12 else 0.35)  # room for the labels
     box = axes.get_position()
     axes.set_position([box.x0 + 0.035, box.y0, box.width - 0.06, box.height])
-    axes.tick_params(labelsize=7, labelbottom=False)
+    axes.tick_params(labelsize=7, labelbottom=False, bottom=False)
     axes.invert_yaxis()
+
+
+def _level_in(name: str) -> str:
+    """The level that a name begins with; empty where it begins with none."""
+    first = name.partition(" ")[0]
+    return first if first in LEVELS else ""
+
+
+def _color_of_level(name: str) -> str | None:
+    """One colour for a level in every panel; None for a name that begins with no level."""
+    return _LEVEL_COLORS.get(_level_in(name))
 
 
 def _draw_table(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:

@@ -1,8 +1,7 @@
 """A real Prometheus over a real `octet serve` with real jobs: what the dashboards and rules are executed against.
 
-Also run by `make dashboards`, which draws the boards from what this sees. Series that no CPU machine has, those of GPUs,
-come from a small exporter beside it: a rank's own code over readings that a GPU could have given, and lines as DCGM's
-exporter writes them.
+`make dashboards` draws the boards from such a run too. A CPU machine has no series of GPUs; they come from a small exporter: a
+rank's own code over readings that a GPU could have given, and lines as DCGM's exporter writes them.
 """
 
 import json
@@ -15,6 +14,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from api_schemas import JobSpec
+from api_schemas.levels import LEVELS
 from tests.e2e.octet_server import Server
 from tests.observability.dcgm import LABELS
 from worker.metrics.exporter import MetricsCollector
@@ -37,6 +38,44 @@ DCGM = {
     "DCGM_FI_DEV_XID_ERRORS": 0.0,
     "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": 0.61,
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """The jobs to run: O2 on two ranks, then the other levels; one model, one text, so many steps."""
+
+    hidden_size: int = 64
+    num_layers: int = 2
+    steps: int = 200
+    global_batch_size: int = 8
+    sequence_length: int = 64
+    statistics_every: int = 5
+    other_levels: tuple[str, ...] = ("bf16-amp",)
+    other_workers: int = 1
+    """One, so that jobs share the slots and end sooner. What is compared for speed needs two, as O2 has."""
+    demotes: bool = True
+    """Whether another job demotes a layer."""
+
+    def spec(self, corpus: Path, level: str, *, workers: int) -> dict[str, Any]:
+        precision = {"level": level} | ({"statistics_every": self.statistics_every} if LEVELS[level].gemm == "fp8" else {})
+        return JobSpec.model_validate(
+            {
+                "name": f"live-{level.lower()}",
+                "model": {
+                    "hidden_size": self.hidden_size, "num_layers": self.num_layers, "num_heads": 4,
+                    "vocab_size": 256, "max_sequence_length": self.sequence_length,
+                },
+                "precision": precision,
+                "data": {"source": "text", "path": str(corpus)},
+                "training": {
+                    "steps": self.steps, "global_batch_size": self.global_batch_size,
+                    "micro_batch_size": self.global_batch_size // 2, "sequence_length": self.sequence_length,
+                    "eval_every": 40, "eval_batches": 2, "checkpoint_every": 40, "schedule": {"warmup_steps": 10},
+                },
+                "resources": {"workers": workers},
+                "labels": {"comparison": "live"},
+            }
+        ).model_dump(mode="json")  # fmt: skip
 
 
 class Missing(Exception):
@@ -123,24 +162,26 @@ class Live:
         self.jobs: dict[str, str] = {}
         self.exposed: dict[str, str] = {}
 
-    def run_jobs(self, corpus: Path) -> None:
-        """A job of two ranks at O2, which has all slots; then others in pairs, one whose text has gone by then."""
+    def run_jobs(self, corpus: Path, run: Run) -> None:
+        """Run O2, which has all slots; then the others, one that demotes a layer and one whose text has gone by then."""
         gone = corpus.with_name("gone")
         shutil.copytree(corpus, gone)
-        self.jobs["O2"] = self.server.client.submit(spec(corpus, "O2", workers=2, steps=200)).id
-        self.jobs["bf16-amp"] = self.server.client.submit(spec(corpus, "bf16-amp", workers=1, steps=200)).id
-        demoting = spec(corpus, "O2", workers=1, steps=200)
-        demoting["precision"] |= {"demotion": {"min_sqnr_db": 100.0, "patience": 20}}  # nothing reaches 100 dB
-        self.jobs["demotes"] = self.server.client.submit(demoting | {"labels": {}}).id
-        self.jobs["fails"] = self.server.client.submit(spec(gone, "fp32", workers=1, steps=20)).id
+        self.jobs["O2"] = self.server.client.submit(run.spec(corpus, "O2", workers=2)).id
+        for level in run.other_levels:
+            self.jobs[level] = self.server.client.submit(run.spec(corpus, level, workers=run.other_workers)).id
+        if run.demotes:
+            demoting = run.spec(corpus, "O2", workers=1) | {"labels": {}}
+            demoting["precision"] |= {"demotion": {"min_sqnr_db": 100.0, "patience": 20}}  # nothing reaches 100 dB
+            self.jobs["demotes"] = self.server.client.submit(demoting).id
+        self.jobs["fails"] = self.server.client.submit(Run(steps=20).spec(gone, "fp32", workers=1)).id
         shutil.rmtree(gone)
         self.server.wait_for_step(self.jobs["O2"], 1)
-        self.prometheus.wait_for(f'octet_train_step{{job_id="{self.jobs["O2"]}", rank="1"}} > 50')
+        self.prometheus.wait_for(f'octet_train_step{{job_id="{self.jobs["O2"]}", rank="1"}} > {run.steps // 4}', timeout_s=300)
         targets = json.loads(get(f"http://127.0.0.1:{self.server.port}/internal/v1/prometheus/targets"))
         self.exposed["rank"] = get(f"http://{targets[0]['targets'][0]}/metrics")
         self.exposed["api"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
         for job_id in self.jobs.values():
-            self.server.finish(job_id)
+            self.server.finish(job_id, timeout_s=600)
         time.sleep(3 * SCRAPE_S)  # the last values are scraped, and the rules have seen them
         self.exposed["api at the end"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
         self.end = time.time()
@@ -161,36 +202,18 @@ class Live:
 
 
 @contextmanager
-def running(folder: Path, corpus: Path) -> Iterator[Live]:
-    """Serve and train with Prometheus looking on; when this is entered, the jobs are over and all is still up."""
+def running(folder: Path, corpus: Path, run: Run | None = None) -> Iterator[Live]:
+    """Serve and train while Prometheus scrapes; when the block begins, the jobs are over and everything is still up."""
     server = Server(folder / "octet")
     with gpu_stand_in() as gpu_address, Prometheus(folder, server.port, gpu_address) as prometheus:
         server.start()
         try:
             prometheus.wait_for('octet_jobs_hidden and on () up{job="octet-api"} == 1')
             live = Live(prometheus, server, time.time())
-            live.run_jobs(corpus)
+            live.run_jobs(corpus, run or Run())
             yield live
         finally:
             server.stop()
-
-
-def spec(corpus: Path, level: str, *, workers: int, steps: int) -> dict[str, Any]:
-    precision = {"level": level} | ({"statistics_every": 5} if level == "O2" else {})
-    return JobSpec.model_validate(
-        {
-            "name": f"live-{level.lower()}",
-            "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 256, "max_sequence_length": 64},
-            "precision": precision,
-            "data": {"source": "text", "path": str(corpus)},
-            "training": {
-                "steps": steps, "global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 64,
-                "eval_every": 40, "eval_batches": 2, "checkpoint_every": 40, "schedule": {"warmup_steps": 10},
-            },
-            "resources": {"workers": workers},
-            "labels": {"comparison": "live"},
-        }
-    ).model_dump(mode="json")  # fmt: skip
 
 
 class GpuNode(Collector):

@@ -1,4 +1,4 @@
-"""The `octet` command. Each command is a function in a `cli_*` module; this one puts them together.
+"""Put the commands of `octet` together and run them.
 
 Exit status: 0 done (submit --watch, watch and demo: every job succeeded), 1 a job failed or was cancelled, 2 usage or a
 request that has to change, 3 no server that answers, 130 interrupted.
@@ -12,14 +12,14 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from client import cli_import, cli_jobs, cli_server, cli_show
-from client.cli_options import exit_status
+from client.cli import demo, imports, jobs, server, show
+from client.cli.options import exit_status
 from client.errors import OctetError
 from client.terminal import Terminal
 
 
 class _Commands(TyperGroup):
-    """Turns our errors into a message on standard error and an exit status."""
+    """Turn our errors into a message on standard error and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -40,31 +40,31 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     commands: dict[str, Callable[..., None]] = {
-        "serve": cli_server.serve,
-        "demo": cli_server.demo,
-        "api": cli_server.api,
-        "dispatcher": cli_server.dispatcher,
-        "submit": cli_jobs.submit,
-        "validate": cli_jobs.validate,
-        "watch": cli_jobs.watch,
-        "cancel": cli_jobs.cancel,
-        "list": cli_show.list_jobs,
-        "show": cli_show.show,
-        "logs": cli_show.logs,
-        "events": cli_show.events,
-        "metrics": cli_show.metrics,
-        "checkpoints": cli_show.checkpoints,
-        "attempts": cli_show.attempts,
-        "levels": cli_show.levels,
-        "pools": cli_show.pools,
+        "serve": server.serve,
+        "demo": demo.demo,
+        "api": server.api,
+        "dispatcher": server.dispatcher,
+        "submit": jobs.submit,
+        "validate": jobs.validate,
+        "watch": jobs.watch,
+        "cancel": jobs.cancel,
+        "list": show.list_jobs,
+        "show": show.show,
+        "logs": show.logs,
+        "events": show.events,
+        "metrics": show.metrics,
+        "checkpoints": show.checkpoints,
+        "attempts": show.attempts,
+        "levels": show.levels,
+        "pools": show.pools,
         "version": version,
     }
     for name, command in commands.items():
         app.command(name)(command)
-    imports = typer.Typer(help="Write a job file from another project's configuration.", no_args_is_help=True)
-    imports.command("accelerate")(cli_import.accelerate)
-    imports.callback()(_only_subcommands)
-    app.add_typer(imports, name="import")
+    importers = typer.Typer(help="Write a job file from another project's configuration.", no_args_is_help=True)
+    importers.command("accelerate")(imports.accelerate)
+    importers.callback()(_only_subcommands)
+    app.add_typer(importers, name="import")
     return app
 
 
@@ -79,7 +79,3 @@ def version() -> None:
 
 def main() -> None:
     build_app()(prog_name="octet")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,14 @@
 """What the demo shows at the end: the same job at several levels, side by side.
 
-All jobs here have succeeded; the first is the yardstick of the others."""
+All jobs here have succeeded; the others are compared with the first.
+"""
 
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
 from api_schemas import Job, JobSummary
+from client.demo.job import JUDGED_FROM_STEPS
 from client.render import table
 from client.text import duration, number
 
@@ -22,21 +24,40 @@ def summary_of(job: Job) -> JobSummary:
 
 def has_learned(summary: JobSummary) -> bool:
     """Whether the model knows more of the text than how often each byte occurs."""
-    return summary.evaluation_loss <= LARGEST_SHARE_OF_ENTROPY * summary.data["unigram_entropy_nats"]
+    return _share_of_entropy(summary) <= LARGEST_SHARE_OF_ENTROPY
 
 
-def entropy_line(jobs: Sequence[Job]) -> str:
-    """The rule of `has_learned`, and how each job stands to it."""
-    entropy = summary_of(jobs[0]).data["unigram_entropy_nats"]
-    losses = ", ".join(
-        f"{job.spec.precision.level} {summary.evaluation_loss:.3f} ({'yes' if has_learned(summary) else 'NO'})"
-        for job in jobs
-        for summary in [summary_of(job)]
-    )
+def learning_line(jobs: Sequence[Job]) -> str:
+    """The rule of `has_learned`, and what each job reached, in one line."""
+    entropy_nats = _entropy_nats(jobs)
+    losses = ", ".join(f"{_reached(job)} ({'yes' if has_learned(summary_of(job)) else 'NO'})" for job in jobs)
     return (
-        f"Byte-unigram entropy of the evaluation text: {entropy:.3f} nats. Evaluation loss has to be at most "
-        f"{LARGEST_SHARE_OF_ENTROPY:.0%} of it, {LARGEST_SHARE_OF_ENTROPY * entropy:.3f}: {losses}."
+        f"Byte-unigram entropy of the evaluation text: {entropy_nats:.3f} nats. Evaluation loss has to be at most "
+        f"{LARGEST_SHARE_OF_ENTROPY:.0%} of it, {LARGEST_SHARE_OF_ENTROPY * entropy_nats:.3f}: {losses}."
     )
+
+
+def too_short_line(jobs: Sequence[Job]) -> str:
+    """What jobs reached that had too few steps to be judged, and what is asked of longer ones, in one line."""
+    entropy_nats = _entropy_nats(jobs)
+    shares = ", ".join(f"{_reached(job)} ({_share_of_entropy(summary_of(job)):.0%})" for job in jobs)
+    return (
+        f"{jobs[0].spec.training.steps} steps are too few to judge what a model learns. Evaluation loss, and its share of the "
+        f"evaluation text's byte-unigram entropy of {entropy_nats:.3f} nats: {shares}. From {JUDGED_FROM_STEPS} steps on "
+        f"it has to be at most {LARGEST_SHARE_OF_ENTROPY:.0%}."
+    )
+
+
+def _entropy_nats(jobs: Sequence[Job]) -> float:
+    return summary_of(jobs[0]).data["unigram_entropy_nats"]
+
+
+def _share_of_entropy(summary: JobSummary) -> float:
+    return summary.evaluation_loss / summary.data["unigram_entropy_nats"]
+
+
+def _reached(job: Job) -> str:
+    return f"{job.spec.precision.level} {summary_of(job).evaluation_loss:.3f}"
 
 
 def side_by_side(jobs: Sequence[Job]) -> Table:
@@ -85,7 +106,7 @@ def _savings(counts: Sequence[float | None]) -> list[str]:
 
 
 def verdict(jobs: Sequence[Job]) -> str:
-    """What the other levels hold and reach against the first, in one line."""
+    """The bytes that each level holds and the loss that it reaches, compared with the first, in one line."""
     first, *others = jobs
     yardstick, level = summary_of(first), first.spec.precision.level
     phrases = [f"{level} holds {bytes_per_parameter(yardstick):.2f} bytes per parameter"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from client.demo.own_server import OwnServer
 from client.errors import ServerFailed
-from client.own_server import OwnServer
 from client.terminal import Terminal
 
 STUBBORN = """

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from api_schemas import JobState
 from client.api import Client
-from client.cli_options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, JobFile, JobId, Settings, Url, connect
+from client.cli.options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, JobFile, JobId, Settings, Url, connect
 from client.job_file import apply_settings, check_spec, load_job_file
 from client.render import job_details
 from client.terminal import Terminal
@@ -40,7 +40,7 @@ def submit(
 def watch(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show a job's progress until it is over; exit 0 if it succeeds."""
     with connect(url) as client:
-        client.job(job_id)  # a wrong id or URL is said at once; later, a server that is away is waited for
+        client.job(job_id)  # a wrong id or URL fails at once; later, a server that is away is waited for
         _see_through(client, job_id, Terminal(), as_json)
 
 

@@ -33,7 +33,7 @@ Settings = Annotated[
 
 
 def connect(url: str) -> Client:
-    """A client for the server at `url`."""
+    """Return a client of the server at `url`, with the key of OCTET_API_KEY."""
     try:
         return Client(url, os.environ.get("OCTET_API_KEY"), patience_s=0.5)
     except ValueError as error:
@@ -41,6 +41,7 @@ def connect(url: str) -> Client:
 
 
 def exit_status(error: OctetError) -> int:
+    """Return the exit status that an error means."""
     match error:
         case ConnectionFailed() | UnexpectedAnswer() | ServerFailed():
             return UNREACHABLE

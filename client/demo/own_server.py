@@ -1,6 +1,6 @@
-"""A server for as long as the demo lasts: `octet serve` in a process group of its own, which never outlives us.
+"""A server for as long as the demo lasts: `octet serve` in a process group of its own, stopped with all that it started.
 
-Nor does its Ray, which by design outlives a server that is killed.
+Ray by design outlives a server that is killed, so it is stopped too.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _LOG_LINES_SHOWN = 20
 
 
 class OwnServer:
-    """A running server: where it listens, and whether it still lives. Its log is `server.log` in its data folder."""
+    """A server process: its address and its life. Its log is `server.log` in its data folder."""
 
     def __init__(self, command: list[str], url: str, data_dir: Path) -> None:
         self.url = url
@@ -60,7 +60,7 @@ class OwnServer:
         terminal.show(Text(f"The server is ready after {duration(time.monotonic() - started)}."))
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ask it to end, wait, then kill whatever is left of its process group, and end its Ray if it could not."""
+        """Ask the server to end, wait, then kill what is left of its process group, and end its Ray if it could not."""
         from service.cluster.local_ray import LocalRay
 
         try:
@@ -81,7 +81,7 @@ class OwnServer:
 
 @contextlib.contextmanager
 def own_server(data_dir: Path, data_root: str, terminal: Terminal) -> Iterator[OwnServer]:
-    """`octet serve` on a free port, ready; stopped at the end, whatever the end is."""
+    """Start `octet serve` on a free port and wait until it is ready; stop it at the end of the block, however that ends."""
     port = _free_port()
     command = [sys.executable, "-P", "-m", "client.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--data-dir", str(data_dir), "--data-root", data_root]

@@ -1,4 +1,4 @@
-"""`octet import`: turn what another project configures into a job file."""
+"""`octet import`: write a job file from another project's configuration."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +44,7 @@ def accelerate(
 
 
 def _as_written(spec: JobSpec) -> dict[str, Any]:
-    """The spec as a person would write it: defaults left out, but the recipe spelled in full."""
+    """Return the spec as a person would write it: without defaults, but with the whole recipe."""
     document = spec.model_dump(mode="json", exclude_defaults=True)
     recipe = spec.precision.resolved_recipe
     document["precision"] = {"level": spec.precision.level, **document.get("precision", {})}

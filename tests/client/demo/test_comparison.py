@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from api_schemas import Job, JobSummary
-from client.comparison import entropy_line, has_learned, side_by_side, start_times, verdict
+from client.demo.comparison import has_learned, learning_line, side_by_side, start_times, verdict
 
 MakeJob = Callable[..., Job]
 MakeSummary = Callable[..., JobSummary]
@@ -65,11 +65,11 @@ def test_a_job_has_learned_at_four_fifths_of_the_entropy(make_summary: MakeSumma
     assert has_learned(make_summary(evaluation_loss=loss)) is learned
 
 
-def test_the_entropy_line_names_the_job_that_did_not_learn(
+def test_the_learning_line_names_the_job_that_did_not_learn(
     pair: list[Job], make_job: MakeJob, make_summary: MakeSummary
 ) -> None:
     stuck = make_job(state="succeeded", summary=make_summary(evaluation_loss=3.1))
-    text = entropy_line([pair[0], stuck])
+    text = learning_line([pair[0], stuck])
     assert "3.200 nats" in text
     assert "80% of it, 2.560: fp32 2.000 (yes), O2 3.100 (NO)." in text
 

@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +131,7 @@ def test_ctrl_c_detaches_and_the_job_goes_on(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("client.watch.time.sleep", interrupt)
+    monkeypatch.setattr("client.watch.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     shown = octet("submit", job_file, "--watch", "--set", "name=detached")
     [job] = client.jobs(name="detached")
     assert shown.exit_code == 130

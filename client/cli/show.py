@@ -7,7 +7,7 @@ from rich.text import Text
 
 from api_schemas import JobState, MetricPoint
 from client import render
-from client.cli_options import DEFAULT_URL, AsJson, JobId, Url, connect
+from client.cli.options import DEFAULT_URL, AsJson, JobId, Url, connect
 from client.terminal import Terminal
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]
@@ -109,7 +109,7 @@ def pools(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 
 
 def _spread(points: list[MetricPoint], count: int) -> list[MetricPoint]:
-    """`count` points, evenly spread, the first and the last among them, and all that were evaluated."""
+    """Choose `count` evenly spread points, the first and the last among them, and all points with an evaluation."""
     last = len(points) - 1
     if last < count:
         return points

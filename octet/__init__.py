@@ -1,0 +1,29 @@
+"""Octet's public names: the training library (`initialize`) and the client of its service (`Client`).
+
+    from octet import Client, initialize
+
+Importing this package loads neither torch nor httpx: each name is fetched from its home at its first use. The library needs the
+extra `worker` (PyTorch), the client the extra `client` (httpx).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from client import Client
+    from worker import fp8_statistics, initialize, memory_report
+
+__all__ = ["Client", "fp8_statistics", "initialize", "memory_report"]
+
+_HOME = {"Client": "client", "fp8_statistics": "worker", "initialize": "worker", "memory_report": "worker"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'octet' has no attribute {name!r}; public: {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

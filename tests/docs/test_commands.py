@@ -1,0 +1,250 @@
+"""Every command that README, CONTRIBUTING and docs show is executed: by this file, or by what `ELSEWHERE` names.
+
+The commands run as they stand, in a scratch folder that has what they name: `.venv/bin` with this Python's programs, and a copy
+of the example with few steps over a small text. Only the server's port, the ids of jobs and scratch paths are put in.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from client import Client
+from tests.docs.blocks import DOCUMENTS, ROOT, blocks, commands
+
+SERVE = ".venv/bin/octet serve &"
+EXAMPLE = "examples/gpt-tiny.yaml"
+STEPS = 2
+RUN_HERE = (
+    r"\.venv/bin/octet (serve|submit|list|metrics|logs)\b.*",
+    r"curl .*",
+    r"\.venv/bin/torchrun .*",
+    r"python3 -m pip install -q --no-index .*",
+)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The file that executes a command and the words in it that do. `needs`: what the machine of `make test` lacks."""
+
+    file: str
+    words: str
+    needs: str = ""
+
+
+_SMOKE = "deploy/compose/smoke.py"
+_CLUSTER = Elsewhere("tests/deploy/test_kubernetes.py", "def test_kustomize_renders_all_of_it", "a Kubernetes cluster")
+ELSEWHERE = {
+    r"make demo": Elsewhere("tests/client/demo/test_run.py", '"client.cli", "demo"'),
+    r"make (test|lint|types)": Elsewhere(".ci/run", "make lint types test"),
+    r"make install": Elsewhere("Makefile", "test: install"),
+    r"make fmt": Elsewhere("Makefile", "ruff format --check"),
+    r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
+    r"make dashboards": Elsewhere("tests/observability/test_live.py", "def test_a_panel_has_data"),
+    r"make bench": Elsewhere("tests/docs/test_commands.py", "def test_the_cpu_benchmark_runs"),
+    r"make compose-smoke": Elsewhere("Makefile", "deploy/compose/smoke.py", "Docker"),
+    r"make compose-up|docker compose up -d --build": Elsewhere(_SMOKE, 'compose("up", "-d", "--build")', "Docker"),
+    r"make compose-down|docker compose down": Elsewhere(_SMOKE, 'compose("down", "-v")', "Docker"),
+    r"docker compose run --rm demo": Elsewhere(_SMOKE, 'compose("run", "--rm", "demo")', "Docker"),
+    r"export OCTET_API_KEY=.*": Elsewhere(_SMOKE, 'compose("exec", "-T", "api", "cat", "/secrets/api/key")', "Docker"),
+    r"octet submit examples/gpt-tiny\.yaml --watch": Elsewhere(_SMOKE, "examples/gpt-tiny.yaml", "Docker"),
+    r"octet list": Elsewhere("README.md", ".venv/bin/octet list"),
+    r"docker build .*": Elsewhere("docker-compose.yml", "dockerfile: deploy/docker/Dockerfile", "Docker"),
+    r"key=.*|kubectl .*": _CLUSTER,
+    r"make test-gpu.*|make bench-gpu-kernels .*": Elsewhere("tests/benchmarks/test_gpu_benchmarks.py", '"--smoke"', "a GPU"),
+    r"python -m benchmarks\.gpu\.kernels --sections gain .*": Elsewhere(
+        "tests/benchmarks/test_gpu_benchmarks.py", '"Gain by shape"', "a GPU"
+    ),
+    r"python -m benchmarks\.gpu\.roofline .*": Elsewhere("tests/worker/fp8/test_gains.py", "as_text([computed_table()])"),
+}
+"""Commands by regular expression."""
+
+
+def shown() -> list[tuple[str, str]]:
+    return [(document, command) for document in DOCUMENTS for command in commands(document)]
+
+
+def is_run_here(command: str) -> bool:
+    return any(re.fullmatch(pattern, command, re.DOTALL) for pattern in RUN_HERE)
+
+
+@pytest.mark.parametrize(("document", "command"), shown())
+def test_a_command_is_executed_somewhere(document: str, command: str) -> None:
+    named = [where for pattern, where in ELSEWHERE.items() if re.fullmatch(pattern, command, re.DOTALL)]
+    assert len(named) + is_run_here(command) == 1, f"{document} shows what no table has, or two have: {command}"
+    for where in named:
+        assert where.words in (ROOT / where.file).read_text(), f"{where.file} does not execute {command}"
+
+
+def test_no_table_has_what_no_document_shows() -> None:
+    texts = [command for _, command in shown()]
+    stale = [pattern for pattern in ELSEWHERE if not any(re.fullmatch(pattern, text, re.DOTALL) for text in texts)]
+    assert stale == []
+
+
+def test_every_make_target_exists() -> None:
+    targets = {word for _, command in shown() if command.startswith("make ") for word in shlex.split(command)[1:]}
+    answer = subprocess.run(["make", "--dry-run", *sorted(targets)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_every_image_that_is_built_is_a_stage_of_the_dockerfile() -> None:
+    stages = set(re.findall(r"^FROM .+ AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), flags=re.MULTILINE))
+    built = [shlex.split(command) for _, command in shown() if command.startswith("docker build ")]
+    wanted = {words[words.index("--target") + 1] for words in built}
+    assert wanted
+    assert wanted <= stages
+
+
+@dataclass
+class Scratch:
+    """A folder in which README's commands run."""
+
+    folder: Path
+    port: int
+
+    def environment(self) -> dict[str, str]:
+        return os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OCTET_URL": f"http://127.0.0.1:{self.port}",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PET_MASTER_PORT": str(free_port()),  # torchrun's own variable; its default may be taken
+        }
+
+    def run(self, command: str, job_id: str = "") -> str:
+        """What the command prints on standard output. It has to exit with 0."""
+        text = command.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{self.port}").replace("job_…", job_id)
+        text = text.replace("/usr/share/doc", str(self.folder / "text")).replace("/tmp/site", f"{self.folder}/site")
+        text = text.replace('"steps": 200', f'"steps": {STEPS}, "eval_batches": 1')
+        arguments: dict[str, Any] = {"cwd": self.folder, "env": self.environment(), "timeout": 120}
+        answer = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, **arguments)
+        assert answer.returncode == 0, f"{text}\n{answer.stdout[-3000:]}\n{answer.stderr[-3000:]}"
+        return answer.stdout
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
+    folder = tmp_path_factory.mktemp("readme")
+    programs = folder / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name, module in {"octet": "client.cli", "torchrun": "torch.distributed.run"}.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    text = folder / "text"
+    text.mkdir()
+    for number in range(4):
+        (text / f"{number}.txt").write_text("\n".join(f"{line} of {number}: the quick brown fox" for line in range(400)))
+    document = yaml.safe_load((ROOT / EXAMPLE).read_text())
+    document["data"]["path"] = str(text)
+    document["training"] |= {"steps": STEPS, "global_batch_size": 2, "schedule": {"warmup_steps": 1}, "eval_batches": 1}
+    (folder / "examples").mkdir()
+    (folder / EXAMPLE).write_text(yaml.safe_dump(document))
+    return Scratch(folder, free_port())
+
+
+@pytest.fixture(scope="module")
+def served(scratch: Scratch) -> Iterator[Scratch]:
+    """README's own server, stopped at the end."""
+    assert SERVE in commands("README.md")
+    command = [*shlex.split(SERVE.removesuffix("&")), "--port", str(scratch.port)]
+    with (scratch.folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=scratch.folder, env=scratch.environment(), stdout=log, stderr=log)
+    try:
+        with Client(f"http://127.0.0.1:{scratch.port}") as client:
+            deadline = time.monotonic() + 120
+            while not client.is_ready():
+                assert server.poll() is None, (scratch.folder / "server.log").read_text()
+                assert time.monotonic() < deadline, (scratch.folder / "server.log").read_text()
+                time.sleep(0.1)
+        yield scratch
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="missing: curl")
+def test_the_commands_of_the_readme_run_in_order(served: Scratch) -> None:
+    said: dict[str, str] = {}
+    job_id = ""
+    for command in commands("README.md"):
+        if not is_run_here(command) or command == SERVE or "torchrun" in command:
+            continue
+        said[command] = served.run(command, job_id)
+        if "submit" in command or " -d " in command:
+            (job_id,) = set(re.findall(r"job_[0-9a-z]{26}", said[command]))
+    watched, listed, curve, *_, over_http, points, events = said.values()
+    assert "gpt-tiny  succeeded  step 2/2" in watched
+    assert "gpt-tiny" in listed
+    assert [point["step"] for point in json.loads(curve)] == list(range(1, STEPS + 1))
+    assert json.loads(over_http).get("state") == "queued", over_http
+    assert json.loads(points)["object"] == "list"
+    assert "job.succeeded" in events
+
+
+def test_the_example_runs_under_torchrun(scratch: Scratch) -> None:
+    (command,) = [text for text in commands("README.md") if "torchrun" in text]
+    scratch.run(command)
+    summary: dict[str, Any] = json.loads((scratch.folder / "runs/first/summary.json").read_text())
+    assert summary["steps"] == STEPS
+
+
+def test_the_library_snippet_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    (snippet,) = blocks("README.md", "python")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+    exec(snippet, names)
+    said = capsys.readouterr().out
+    assert "O2" in said
+    assert "'exp_avg': " in said
+    model, optimizer = names["model"], names["optimizer"]
+    losses: list[float] = []
+    inputs = torch.randn(32, 64)
+    for _ in range(20):
+        loss = (model(inputs) - inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_wheels_that_were_carried_along_are_installed(scratch: Scratch) -> None:
+    (command,) = [text for text in commands("docs/benchmarks.md") if "--no-index" in text]
+    (scratch.folder / ".whl").mkdir()
+    with zipfile.ZipFile(scratch.folder / ".whl/carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "ANSWER = 42\n")
+        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("carried-1.0.dist-info/RECORD", "")
+    assert scratch.run(f"{command} && python3 -c 'import carried; print(carried.ANSWER)'") == "42\n"
+
+
+def test_the_cpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import cpu_step
+
+    monkeypatch.setattr("sys.argv", ["cpu_step", "--levels", "bf16-amp", "--rounds", "1"])
+    assert cpu_step.main() == 0
+    assert "| bf16-amp | " in capsys.readouterr().out
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

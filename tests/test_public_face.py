@@ -1,0 +1,40 @@
+"""`octet`, the public face: its names, where they come from, and what importing it costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import client
+import octet
+import worker
+
+
+def test_the_names_are_these() -> None:
+    assert octet.__all__ == ["Client", "fp8_statistics", "initialize", "memory_report"]
+    assert dir(octet) == octet.__all__
+
+
+def test_each_name_is_the_one_of_its_home() -> None:
+    assert octet.Client is client.Client
+    for name in ("fp8_statistics", "initialize", "memory_report"):
+        assert getattr(octet, name) is getattr(worker, name)
+
+
+def test_another_name_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'initialise'; public: Client, fp8_statistics, initialize"):
+        octet.initialise  # noqa: B018  the access is what is tested
+
+
+@pytest.mark.parametrize(
+    ("statement", "must_not_load"),
+    [
+        ("import octet", {"torch", "httpx", "ray", "pydantic"}),
+        ("from octet import Client", {"torch", "ray", "typer", "worker"}),
+        ("from octet import initialize", {"httpx", "ray", "client", "service"}),
+    ],
+)
+def test_importing_loads_only_what_the_name_needs(statement: str, must_not_load: set[str]) -> None:
+    code = f"import sys; {statement}; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not must_not_load & set(loaded)
