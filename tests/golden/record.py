@@ -76,25 +76,35 @@ def machine() -> str:
     return digest(list(results))
 
 
-def train_on_rank(rank: int, world_size: int, ports: list[int], corpus: str, folder: str) -> None:
-    """Run every golden job as one rank of a world; rank 0 writes what came of it."""
+def train(name: str, env: RankEnv, corpus: Path, folder: Path) -> dict[str, Any]:
+    """What came of a golden job on one rank."""
     torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for (name, precision), port in zip(RUNS.items(), ports, strict=True):
-        env = RankEnv(rank=rank, world_size=world_size, master_port=port)
-        config = resolve(JobSpec.model_validate(document(precision, Path(corpus), world_size)), env)
-        recorder = Recorder()
-        job_dir = Path(folder, str(world_size), name.replace(" ", "_"))
-        with Mesh(env, torch.device("cpu")) as mesh:
-            trainer = Trainer(config, mesh, recorder, job_dir)
-            summary = trainer.run()
-        state = digest({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
-        results[name] = {"losses": [report.loss for report in recorder.of(StepReport)], "state": state}
-        results[name] |= {"evaluation_loss": summary.evaluation_loss, "memory_bytes": summary.memory_bytes}
-        if world_size == 1:
-            (saved,) = recorder.of(CheckpointReport)
-            results[name]["checkpoint"] = parts_of(job_dir / "checkpoints" / saved.name)
-    Path(folder, f"rank{rank}of{world_size}.json").write_text(json.dumps(results))
+    config = resolve(JobSpec.model_validate(document(RUNS[name], corpus, env.world_size)), env)
+    recorder = Recorder()
+    job_dir = folder / str(env.world_size) / name.replace(" ", "_")
+    with Mesh(env, torch.device("cpu")) as mesh:
+        trainer = Trainer(config, mesh, recorder, job_dir)
+        summary = trainer.run()
+    state = digest({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
+    result: dict[str, Any] = {"losses": [report.loss for report in recorder.of(StepReport)], "state": state}
+    result |= {"evaluation_loss": summary.evaluation_loss, "memory_bytes": summary.memory_bytes}
+    if env.world_size == 1:
+        (saved,) = recorder.of(CheckpointReport)
+        result["checkpoint"] = parts_of(job_dir / "checkpoints" / saved.name)
+    return result
+
+
+def train_on_rank(rank: int, ports: list[int], corpus: str, folder: str) -> None:
+    """Run every golden job as one of two ranks."""
+    envs = [RankEnv(rank=rank, world_size=2, master_port=port) for port in ports]
+    results = {name: train(name, env, Path(corpus), Path(folder)) for name, env in zip(RUNS, envs, strict=True)}
+    Path(folder, f"rank{rank}of2.json").write_text(json.dumps(results))
+
+
+def train_on_two_ranks(corpus: Path, folder: Path) -> list[dict[str, dict[str, Any]]]:
+    """The results of each rank, by run. Two processes for all runs: starting them takes longer than a run."""
+    mp.spawn(train_on_rank, ([free_port() for _ in RUNS], str(corpus), str(folder)), nprocs=2)
+    return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
 
 
 def parts_of(checkpoint: Path) -> dict[str, str]:
@@ -102,15 +112,6 @@ def parts_of(checkpoint: Path) -> dict[str, str]:
     with safe_open(checkpoint / "tensors.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
         slices = {name: file.get_slice(name) for name in sorted(file.keys())}
         return {name: f"{part.get_dtype()} {part.get_shape()}" for name, part in slices.items()}
-
-
-def train_everything(folder: Path) -> dict[str, dict[str, Any]]:
-    """Results by `rank0of1`, `rank0of2`, `rank1of2`, then by run."""
-    corpus = write_corpus(folder / "corpus")
-    for world_size in (1, 2):
-        ports = [free_port() for _ in RUNS]
-        mp.spawn(train_on_rank, (world_size, ports, str(corpus), str(folder)), nprocs=world_size)
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
 
 
 def uneven(*shape: int, seed: int = 0) -> Tensor:
@@ -197,9 +198,11 @@ def digest(value: Any) -> str:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        results = train_everything(Path(folder))
-    trained = {ranks: results[ranks] for ranks in ("rank0of1", "rank0of2")}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = write_corpus(folder / "corpus")
+        alone = {run: train(run, RankEnv(), corpus, folder) for run in RUNS}
+        trained = {"rank0of1": alone, "rank0of2": train_on_two_ranks(corpus, folder)[0]}
     golden = {"machine": machine(), "trained": trained, "quantizers": quantizer_hashes(), "optimizer": optimizer_hashes()}
     GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
 
