@@ -1,13 +1,32 @@
-"""Which network to train: the union of all families, by the field `family`.
+"""Which network to train: the union of all families, by the field `family`; a preset's name says it too.
 
-To add a family: its module here, its line in the union below, and the module of the same name in `worker/models/`.
+To add a family: its module here, its lines in this file, and the module of the same name in `worker/models/`.
 """
+
+from typing import Annotated
+
+from pydantic import Tag
 
 from api_schemas.models.base import FamilySizes, FamilySpec
 from api_schemas.models.gpt import GPTSizes, GPTSpec
+from api_schemas.models.llama import LlamaSizes, LlamaSpec
+from api_schemas.union import by_field
 
-ModelSpec = GPTSpec
-ModelSizes = GPTSizes
-PRESETS: dict[str, FamilySizes] = {**GPTSpec.presets}
+ModelSpec = Annotated[
+    Annotated[GPTSpec, Tag("gpt")] | Annotated[LlamaSpec, Tag("llama")],
+    by_field("family", default="gpt", hint="preset"),
+]
+ModelSizes = GPTSizes | LlamaSizes
+PRESETS: dict[str, FamilySizes] = {**GPTSpec.presets, **LlamaSpec.presets}
 
-__all__ = ["PRESETS", "FamilySizes", "FamilySpec", "GPTSizes", "GPTSpec", "ModelSizes", "ModelSpec"]
+__all__ = [
+    "PRESETS",
+    "FamilySizes",
+    "FamilySpec",
+    "GPTSizes",
+    "GPTSpec",
+    "LlamaSizes",
+    "LlamaSpec",
+    "ModelSizes",
+    "ModelSpec",
+]

@@ -45,7 +45,9 @@ class FamilySpec(Contract):
     sizes_type: ClassVar[type[FamilySizes]]
     presets: ClassVar[Mapping[str, Any]]
     optional_sizes: ClassVar[Mapping[str, str]] = {}
-    """Sizes that follow from another one where neither preset nor job gives them."""
+    """Sizes that equal another one where neither preset nor job gives them."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of sizes that neither preset nor job gives."""
 
     family: str
     preset: str | None = None
@@ -67,9 +69,8 @@ class FamilySpec(Contract):
         preset = self.presets[self.preset].model_dump() if self.preset else {}
         names = self.sizes_type.model_fields
         merged = {name: preset.get(name) if getattr(self, name) is None else getattr(self, name) for name in names}
-        for name, source in self.optional_sizes.items():
-            merged[name] = merged[source] if merged[name] is None else merged[name]
-        return merged
+        others = {name: merged[source] for name, source in self.optional_sizes.items()} | dict(self.defaults)
+        return {name: others.get(name) if value is None else value for name, value in merged.items()}
 
     def _resolved(self) -> FamilySizes:
         return self.sizes_type.model_validate(self._merged())

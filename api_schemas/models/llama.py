@@ -1,0 +1,121 @@
+"""The Llama family: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, a head of its own."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from api_schemas.base import refusal
+from api_schemas.models.base import FamilySizes, FamilySpec, Size, divisors
+
+PresetName = Literal["llama-tiny", "llama-1b", "llama-3b", "llama-8b", "llama-70b"]
+
+
+class LlamaSizes(FamilySizes):
+    """Every size of a Llama, resolved, in transformers' words."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("token_accuracy",)
+
+    hidden_size: Size
+    intermediate_size: Size
+    num_layers: Size
+    num_heads: Size
+    num_key_value_heads: Size
+    vocab_size: Size
+    max_sequence_length: Size
+    rope_theta: float = Field(gt=0)
+    tie_embeddings: bool
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head's queries, keys and values."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the Llama; a tied head counts once."""
+        embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        return embeddings + norms + self.num_block_weights
+
+    @property
+    def num_block_weights(self) -> int:
+        """Elements of the weight matrices inside the blocks: what a level converts."""
+        key_value_width = self.num_key_value_heads * self.head_size
+        attention = self.hidden_size * (2 * self.hidden_size + 2 * key_value_width)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """FLOPs of one token, forward and backward: 6 for each parameter in a product, 12·L·D·T for attention's own.
+
+        Chowdhery et al., PaLM (2022), appendix B. Causal attention is counted whole, as there; the head is a product, looking
+        up an embedding is none.
+        """
+        num_matmul_parameters = self.num_block_weights + self.vocab_size * self.hidden_size
+        return 6.0 * num_matmul_parameters + 12.0 * self.num_layers * self.hidden_size * sequence_length
+
+    def check(self) -> None:
+        if self.hidden_size % (2 * self.num_heads):
+            raise refusal(
+                "num_heads",
+                got=self.num_heads,
+                allowed=f"a divisor of hidden_size / 2, {self.hidden_size // 2} (heads rotate pairs): "
+                f"{divisors(self.hidden_size // 2)}",
+                change="Change model.num_heads or model.hidden_size.",
+            )
+        if self.num_heads % self.num_key_value_heads:
+            raise refusal(
+                "num_key_value_heads",
+                got=self.num_key_value_heads,
+                allowed=f"a divisor of num_heads {self.num_heads}: {divisors(self.num_heads)}",
+                change="Change model.num_key_value_heads.",
+            )
+
+
+def llama_sizes(
+    width: tuple[int, int], num_layers: int, heads: tuple[int, int], vocab_size: int, max_sequence_length: int, *, tied: bool
+) -> LlamaSizes:
+    """The sizes as tables list them. width: of the residual stream and of the MLP. heads: of queries, of keys and values."""
+    return LlamaSizes(
+        hidden_size=width[0],
+        intermediate_size=width[1],
+        num_layers=num_layers,
+        num_heads=heads[0],
+        num_key_value_heads=heads[1],
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        rope_theta=10_000.0 if vocab_size <= 256 else 500_000.0,
+        tie_embeddings=tied,
+    )
+
+
+class LlamaSpec(FamilySpec):
+    """A Llama by preset, by sizes, or by preset with some sizes changed. Presets have the sizes of Llama 3.2 and 3.1."""
+
+    sizes_type: ClassVar[type[FamilySizes]] = LlamaSizes
+    presets: ClassVar[Mapping[str, LlamaSizes]] = {
+        "llama-tiny": llama_sizes((128, 352), 4, (4, 2), 256, 256, tied=True),
+        "llama-1b": llama_sizes((2048, 8192), 16, (32, 8), 128_256, 131_072, tied=True),
+        "llama-3b": llama_sizes((3072, 8192), 28, (24, 8), 128_256, 131_072, tied=True),
+        "llama-8b": llama_sizes((4096, 14_336), 32, (32, 8), 128_256, 131_072, tied=False),
+        "llama-70b": llama_sizes((8192, 28_672), 80, (64, 8), 128_256, 131_072, tied=False),
+    }
+    optional_sizes: ClassVar[Mapping[str, str]] = {"num_key_value_heads": "num_heads"}
+    defaults: ClassVar[Mapping[str, object]] = {"rope_theta": 10_000.0, "tie_embeddings": False}
+
+    family: Literal["llama"] = "llama"
+    preset: PresetName | None = None
+    hidden_size: Size | None = None
+    intermediate_size: Size | None = None
+    num_layers: Size | None = None
+    num_heads: Size | None = None
+    num_key_value_heads: Size | None = Field(default=None, description="default: num_heads")
+    vocab_size: Size | None = None
+    max_sequence_length: Size | None = None
+    rope_theta: float | None = Field(default=None, gt=0, description="base of the rotary frequencies; default: 10000")
+    tie_embeddings: bool | None = Field(default=None, description="whether the head is the embedding; default: false")
+
+    @property
+    def sizes(self) -> LlamaSizes:
+        """The preset's sizes with this spec's own on top."""
+        return LlamaSizes.model_validate(self._merged())

@@ -1,0 +1,134 @@
+"""A Llama: rotary positions, pre-RMSNorm blocks, causal attention with grouped queries, a SwiGLU MLP, no biases.
+
+Plain PyTorch modules and nothing about precision: a level converts the `nn.Linear`s from outside (`worker.initialize`).
+Rotation pairs element i of a head with element i + half, as transformers' Llama does (Su et al. 2021, arXiv 2104.09864).
+RMSNorm is Zhang and Sennrich's (2019), SwiGLU Shazeer's (2020). Initial values are N(0, 0.02), with
+0.02 / sqrt(2 * num_layers) for what writes to the residual stream.
+
+Shape suffixes: B sequences, T tokens, D hidden, H heads, d elements of a head, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from api_schemas.models.llama import LlamaSizes, LlamaSpec
+from worker.models.language import next_token_losses
+from worker.models.model import Losses, TrainedModel
+
+
+class Attention(nn.Module):
+    """Causal attention; each head of keys and values serves a group of query heads."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.head_size = sizes.head_size
+        key_value_width = sizes.num_key_value_heads * sizes.head_size
+        self.query = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False)
+        self.key = nn.Linear(sizes.hidden_size, key_value_width, bias=False)
+        self.value = nn.Linear(sizes.hidden_size, key_value_width, bias=False)
+        self.output = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False)
+
+    def forward(self, hidden_BTD: Tensor, rotation_Td: tuple[Tensor, Tensor]) -> Tensor:
+        query_BHTd, key_BHTd, value_BHTd = (
+            layer(hidden_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed_BHTd = functional.scaled_dot_product_attention(
+            rotate(query_BHTd, rotation_Td), rotate(key_BHTd, rotation_Td), value_BHTd, is_causal=True, enable_gqa=True
+        )
+        return self.output(mixed_BHTd.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.up = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.down = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(hidden_BTD)) * self.up(hidden_BTD))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind an RMSNorm and added to the residual stream."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.hidden_size, eps=1e-5)
+        self.attention = Attention(sizes)
+        self.mlp_norm = nn.RMSNorm(sizes.hidden_size, eps=1e-5)
+        self.mlp = MLP(sizes)
+
+    def forward(self, hidden_BTD: Tensor, rotation_Td: tuple[Tensor, Tensor]) -> Tensor:
+        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), rotation_Td)
+        return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
+
+
+class Llama(TrainedModel):
+    """Tokens in, logits of the next token out."""
+
+    def __init__(self, sizes: LlamaSizes, seed: int = 0) -> None:
+        super().__init__()
+        sizes.check()
+        self.sizes = sizes
+        self.token_embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
+        self.final_norm = nn.RMSNorm(sizes.hidden_size, eps=1e-5)
+        self.head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
+        if sizes.tie_embeddings:
+            self.head.weight = self.token_embedding.weight
+        self._reset_parameters(torch.Generator().manual_seed(seed))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        num_tokens = tokens_BT.shape[1]
+        if num_tokens > self.sizes.max_sequence_length:
+            raise ValueError(
+                f"got {num_tokens} tokens; at most max_sequence_length {self.sizes.max_sequence_length}. "
+                "Shorten the sequences or raise max_sequence_length."
+            )
+        hidden_BTD = self.token_embedding(tokens_BT)
+        rotation_Td = rotation(num_tokens, self.sizes.head_size, self.sizes.rope_theta, hidden_BTD.device)
+        for block in self.blocks:
+            hidden_BTD = block(hidden_BTD, rotation_Td)
+        return self.head(self.final_norm(hidden_BTD))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Losses:
+        """Mean cross entropy in nats per token, computed in fp32. Its backward pass runs once."""
+        return next_token_losses(self(batch["tokens"]), batch["targets"], with_metrics=not self.training)
+
+    @torch.no_grad()
+    def _reset_parameters(self, generator: torch.Generator) -> None:
+        residual_std = 0.02 / math.sqrt(2 * self.sizes.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(1.0)
+            else:
+                writes_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+                parameter.normal_(0.0, residual_std if writes_residual else 0.02, generator=generator)
+
+
+def rotation(num_tokens: int, head_size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, fp32 (T, d), of the angles by which position t turns each pair: t · theta^(-2i / d)."""
+    frequencies = theta ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size)
+    angles_Td = torch.outer(torch.arange(num_tokens, device=device, dtype=torch.float32), frequencies).repeat(1, 2)
+    return angles_Td.cos(), angles_Td.sin()
+
+
+def rotate(heads_BHTd: Tensor, rotation_Td: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + d/2) of a head by its position's angle; the dtype stays."""
+    cosines_Td, sines_Td = rotation_Td
+    first, second = heads_BHTd.float().chunk(2, dim=-1)
+    turned = heads_BHTd.float() * cosines_Td + torch.cat((-second, first), dim=-1) * sines_Td
+    return turned.to(heads_BHTd.dtype)
+
+
+def build(spec: LlamaSpec, seed: int) -> Llama:
+    """The Llama that a job asks for."""
+    return Llama(spec.sizes, seed)
