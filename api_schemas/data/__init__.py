@@ -1,11 +1,20 @@
 """What a job trains on: the union of all sources, by the field `source`.
 
-To add a source: its module here, its line in the union below, and the module of the same name in `worker/data/`.
+To add a source: its module here, its lines in this file, and the module of the same name in `worker/data/`.
 """
+
+from typing import Annotated
+
+from pydantic import Tag
 
 from api_schemas.data.base import Needs, SourceSpec, Unfit
 from api_schemas.data.text import TextSpec
+from api_schemas.data.tokens import TokensSpec
+from api_schemas.union import by_field
 
-DataSpec = TextSpec
+DataSpec = Annotated[
+    Annotated[TextSpec, Tag("text")] | Annotated[TokensSpec, Tag("tokens")],
+    by_field("source", default="text"),
+]
 
-__all__ = ["DataSpec", "Needs", "SourceSpec", "TextSpec", "Unfit"]
+__all__ = ["DataSpec", "Needs", "SourceSpec", "TextSpec", "TokensSpec", "Unfit"]

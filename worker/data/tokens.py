@@ -1,0 +1,85 @@
+"""Token shards, memory-mapped, as their index describes them (`api_schemas/data/tokens.py`); and writing them."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from api_schemas import Needs, Unfit
+from api_schemas.data.tokens import INDEX_NAME, TokenIndex, TokenShard, TokensSpec
+from worker.data.windows import TokenWindows
+from worker.errors import DataError
+
+SMALLEST_DTYPES = (("uint8", 1 << 8), ("uint16", 1 << 16), ("uint32", 1 << 32))
+
+
+class ShardedTokens:
+    """A run of tokens over several files, of which only what is read comes into memory."""
+
+    def __init__(self, folder: Path, shards: Sequence[TokenShard], dtype: str) -> None:
+        self._arrays = [np.memmap(folder / shard.file, dtype=f"<{np.dtype(dtype).str[1:]}", mode="r") for shard in shards]
+        self._ends = list(accumulate(len(array) for array in self._arrays))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The tokens of a range, int64 (stop - start,)."""
+        parts, shard = [], bisect_right(self._ends, start)
+        while start < stop:
+            first = self._ends[shard] - len(self._arrays[shard])
+            end = min(stop, self._ends[shard])
+            parts.append(self._arrays[shard][start - first : end - first].astype(np.int64))
+            start, shard = end, shard + 1
+        return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
+
+
+def open_source(spec: TokensSpec, sequence_length: int, seed: int) -> TokenWindows:
+    """Map the shards. Raises DataError where they are missing, too short, or not what the index says."""
+    folder = Path(spec.path)
+    try:
+        index = TokenIndex.read(folder)
+        index.check(folder, Needs(sequence_length, index.vocab_size))
+    except Unfit as unfit:
+        raise DataError(str(unfit)) from None
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename or folder}: {error.strerror}. Write the shards again.") from error
+    train = ShardedTokens(folder, index.train, index.dtype)
+    evaluation = ShardedTokens(folder, index.evaluation, index.dtype)
+    facts = {"train_tokens": len(train), "evaluation_tokens": len(evaluation), "vocab_size": index.vocab_size}
+    return TokenWindows(train, evaluation, sequence_length, seed, {name: float(value) for name, value in facts.items()})
+
+
+def write_shards(
+    folder: Path, vocab_size: int, train: Iterable[Sequence[int]], evaluation: Iterable[Sequence[int]]
+) -> TokenIndex:
+    """Write one shard for each run of tokens, in the smallest dtype that holds the vocabulary, and the index last.
+
+    Raises ValueError for a token outside the vocabulary, before the index is written: a folder without one is no source.
+    """
+    dtype = next(name for name, limit in SMALLEST_DTYPES if vocab_size <= limit)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    shards = {
+        part: tuple(
+            _write_shard(folder / f"{part}-{number:05}.bin", tokens, vocab_size, dtype) for number, tokens in enumerate(runs)
+        )
+        for part, runs in (("train", train), ("evaluation", evaluation))
+    }
+    index = TokenIndex(dtype=dtype, vocab_size=vocab_size, **shards)  # type: ignore[arg-type]
+    (folder / INDEX_NAME).write_text(index.model_dump_json(indent=1))
+    return index
+
+
+def _write_shard(path: Path, tokens: Sequence[int], vocab_size: int, dtype: str) -> TokenShard:
+    wide = np.asarray(tokens, dtype=np.int64)
+    if wide.size and not 0 <= wide.min() <= wide.max() < vocab_size:
+        raise ValueError(
+            f"{path.name} has tokens from {wide.min()} to {wide.max()}; allowed: 0 to {vocab_size - 1}. Raise vocab_size."
+        )
+    wide.astype(f"<{np.dtype(dtype).str[1:]}").tofile(path)
+    return TokenShard(file=path.name, num_tokens=wide.size)
