@@ -9,12 +9,12 @@ from fastapi import Depends, FastAPI
 
 from api_schemas import Problem
 from service.db.engine import Database
-from service.deps import Parts, require_api_key
+from service.deps import AppContext, require_api_key
+from service.http.guards import LimitBodies, RefuseOtherHosts, refuse_unknown_query
+from service.http.problems import answers, install
 from service.routes import catalog, jobs, operations, prometheus, records, reports
-from service.routes.guards import LimitBodies, RefuseOtherHosts, refuse_unknown_query
-from service.routes.problems import answers, install
-from service.routes.telemetry import Telemetry, TimeRequests
 from service.settings import Settings
+from service.telemetry.control_plane import Telemetry, TimeRequests
 
 
 def create_app(settings: Settings, *, database: Database, wake: Callable[[], None] = lambda: None) -> FastAPI:
@@ -40,7 +40,7 @@ def create_app(settings: Settings, *, database: Database, wake: Callable[[], Non
         dependencies=[Depends(refuse_unknown_query)],
         responses=answers(421, 503),
     )
-    app.state.parts = Parts(settings, database, wake)
+    app.state.context = AppContext(settings, database, wake)
     app.state.telemetry = telemetry
     for router in (jobs.router, records.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))

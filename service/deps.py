@@ -11,12 +11,12 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.db.engine import Database
 from service.errors import NotFound, Unauthenticated
-from service.jobs.ids import is_id
 from service.settings import DEFAULT_TENANT, Settings
+from service.store.ids import is_id
 
 
 @dataclass(frozen=True)
-class Parts:
+class AppContext:
     """What one app is made of. `wake` tells a dispatcher in this process that there is something to do."""
 
     settings: Settings
@@ -24,20 +24,20 @@ class Parts:
     wake: Callable[[], None]
 
 
-def _parts(request: Request) -> Parts:
-    parts: Parts = request.app.state.parts
-    return parts
+def _context(request: Request) -> AppContext:
+    context: AppContext = request.app.state.context
+    return context
 
 
-PartsDep = Annotated[Parts, Depends(_parts)]
+AppContextDep = Annotated[AppContext, Depends(_context)]
 
 _BEARER = Security(HTTPBearer(auto_error=False, scheme_name="API key", description="Needed where API keys are configured."))
 _ATTEMPT_BEARER = Security(HTTPBearer(auto_error=False, scheme_name="Attempt token", description="Made at launch."))
 
 
-def require_api_key(parts: PartsDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None) -> str:
+def require_api_key(context: AppContextDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None) -> str:
     """Whose the key is. Where any is configured, nobody gets in without; where none is, only this machine can ask, and may."""
-    known = parts.settings.tenants_by_key_hash
+    known = context.settings.tenants_by_key_hash
     if not known:
         return DEFAULT_TENANT
     if credentials is None:

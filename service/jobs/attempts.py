@@ -10,10 +10,10 @@ from datetime import datetime, timedelta
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, Blame, FailureReason, JobSpec, JobState, JobSummary
+from service import store
 from service.db.tables import AttemptRow, JobRow
-from service.jobs import store
-from service.jobs.ids import new_id
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_attempt_state, next_job_state
+from service.store.ids import new_id
 
 MAX_PLATFORM_FAILURES = 10
 LONGEST_BACKOFF_S = 60.0
@@ -47,7 +47,7 @@ def reserve(session: Session, job: JobRow, now: datetime) -> AttemptRow:
     job.current_attempt_id = attempt.id
     job.not_before = None
     message = f"attempt {attempt.epoch} has {job.workers} slot{'s' * (job.workers > 1)} of pool {job.pool!r}"
-    store.add_event(session, job, now, "job.placed", message, attempt_id=attempt.id)
+    store.jobs.add_event(session, job, now, "job.placed", message, attempt_id=attempt.id)
     return attempt
 
 
@@ -57,7 +57,7 @@ def launched(session: Session, job: JobRow, attempt: AttemptRow, now: datetime) 
     attempt.state = next_attempt_state(was, AttemptEvent.LAUNCHED)
     if was is AttemptState.LAUNCHING:
         attempt.launched_at = now
-        store.add_event(
+        store.jobs.add_event(
             session, job, now, "attempt.launched", f"attempt {attempt.epoch} is on the cluster", attempt_id=attempt.id
         )
 
@@ -70,7 +70,7 @@ def started(session: Session, job: JobRow, attempt: AttemptRow, now: datetime, r
     job.started_at = job.started_at or now
     where = f"after step {resumed_from_step}" if resumed_from_step else "from the beginning"
     message = f"attempt {attempt.epoch} trains {where} on {attempt.node} ({attempt.device})"
-    store.add_event(session, job, now, "attempt.started", message, attempt_id=attempt.id)
+    store.jobs.add_event(session, job, now, "attempt.started", message, attempt_id=attempt.id)
 
 
 def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, now: datetime) -> None:
@@ -82,7 +82,7 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
     if attempt.token_hash is None:
         attempt.released_at = now  # nothing was ever launched, so nothing has to be stopped
     because = f": {ending.reason.value}" if ending.reason else ""
-    store.add_event(
+    store.jobs.add_event(
         session,
         job,
         now,
@@ -114,7 +114,7 @@ def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
         job.queued_at = now
         job.not_before = now + timedelta(seconds=wait_s)
         message = f"tried again in {wait_s:g} s, after failure {number} ({ending.reason.value})"
-        store.add_event(session, job, now, "job.queued", message)
+        store.jobs.add_event(session, job, now, "job.queued", message)
         return
     if job.state is not JobState.CANCELLING:
         job.reason, job.message = ending.reason, ending.message
@@ -138,7 +138,7 @@ def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime) -> N
     job.not_before = None
     job.remaining_s = None
     because = f": {job.reason.value}. {job.reason.hint}" if job.reason else ""
-    store.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}")
+    store.jobs.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}")
 
 
 _WORDS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}

@@ -18,9 +18,12 @@ from api_schemas import (
 from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow, MetricRow
 
 
-def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None) -> Job:
-    """`attempt` is the job's current one; `queue` is its place while it is queued."""
-    spec = JobSpec.read_stored(row.spec)
+def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec: JobSpec | None = None) -> Job:
+    """Show a job with its current attempt and, while it is queued, its place in the queue.
+
+    `spec` is the job's spec where the caller has it; otherwise the stored one is parsed.
+    """
+    spec = spec or JobSpec.read_stored(row.spec)
     return Job(
         id=row.id,
         name=row.name,

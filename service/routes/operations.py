@@ -4,11 +4,11 @@ from fastapi import APIRouter, Response
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from service.deps import PartsDep
+from service import store
+from service.deps import AppContextDep
 from service.errors import NotReady
-from service.jobs import store_queue
-from service.routes.problems import answers
-from service.routes.telemetry import TelemetryDep
+from service.http.problems import answers
+from service.telemetry.control_plane import TelemetryDep
 
 health = APIRouter(tags=["operations"])
 router = APIRouter(tags=["operations"])
@@ -21,10 +21,10 @@ def healthz() -> dict[str, str]:
 
 
 @health.get("/readyz", operation_id="readyz", responses=answers(422, 503))
-def readyz(parts: PartsDep) -> dict[str, str]:
+def readyz(context: AppContextDep) -> dict[str, str]:
     """200 while the database answers and some dispatcher leads: jobs are taken and will run."""
-    with parts.database.read() as session:
-        if not store_queue.lease_is_held(session, store_queue.LEADER, parts.database.now(session)):
+    with context.database.read() as session:
+        if not store.queue.lease_is_held(session, store.queue.LEADER, context.database.now(session)):
             raise NotReady("no dispatcher leads: jobs are taken, and wait until one does")
     return {"status": "ready"}
 

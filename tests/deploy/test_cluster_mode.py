@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from api_schemas import JobState, PoolConfig
 from client import Client
 from client.cli import build_app
-from service.cluster.ray_node import RayNode
-from service.cluster_mode import cluster_settings, dispatch, slots_wanted
+from service.cluster.ray.node import RayNode
 from service.db.engine import Database
+from service.processes.dispatcher import dispatch, slots_wanted
+from service.processes.startup import cluster_settings
 from tests.service.postgres_server import server_or_skip
 
 ROOT = Path(__file__).parent.parent.parent

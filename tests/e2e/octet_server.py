@@ -49,7 +49,9 @@ class Server:
 
     def kill_the_cluster(self) -> None:
         """As if the machine had been switched off: the keeper, Ray and the ranks are killed, none of them told."""
-        for process in sorted(self.processes(), key=lambda process: "local_ray" not in " ".join(process.cmdline())):
+        for process in sorted(
+            self.processes(), key=lambda process: "service.cluster.ray.embedded" not in " ".join(process.cmdline())
+        ):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.wait_for(lambda: not self.processes())

@@ -1,7 +1,7 @@
 """Crashes and workers to order: a control plane that dies at a chosen instant, and ranks that live on meanwhile.
 
 A crash is a BaseException, so nothing in the service can catch it by accident; what the process held in memory is gone with
-the `Work` object, the database has what was committed, and the cluster goes on.
+the `DispatcherContext` object, the database has what was committed, and the cluster goes on.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ import pytest
 
 from api_schemas import AttemptState, FailureReason, JobSpec, JobState
 from service.dispatcher import launch, place
-from service.dispatcher.work import NotLeading
+from service.dispatcher.context import NotLeading
 from service.errors import IllegalTransition
 from service.settings import Settings
 from tests.service.conftest import POOLS, empty
@@ -106,9 +106,9 @@ def test_a_launch_whose_answer_was_lost_is_adopted(
     world = new_world(mortal, clock, settings, spec_document)
     job_id = world.submit()
     world.renew()
-    place.step(world.work)
+    place.step(world.context)
     mortal.fuse.set(4)  # the claim has two instants, the launch two
-    assert not survive(world, lambda: launch.step(world.work))
+    assert not survive(world, lambda: launch.step(world.context))
     assert len(world.launcher.orders) == 1
     assert world.attempts(job_id)[0].state is AttemptState.LAUNCHING
     world.dispatch()
@@ -124,9 +124,9 @@ def test_a_launch_that_left_nothing_is_made_again_with_a_new_token(
     world = new_world(mortal, clock, settings, spec_document)
     job_id = world.submit()
     world.renew()
-    place.step(world.work)
+    place.step(world.context)
     mortal.fuse.set(3)
-    assert not survive(world, lambda: launch.step(world.work))
+    assert not survive(world, lambda: launch.step(world.context))
     assert world.launcher.orders == {}
     world.dispatch()
     world.rank_of(job_id).begin()
@@ -138,13 +138,13 @@ def test_a_deposed_dispatcher_writes_nothing(
 ) -> None:
     world = new_world(mortal, clock, settings, spec_document)
     world.submit()
-    old = world.work
+    old = world.context
     world.restart()
     with pytest.raises(NotLeading):
         place.step(old)
     old.lead()
     assert old.leads_since is None
-    assert world.work.leads_since is not None
+    assert world.context.leads_since is not None
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import IntegrityError
 
 from api_schemas import AttemptState
+from service import store
 from service.db.engine import Database
 from service.db.migrate import upgrade
 from service.db.tables import AttemptRow, Base
-from service.jobs import store
-from service.jobs.ids import is_id, new_id
+from service.store.ids import is_id, new_id
 from tests.service.simulation import check_invariants
 from tests.service.world import World
 
@@ -107,9 +107,9 @@ def test_writers_take_turns(world: World) -> None:
 
     def write(_: int) -> None:
         with world.database.write() as session:
-            job = store.lock_job(session, job_id)
+            job = store.jobs.lock_job(session, job_id)
             assert job is not None
-            store.add_event(session, job, world.clock.now(), "test.written", "by a thread")
+            store.jobs.add_event(session, job, world.clock.now(), "test.written", "by a thread")
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(write, range(80)))

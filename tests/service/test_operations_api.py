@@ -20,7 +20,7 @@ def test_ready_means_that_somebody_leads(client: TestClient, world: World) -> No
     assert client.get("/healthz").json() == {"status": "ok"}
     world.renew()
     assert client.get("/readyz").status_code == 200
-    world.work.give_up()
+    world.context.give_up()
     assert client.get("/readyz").status_code == 503
 
 

@@ -17,8 +17,8 @@ from api_schemas import (
     StepReport,
 )
 from service.app import create_app
-from service.routes import telemetry_jobs
 from service.settings import Settings
+from service.telemetry import jobs as job_telemetry
 from tests.service.world import World
 
 Values = dict[tuple[str, str], float]
@@ -113,7 +113,7 @@ def test_series_of_an_ended_job_go_away(world: Any, client: TestClient) -> None:
     values = scrape(client, job_id)
     assert values["octet_job_state", "failed"] == 1
     assert ("octet_job_last_report_timestamp_seconds", "") not in values
-    world.clock.turn(telemetry_jobs.ENDED_SHOWN_FOR.total_seconds() + 1)
+    world.clock.turn(job_telemetry.ENDED_SHOWN_FOR.total_seconds() + 1)
     assert job_id not in client.get("/metrics").text
 
 
@@ -121,8 +121,8 @@ def test_a_job_never_has_more_series_than_its_budget(world: Any, client: TestCli
     job_id, rank = world.start(labels={"comparison": "levels"})
     rank.send(step(1))
     whole = [line for line in client.get("/metrics").text.splitlines() if job_id in line]
-    assert len(whole) <= telemetry_jobs.MAX_SERIES - 12  # room for evaluation, checkpoint, start phases, memory classes
-    monkeypatch.setattr(telemetry_jobs, "MAX_SERIES", 5)
+    assert len(whole) <= job_telemetry.MAX_SERIES - 12  # room for evaluation, checkpoint, start phases, memory classes
+    monkeypatch.setattr(job_telemetry, "MAX_SERIES", 5)
     for scrapes in (1, 2):
         text = client.get("/metrics").text
         assert len([line for line in text.splitlines() if job_id in line]) == 5
@@ -133,7 +133,7 @@ def test_only_the_newest_jobs_have_series(world: Any, client: TestClient, monkey
     first, _ = world.start()
     world.clock.turn(1)
     second, _ = world.start()
-    monkeypatch.setattr(telemetry_jobs, "MAX_JOBS", 1)
+    monkeypatch.setattr(job_telemetry, "MAX_JOBS", 1)
     text = client.get("/metrics").text
     assert second in text
     assert first not in text

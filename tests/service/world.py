@@ -16,12 +16,13 @@ from api_schemas import (
     StartedReport,
     StepReport,
 )
+from service import store
 from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
 from service.db.tables import AttemptRow, EventRow, JobRow
-from service.dispatcher import clean, janitor, launch, place, watch
-from service.dispatcher.work import Work
-from service.jobs import commands, reports, store, views
+from service.dispatcher import launch, orphans, place, release, watch
+from service.dispatcher.context import DispatcherContext
+from service.jobs import commands, reports, views
 from service.settings import Settings
 
 
@@ -39,7 +40,7 @@ class TurnedClock:
 
 
 class World:
-    """Everything but HTTP. `work` is the dispatcher that leads now; `restart` kills it and lets another take over."""
+    """Everything but HTTP. `context` is the dispatcher that leads now; `restart` kills it and lets another take over."""
 
     def __init__(
         self,
@@ -52,14 +53,14 @@ class World:
         leads: bool = True,
     ) -> None:
         self.database, self.clock, self.settings, self.launcher, self.spec = database, clock, settings, launcher, spec
-        self.work = Work(database, launcher, settings)
+        self.context = DispatcherContext(database, launcher, settings)
         if leads:
-            self.work.lead()
+            self.context.lead()
 
-    def new_dispatcher(self) -> Work:
-        work = Work(self.database, self.launcher, self.settings)
-        work.lead()
-        return work
+    def new_dispatcher(self) -> DispatcherContext:
+        context = DispatcherContext(self.database, self.launcher, self.settings)
+        context.lead()
+        return context
 
     def turn(self, seconds: float) -> None:
         """Time passes, and the dispatcher goes on leading."""
@@ -70,12 +71,12 @@ class World:
 
     def renew(self) -> None:
         """The leader renews its lease."""
-        self.work.lead()
+        self.context.lead()
 
     def restart(self) -> None:
         """The leader is gone without a word; its lease runs out and another leads."""
         self.clock.turn(6)
-        self.work = self.new_dispatcher()
+        self.context = self.new_dispatcher()
 
     def submit(self, key: str | None = None, **changes: Any) -> str:
         """Submit the spec with some fields changed, such as priority=90 or workers=2."""
@@ -96,33 +97,33 @@ class World:
     def dispatch(self) -> None:
         """One pass of every loop."""
         self.renew()
-        for loop in (place, launch, watch, clean):
-            loop.step(self.work)
+        for loop in (place, launch, watch, release):
+            loop.step(self.context)
 
     def tidy(self) -> None:
-        janitor.step(self.work)
+        orphans.step(self.context)
 
     def job(self, job_id: str) -> Job:
         with self.database.read() as session:
-            row = store.find_job(session, job_id)
+            row = store.jobs.find_job(session, job_id)
             assert row is not None
-            return views.job(row, store.current_attempts(session, [row]).get(row.id), None)
+            return views.job(row, store.jobs.current_attempts(session, [row]).get(row.id), None)
 
     def attempts(self, job_id: str) -> list[AttemptRow]:
         with self.database.read() as session:
-            rows = store.attempts_of(session, job_id)
+            rows = store.jobs.attempts_of(session, job_id)
             session.expunge_all()
             return rows
 
     def events(self, job_id: str) -> list[EventRow]:
         with self.database.read() as session:
-            rows = store.events_after(session, job_id, 0, 10_000)
+            rows = store.jobs.events_after(session, job_id, 0, 10_000)
             session.expunge_all()
             return rows
 
     def all_jobs(self) -> list[JobRow]:
         with self.database.read() as session:
-            rows = store.list_jobs(session, store.JobFilter(), 10_000, None)
+            rows = store.jobs.list_jobs(session, store.jobs.JobFilter(), 10_000, None)
             session.expunge_all()
             return rows
 

@@ -62,7 +62,7 @@ class Decision:
     why: str | None
 
 
-def plan(queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lease_grace_s: float) -> list[Decision]:
+def decide(queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lease_grace_s: float) -> list[Decision]:
     """Decide about every queued job, in the order in which they would start.
 
     A lease is over for certain `lease_grace_s` after its end: by then its holder has stopped itself.
@@ -74,11 +74,11 @@ def plan(queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lea
     return [
         decision
         for name, jobs in by_pool.items()
-        for decision in _plan_pool(jobs, states.get(name), now, timedelta(seconds=lease_grace_s))
+        for decision in _decide_pool(jobs, states.get(name), now, timedelta(seconds=lease_grace_s))
     ]
 
 
-def _plan_pool(jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta) -> Iterator[Decision]:
+def _decide_pool(jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta) -> Iterator[Decision]:
     free = pool.slots_free if pool else 0
     blocker: Queued | None = None
     for position, job in enumerate(jobs, start=1):

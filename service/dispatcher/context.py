@@ -1,4 +1,4 @@
-"""What every loop of the dispatcher works with: the parts, who leads, and transactions that only the leader can commit."""
+"""What the dispatcher's loops share: database, cluster, who leads, and transactions that only the leader can commit."""
 
 import logging
 import os
@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
+from service import store
 from service.cluster.launcher import Launcher
 from service.db.engine import Database
-from service.jobs import store_queue
 from service.settings import Settings
 
 LEADER_LEASE_S = 5.0
@@ -48,7 +48,7 @@ class Outage:
 
 
 @dataclass
-class Work:
+class DispatcherContext:
     """Shared by the loops. `leads_since` is None while another dispatcher leads."""
 
     database: Database
@@ -65,10 +65,10 @@ class Work:
         """Take or renew the leader's lease. A new leader breaks the claims of the former one."""
         with self.database.write() as session:
             now = self.database.now(session)
-            token = store_queue.take_lease(session, store_queue.LEADER, self.holder, self._token, LEADER_LEASE_S, now)
+            token = store.queue.take_lease(session, store.queue.LEADER, self.holder, self._token, LEADER_LEASE_S, now)
             is_new = token is not None and token != self._token
             if is_new:
-                store_queue.break_claims(session)
+                store.queue.break_claims(session)
         if is_new:
             logger.info("%s leads", self.holder)
             self.leads_since = now
@@ -85,7 +85,7 @@ class Work:
         """Hand the lease back, so that another can lead at once."""
         if self._token is not None:
             with self.database.write() as session:
-                store_queue.give_up_lease(session, store_queue.LEADER, self._token, self.database.now(session))
+                store.queue.give_up_lease(session, store.queue.LEADER, self._token, self.database.now(session))
             self._token, self.leads_since = None, None
 
     @contextmanager
@@ -93,7 +93,7 @@ class Work:
         """A transaction and its time. Raises NotLeading where the lease is not ours: then nothing is written."""
         with self.database.write() as session:
             now = self.database.now(session)
-            if self._token is None or not store_queue.holds_lease(session, store_queue.LEADER, self._token, now):
+            if self._token is None or not store.queue.holds_lease(session, store.queue.LEADER, self._token, now):
                 raise NotLeading
             yield session, now
 

@@ -17,12 +17,12 @@ from sqlalchemy.orm import Session
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas import AttemptState, FailureReason
+from service import store
 from service.db.engine import Database
-from service.jobs import store, store_queue
 from service.jobs.reports import START_PHASES
-from service.routes.telemetry_jobs import JobsCollector
-from service.routes.telemetry_process import ProcessTelemetry
 from service.settings import Settings
+from service.telemetry.jobs import JobsCollector
+from service.telemetry.process import ProcessTelemetry
 
 _WAITS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 43_200)
 
@@ -110,13 +110,13 @@ class _DatabaseCollector(Collector):
 
     def _jobs(self, session: Session) -> Metric:
         family = GaugeMetricFamily("octet_jobs", "jobs by state and pool", labels=["state", "pool"])
-        for (pool, state), count in store.count_jobs(session).items():
+        for (pool, state), count in store.jobs.count_jobs(session).items():
             family.add_metric([state.value, pool], count)
         return family
 
     def _slots(self, session: Session) -> Metric:
         family = GaugeMetricFamily("octet_pool_slots", "slots: configured, there now, taken", labels=["pool", "kind"])
-        present, used = store_queue.slots_present(session), store_queue.slots_used(session)
+        present, used = store.queue.slots_present(session), store.queue.slots_used(session)
         for pool in self._settings.pools:
             family.add_metric([pool.name, "configured"], pool.slots)
             family.add_metric([pool.name, "present"], present.get(pool.name, 0))
@@ -124,12 +124,12 @@ class _DatabaseCollector(Collector):
         return family
 
     def _leader(self, session: Session) -> Metric:
-        held = store_queue.lease_is_held(session, store_queue.LEADER, self._database.now(session))
+        held = store.queue.lease_is_held(session, store.queue.LEADER, self._database.now(session))
         return GaugeMetricFamily("octet_dispatcher_leads", "1 while some dispatcher holds the lease", value=float(held))
 
     def _oldest_wait(self, session: Session) -> Metric:
         family = GaugeMetricFamily("octet_queue_oldest_wait_seconds", "of the job that waits longest", labels=["pool"])
-        waiting_since = store.oldest_queued(session)
+        waiting_since = store.jobs.oldest_queued(session)
         now = self._database.now(session)
         for pool in self._settings.pools:
             since = waiting_since.get(pool.name, now)
@@ -142,7 +142,7 @@ class _DatabaseCollector(Collector):
             "leases of live attempts that run, and that are over and not yet acted upon",
             labels=["state"],
         )
-        held, overdue = store_queue.count_leases(session, self._database.now(session))
+        held, overdue = store.queue.count_leases(session, self._database.now(session))
         family.add_metric(["held"], held)
         family.add_metric(["overdue"], overdue)
         return family
@@ -153,7 +153,7 @@ class _DatabaseCollector(Collector):
 
 def _attempts(session: Session) -> Metric:
     family = CounterMetricFamily("octet_attempts", "attempts that ended", labels=["outcome", "reason"])
-    endings = store.count_endings(session)
+    endings = store.jobs.count_endings(session)
     # Those that never happened are zero, so that the first one is an increase.
     every = [(AttemptState.SUCCEEDED, None), (AttemptState.CANCELLED, None)]
     for outcome, reason in {*endings, *every, *((AttemptState.FAILED, reason) for reason in FailureReason)}:

@@ -14,9 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from sqlalchemy.orm import Session
 
+from service import store
 from service.db.engine import Database
 from service.db.tables import AttemptRow, CheckpointRow, JobRow, MetricRow
-from service.jobs import reports, store, store_records
+from service.jobs import reports
 
 MAX_JOBS = 200
 MAX_SERIES = 40
@@ -83,8 +84,8 @@ class JobsCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         with self._database.read() as session:
             now = self._database.now(session)
-            jobs = store.jobs_to_show(session, now - ENDED_SHOWN_FOR, MAX_JOBS)
-            num_hidden = store.count_jobs_to_show(session, now - ENDED_SHOWN_FOR) - len(jobs)
+            jobs = store.jobs.jobs_to_show(session, now - ENDED_SHOWN_FOR, MAX_JOBS)
+            num_hidden = store.jobs.count_jobs_to_show(session, now - ENDED_SHOWN_FOR) - len(jobs)
             families = self._families(_reported(session, jobs), now)
         families.append(
             GaugeMetricFamily("octet_jobs_hidden", "live or recent jobs without series of their own", value=num_hidden)
@@ -119,11 +120,11 @@ class JobsCollector(Collector):
 
 
 def _reported(session: Session, jobs: list[JobRow]) -> Iterator[Reported]:
-    attempts = store.current_attempts(session, jobs)
+    attempts = store.jobs.current_attempts(session, jobs)
     ids = [job.id for job in jobs]
-    metrics = store_records.last_metrics(session, ids)
-    evaluations = store_records.last_evaluations(session, ids)
-    checkpoints = store_records.last_checkpoints(session, ids)
+    metrics = store.records.last_metrics(session, ids)
+    evaluations = store.records.last_evaluations(session, ids)
+    checkpoints = store.records.last_checkpoints(session, ids)
     for job in jobs:
         found = (attempts.get(job.id), metrics.get(job.id), evaluations.get(job.id), checkpoints.get(job.id))
         yield Reported(job, *found)

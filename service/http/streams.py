@@ -14,8 +14,8 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
 
 from api_schemas import Contract
+from service import store
 from service.db.engine import Database
-from service.jobs import store
 
 EVENT_STREAM = "text/event-stream"
 POLL_S = 0.25
@@ -60,5 +60,5 @@ async def _messages(database: Database, job_id: str, source: Source[Item], after
 
 def _read(database: Database, job_id: str, source: Source[Item], after: int) -> tuple[list[Item], bool]:
     with database.read() as session:
-        job = store.find_job(session, job_id)
+        job = store.jobs.find_job(session, job_id)
         return source.read(session, job_id, after, _AT_ONCE), job is None or job.state.is_terminal

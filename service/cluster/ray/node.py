@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 
-from service.cluster.local_ray import die_with_parent, end_ray
+from service.cluster.ray.embedded import die_with_parent, end_ray
 
 NODE_MANAGER_PORT = 6380  # fixed, so that a health check can ask whether the node is there
 _CONNECT_S = 2.0

@@ -1,6 +1,6 @@
 """The embedded Ray: a cluster of one node on this machine, kept by a process of its own.
 
-    python -m service.cluster.local_ray --data-dir DIR --slots N       the keeper; `ensure` starts it
+    python -m service.cluster.ray.embedded --data-dir DIR --slots N       the keeper; `ensure` starts it
 
 The keeper outlives a killed `octet serve` for two minutes, so that a server that comes back finds its jobs still training;
 if none does, it ends the cluster and leaves nothing behind. The cluster has a token that only this user can read, its own
@@ -101,7 +101,7 @@ class LocalRay:
     def _start_keeper(self) -> "subprocess.Popen[bytes]":
         resources = {pool.slot_resource: pool.slots for pool in self._pools}
         labels = ",".join(f"{key}={value}" for key, value in {pool.node_label for pool in self._pools})
-        command = [sys.executable, "-m", "service.cluster.local_ray", "--dir", str(self._dir)]
+        command = [sys.executable, "-m", "service.cluster.ray.embedded", "--dir", str(self._dir)]
         command += ["--resources", json.dumps(resources), "--labels", labels]
         with (self._dir / "keeper.log").open("wb") as log:
             return subprocess.Popen(
@@ -272,7 +272,7 @@ def _runs(pid: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m service.cluster.local_ray")
+    parser = argparse.ArgumentParser(prog="python -m service.cluster.ray.embedded")
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--resources", required=True)
     parser.add_argument("--labels", required=True)

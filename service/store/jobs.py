@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, FailureReason, JobState, JsonScalar
 from service.db.tables import AttemptRow, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
-from service.jobs.ids import new_id
+from service.store.ids import new_id
 
 IDEMPOTENCY_KEPT = timedelta(hours=24)
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas import Violation
 from service.errors import InvalidRequest, PayloadTooLarge, WrongHost
-from service.routes.problems import render
+from service.http.problems import render
 
 MAX_BODY_BYTES = 1 << 20
 MAX_REPORT_BYTES = 8 << 20
