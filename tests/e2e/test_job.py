@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_docu
     moments = list(job.start.model_dump().values())
     assert all(earlier <= later for earlier, later in pairwise(moments))
     assert job.summary.memory_bytes["weights"] == 4 * job.summary.num_parameters
+
+
+def test_a_spec_is_parsed_at_most_three_times_on_its_way_to_a_rank(server: Server, spec_document: dict[str, Any]) -> None:
+    earlier = len(server.spec_validations())
+    job = server.client.submit(spec_document)
+    # Events say that it is over; reading the job itself would parse its spec once more.
+    server.wait_for(lambda: any(event.type == "job.succeeded" for event in server.client.events(job.id)))
+    times_by_process = Counter(server.spec_validations()[earlier:])
+    assert times_by_process.pop(server.pid) == 2, "the request, and the launch"
+    assert list(times_by_process.values()) == [1], "the rank; its supervisor passes the order on unread"
 
 
 @pytest.mark.parametrize("level", ["bf16-amp", "O2"])

@@ -49,6 +49,7 @@ class RayLauncher:
         ref = AttemptRef(attempt_id=order.attempt_id, epoch=order.epoch)
         key, value = order.pool.node_label
         actor: Any = ray.remote(Supervisor)
+        arguments = (order.model_dump_json(), order.pool.model_dump_json(), order.spec.resources.workers)
 
         def start() -> None:
             supervisor = actor.options(
@@ -60,7 +61,7 @@ class RayLauncher:
                 max_concurrency=4,
                 max_restarts=0,
                 label_selector={key: value},
-            ).remote(order.model_dump_json())
+            ).remote(*arguments)
             ray.get(supervisor.probe.remote(), timeout=_LAUNCH_S)
 
         self._call(_LAUNCH_S, start)
