@@ -1,4 +1,4 @@
-"""The HTTP application: wiring only. Nothing runs at import, and neither Ray nor torch is ever loaded."""
+"""The HTTP application: routes, middleware and telemetry put together. Importing it loads neither Ray nor torch."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ from service.telemetry.control_plane import Telemetry, TimeRequests
 
 
 def create_app(settings: Settings, *, database: Database, wake: Callable[[], None] = lambda: None) -> FastAPI:
-    """The API over a database. `wake` is called when there is something to do for a dispatcher in this process."""
+    """Build the API over a database. Routes call `wake` when a dispatcher in this process has something to do."""
 
     telemetry = Telemetry(settings, database)
     database.observe = telemetry.process.observe_transaction
@@ -55,7 +55,7 @@ def create_app(settings: Settings, *, database: Database, wake: Callable[[], Non
 
 
 class _Api(FastAPI):
-    """FastAPI whose OpenAPI document has our problem document in place of FastAPI's own errors."""
+    """FastAPI with one change: the OpenAPI document describes errors as our problem document, not as FastAPI's own."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class NotLeading(Exception):
-    """Another dispatcher leads; what was about to be written is not."""
+    """Another dispatcher leads, so the transaction was not committed."""
 
 
 @dataclass
 class Outage:
-    """Says once that the cluster does not answer, and once that it does again."""
+    """Logs once that the cluster does not answer, and once that it answers again."""
 
     clock: Callable[[], float] = time.monotonic
     _since: float | None = None
@@ -49,7 +49,7 @@ class Outage:
 
 @dataclass
 class DispatcherContext:
-    """Shared by the loops. `leads_since` is None while another dispatcher leads."""
+    """What the loops share. `leads_since` is None while another dispatcher leads."""
 
     database: Database
     launcher: Launcher
@@ -62,7 +62,7 @@ class DispatcherContext:
     _token: str | None = None
 
     def lead(self) -> None:
-        """Take or renew the leader's lease. A new leader breaks the claims of the former one."""
+        """Take or renew the leader's lease. A new leader breaks the claims of the former leader."""
         with self.database.write() as session:
             now = self.database.now(session)
             token = store.queue.take_lease(session, store.queue.LEADER, self.holder, self._token, LEADER_LEASE_S, now)
@@ -77,12 +77,12 @@ class DispatcherContext:
         self._token = token
 
     def resign(self) -> None:
-        """Stop acting as leader; the lease itself is not touched."""
+        """Stop acting as leader. The lease in the database stays as it is."""
         logger.warning("%s leads no longer", self.holder)
         self._token, self.leads_since = None, None
 
     def give_up(self) -> None:
-        """Hand the lease back, so that another can lead at once."""
+        """Hand the lease back, so that another dispatcher can lead at once."""
         if self._token is not None:
             with self.database.write() as session:
                 store.queue.give_up_lease(session, store.queue.LEADER, self._token, self.database.now(session))
@@ -90,7 +90,7 @@ class DispatcherContext:
 
     @contextmanager
     def write(self) -> Iterator[tuple[Session, datetime]]:
-        """A transaction and its time. Raises NotLeading where the lease is not ours: then nothing is written."""
+        """Open a write transaction and yield it with its time. Raises NotLeading, and writes nothing, if another leads."""
         with self.database.write() as session:
             now = self.database.now(session)
             if self._token is None or not store.queue.holds_lease(session, store.queue.LEADER, self._token, now):
@@ -98,7 +98,7 @@ class DispatcherContext:
             yield session, now
 
     def each(self, do: Callable[[Item], None], items: Iterable[Item]) -> None:
-        """Do something slow with every item, side by side where there is an executor. The first error is raised at the end."""
+        """Call `do` with every item, in parallel if there is an executor. The first error is raised at the end."""
         if self.executor is None:
             for item in items:
                 do(item)

@@ -1,4 +1,4 @@
-"""The dispatcher: the loops that move jobs along, run by the one process that leads."""
+"""The dispatcher: runs the loops that move jobs along, while it leads."""
 
 import logging
 from collections.abc import Callable
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Start as many as you like on one database: one leads, the others wait for it to fall silent."""
+    """All loops on one database and one cluster. Any number may run: one leads, and the others wait until it falls silent."""
 
     def __init__(self, database: Database, launcher: Launcher, settings: Settings) -> None:
         self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="octet-call")
@@ -38,12 +38,12 @@ class Dispatcher:
             loop.start()
 
     def wake(self) -> None:
-        """There is something to do: look now rather than at the next interval."""
+        """Run the loops of jobs now instead of at their next interval."""
         for loop in self._job_loops:
             loop.wake()
 
     def stop(self) -> None:
-        """Stop leading, after the calls under way or ten seconds. Attempts on the cluster go on."""
+        """Finish the calls under way, for ten seconds a loop at most, and stop leading. Attempts on the cluster go on."""
         for loop in (*self._job_loops, self._orphans_loop, self._lead_loop):
             loop.stop(_STOP_TIMEOUT_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -62,6 +62,6 @@ class Dispatcher:
             try:
                 step(self._context)
             except NotLeading:
-                logger.warning("another dispatcher leads; what this one was about to write is dropped")
+                logger.warning("another dispatcher leads; this one drops what it was about to write")
 
         return run

@@ -1,7 +1,7 @@
-"""reserved → launching → starting: hand attempts to the cluster.
+"""Launches attempts on the cluster: reserved → launching → starting.
 
-Claim the row, call the cluster outside any transaction, write the result only if the claim is still ours. Whoever dies in
-between leaves a claim that ends; the next one asks the cluster before it launches, and adopts what it finds.
+Claim the row, call the cluster outside any transaction, write the result only if the claim is still ours. A dispatcher
+that dies in between leaves a claim that expires. The next one asks the cluster first, and adopts an attempt that it finds.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Claim:
-    """An attempt that is ours to launch until `claim_token` is gone from its row."""
+    """An attempt that is ours to launch for as long as `claim_token` stands in its row."""
 
     claim_token: str
     order: LaunchOrder
@@ -107,7 +107,7 @@ def _launch(context: DispatcherContext, claim: Claim) -> None:
 
 
 def _is_absent(context: DispatcherContext, claim: Claim) -> bool:
-    """Whether an earlier launch left nothing. Its processes, if any, know the token of that launch and are adopted."""
+    """True if the earlier launch left no processes. Processes that exist know that launch's token, and are adopted."""
     probe = context.launcher.probe(claim.ref)
     if probe.state is ProbeState.UNREACHABLE:
         raise LauncherError(probe.message or "the cluster does not answer", retryable=True)
@@ -115,7 +115,7 @@ def _is_absent(context: DispatcherContext, claim: Claim) -> bool:
 
 
 def _renew_token(context: DispatcherContext, claim: Claim) -> bool:
-    """Replace the token of a launch that left nothing; whether the claim is still ours."""
+    """Replace the token of a launch that left nothing. Returns False if the claim is no longer ours."""
     with context.write() as (session, _):
         claimed = _claimed(session, claim)
         if claimed is not None:
@@ -131,7 +131,7 @@ def _apply(context: DispatcherContext, claim: Claim) -> None:
         job, attempt = claimed
         attempt.claim_token = attempt.claim_expires_at = None
         if attempt.state.is_terminal:
-            attempt.released_at = None  # it ended while we launched it: `release` has to stop what is there now
+            attempt.released_at = None  # it ended during the launch: `release` has to stop the new processes
         else:
             attempts.launched(session, job, attempt, now)
 

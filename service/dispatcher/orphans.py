@@ -1,4 +1,4 @@
-"""What nobody else tidies up: old idempotency keys, and processes that no attempt of ours accounts for."""
+"""Ends orphans: processes on the cluster without an attempt that may have them. Deletes old idempotency keys, too."""
 
 import logging
 
@@ -16,7 +16,7 @@ def step(context: DispatcherContext) -> None:
         store.jobs.forget_idempotency_keys(session, now)
     try:
         found = context.launcher.list()
-        # Read after the cluster was asked: an attempt is in the database before it is on the cluster.
+        # This order matters: an attempt is in the database before it is on the cluster.
         with context.database.read() as session:
             ours = store.queue.unreleased_among(session, [ref.attempt_id for ref in found])
         context.each(lambda ref: _stop(context, ref), [ref for ref in found if ref.attempt_id not in ours])
@@ -25,5 +25,5 @@ def step(context: DispatcherContext) -> None:
 
 
 def _stop(context: DispatcherContext, ref: AttemptRef) -> None:
-    logger.warning("attempt %s has processes and should have none; they are ended", ref.attempt_id)
+    logger.warning("attempt %s has processes and should have none; ending them", ref.attempt_id)
     context.launcher.stop(ref, STOP_GRACE_S)

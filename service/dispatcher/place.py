@@ -1,4 +1,4 @@
-"""queued → starting: give slots to the jobs whose turn it is. Asks the cluster first, decides and writes in one transaction."""
+"""Places jobs: queued → starting. It asks the cluster for its slots first, then decides and writes in one transaction."""
 
 from api_schemas import JobState
 from service import store

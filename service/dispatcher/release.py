@@ -1,4 +1,4 @@
-"""Attempts that are over: make sure that their processes are gone, then give their slots back."""
+"""Releases attempts that are over: makes sure that their processes are gone, then frees their slots."""
 
 import logging
 

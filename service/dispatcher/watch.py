@@ -1,7 +1,7 @@
-"""Every live attempt has deadlines: look at each, ask the cluster about its processes, and end those that cannot go on.
+"""Watches live attempts: asks the cluster about their processes, checks their deadlines, ends those that cannot go on.
 
-`judge` decides and is pure. It is asked twice: with what was read, to see whether there is anything to write, and again
-in the transaction that writes it, with the row locked.
+`judge` decides, and is pure. It runs twice: on rows that were read, to see if there is something to write, and again in
+the transaction that writes, with the row locked.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent
 from service.settings import Settings
 
-EXIT_GRACE = timedelta(seconds=3)  # for the last report of processes that have ended
+EXIT_GRACE = timedelta(seconds=3)  # the last report of an ended process may arrive this much later
 
 _ON_CLUSTER = {AttemptState.STARTING, AttemptState.RUNNING}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What to write about an attempt."""
+    """What `judge` found out about an attempt, to be written into its row."""
 
     exited_at: datetime | None
     placed_at: datetime | None
@@ -69,7 +69,7 @@ def _has_news(context: DispatcherContext, job: JobRow, attempt: AttemptRow, prob
 def judge(
     job: JobRow, attempt: AttemptRow, probe: Probe | None, now: datetime, leads_since: datetime, settings: Settings
 ) -> Finding:
-    """What is to be said of a live attempt. `leads_since`: a new leader first lets workers report that it was away."""
+    """Judge a live attempt. A leader enforces deadlines only `lease_grace_s` after `leads_since`: workers report first."""
     is_gone = probe is not None and probe.state in {ProbeState.EXITED, ProbeState.ABSENT}
     is_unknown = probe is None or probe.state is ProbeState.UNREACHABLE
     exited_at = attempt.exited_at if is_unknown else (attempt.exited_at or now) if is_gone else None

@@ -1,7 +1,7 @@
-"""Server-sent events: a job's events or log lines as they come, each with its number as id, until the job is over.
+"""Server-sent events: a job's events or log lines as they arrive, until the job is over. The id of each is its number.
 
-A client that was cut off sends the last id it saw (Last-Event-ID) and misses nothing. Rows are polled for: the database
-is the one thing that all processes share.
+A client that was cut off sends the last id it saw (Last-Event-ID) and misses nothing. The stream polls the database,
+because that is the one thing that all processes share.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +27,7 @@ Item = TypeVar("Item", bound=Contract)
 
 @dataclass(frozen=True)
 class Source(Generic[Item]):
-    """`read(session, job_id, after, limit)` gives the items in order; `key` is an item's number as text."""
+    """What a stream sends. `read(session, job_id, after, limit)` lists items in order; `key` is an item's number as text."""
 
     name: str
     read: Callable[[Session, str, int, int], list[Item]]

@@ -1,7 +1,7 @@
-"""What happens to an attempt, and what that does to its job: reserve, claim, launched, started, finish.
+"""Changes of an attempt and of its job: reserve, launched, started, finish.
 
 Every function runs in the caller's transaction with the job's row locked, moves both along `lifecycle`, and writes the
-events. Whether a failed job is tried again is decided in `finish`, here and nowhere else.
+events. Only `finish` decides if a failed job is tried again.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LONGEST_BACKOFF_S = 60.0
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended."""
+    """How an attempt ended. `reason` is set exactly if it failed."""
 
     event: AttemptEvent
     reason: FailureReason | None = None
@@ -30,7 +30,7 @@ class Ending:
 
 
 def reserve(session: Session, job: JobRow, now: datetime) -> AttemptRow:
-    """Give a queued job its slots: the next attempt exists, nothing is started yet."""
+    """Give a queued job its slots: create its next attempt. Nothing is started yet."""
     job.state = next_job_state(job.state, JobEvent.PLACE)
     job.num_attempts += 1
     attempt = AttemptRow(
@@ -52,7 +52,7 @@ def reserve(session: Session, job: JobRow, now: datetime) -> AttemptRow:
 
 
 def launched(session: Session, job: JobRow, attempt: AttemptRow, now: datetime) -> None:
-    """The cluster has the attempt, or it was heard of: what comes first."""
+    """Note that the cluster has the attempt: the launch returned, or a rank reported before that."""
     was = attempt.state
     attempt.state = next_attempt_state(was, AttemptEvent.LAUNCHED)
     if was is AttemptState.LAUNCHING:
@@ -63,7 +63,7 @@ def launched(session: Session, job: JobRow, attempt: AttemptRow, now: datetime) 
 
 
 def started(session: Session, job: JobRow, attempt: AttemptRow, now: datetime, resumed_from_step: int) -> None:
-    """The attempt trains."""
+    """Note that the attempt trains, and with it the job."""
     attempt.state = next_attempt_state(attempt.state, AttemptEvent.STARTED)
     attempt.resumed_from_step = resumed_from_step
     job.state = next_job_state(job.state, JobEvent.START)
@@ -74,7 +74,7 @@ def started(session: Session, job: JobRow, attempt: AttemptRow, now: datetime, r
 
 
 def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, now: datetime) -> None:
-    """End an attempt, and end its job or put it back into the queue."""
+    """End an attempt, and end its job or put the job back into the queue."""
     attempt.state = next_attempt_state(attempt.state, ending.event)
     attempt.finished_at = now
     attempt.reason = ending.reason
@@ -122,7 +122,7 @@ def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
 
 
 def _may_retry(job: JobRow, reason: FailureReason) -> bool:
-    """Count the failure on the one who is to blame; whether another attempt is left."""
+    """Count the failure against the job or the platform. Returns True if another attempt is allowed."""
     if reason.blame is Blame.JOB:
         job.num_failures += 1
         allowed = job.num_failures <= JobSpec.read_stored(job.spec).retry.max_failures

@@ -1,4 +1,4 @@
-"""What a user can do to a job: submit it and cancel it. One transaction each, which the route opens."""
+"""What a user can do to a job: submit and cancel. Each is one transaction, which the route opens."""
 
 import hashlib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from service.store.ids import new_id
 
 @dataclass(frozen=True)
 class Submission:
-    """`replayed`: the job was there already, by its idempotency key."""
+    """A submitted job. `replayed` is true if an earlier submission with the same idempotency key stored it."""
 
     job: JobRow
     replayed: bool
@@ -28,7 +28,7 @@ class Submission:
 def submit(
     session: Session, spec: JobSpec, idempotency_key: str | None, now: datetime, tenant: str = DEFAULT_TENANT
 ) -> Submission:
-    """Store a job, its first event and its place in the queue; or find the one this key was used for."""
+    """Store a job, its first event and its place in the queue; or find the job that this key was used for."""
     job_id = new_id("job", now)
     if idempotency_key is not None and not store.jobs.take_idempotency_key(session, idempotency_key, _hash(spec), job_id, now):
         earlier = replay(session, spec, idempotency_key, now)
@@ -53,7 +53,7 @@ def submit(
 
 
 def replay(session: Session, spec: JobSpec, idempotency_key: str, now: datetime) -> Submission | None:
-    """The job that this key was used for in the last 24 hours. Raises IdempotencyMismatch for another spec."""
+    """Find the job that this key was used for in the last 24 hours. Raises IdempotencyMismatch if its spec differs."""
     used = store.jobs.find_idempotency_key(session, idempotency_key, now)
     if used is None:
         return None
@@ -67,9 +67,9 @@ def replay(session: Session, spec: JobSpec, idempotency_key: str, now: datetime)
 
 
 def cancel(session: Session, job_id: str, now: datetime) -> JobRow:
-    """Ask for the end of a job: at once where nothing was started, else the workers are told and given time.
+    """Cancel a job. A job without processes ends at once; otherwise its workers are told to stop and get some time.
 
-    Asking again changes nothing. Raises IllegalTransition once the job is over.
+    A second call changes nothing. Raises NotFound, and IllegalTransition once the job is over.
     """
     job = store.jobs.lock_job(session, job_id)
     if job is None:

@@ -1,7 +1,7 @@
-"""Applies what a rank reports, one batch in one transaction: all of it counts, or none.
+"""Applies the reports of a rank: one batch in one transaction, so all of it counts or none.
 
-A batch may come twice, or overlap what came before: what was applied is skipped by its sequence number. A batch of an
-attempt that no longer counts changes nothing and is refused, which tells the worker to end.
+A batch may come twice or overlap an earlier one; reports that were applied are skipped by their sequence number. A batch
+from an attempt that is no longer the job's current one changes nothing and is refused, which tells the worker to end.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ _ENDINGS = {"succeeded": AttemptEvent.SUCCEED, "failed": AttemptEvent.FAIL, "can
 
 @dataclass
 class Applied:
-    """What a batch did. `phase_s` has the duration of each phase of the start that it reported."""
+    """What a batch did. `phase_s` holds the duration in seconds of each phase of the start that it reported."""
 
     reply: ReportReply
     finished: bool
@@ -56,10 +56,10 @@ class Applied:
 
 
 def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lease_s: float, now: datetime) -> Applied:
-    """Apply what is new in the batch and renew the lease.
+    """Apply the new reports of the batch and renew the lease.
 
-    Raises Unauthenticated for a wrong token, StaleAttempt where the attempt is not the one that counts, SequenceGap
-    where a report before this one is missing.
+    Raises Unauthenticated for a wrong token, StaleAttempt if the attempt is not the job's current one, SequenceGap if a
+    report before this batch is missing, and InvalidRequest for reports that this rank cannot send in this state.
     """
     locked = store.jobs.lock_attempt(session, attempt_id)
     if locked is None:
@@ -77,7 +77,7 @@ def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lea
         )
     applied = Applied(ReportReply(desired=job.desired, lease_s=lease_s, acknowledged_seq=last_seq), finished=False)
     if attempt.state.is_terminal:
-        return applied  # the answer to its last batch was lost
+        return applied  # the rank sends its last batch again because it did not get the answer
     new = _unseen(batch.reports, last_seq)
     _heard(session, job, attempt, applied, now)
     if batch.rank == 0:
@@ -113,7 +113,7 @@ def _heard(session: Session, job: JobRow, attempt: AttemptRow, applied: Applied,
 
 @dataclass
 class _Batch:
-    """One batch while it is applied: steps and log lines are gathered and written in one statement each."""
+    """One batch while it is applied. Steps and log lines are gathered, and written in one statement each."""
 
     session: Session
     job: JobRow

@@ -1,4 +1,4 @@
-"""Rows as the API shows them. Reading is tolerant: what an older version stored still loads."""
+"""Converts rows into what the API shows. Reading is tolerant: rows of an older version still load."""
 
 import math
 
@@ -122,5 +122,5 @@ def _start_times(row: JobRow, attempt: AttemptRow | None) -> StartTimes:
 
 
 def _perplexity(loss: float | None) -> float | None:
-    """exp(loss), or None where that is beyond a float."""
+    """exp(loss), or None if that is too large for a float."""
     return math.exp(loss) if loss is not None and loss < 700 else None

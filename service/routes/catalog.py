@@ -1,4 +1,4 @@
-"""What there is to choose from: precision levels and pools."""
+"""The catalog that a job chooses from: precision levels and pools."""
 
 from fastapi import APIRouter
 
@@ -16,7 +16,7 @@ _LIVE = [state for state in JobState if not state.is_terminal and state is not J
 
 @router.get("/levels", operation_id="list_levels", responses=answers(422))
 def levels() -> Page[Level]:
-    """What every precision level computes and stores in what."""
+    """Every precision level: the formats in which it computes and stores."""
     return page_of(list(LEVELS.values()), len(LEVELS), lambda level: level.name)
 
 

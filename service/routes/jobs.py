@@ -25,7 +25,7 @@ _Label = Annotated[str, StringConstraints(max_length=321, pattern=r"^[^:\x00-\x1
 def submit(
     spec: JobSpec, context: AppContextDep, tenant: TenantDep, response: Response, idempotency_key: IdempotencyKeyDep = None
 ) -> Job:
-    """Submit a job. 201 means that it is stored and will run, whatever dies after that."""
+    """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
     known = None
     if idempotency_key is not None:
         with context.database.read() as session:
@@ -44,7 +44,7 @@ def submit(
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422))
 def validate(spec: JobSpec, context: AppContextDep) -> ValidatedJob:
-    """The checks of a submission, without the submission: what the job would run as, or the same refusal."""
+    """Check a job as a submission does, without submitting it. The answer says what it would run as."""
     admission.check(spec, context.settings)
     sizes = spec.model.sizes
     return ValidatedJob(
@@ -89,7 +89,7 @@ def get_job(job_id: JobIdDep, context: AppContextDep) -> Job:
 
 @router.post("/{job_id}/cancel", status_code=202, operation_id="cancel_job", responses=answers(404, 409, 422))
 def cancel(job_id: JobIdDep, context: AppContextDep) -> Job:
-    """Ask for the end of a job. One that waits is cancelled at once; one that runs saves nothing more and stops."""
+    """Cancel a job. A job that waits ends at once; a job that runs saves nothing more and stops."""
     with context.database.write() as session:
         row = commands.cancel(session, job_id, context.database.now(session))
         job = shown_job(session, context, row)

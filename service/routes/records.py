@@ -1,6 +1,6 @@
-"""What a job leaves behind: events, log lines, metrics, checkpoints, attempts.
+"""The records of a job: events, log lines, metrics, checkpoints, attempts.
 
-Events and log lines are also streams: ask with `Accept: text/event-stream`.
+Events and log lines are also streams, for requests with `Accept: text/event-stream`.
 """
 
 from typing import Annotated, TypeVar
@@ -46,7 +46,7 @@ def events(
     after: AfterQuery = 0,
     last_event_id: LastEventIdHeader = None,
 ) -> Page[Event] | Response:
-    """What happened to the job, by number. As a stream it goes on until the job is over."""
+    """Events of the job, in order. A stream of them goes on until the job is over."""
     return _page_or_stream(request, context, job_id, EVENTS, limit, int(last_event_id or after))
 
 
@@ -59,13 +59,13 @@ def logs(
     after: AfterQuery = 0,
     last_event_id: LastEventIdHeader = None,
 ) -> Page[LogLine] | Response:
-    """Lines of all ranks and attempts, by number. As a stream it goes on until the job is over."""
+    """Log lines of all ranks and attempts, in order. A stream of them goes on until the job is over."""
     return _page_or_stream(request, context, job_id, LOGS, limit, int(last_event_id or after))
 
 
 @router.get("/metrics", operation_id="list_metrics", responses=answers(404, 422))
 def metrics(job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 1000, after: AfterQuery = 0) -> Page[MetricPoint]:
-    """The job's curve: every step once, from the attempt that counts."""
+    """The job's curve. Every step is in it once, from the last attempt that trained it."""
     with context.database.read() as session:
         _require_job(session, job_id)
         points = [views.metric_point(row) for row in store.records.metrics_after(session, job_id, after, limit + 1)]
@@ -76,7 +76,7 @@ def metrics(job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 1000, 
 def checkpoints(
     job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 100, after: Annotated[str | None, Query(max_length=31)] = None
 ) -> Page[Checkpoint]:
-    """Complete checkpoints, by step."""
+    """Complete checkpoints, in the order of their steps."""
     with context.database.read() as session:
         _require_job(session, job_id)
         after_step = 0

@@ -1,4 +1,4 @@
-"""Where the ranks of an attempt report. Not for people: the token is made at launch and works for one attempt."""
+"""The route where ranks report. It is not for people: the token is made at launch and works for one attempt."""
 
 from fastapi import APIRouter
 
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/internal/v1/attempts", tags=["internal"])
 def report(
     attempt_id: AttemptIdDep, batch: ReportBatch, token: AttemptTokenDep, context: AppContextDep, telemetry: TelemetryDep
 ) -> ReportReply:
-    """Apply one rank's next reports, renew the lease, say what is wanted."""
+    """Apply one rank's next reports and renew the lease. The answer says what is wanted of the job."""
     try:
         with context.database.write() as session:
             now = context.database.now(session)

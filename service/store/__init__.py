@@ -1,4 +1,4 @@
-"""All SQL of the control plane, by what it is about. Plain functions; the session, and its transaction, is the caller's."""
+"""All SQL of the control plane, in plain functions. The caller owns the session and with it the transaction."""
 
 from service.store import ids, jobs, queue, records
 

@@ -43,7 +43,7 @@ def test_all_workers_or_none() -> None:
 def test_a_large_job_is_not_overtaken() -> None:
     decisions = decided(Job("a", workers=4), Job("b"), used=1)
     assert started(decisions) == []
-    assert decisions["b"].why == "a is ahead in pool 'cpu' and needs 4 slots, of which 3 are free"
+    assert decisions["b"].why == "a is ahead in pool 'cpu' and needs 4 slots; 3 are free"
 
 
 def test_pools_do_not_hold_each_other_back() -> None:
