@@ -97,7 +97,7 @@ class Settings(BaseSettings):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the service."""
+        """True if only this machine can reach the service."""
         if self.host == "localhost":
             return True
         try:
@@ -165,8 +165,8 @@ def _check_key(tenant: str, key: str) -> None:
         raise ValueError(f"an API key has fewer than {SHORTEST_API_KEY} characters; use a longer one")
     if not _TENANT.fullmatch(tenant):
         raise ValueError(
-            "the tenant's name before the colon of an API key is not allowed; allowed: up to 32 of a-z, 0-9 and -, not starting "
-            "with -. Write TENANT:KEY, or a key without a colon"
+            "the tenant's name before the colon of an API key is not allowed; allowed: up to 32 of a-z, 0-9 and -, not "
+            "starting with -. Write TENANT:KEY, or a key without a colon"
         )
 
 

@@ -1,4 +1,4 @@
-"""The layers hold: who may import whom, and what importing a part may load. import-linter checks the rest (`make lint`)."""
+"""The layers hold: what each part may import, and what importing it may load. import-linter checks the rest (`make lint`)."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""`octet api` and `octet dispatcher` as processes: what they refuse, and that they live through peers that are away."""
+"""`octet api` and `octet dispatcher` as processes: what they refuse, and how they wait for peers that are away."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def postgres_url() -> Iterator[str]:
 
 @pytest.fixture
 def environment(tmp_path: Path, spec_document: dict[str, Any]) -> dict[str, str]:
-    """What the two processes are configured by, but for the database."""
+    """The configuration of the two processes, without the database."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OCTET_", "RAY_"))}
     (tmp_path / "key").write_text(f"{API_KEY}\n")
     (tmp_path / "token").write_text("0" * 64)
@@ -53,7 +53,7 @@ def environment(tmp_path: Path, spec_document: dict[str, Any]) -> dict[str, str]
 
 
 class Process:
-    """One `octet` process and what it says."""
+    """One `octet` process and its log."""
 
     def __init__(self, log: Path, process: "subprocess.Popen[bytes]") -> None:
         self._log = log

@@ -41,7 +41,7 @@ class Server:
         self.wait_for(self.client.is_ready, _READY_S)
 
     def kill(self) -> None:
-        """SIGKILL: the server has no chance to say goodbye."""
+        """End the server with SIGKILL, so that it cannot clean up."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -53,14 +53,14 @@ class Server:
         self._process.wait(60)
 
     def kill_the_cluster(self) -> None:
-        """As if the machine had been switched off: the keeper, Ray and the ranks are killed, none of them told."""
+        """Kill the keeper, Ray and the ranks with SIGKILL, as if the machine lost its power."""
         for process in sorted(self.processes(), key=lambda process: not _is_keeper(process)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.wait_for(lambda: not self.processes())
 
     def processes(self) -> list[psutil.Process]:
-        """The keeper of this server's Ray and all that lives in that Ray's folder, or below one of these."""
+        """All processes that talk to this server's Ray: the keeper, Ray itself and the ranks, but not the server."""
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -79,7 +79,7 @@ class Server:
             time.sleep(0.05)
 
     def wait_for_step(self, job_id: str, step: int) -> None:
-        """Until the job has reported this step. Fails if it ends before."""
+        """Wait until the job has reported this step. Fails if the job ends before that."""
 
         def reached() -> bool:
             job = self.client.job(job_id)
@@ -98,7 +98,7 @@ class Server:
         return self._process.pid if self._process is not None else 0
 
     def spec_validations(self) -> list[int]:
-        """The process that parsed a JobSpec, for each time that one did, since the first start."""
+        """The ids of the processes that parsed a JobSpec, one for each time, since the first start."""
         return [int(line) for line in self._validations_file.read_text().split()] if self._validations_file.exists() else []
 
 

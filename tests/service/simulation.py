@@ -1,7 +1,7 @@
-"""Crashes and workers to order: a control plane that dies at a chosen instant, and ranks that live on meanwhile.
+"""Simulated crashes and workers: a control plane that dies at a chosen instant, and ranks that live on meanwhile.
 
-A crash is a BaseException, so nothing in the service can catch it by accident; what the process held in memory is gone with
-the `DispatcherContext` object, the database has what was committed, and the cluster goes on.
+A crash is a BaseException, so nothing in the service catches it by accident. After a crash the process's memory is lost
+with its `DispatcherContext`, the database holds what was committed, and the cluster goes on.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tests.service.world import Rank, World, started, step
 
 
 class Crash(BaseException):
-    """kill -9 of the control plane, here and now."""
+    """The control plane is killed with SIGKILL at this instant."""
 
 
 class Fuse:
@@ -46,7 +46,7 @@ class Fuse:
 
     @contextmanager
     def wet(self) -> Iterator[None]:
-        """Nothing burns meanwhile."""
+        """Keep the fuse from burning inside the block."""
         left, self.left = self.left, 0
         yield
         self.left = left
@@ -59,7 +59,7 @@ class Fuse:
 
 
 class MortalDatabase(Database):
-    """Dies before or after a commit."""
+    """A database whose process can die before or after each commit."""
 
     fuse: Fuse
 
@@ -72,7 +72,7 @@ class MortalDatabase(Database):
 
 
 class MortalLauncher(FakeLauncher):
-    """The control plane dies before or after a call that changes the cluster."""
+    """A launcher whose process can die before or after each call that changes the cluster."""
 
     fuse: Fuse
 
@@ -88,7 +88,7 @@ class MortalLauncher(FakeLauncher):
 
 
 class MortalWorld(World):
-    """A world whose control plane can die, though not of renewing the leader's lease, which it does all the time."""
+    """A world whose control plane can die at any commit except the renewal of the leader's lease, which is too frequent."""
 
     database: MortalDatabase
 
@@ -98,7 +98,7 @@ class MortalWorld(World):
 
 
 class Worker:
-    """An attempt's one rank: trains two steps at a time, saves each time, sends again what was not acknowledged."""
+    """The one rank of an attempt. It trains two steps at a time, saves each time, and resends what was not acknowledged."""
 
     def __init__(self, world: World, order: LaunchOrder) -> None:
         self.rank = Rank(world, order)
@@ -113,7 +113,7 @@ class Worker:
         return not self.is_over and self.rank.ref in self.world.launcher.orders
 
     def advance(self) -> None:
-        """Do a bit and report it. Dies of a refusal, as a fenced rank does."""
+        """Train a little and report it. A refusal ends the worker, as it ends a fenced rank."""
         if not self.is_running:
             return
         if self.unacknowledged is None:
@@ -136,7 +136,7 @@ class Worker:
         self.is_over = True
 
     def fail_and_linger(self) -> None:
-        """Report a failure, and do not end: somebody has to stop the processes."""
+        """Report a failure without ending, so that the dispatcher has to stop the processes."""
         if self.unacknowledged is None:
             self.is_over = True
             failed = FinishedReport(outcome="failed", reason=FailureReason.WORKER_ERROR)
@@ -164,7 +164,7 @@ class Worker:
 
 
 class Cluster:
-    """The workers of everything that was ever launched."""
+    """The workers of every attempt that was ever launched."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -178,7 +178,7 @@ class Cluster:
 
 
 def survive(world: World, act: Callable[[], Any]) -> bool:
-    """Do something; if the control plane dies of it, start it again. Whether it was done to the end."""
+    """Call `act`. If the control plane dies in it, start it again and return False."""
     try:
         act()
     except Crash:
@@ -207,7 +207,7 @@ def is_settled(world: World) -> bool:
 
 
 def check_invariants(world: World) -> None:
-    """What must hold at every instant, whatever died."""
+    """Check what must hold at every instant, no matter what died."""
     with world.database.read() as session:
         for job in session.scalars(select(JobRow)):
             attempts = session.scalars(select(AttemptRow).where(AttemptRow.job_id == job.id).order_by(AttemptRow.epoch)).all()
@@ -232,7 +232,7 @@ def check_invariants(world: World) -> None:
 
 
 def is_alive(world: World, attempt: AttemptRow) -> bool:
-    """Whether the attempt has processes whose lease has not made them stop themselves."""
+    """True if the attempt has processes, and its lease is not over, so that they have not stopped themselves."""
     lease_is_over = attempt.lease_expires_at is not None and attempt.lease_expires_at < world.clock.now()
     return world.launcher.is_running(AttemptRef(attempt_id=attempt.id, epoch=attempt.epoch)) and not lease_is_over
 

@@ -1,4 +1,4 @@
-"""The control plane is killed at every instant at which it matters, one after the other, and must recover from each.
+"""Kills the control plane at every instant that matters, one after the other; it must recover from each.
 
 The instants are the moments before and after each commit and each call that changes the cluster. The story has a job that
 fails and resumes, and one that is cancelled while it runs; it must end the same way every time.
@@ -49,7 +49,7 @@ def new_world(database: MortalDatabase, clock: TurnedClock, settings: Settings, 
 
 
 def submit(world: World, key: str, **changes: Any) -> str:
-    """Submit as a careful client does: with a key, again if nothing was heard."""
+    """Submit as a careful client does: with a key, and again if no answer came."""
     found: list[str] = []
     while not survive(world, lambda: found.append(world.submit(key, **changes))):
         pass
@@ -57,7 +57,7 @@ def submit(world: World, key: str, **changes: Any) -> str:
 
 
 def cancel(world: World, job_id: str) -> None:
-    """Cancel, again if nothing was heard. That it is over already is an answer too."""
+    """Cancel, and again if no answer came. The answer that the job is over counts too."""
     with contextlib.suppress(IllegalTransition):
         while not survive(world, lambda: world.cancel(job_id)):
             pass
@@ -102,7 +102,7 @@ def tell_the_story(world: MortalWorld, cluster_dies_too: bool) -> None:
 def test_a_launch_whose_answer_was_lost_is_adopted(
     mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any]
 ) -> None:
-    """The control plane dies with the processes started and nothing written; the next one must not start them again."""
+    """The control plane dies after it started processes and before it wrote that; the next must not start them again."""
     world = new_world(mortal, clock, settings, spec_document)
     job_id = world.submit()
     world.renew()
@@ -152,7 +152,7 @@ def test_a_deposed_dispatcher_writes_nothing(
 def test_killed_at_every_instant_it_recovers(
     mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any], cluster_dies_too: bool
 ) -> None:
-    # Every instant on SQLite where the cluster lives; a sample of them elsewhere, for time's sake.
+    # Every instant on SQLite while the cluster lives; otherwise a sample of them, to save time.
     stride = (3 if cluster_dies_too else 1) * (1 if mortal.is_sqlite else 5)
     instant, burnt = 0, True
     while burnt:

@@ -1,4 +1,4 @@
-"""The database: migrations match the tables, transactions are whole, times and text come back as they went in."""
+"""The database: migrations match the tables, transactions are atomic, times and text come back as they went in."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
@@ -103,7 +103,7 @@ def test_moments_are_utc_on_both(world: World) -> None:
 
 
 def test_writers_take_turns(world: World) -> None:
-    """Events of one job written by many threads at once have no gaps: each waits for the one before."""
+    """Many threads write events of one job at once, and their numbers have no gaps: each waits for the one before."""
     job_id = world.submit()
 
     def write(_: int) -> None:

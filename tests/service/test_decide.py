@@ -1,4 +1,4 @@
-"""Who runs next, and what the others are told."""
+"""Which jobs run next, and the reasons that the others are given."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta

@@ -1,4 +1,4 @@
-"""The way of a job through the dispatcher, with a fake cluster: place, launch, watch, release up, and what goes wrong there."""
+"""The way of a job through the dispatcher on a fake cluster: place, launch, watch, release, and what can go wrong."""
 
 import pytest
 

@@ -255,7 +255,7 @@ def test_progress_is_what_was_last_reported(client: TestClient, world: World) ->
 
 
 def test_the_resolved_recipe_is_shown(client: TestClient, spec_document: Document) -> None:
-    """What an Accelerate user's options, or a level by itself, mean for the products."""
+    """The recipe that follows from an Accelerate user's options, or from a level alone."""
     delayed = {"fp8_config": {"backend": "TE", "amax_history_len": 8, "fp8_format": "E4M3"}}
     for precision, expected in (
         ({"level": "fp32"}, None),

@@ -1,4 +1,4 @@
-"""The dispatcher's threads: woken, not waited for; errors are survived; of several dispatchers one leads."""
+"""The dispatcher's threads: they run when woken, survive errors, and among several dispatchers one leads."""
 
 import threading
 import time

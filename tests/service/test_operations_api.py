@@ -1,4 +1,4 @@
-"""Health, readiness, what Prometheus sees, levels and pools."""
+"""Health, readiness, metrics, levels and pools."""
 
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families

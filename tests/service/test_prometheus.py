@@ -1,4 +1,4 @@
-"""What Prometheus gets of the control plane: targets for the ranks, the last values of each job, the process itself."""
+"""What Prometheus gets from the control plane: the ranks as targets, the last values of each job, the process itself."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ Values = dict[tuple[str, str], float]
 
 
 def scrape(client: TestClient, job_id: str) -> Values:
-    """The series of one job and those of none, by name and the last label that does not only say which job it is."""
+    """The series of one job and those of no job, by name and by the last label that is not an id."""
     answer = client.get("/metrics")
     assert answer.status_code == 200
     values: Values = {}

@@ -1,6 +1,6 @@
-"""Random lives of the control plane: anything may happen in any order, and the invariants hold after each of it.
+"""Random lives of the control plane: anything may happen in any order, and the invariants hold after each event.
 
-At the end the cluster is reachable again and time passes: then every job must be over and every slot free.
+At the end the cluster is reachable and time passes; then every job must be over and every slot free.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ SPEC: dict[str, Any] = {
 
 
 class ControlPlane(RuleBasedStateMachine):
-    """One life. `database_url` is set by the test."""
+    """One life. The test sets `database_url`."""
 
     database_url = ""
 

@@ -1,4 +1,4 @@
-"""A small world for tests: a database, a clock that stands until turned, a fake cluster, and ranks that report."""
+"""A small world for tests: a database, a clock that is turned by hand, a fake cluster, and ranks that report."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -27,7 +27,7 @@ from service.settings import Settings
 
 
 class TurnedClock:
-    """Stands still until told otherwise."""
+    """A clock that stands still until it is turned."""
 
     def __init__(self) -> None:
         self.moment = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
@@ -40,7 +40,7 @@ class TurnedClock:
 
 
 class World:
-    """Everything but HTTP. `context` is the dispatcher that leads now; `restart` kills it and lets another take over."""
+    """Everything but HTTP. `context` belongs to the dispatcher that leads; `restart` kills it, and another takes over."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class World:
         return context
 
     def turn(self, seconds: float) -> None:
-        """Time passes, and the dispatcher goes on leading."""
+        """Let time pass while the dispatcher goes on leading."""
         while seconds > 0:
             self.clock.turn(min(seconds, 4))
             self.renew()
             seconds -= 4
 
     def renew(self) -> None:
-        """The leader renews its lease."""
+        """Renew the leader's lease."""
         self.context.lead()
 
     def restart(self) -> None:
-        """The leader is gone without a word; its lease runs out and another leads."""
+        """Kill the leader. Its lease runs out, and another dispatcher leads."""
         self.clock.turn(6)
         self.context = self.new_dispatcher()
 
@@ -95,7 +95,7 @@ class World:
             commands.cancel(session, job_id, self.database.now(session))
 
     def dispatch(self) -> None:
-        """One pass of every loop."""
+        """Run every loop of jobs once."""
         self.renew()
         for loop in (place, launch, watch, release):
             loop.step(self.context)
@@ -128,7 +128,7 @@ class World:
             return rows
 
     def start(self, **changes: Any) -> "tuple[str, Rank]":
-        """A job with its one rank up and training."""
+        """Submit a job and start its one rank, which then trains."""
         job_id = self.submit(**changes)
         self.dispatch()
         rank = self.rank_of(job_id)
@@ -136,7 +136,7 @@ class World:
         return job_id, rank
 
     def rank_of(self, job_id: str) -> "Rank":
-        """Rank 0 of the job's attempt that runs now."""
+        """Rank 0 of the job's attempt on the cluster."""
         order = next(order for order in self.launcher.orders.values() if order.job_id == job_id)
         return Rank(self, order)
 
