@@ -1,4 +1,12 @@
-"""Places jobs: queued → starting. It asks the cluster for its slots first, then decides and writes in one transaction."""
+"""Places jobs: queued → starting. It asks the cluster for its slots first, then decides and writes in one transaction.
+
+A pass that would change nothing writes nothing: while jobs wait, the decision is taken on a read alone.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from sqlalchemy.orm import Session
 
 from api_schemas import JobState
 from service import store
@@ -15,22 +23,27 @@ def step(context: DispatcherContext) -> None:
         context.outage.begins(error)
         return
     context.outage.ends()
-    pools = [pool.name for pool in context.settings.pools]
     with context.database.read() as session:
-        queue = [job for pool in pools for job in store.queue.head_of_queue(session, pool)]
-        if store.queue.slots_present(session) == present and not queue:
+        is_known = store.queue.slots_present(session) == present
+        if is_known and not _to_start(context, session, present, context.database.now(session)):
             return
     with context.write() as (session, now):
         if store.queue.slots_present(session) != present:
             store.queue.set_slots_present(session, present, now)
-        states = pool_states(context.settings.pools, present, store.queue.slots_used(session))
-        queue = [job for pool in pools for job in store.queue.head_of_queue(session, pool)]
-        decisions = decide(queue, states, now, context.settings.lease_grace_s)
-        for decision in decisions:
-            if decision.why is not None:
-                continue
-            job = store.jobs.lock_job(session, decision.job_id)
+        job_ids = _to_start(context, session, present, now)
+        for job_id in job_ids:
+            job = store.jobs.lock_job(session, job_id)
             if job is not None and job.state is JobState.QUEUED:
                 attempts.reserve(session, job, now)
-    if any(decision.why is None for decision in decisions):
+    if job_ids:
         context.wake()
+
+
+def _to_start(context: DispatcherContext, session: Session, present: Mapping[str, int], now: datetime) -> list[str]:
+    """The ids of the queued jobs that start now."""
+    pools = context.settings.pools
+    queue = [job for pool in pools for job in store.queue.head_of_queue(session, pool.name)]
+    if not queue:
+        return []
+    states = pool_states(pools, present, store.queue.slots_used(session))
+    return [each.job_id for each in decide(queue, states, now, context.settings.lease_grace_s) if each.why is None]
