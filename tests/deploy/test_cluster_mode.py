@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from api_schemas import JobState, PoolConfig
+from api_schemas import JobSpec, JobState, PoolConfig
 from client import Client
 from client.cli import build_app
+from service import store
 from service.cluster.ray.node import RayNode
 from service.db.engine import Database
+from service.jobs import commands
 from service.processes.dispatcher import dispatch, slots_wanted
 from service.processes.startup import cluster_settings
 from tests.service.postgres_server import server_or_skip
@@ -119,21 +121,24 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
 
 
 @pytest.mark.postgres
-def test_the_queue_wants_slots_up_to_what_its_pool_may_have(
-    postgres_url: str, environment: dict[str, str], tmp_path: Path, spec_document: dict[str, Any]
-) -> None:
-    environment |= {"OCTET_DATABASE_URL": postgres_url}
-    url = f"http://127.0.0.1:{environment['OCTET_PORT']}"
+def test_the_queue_wants_slots_up_to_what_its_pool_may_have(postgres_url: str, spec_document: dict[str, Any]) -> None:
     pools = [PoolConfig(name=name, node_label=("octet-pool", name), slots=2) for name in ("cpu", "other")]
     database = Database(postgres_url)
-    with running("api", environment, tmp_path / "api.log"), Client(url, API_KEY, patience_s=TIMEOUT_S) as client:
-        for job in list(client.jobs()):
-            client.cancel(job.id)
-        assert slots_wanted(database, pools) == {"cpu": 0, "other": 0}
-        client.submit(spec_document)
-        assert slots_wanted(database, pools) == {"cpu": 1, "other": 0}
-        client.submit(spec_document | {"resources": {"pool": "cpu", "workers": 2}})
-        assert slots_wanted(database, pools) == {"cpu": 2, "other": 0}
+    database.migrate()
+
+    def submit(**changes: Any) -> None:
+        with database.write() as session:
+            spec = JobSpec.model_validate(spec_document | changes)
+            commands.submit(session, spec, None, database.now(session))
+
+    with database.write() as session:
+        for job in store.jobs.list_jobs(session, store.jobs.JobFilter(states=[JobState.QUEUED]), 100, None):
+            commands.cancel(session, job.id, database.now(session))
+    assert slots_wanted(database, pools) == {"cpu": 0, "other": 0}
+    submit()
+    assert slots_wanted(database, pools) == {"cpu": 1, "other": 0}
+    submit(resources={"pool": "cpu", "workers": 2})
+    assert slots_wanted(database, pools) == {"cpu": 2, "other": 0}
     database.close()
 
 

@@ -5,6 +5,7 @@ with its `DispatcherContext`, the database holds what was committed, and the clu
 """
 
 import contextlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -190,7 +191,7 @@ def survive(world: World, act: Callable[[], Any]) -> bool:
 def settle(world: World, cluster: Cluster, max_rounds: int = 200) -> None:
     """Let time pass and workers work until every job is over and every slot is free."""
     for _ in range(max_rounds):
-        survive(world, lambda: world.turn(1))
+        world.clock.turn(1)
         survive(world, world.dispatch)
         for worker in cluster.live():
             survive(world, worker.advance)
@@ -209,26 +210,39 @@ def is_settled(world: World) -> bool:
 def check_invariants(world: World) -> None:
     """Check what must hold at every instant, no matter what died."""
     with world.database.read() as session:
+        events = numbers_by_job(session, EventRow.job_id, EventRow.seq)
+        lines = numbers_by_job(session, LogLineRow.job_id, LogLineRow.seq)
+        attempts: dict[str, list[AttemptRow]] = defaultdict(list)
+        held: Counter[str] = Counter()
+        for attempt in session.scalars(select(AttemptRow).order_by(AttemptRow.epoch)):
+            attempts[attempt.job_id].append(attempt)
+            held[attempt.pool] += attempt.workers * (attempt.released_at is None)
         for job in session.scalars(select(JobRow)):
-            attempts = session.scalars(select(AttemptRow).where(AttemptRow.job_id == job.id).order_by(AttemptRow.epoch)).all()
-            events = session.scalars(select(EventRow.seq).where(EventRow.job_id == job.id).order_by(EventRow.seq)).all()
-            lines = session.scalars(select(LogLineRow.seq).where(LogLineRow.job_id == job.id).order_by(LogLineRow.seq)).all()
-            assert list(events) == list(range(1, job.last_event_seq + 1)), "event numbers have gaps"
-            assert list(lines) == list(range(1, job.last_log_seq + 1)), "log numbers have gaps"
-            assert [attempt.epoch for attempt in attempts] == list(range(1, job.num_attempts + 1))
-            live = [attempt for attempt in attempts if not attempt.state.is_terminal]
-            assert len(live) == (job.state in {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING})
-            assert all(attempt is attempts[-1] for attempt in live)
-            assert all(attempt.state.is_terminal for attempt in attempts if attempt.released_at is not None)
-            assert (job.state is JobState.RUNNING) <= any(attempt.state is AttemptState.RUNNING for attempt in live)
-            assert (job.finished_at is not None) == job.state.is_terminal
-            processes = [attempt for attempt in attempts if is_alive(world, attempt)]
-            assert len(processes) <= 1, "two attempts of a job may train at once"
-        for pool in world.settings.pools:
-            held = session.scalars(
-                select(AttemptRow.workers).where(AttemptRow.released_at.is_(None), AttemptRow.pool == pool.name)
-            )
-            assert sum(held) <= pool.slots, "more slots are given than there are"
+            assert events[job.id] == list(range(1, job.last_event_seq + 1)), "event numbers have gaps"
+            assert lines[job.id] == list(range(1, job.last_log_seq + 1)), "log numbers have gaps"
+            check_attempts(world, job, attempts[job.id])
+        assert all(held[pool.name] <= pool.slots for pool in world.settings.pools), "more slots are given than there are"
+
+
+def check_attempts(world: World, job: JobRow, attempts: list[AttemptRow]) -> None:
+    """Check that a job's attempts, in the order of their epochs, fit to its state and to each other."""
+    assert [attempt.epoch for attempt in attempts] == list(range(1, job.num_attempts + 1))
+    live = [attempt for attempt in attempts if not attempt.state.is_terminal]
+    assert len(live) == (job.state in {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING})
+    assert all(attempt is attempts[-1] for attempt in live)
+    assert all(attempt.state.is_terminal for attempt in attempts if attempt.released_at is not None)
+    assert (job.state is JobState.RUNNING) <= any(attempt.state is AttemptState.RUNNING for attempt in live)
+    assert (job.finished_at is not None) == job.state.is_terminal
+    processes = [attempt for attempt in attempts if is_alive(world, attempt)]
+    assert len(processes) <= 1, "two attempts of a job may train at once"
+
+
+def numbers_by_job(session: Session, job_id: Any, number: Any) -> dict[str, list[int]]:
+    """List the numbers of a table's rows in order, by job."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for owner, value in session.execute(select(job_id, number).order_by(number)):
+        numbers[owner].append(value)
+    return numbers
 
 
 def is_alive(world: World, attempt: AttemptRow) -> bool:

@@ -71,7 +71,7 @@ def tell_the_story(world: MortalWorld, cluster_dies_too: bool) -> None:
     third_waits = submit(world, "c", name="waits", workers=2)
     was_burnt = fuse.burnt
     for round_ in range(60):
-        survive(world, lambda: world.turn(1))
+        world.clock.turn(1)
         survive(world, world.dispatch)
         for worker in cluster.live():
             survive(world, worker.advance)
