@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # The program that understands docker-compose.yml.
 COMPOSE ?= docker compose
-# An index that has PyTorch's CPU wheels, such as https://download.pytorch.org/whl/cpu. Only torch itself is taken from it.
+# The index of PyTorch's CPU wheels, as pytorch.org's installation page names it. Only torch itself is taken from it.
 TORCH_INDEX_URL ?=
 VENV    := .venv
 BIN     := $(VENV)/bin

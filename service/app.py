@@ -1,4 +1,4 @@
-"""The HTTP application: wiring only. Nothing runs at import, and neither Ray nor torch is ever loaded."""
+"""The HTTP application: routes, middleware and telemetry put together. Importing it loads neither Ray nor torch."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -9,16 +9,16 @@ from fastapi import Depends, FastAPI
 
 from api_schemas import Problem
 from service.db.engine import Database
-from service.deps import Parts, require_api_key
+from service.deps import AppContext, require_api_key
+from service.http.guards import LimitBodies, RefuseOtherHosts, refuse_unknown_query
+from service.http.problems import answers, install
 from service.routes import catalog, jobs, operations, prometheus, records, reports
-from service.routes.guards import LimitBodies, RefuseOtherHosts, refuse_unknown_query
-from service.routes.problems import answers, install
-from service.routes.telemetry import Telemetry, TimeRequests
 from service.settings import Settings
+from service.telemetry.control_plane import Telemetry, TimeRequests
 
 
 def create_app(settings: Settings, *, database: Database, wake: Callable[[], None] = lambda: None) -> FastAPI:
-    """The API over a database. `wake` is called when there is something to do for a dispatcher in this process."""
+    """Build the API over a database. Routes call `wake` when a dispatcher in this process has something to do."""
 
     telemetry = Telemetry(settings, database)
     database.observe = telemetry.process.observe_transaction
@@ -40,7 +40,7 @@ def create_app(settings: Settings, *, database: Database, wake: Callable[[], Non
         dependencies=[Depends(refuse_unknown_query)],
         responses=answers(421, 503),
     )
-    app.state.parts = Parts(settings, database, wake)
+    app.state.context = AppContext(settings, database, wake)
     app.state.telemetry = telemetry
     for router in (jobs.router, records.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
@@ -55,7 +55,7 @@ def create_app(settings: Settings, *, database: Database, wake: Callable[[], Non
 
 
 class _Api(FastAPI):
-    """FastAPI whose OpenAPI document has our problem document in place of FastAPI's own errors."""
+    """FastAPI with one change: the OpenAPI document describes errors as our problem document, not as FastAPI's own."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -1,4 +1,4 @@
-"""What a request needs: the parts of the service, who is asking, and ids that are well formed. As dependency types."""
+"""What routes ask FastAPI for, as dependency types: the app's context, the caller's tenant or token, well-formed ids."""
 
 import hashlib
 import hmac
@@ -11,39 +11,44 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.db.engine import Database
 from service.errors import NotFound, Unauthenticated
-from service.jobs.ids import is_id
 from service.settings import DEFAULT_TENANT, Settings
+from service.store.ids import is_id
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What one app is made of. `wake` tells a dispatcher in this process that there is something to do."""
+class AppContext:
+    """What one app is made of. `wake` tells a dispatcher in this process that it has something to do."""
 
     settings: Settings
     database: Database
     wake: Callable[[], None]
 
 
-def _parts(request: Request) -> Parts:
-    parts: Parts = request.app.state.parts
-    return parts
+def _context(request: Request) -> AppContext:
+    context: AppContext = request.app.state.context
+    return context
 
 
-PartsDep = Annotated[Parts, Depends(_parts)]
+AppContextDep = Annotated[AppContext, Depends(_context)]
 
 _BEARER = Security(HTTPBearer(auto_error=False, scheme_name="API key", description="Needed where API keys are configured."))
 _ATTEMPT_BEARER = Security(HTTPBearer(auto_error=False, scheme_name="Attempt token", description="Made at launch."))
 
 
-def require_api_key(parts: PartsDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None) -> str:
-    """Whose the key is. Where any is configured, nobody gets in without; where none is, only this machine can ask, and may."""
-    known = parts.settings.tenants_by_key_hash
+def require_api_key(context: AppContextDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None) -> str:
+    """Return the tenant that owns the API key. Without configured keys, loopback is served as the default tenant.
+
+    Raises Unauthenticated for a missing or unknown key.
+    """
+    known = context.settings.tenants_by_key_hash
     if not known:
         return DEFAULT_TENANT
     if credentials is None:
         raise Unauthenticated("an API key is needed: send 'Authorization: Bearer <key>'")
     given = hashlib.sha256(credentials.credentials.encode()).digest()
-    found = [tenant for key, tenant in known if hmac.compare_digest(given, key)]  # all are compared, so time says nothing
+    found = [
+        tenant for key, tenant in known if hmac.compare_digest(given, key)
+    ]  # compares every key: the time tells an attacker nothing
     if not found:
         raise Unauthenticated("the API key is not known here")
     return found[0]

@@ -1,14 +1,14 @@
-"""What can go wrong on purpose. Each error knows its HTTP status and stable code; one handler renders all of them.
+"""The errors that callers get to see. Each has an HTTP status and a stable code; one handler renders all of them.
 
 ServiceError
-├── InvalidRequest 422      what was sent cannot be accepted; `errors` names the fields
+├── InvalidRequest 422      the request cannot be accepted; `errors` names the fields
 │   └── IdempotencyMismatch 422
 ├── InvalidJson 400, PayloadTooLarge 413, WrongHost 421
 ├── Unauthenticated 401, NotFound 404, MethodNotAllowed 405
-├── IllegalTransition 409   the state it is in does not allow this
-├── StaleAttempt 409        the writer is not, or no longer, the attempt that counts
-├── SequenceGap 409         a report is missing before this one
-└── NotReady 503            the database or the dispatcher is away
+├── IllegalTransition 409   the job's state does not allow the action
+├── StaleAttempt 409        the writer is not the job's current attempt
+├── SequenceGap 409         the report before this one is missing
+└── NotReady 503            the database does not answer, or no dispatcher leads
 """
 
 from typing import ClassVar
@@ -30,7 +30,7 @@ class ServiceError(Exception):
         self.errors = errors
 
     def problem(self, instance: str | None = None) -> Problem:
-        """This error as the document that the client gets."""
+        """Build the document that the client gets."""
         return Problem(
             title=self.title,
             status=self.status,
@@ -46,7 +46,7 @@ class InvalidRequest(ServiceError):
 
     @classmethod
     def of(cls, violations: tuple[Violation, ...]) -> "InvalidRequest":
-        """The error whose detail is the first violation in one sentence."""
+        """Build the error. Its detail is the first violation, in one sentence."""
         first = violations[0]
         where = first.field or "the document"
         more = f" ({len(violations) - 1} more in errors)" if len(violations) > 1 else ""

@@ -1,6 +1,6 @@
-"""Everything an operator can set, read once at start from arguments or OCTET_* variables, and checked before anything runs.
+"""Everything an operator can set. It is read once at the start, from arguments and OCTET_* variables, and checked at once.
 
-What would be unsafe or cannot work is refused here, with what to change, instead of at the first request.
+Settings that are unsafe or cannot work are refused with what to change, before anything runs.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 def default_pool(slots: int = 2) -> PoolConfig:
-    """The pool `cpu` of a machine that nobody configured: room for two ranks, the processors shared out among them."""
+    """Build the pool `cpu` of a machine without configuration: `slots` ranks that share the processors."""
     threads = max(1, (os.cpu_count() or 1) // slots)
     return PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=slots, threads_per_worker=threads)
 
 
 class Settings(BaseSettings):
-    """Frozen after the start. Lists in variables: folders are separated like PATH, keys by commas."""
+    """The settings of one process, frozen. In variables, folders are separated like PATH, and keys by commas."""
 
     model_config = SettingsConfigDict(env_prefix="OCTET_", frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -97,7 +97,7 @@ class Settings(BaseSettings):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the service."""
+        """True if only this machine can reach the service."""
         if self.host == "localhost":
             return True
         try:
@@ -107,7 +107,7 @@ class Settings(BaseSettings):
 
     @property
     def tenants_by_key_hash(self) -> tuple[tuple[bytes, str], ...]:
-        """The SHA-256 of each API key, and whose it is."""
+        """The SHA-256 of each API key with its tenant."""
         keys = [_tenant_and_key(entry) for entry in self.api_keys]
         return tuple((hashlib.sha256(key.encode()).digest(), tenant) for tenant, key in keys)
 
@@ -124,14 +124,16 @@ class Settings(BaseSettings):
     def effective_report_url(self) -> str:
         if self.report_url:
             return self.report_url.rstrip("/")
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # what listens everywhere is also here
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
+            self.host, self.host
+        )  # a server on every address answers on loopback too
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def pool(self, name: str) -> PoolConfig | None:
         return next((pool for pool in self.pools if pool.name == name), None)
 
     def job_dir(self, job_id: str) -> Path:
-        """The folder of a job: checkpoints and spools. `job_id` is one that we made."""
+        """The folder of a job's checkpoints and spools. `job_id` must be one of ours: it becomes part of a path."""
         return self.data_dir.resolve() / "jobs" / job_id
 
 
@@ -153,7 +155,7 @@ def _keys_of(path: Path) -> tuple[str, ...]:
 
 
 def _tenant_and_key(entry: SecretStr) -> tuple[str, str]:
-    """`TENANT:KEY`, or a key alone, which is the default tenant's."""
+    """Split `TENANT:KEY`. A key alone belongs to the default tenant."""
     tenant, colon, key = entry.get_secret_value().partition(":")
     return (tenant, key.strip()) if colon else (DEFAULT_TENANT, tenant)
 
@@ -163,8 +165,8 @@ def _check_key(tenant: str, key: str) -> None:
         raise ValueError(f"an API key has fewer than {SHORTEST_API_KEY} characters; use a longer one")
     if not _TENANT.fullmatch(tenant):
         raise ValueError(
-            "what stands before the colon of an API key is no tenant's name, which has up to 32 of a-z, 0-9 and -; "
-            "write TENANT:KEY, or a key without a colon"
+            "the tenant's name before the colon of an API key is not allowed; allowed: up to 32 of a-z, 0-9 and -, not "
+            "starting with -. Write TENANT:KEY, or a key without a colon"
         )
 
 

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from api_schemas import AttemptRef, FailureReason, JsonScalar, LaunchOrder, Probe, ProbeState
+from api_schemas import AttemptRef, FailureReason, JsonScalar, LaunchOrder, PoolConfig, Probe, ProbeState
 from worker.config import RankEnv
 
 NAMESPACE = "octet"
@@ -72,11 +72,13 @@ class RankFailed(Exception):
 
 
 class Supervisor:
-    """The actor. `probe` and `stop` are called by the launcher; everything else happens in one thread of its own."""
+    """The actor. The launcher calls `probe` and `stop`; everything else happens in one thread of its own."""
 
-    def __init__(self, order_json: str) -> None:
-        self._order = LaunchOrder.model_validate_json(order_json)
+    def __init__(self, order_json: str, pool_json: str, num_workers: int) -> None:
+        """Place and run `num_workers` ranks in the pool. The order goes to them as it is; only they parse it."""
         self._order_json = order_json
+        self._pool = PoolConfig.model_validate_json(pool_json)
+        self._num_workers = num_workers
         self._group: PlacementGroup | None = None
         self._ranks: list[Any] = []
         self._probe = Probe(state=ProbeState.PLACING)
@@ -112,12 +114,14 @@ class Supervisor:
 
     def _place(self) -> None:
         """Reserve one slot per rank, all or nothing, on nodes that carry the pool's label; start the rank processes."""
-        pool, workers = self._order.pool, self._order.spec.resources.workers
+        pool, num_workers = self._pool, self._num_workers
         bundle: dict[str, float] = {pool.slot_resource: 1}
         if pool.accelerator == "cuda":
             bundle["GPU"] = 1
         key, value = pool.node_label
-        self._group = placement_group([bundle] * workers, strategy="PACK", bundle_label_selector=[{key: value}] * workers)
+        self._group = placement_group(
+            [bundle] * num_workers, strategy="PACK", bundle_label_selector=[{key: value}] * num_workers
+        )
         while not self._group.wait(timeout_seconds=1):
             if self._stopping.is_set():
                 raise RankFailed(FailureReason.LAUNCH_FAILED, "stopped before it was placed")
@@ -130,7 +134,7 @@ class Supervisor:
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
             ).remote()
-            for index in range(workers)
+            for index in range(num_workers)
         ]
         self._placed_at = datetime.now(UTC)
 
@@ -167,17 +171,17 @@ class Supervisor:
         return nodes
 
     def _check_labels(self, nodes: list[RankNode]) -> None:
-        key, value = self._order.pool.node_label
+        key, value = self._pool.node_label
         for index, node in enumerate(nodes):
             if node.labels.get(key) != value:
                 raise RankFailed(
                     FailureReason.WRONG_NODE,
                     f"rank {index} is on {node.address}, whose label {key} is {node.labels.get(key)!r}; pool "
-                    f"{self._order.pool.name} wants {value!r}. Label the node or change the pool.",
+                    f"{self._pool.name} wants {value!r}. Label the node or change the pool.",
                 )
 
     def _rank_env(self, index: int, nodes: list[RankNode]) -> RankEnv:
-        pool = self._order.pool
+        pool = self._pool
         return RankEnv(
             rank=index,
             world_size=len(nodes),

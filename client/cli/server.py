@@ -28,7 +28,7 @@ def serve(
 ) -> None:
     """Run Octet on this machine: API, dispatcher, database and a local Ray in one process."""
     with _refusing("serve"):
-        from service.main import serve as run_server
+        from service.processes.embedded import serve as run_server
 
         run_server(
             host=host,
@@ -44,7 +44,7 @@ def serve(
 def api(database_url_file: DatabaseUrlFile = None) -> None:
     """Cluster mode: the API alone, on PostgreSQL. Configured by OCTET_* variables; see docs/deploy.md."""
     with _refusing("api"):
-        from service.cluster_mode import api as run_api
+        from service.processes.api import api as run_api
 
         run_api(database_url_file=database_url_file)
 
@@ -61,7 +61,7 @@ def dispatcher(
 ) -> None:
     """Cluster mode: what runs jobs on a Ray cluster. Several may run; one leads. See docs/deploy.md."""
     with _refusing("dispatcher"):
-        from service.cluster_mode import dispatch
+        from service.processes.dispatcher import dispatch
 
         dispatch(
             ray_address=ray_address,

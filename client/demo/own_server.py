@@ -61,7 +61,7 @@ class OwnServer:
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Ask the server to end, wait, then kill what is left of its process group, and end its Ray if it could not."""
-        from service.cluster.local_ray import LocalRay
+        from service.cluster.ray.embedded import LocalRay
 
         try:
             self._process.terminate()

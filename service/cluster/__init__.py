@@ -1,1 +1,1 @@
-"""Where attempts run: the launcher protocol and its implementations."""
+"""Where attempts run: the `Launcher` protocol, a fake of it, and Ray."""

@@ -1,7 +1,7 @@
-"""A cluster in memory, for tests: it does what it is told, and can be told to misbehave.
+"""A cluster in memory, for tests. It does what it is told, and can be told to misbehave.
 
-It keeps the launcher's promises (launching twice starts once, stopping what is not there succeeds) and shows every call,
-so a test asks it what happened instead of mocking.
+It keeps the launcher's promises: launching twice starts once, and stopping an absent attempt succeeds. It keeps a list
+of what happened, so a test needs no mock.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from service.cluster.launcher import LauncherError
 
 
 class FakeLauncher:
-    """`Launcher` without processes. `orders` has what runs now; `started` everything that was ever started."""
+    """A `Launcher` without processes. `orders` holds what runs now, `started` every order that was ever started."""
 
     def __init__(self, pools: Iterable[PoolConfig]) -> None:
         self.slots_present = {pool.name: pool.slots for pool in pools}
@@ -22,23 +22,23 @@ class FakeLauncher:
         self.refuse_launches: LauncherError | None = None
         self._probes: dict[AttemptRef, Probe] = {}
 
-    # What a test does to the cluster.
+    # What tests call.
 
     def exit(self, ref: AttemptRef, reason: FailureReason | None = None, message: str | None = None) -> None:
-        """The attempt's processes end; their supervisor is still there to say so."""
+        """End the attempt's processes. Their supervisor stays and says so."""
         self._probes[ref] = Probe(state=ProbeState.EXITED, reason=reason, message=message)
 
     def lose_everything(self) -> None:
-        """The cluster is replaced by an empty one."""
+        """Replace the cluster by an empty one."""
         self.orders.clear()
         self._probes.clear()
 
     def is_running(self, ref: AttemptRef) -> bool:
-        """Whether processes of the attempt run, whoever can reach them."""
+        """True while processes of the attempt run, even if the cluster cannot be reached."""
         probe = self._probes.get(ref)
         return probe is not None and probe.state is ProbeState.RUNNING
 
-    # What the dispatcher does.
+    # What the dispatcher calls.
 
     def launch(self, order: LaunchOrder) -> None:
         self._answer()

@@ -1,6 +1,6 @@
-"""The seam between the dispatcher and a cluster. Every call may be repeated, and every call has a deadline of its own.
+"""The seam between the dispatcher and a cluster. Every call may be repeated, and every call has a deadline.
 
-A launcher holds no truth: what it says of an attempt is advice about processes, never about the job.
+The database decides what is true about a job. A launcher only says what the cluster knows about an attempt's processes.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ class LauncherError(Exception):
 
 
 class Launcher(Protocol):
-    """Runs attempts. Any method but `probe` may raise LauncherError."""
+    """Runs attempts. Every method except `probe` and `close` may raise LauncherError."""
 
     def launch(self, order: LaunchOrder) -> None:
-        """Start an attempt's processes. Launching what is there already changes nothing."""
+        """Start an attempt's processes. A second launch of the same attempt changes nothing."""
 
     def probe(self, ref: AttemptRef) -> Probe:
-        """What became of an attempt's processes; UNREACHABLE where nobody can say."""
+        """Say what became of an attempt's processes; UNREACHABLE if the cluster does not answer."""
 
     def stop(self, ref: AttemptRef, grace_s: float) -> None:
         """End an attempt's processes, if any. Returns once they are gone and their slots are free."""
 
     def list(self) -> Sequence[AttemptRef]:
-        """Every attempt that has processes."""
+        """List every attempt that has processes."""
 
     def capacity(self) -> Sequence[PoolCapacity]:
-        """What each pool has now."""
+        """Count the slots that each pool has now."""
 
     def close(self) -> None:
-        """Let go of the cluster; attempts go on."""
+        """Disconnect from the cluster. Attempts go on."""

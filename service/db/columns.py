@@ -11,7 +11,7 @@ NUL, REPLACEMENT = "\0", "\N{REPLACEMENT CHARACTER}"
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A moment in UTC. SQLite has no time zones: it holds the UTC time as text that sorts."""
+    """A moment in UTC. SQLite has no time zones, so it stores the UTC time as text that sorts."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -30,7 +30,7 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class SafeText(TypeDecorator[str]):
-    """Text that somebody else wrote. PostgreSQL cannot hold a zero byte, so it becomes U+FFFD on both."""
+    """Text from outside. PostgreSQL cannot store a zero byte, so on both databases it becomes U+FFFD."""
 
     impl = Text
     cache_ok = True
@@ -40,7 +40,7 @@ class SafeText(TypeDecorator[str]):
 
 
 def state_column(states: type[S]) -> Enum:
-    """The values of an enum as plain text: a new state needs no change of the schema."""
+    """Make a column type that stores an enum as plain text, so a new state needs no migration."""
     return Enum(states, native_enum=False, create_constraint=False, length=32, values_callable=_values)
 
 
@@ -49,5 +49,5 @@ def _values(states: Any) -> list[str]:
 
 
 def id_column() -> String:
-    """An id of ours: prefix, underscore, 26 characters."""
+    """Make a column type for our ids: prefix, underscore, 26 characters."""
     return String(31)

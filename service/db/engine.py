@@ -1,7 +1,7 @@
-"""The database: read and write transactions, and the time that all leases are measured by.
+"""The database: read and write transactions, and the clock that measures all leases.
 
-SQLite has one writer: write transactions take a lock in this process, then BEGIN IMMEDIATE. PostgreSQL has many:
-whoever writes about a job locks its row first (`store.lock_job`), so writes about one job still come one by one.
+SQLite has one writer: a write transaction takes a lock in this process and then BEGIN IMMEDIATE. PostgreSQL has many
+writers. Each locks the row of its job first (`store.jobs.lock_job`), so writes about one job still come one by one.
 """
 
 import threading
@@ -23,18 +23,18 @@ _POSTGRES_OPTIONS = "-c timezone=UTC -c lock_timeout=10s -c statement_timeout=30
 
 
 class Clock(Protocol):
-    """Tells the time; tests pass one that they turn themselves."""
+    """Tells the time. Tests pass one that they turn by hand."""
 
     def now(self) -> datetime: ...
 
 
 class Database:
-    """One database by URL. Nothing is opened before the first use."""
+    """One database, given by its URL. The first use opens it."""
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
         self.observe: Callable[[str, float, bool], None] = _ignore
-        """Told of each transaction: read or write, its seconds, whether the database broke it."""
+        """Called after each transaction with its kind (read or write), its seconds, and whether the database broke it."""
         self._engine = _engine(url)
         self._reading: Engine
         self._writing: Engine
@@ -47,7 +47,7 @@ class Database:
             self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
     def migrate(self) -> None:
-        """Bring the schema up to this version. Safe to call from several processes at once."""
+        """Bring the schema up to this version. Several processes may call it at once."""
         if self.is_sqlite and self._engine.url.database:
             Path(self._engine.url.database).parent.mkdir(parents=True, exist_ok=True)
         with self._one_writer, self._writing.connect() as connection, connection.begin():
@@ -57,13 +57,13 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A consistent view that changes nothing."""
+        """Open a transaction that reads one consistent state and changes nothing."""
         with self._timed("read"), Session(self._reading, autoflush=False) as session, session.begin():
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """One transaction: all of it is durable when this returns, none of it when it raises."""
+        """Open a write transaction. All of it is durable when the block ends, and none of it if the block raises."""
         with (
             self._timed("write"),
             self._one_writer,
@@ -73,7 +73,7 @@ class Database:
             yield session
 
     def now(self, session: Session) -> datetime:
-        """The time by which leases run: the server's on PostgreSQL, which all processes share."""
+        """The time that leases are measured by. On PostgreSQL it is the server's, which all processes share."""
         if self._clock is not None:
             return self._clock.now()
         if self.is_sqlite:
@@ -81,13 +81,8 @@ class Database:
         moment: datetime = session.execute(select(func.clock_timestamp())).scalar_one()
         return moment.astimezone(UTC)
 
-    def ping(self) -> None:
-        """Raise if the database does not answer."""
-        with self.read() as session:
-            session.execute(text("SELECT 1"))
-
     def num_bytes(self, session: Session) -> int:
-        """What the whole database takes on disk."""
+        """The size of the whole database on disk, in bytes."""
         if not self.is_sqlite:
             return int(session.execute(select(func.pg_database_size(func.current_database()))).scalar_one())
         return int(session.execute(text("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")).scalar_one())
@@ -126,7 +121,7 @@ def _engine(url: str) -> Engine:
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # we say BEGIN ourselves, below
+    connection.isolation_level = None  # `_begin_sqlite` says BEGIN
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 

@@ -1,4 +1,4 @@
-"""Alembic, run from code: `octet` brings its database up to date when it starts."""
+"""Runs Alembic from code: each process brings the database up to date when it starts."""
 
 from pathlib import Path
 

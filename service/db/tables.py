@@ -1,6 +1,6 @@
-"""The tables. `…Row` is what is stored; `api_schemas` is what is shown, `service.jobs.views` turns one into the other.
+"""The tables. A `…Row` is what is stored, a model of `api_schemas` is what is shown; `service.jobs.views` converts them.
 
-An attempt counts against its pool until `released_at`: the moment its processes are known to be gone.
+An attempt takes slots of its pool until `released_at`, the moment when its processes are known to be gone.
 """
 
 from datetime import datetime
@@ -14,11 +14,10 @@ from service.db.columns import SafeText, UtcDateTime, id_column, state_column
 from service.settings import DEFAULT_TENANT
 
 LIVE_ATTEMPT = "state NOT IN ('succeeded', 'failed', 'cancelled')"
-LIVE_JOB = "state NOT IN ('succeeded', 'failed', 'cancelled')"
 
 
 class Base(DeclarativeBase):
-    """Named constraints, so that a migration can name what it changes."""
+    """Base of all tables. It names every constraint, so that a migration can refer to it."""
 
     metadata = MetaData(
         naming_convention={
@@ -211,7 +210,7 @@ class LogLineRow(Base):
 
 
 class ReportStreamRow(Base):
-    """How far the reports of one rank have been applied."""
+    """The sequence number of the last report of one rank that was applied."""
 
     __tablename__ = "report_streams"
 
@@ -221,7 +220,7 @@ class ReportStreamRow(Base):
 
 
 class ExporterRow(Base):
-    """Where a rank serves its Prometheus metrics."""
+    """The address where a rank serves its Prometheus metrics."""
 
     __tablename__ = "exporters"
 
@@ -240,7 +239,7 @@ class IdempotencyKeyRow(Base):
 
 
 class LeaseRow(Base):
-    """Who leads. A holder that does not renew in time loses to the next who asks."""
+    """The dispatcher that leads. A holder that does not renew in time loses the lease to the next one that asks."""
 
     __tablename__ = "leases"
 
@@ -251,7 +250,7 @@ class LeaseRow(Base):
 
 
 class PoolCapacityRow(Base):
-    """What the cluster last said of a pool."""
+    """The slots of a pool, as the cluster last counted them."""
 
     __tablename__ = "pool_capacities"
 

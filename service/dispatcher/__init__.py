@@ -1,4 +1,4 @@
-"""Leased background loops that move jobs along: place, launch, watch, clean up."""
+"""Leased background loops that move jobs along: place, launch, watch, release, orphans."""
 
 from service.dispatcher.dispatcher import Dispatcher
 

@@ -1,4 +1,4 @@
-"""The dispatcher: the loops that move jobs along, run by the one process that leads."""
+"""The dispatcher: runs the loops that move jobs along, while it leads."""
 
 import logging
 from collections.abc import Callable
@@ -6,62 +6,62 @@ from concurrent.futures import ThreadPoolExecutor
 
 from service.cluster.launcher import Launcher
 from service.db.engine import Database
-from service.dispatcher import clean, janitor, launch, place, watch
+from service.dispatcher import launch, orphans, place, release, watch
+from service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading
 from service.dispatcher.loop import Loop
-from service.dispatcher.work import LEADER_LEASE_S, NotLeading, Work
 from service.settings import Settings
 
 _STOP_TIMEOUT_S = 10.0
-JANITOR_PAUSE_S = 30.0
-_JOB_STEPS: dict[str, tuple[Callable[[Work], None], float]] = {
+ORPHANS_INTERVAL_S = 30.0
+_JOB_STEPS: dict[str, tuple[Callable[[DispatcherContext], None], float]] = {
     "place": (place.step, 0.5),
     "launch": (launch.step, 0.5),
     "watch": (watch.step, 1.0),
-    "clean": (clean.step, 0.5),
+    "release": (release.step, 0.5),
 }
 
 logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Start as many as you like on one database: one leads, the others wait for it to fall silent."""
+    """All loops on one database and one cluster. Any number may run: one leads, and the others wait until it falls silent."""
 
     def __init__(self, database: Database, launcher: Launcher, settings: Settings) -> None:
         self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="octet-call")
-        self._work = Work(database, launcher, settings, wake=self.wake, executor=self._executor)
+        self._context = DispatcherContext(database, launcher, settings, wake=self.wake, executor=self._executor)
         self._lead_loop = Loop("lead", self._lead, LEADER_LEASE_S / 5)
-        self._janitor_loop = Loop("janitor", self._while_leading(janitor.step), JANITOR_PAUSE_S)
+        self._orphans_loop = Loop("orphans", self._while_leading(orphans.step), ORPHANS_INTERVAL_S)
         self._job_loops = [Loop(name, self._while_leading(step), pause_s) for name, (step, pause_s) in _JOB_STEPS.items()]
 
     def start(self) -> None:
-        for loop in (self._lead_loop, *self._job_loops, self._janitor_loop):
+        for loop in (self._lead_loop, *self._job_loops, self._orphans_loop):
             loop.start()
 
     def wake(self) -> None:
-        """There is something to do: look now rather than at the next interval."""
+        """Run the loops of jobs now instead of at their next interval."""
         for loop in self._job_loops:
             loop.wake()
 
     def stop(self) -> None:
-        """Stop leading, after the calls under way or ten seconds. Attempts on the cluster go on."""
-        for loop in (*self._job_loops, self._janitor_loop, self._lead_loop):
+        """Finish the calls under way, for ten seconds a loop at most, and stop leading. Attempts on the cluster go on."""
+        for loop in (*self._job_loops, self._orphans_loop, self._lead_loop):
             loop.stop(_STOP_TIMEOUT_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self._work.give_up()
+        self._context.give_up()
 
     def _lead(self) -> None:
-        led = self._work.leads_since
-        self._work.lead()
-        if self._work.leads_since != led:
+        led = self._context.leads_since
+        self._context.lead()
+        if self._context.leads_since != led:
             self.wake()
 
-    def _while_leading(self, step: Callable[[Work], None]) -> Callable[[], None]:
+    def _while_leading(self, step: Callable[[DispatcherContext], None]) -> Callable[[], None]:
         def run() -> None:
-            if self._work.leads_since is None:
+            if self._context.leads_since is None:
                 return
             try:
-                step(self._work)
+                step(self._context)
             except NotLeading:
-                logger.warning("another dispatcher leads; what this one was about to write is dropped")
+                logger.warning("another dispatcher leads; this one drops what it was about to write")
 
         return run

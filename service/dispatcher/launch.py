@@ -1,7 +1,7 @@
-"""reserved → launching → starting: hand attempts to the cluster.
+"""Launches attempts on the cluster: reserved → launching → starting.
 
-Claim the row, call the cluster outside any transaction, write the result only if the claim is still ours. Whoever dies in
-between leaves a claim that ends; the next one asks the cluster before it launches, and adopts what it finds.
+Claim the row, call the cluster outside any transaction, write the result only if the claim is still ours. A dispatcher
+that dies in between leaves a claim that expires. The next one asks the cluster first, and adopts an attempt that it finds.
 """
 
 import hashlib
@@ -13,10 +13,11 @@ from datetime import datetime, timedelta
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptRef, CheckpointRef, FailureReason, JobSpec, LaunchOrder, PoolConfig, ProbeState
+from service import store
 from service.cluster.launcher import LauncherError
 from service.db.tables import AttemptRow, JobRow
-from service.dispatcher.work import Work
-from service.jobs import attempts, store, store_queue, store_records
+from service.dispatcher.context import DispatcherContext
+from service.jobs import attempts
 from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent, next_attempt_state
 
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Claim:
-    """An attempt that is ours to launch until `claim_token` is gone from its row."""
+    """An attempt that is ours to launch for as long as `claim_token` stands in its row."""
 
     claim_token: str
     order: LaunchOrder
@@ -40,23 +41,23 @@ class Claim:
         return AttemptRef(attempt_id=self.order.attempt_id, epoch=self.order.epoch)
 
 
-def step(work: Work) -> None:
-    with work.database.read() as session:
-        if not store_queue.attempts_to_launch(session, work.database.now(session)):
+def step(context: DispatcherContext) -> None:
+    with context.database.read() as session:
+        if not store.queue.attempts_to_launch(session, context.database.now(session)):
             return
-    with work.write() as (session, now):
-        rows = store_queue.attempts_to_launch(session, now)[:CLAIMS_AT_ONCE]
-        claims = [claim for row in rows if (claim := _claim(work, session, row.id, now)) is not None]
-    work.each(lambda claim: _launch(work, claim), claims)
+    with context.write() as (session, now):
+        rows = store.queue.attempts_to_launch(session, now)[:CLAIMS_AT_ONCE]
+        claims = [claim for row in rows if (claim := _claim(context, session, row.id, now)) is not None]
+    context.each(lambda claim: _launch(context, claim), claims)
 
 
-def _claim(work: Work, session: Session, attempt_id: str, now: datetime) -> Claim | None:
-    locked = store.lock_attempt(session, attempt_id)
+def _claim(context: DispatcherContext, session: Session, attempt_id: str, now: datetime) -> Claim | None:
+    locked = store.jobs.lock_attempt(session, attempt_id)
     assert locked is not None
     job, attempt = locked
     if attempt.state.is_terminal:
         return None
-    pool = work.settings.pool(attempt.pool)
+    pool = context.settings.pool(attempt.pool)
     if pool is None:
         message = f"pool {attempt.pool!r} is not configured any more"
         attempts.finish(session, job, attempt, Ending(AttemptEvent.FAIL, FailureReason.LAUNCH_FAILED, message), now)
@@ -65,14 +66,16 @@ def _claim(work: Work, session: Session, attempt_id: str, now: datetime) -> Clai
     token = secrets.token_urlsafe(32)
     attempt.state = next_attempt_state(attempt.state, AttemptEvent.CLAIM)
     attempt.claim_token = secrets.token_hex(16)
-    attempt.claim_expires_at = now + timedelta(seconds=work.settings.launch_timeout_s)
+    attempt.claim_expires_at = now + timedelta(seconds=context.settings.launch_timeout_s)
     if not launched_before:
         attempt.token_hash = hashlib.sha256(token.encode()).digest()
-    return Claim(attempt.claim_token, _order(work, session, job, attempt, pool, token), launched_before)
+    return Claim(attempt.claim_token, _order(context, session, job, attempt, pool, token), launched_before)
 
 
-def _order(work: Work, session: Session, job: JobRow, attempt: AttemptRow, pool: PoolConfig, token: str) -> LaunchOrder:
-    newest = store_records.newest_checkpoints(session, job.id, CHECKPOINTS_OFFERED)
+def _order(
+    context: DispatcherContext, session: Session, job: JobRow, attempt: AttemptRow, pool: PoolConfig, token: str
+) -> LaunchOrder:
+    newest = store.records.newest_checkpoints(session, job.id, CHECKPOINTS_OFFERED)
     return LaunchOrder(
         attempt_id=attempt.id,
         job_id=job.id,
@@ -80,61 +83,61 @@ def _order(work: Work, session: Session, job: JobRow, attempt: AttemptRow, pool:
         token=token,
         spec=JobSpec.read_stored(job.spec),
         pool=pool,
-        report_url=work.settings.effective_report_url,
-        job_dir=str(work.settings.job_dir(job.id)),
+        report_url=context.settings.effective_report_url,
+        job_dir=str(context.settings.job_dir(job.id)),
         checkpoints=tuple(CheckpointRef(step=row.step, name=row.name, sha256=row.sha256) for row in newest),
-        lease_s=work.settings.lease_s,
-        heartbeat_s=work.settings.heartbeat_s,
+        lease_s=context.settings.lease_s,
+        heartbeat_s=context.settings.heartbeat_s,
     )
 
 
-def _launch(work: Work, claim: Claim) -> None:
+def _launch(context: DispatcherContext, claim: Claim) -> None:
     try:
-        if claim.launched_before and not _is_absent(work, claim):
-            _apply(work, claim)
+        if claim.launched_before and not _is_absent(context, claim):
+            _apply(context, claim)
             return
-        if claim.launched_before and not _renew_token(work, claim):
+        if claim.launched_before and not _renew_token(context, claim):
             return
-        work.launcher.launch(claim.order)
+        context.launcher.launch(claim.order)
     except LauncherError as error:
         logger.warning("attempt %s was not launched: %s", claim.order.attempt_id, error)
-        _postpone_or_fail(work, claim, error)
+        _postpone_or_fail(context, claim, error)
         return
-    _apply(work, claim)
+    _apply(context, claim)
 
 
-def _is_absent(work: Work, claim: Claim) -> bool:
-    """Whether an earlier launch left nothing. Its processes, if any, know the token of that launch and are adopted."""
-    probe = work.launcher.probe(claim.ref)
+def _is_absent(context: DispatcherContext, claim: Claim) -> bool:
+    """True if the earlier launch left no processes. Processes that exist know that launch's token, and are adopted."""
+    probe = context.launcher.probe(claim.ref)
     if probe.state is ProbeState.UNREACHABLE:
         raise LauncherError(probe.message or "the cluster does not answer", retryable=True)
     return probe.state is ProbeState.ABSENT
 
 
-def _renew_token(work: Work, claim: Claim) -> bool:
-    """Replace the token of a launch that left nothing; whether the claim is still ours."""
-    with work.write() as (session, _):
+def _renew_token(context: DispatcherContext, claim: Claim) -> bool:
+    """Replace the token of a launch that left nothing. Returns False if the claim is no longer ours."""
+    with context.write() as (session, _):
         claimed = _claimed(session, claim)
         if claimed is not None:
             claimed[1].token_hash = hashlib.sha256(claim.order.token.encode()).digest()
     return claimed is not None
 
 
-def _apply(work: Work, claim: Claim) -> None:
-    with work.write() as (session, now):
+def _apply(context: DispatcherContext, claim: Claim) -> None:
+    with context.write() as (session, now):
         claimed = _claimed(session, claim)
         if claimed is None:
             return
         job, attempt = claimed
         attempt.claim_token = attempt.claim_expires_at = None
         if attempt.state.is_terminal:
-            attempt.released_at = None  # it ended while we launched it: `clean` has to stop what is there now
+            attempt.released_at = None  # it ended during the launch: `release` has to stop the new processes
         else:
             attempts.launched(session, job, attempt, now)
 
 
-def _postpone_or_fail(work: Work, claim: Claim, error: LauncherError) -> None:
-    with work.write() as (session, now):
+def _postpone_or_fail(context: DispatcherContext, claim: Claim, error: LauncherError) -> None:
+    with context.write() as (session, now):
         claimed = _claimed(session, claim)
         if claimed is None:
             return
@@ -147,5 +150,5 @@ def _postpone_or_fail(work: Work, claim: Claim, error: LauncherError) -> None:
 
 
 def _claimed(session: Session, claim: Claim) -> tuple[JobRow, AttemptRow] | None:
-    locked = store.lock_attempt(session, claim.order.attempt_id)
+    locked = store.jobs.lock_attempt(session, claim.order.attempt_id)
     return locked if locked is not None and locked[1].claim_token == claim.claim_token else None

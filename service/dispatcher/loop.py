@@ -1,4 +1,4 @@
-"""One background loop: run a step again and again, sooner when woken, later after an error, until told to stop."""
+"""One background loop: runs a step again and again until it is stopped."""
 
 import logging
 import random
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """`step` runs every `interval_s`, and at once after `wake`. An error is logged and doubles the pause."""
+    """Runs `step` every `interval_s`, and at once after `wake`. An error is logged, and each further one doubles the pause."""
 
     def __init__(self, name: str, step: Callable[[], None], interval_s: float) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class Loop:
         self._woken.set()
 
     def stop(self, timeout_s: float) -> None:
-        """Let the step under way finish, for up to `timeout_s`."""
+        """Stop after the step under way; wait for it for up to `timeout_s`."""
         self._stopping.set()
         self._woken.set()
         if self._thread.is_alive():

@@ -1,35 +1,49 @@
-"""queued → starting: give slots to the jobs whose turn it is. Asks the cluster first, decides and writes in one transaction."""
+"""Places jobs: queued → starting. It asks the cluster for its slots first, then decides and writes in one transaction.
+
+A pass that would change nothing writes nothing: while jobs wait, the decision is taken on a read alone.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from sqlalchemy.orm import Session
 
 from api_schemas import JobState
+from service import store
 from service.cluster.launcher import LauncherError
-from service.dispatcher.work import Work
-from service.jobs import attempts, store, store_queue
-from service.scheduling.plan import plan, pool_states
+from service.dispatcher.context import DispatcherContext
+from service.jobs import attempts
+from service.scheduling.decide import decide, pool_states
 
 
-def step(work: Work) -> None:
+def step(context: DispatcherContext) -> None:
     try:
-        present = {pool.pool: pool.slots_present for pool in work.launcher.capacity()}
+        present = {pool.pool: pool.slots_present for pool in context.launcher.capacity()}
     except LauncherError as error:
-        work.outage.begins(error)
+        context.outage.begins(error)
         return
-    work.outage.ends()
-    pools = [pool.name for pool in work.settings.pools]
-    with work.database.read() as session:
-        queue = [job for pool in pools for job in store_queue.head_of_queue(session, pool)]
-        if store_queue.slots_present(session) == present and not queue:
+    context.outage.ends()
+    with context.database.read() as session:
+        is_known = store.queue.slots_present(session) == present
+        if is_known and not _to_start(context, session, present, context.database.now(session)):
             return
-    with work.write() as (session, now):
-        if store_queue.slots_present(session) != present:
-            store_queue.set_slots_present(session, present, now)
-        states = pool_states(work.settings.pools, present, store_queue.slots_used(session))
-        queue = [job for pool in pools for job in store_queue.head_of_queue(session, pool)]
-        decisions = plan(queue, states, now, work.settings.lease_grace_s)
-        for decision in decisions:
-            if decision.why is not None:
-                continue
-            job = store.lock_job(session, decision.job_id)
+    with context.write() as (session, now):
+        if store.queue.slots_present(session) != present:
+            store.queue.set_slots_present(session, present, now)
+        job_ids = _to_start(context, session, present, now)
+        for job_id in job_ids:
+            job = store.jobs.lock_job(session, job_id)
             if job is not None and job.state is JobState.QUEUED:
                 attempts.reserve(session, job, now)
-    if any(decision.why is None for decision in decisions):
-        work.wake()
+    if job_ids:
+        context.wake()
+
+
+def _to_start(context: DispatcherContext, session: Session, present: Mapping[str, int], now: datetime) -> list[str]:
+    """The ids of the queued jobs that start now."""
+    pools = context.settings.pools
+    queue = [job for pool in pools for job in store.queue.head_of_queue(session, pool.name)]
+    if not queue:
+        return []
+    states = pool_states(pools, present, store.queue.slots_used(session))
+    return [each.job_id for each in decide(queue, states, now, context.settings.lease_grace_s) if each.why is None]

@@ -1,74 +1,75 @@
-"""Every live attempt has deadlines: look at each, ask the cluster about its processes, and end those that cannot go on.
+"""Watches live attempts: asks the cluster about their processes, checks their deadlines, ends those that cannot go on.
 
-`judge` decides and is pure. It is asked twice: with what was read, to see whether there is anything to write, and again
-in the transaction that writes it, with the row locked.
+`judge` decides, and is pure. It runs twice: on rows that were read, to see if there is something to write, and again in
+the transaction that writes, with the row locked.
 """
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, Probe, ProbeState
+from service import store
 from service.db.tables import AttemptRow, JobRow
-from service.dispatcher.work import Work
-from service.jobs import attempts, store, store_queue
+from service.dispatcher.context import DispatcherContext
+from service.jobs import attempts
 from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent
 from service.settings import Settings
 
-EXIT_GRACE = timedelta(seconds=3)  # for the last report of processes that have ended
+EXIT_GRACE = timedelta(seconds=3)  # the last report of an ended process may arrive this much later
 
 _ON_CLUSTER = {AttemptState.STARTING, AttemptState.RUNNING}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What to write about an attempt."""
+    """What `judge` found out about an attempt, to be written into its row."""
 
     exited_at: datetime | None
     placed_at: datetime | None
     ending: Ending | None
 
 
-def step(work: Work) -> None:
-    with work.database.read() as session:
-        refs = [(AttemptRef(attempt_id=row.id, epoch=row.epoch), row.state) for row in store_queue.live_attempts(session)]
-    work.each(lambda pair: _watch(work, *pair), refs)
+def step(context: DispatcherContext) -> None:
+    with context.database.read() as session:
+        refs = [(AttemptRef(attempt_id=row.id, epoch=row.epoch), row.state) for row in store.queue.live_attempts(session)]
+    context.each(lambda pair: _watch(context, *pair), refs)
 
 
-def _watch(work: Work, ref: AttemptRef, state: AttemptState) -> None:
-    probe = work.launcher.probe(ref) if state in _ON_CLUSTER else None
-    with work.database.read() as session:
-        attempt = store.find_attempt(session, ref.attempt_id)
+def _watch(context: DispatcherContext, ref: AttemptRef, state: AttemptState) -> None:
+    probe = context.launcher.probe(ref) if state in _ON_CLUSTER else None
+    with context.database.read() as session:
+        attempt = store.jobs.find_attempt(session, ref.attempt_id)
         assert attempt is not None, "attempts are never deleted"
-        job = store.find_job(session, attempt.job_id)
+        job = store.jobs.find_job(session, attempt.job_id)
         assert job is not None
-        if not _has_news(work, job, attempt, probe, work.database.now(session)):
+        if not _has_news(context, job, attempt, probe, context.database.now(session)):
             return
-    with work.write() as (session, now):
-        locked = store.lock_attempt(session, ref.attempt_id)
+    with context.write() as (session, now):
+        locked = store.jobs.lock_attempt(session, ref.attempt_id)
         assert locked is not None
         job, attempt = locked
         if attempt.state.is_terminal:
             return
-        finding = judge(job, attempt, probe, now, work.leads_since or now, work.settings)
+        finding = judge(job, attempt, probe, now, context.leads_since or now, context.settings)
         attempt.exited_at, attempt.placed_at = finding.exited_at, finding.placed_at
         if finding.ending is not None:
             attempts.finish(session, job, attempt, finding.ending, now)
     if finding.ending is not None:
-        work.wake()
+        context.wake()
 
 
-def _has_news(work: Work, job: JobRow, attempt: AttemptRow, probe: Probe | None, now: datetime) -> bool:
+def _has_news(context: DispatcherContext, job: JobRow, attempt: AttemptRow, probe: Probe | None, now: datetime) -> bool:
     if attempt.state.is_terminal:
         return False
-    finding = judge(job, attempt, probe, now, work.leads_since or now, work.settings)
+    finding = judge(job, attempt, probe, now, context.leads_since or now, context.settings)
     return finding != Finding(attempt.exited_at, attempt.placed_at, None)
 
 
 def judge(
     job: JobRow, attempt: AttemptRow, probe: Probe | None, now: datetime, leads_since: datetime, settings: Settings
 ) -> Finding:
-    """What is to be said of a live attempt. `leads_since`: a new leader first lets workers report that it was away."""
+    """Judge a live attempt. A leader enforces deadlines only `lease_grace_s` after `leads_since`: workers report first."""
     is_gone = probe is not None and probe.state in {ProbeState.EXITED, ProbeState.ABSENT}
     is_unknown = probe is None or probe.state is ProbeState.UNREACHABLE
     exited_at = attempt.exited_at if is_unknown else (attempt.exited_at or now) if is_gone else None

@@ -1,1 +1,1 @@
-"""Jobs and attempts: their states, their rows, and what can be done to them."""
+"""Jobs and attempts: their states, the use cases that change them, and how they are shown."""

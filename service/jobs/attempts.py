@@ -1,7 +1,7 @@
-"""What happens to an attempt, and what that does to its job: reserve, claim, launched, started, finish.
+"""Changes of an attempt and of its job: reserve, launched, started, finish.
 
 Every function runs in the caller's transaction with the job's row locked, moves both along `lifecycle`, and writes the
-events. Whether a failed job is tried again is decided in `finish`, here and nowhere else.
+events. Only `finish` decides if a failed job is tried again.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from datetime import datetime, timedelta
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, Blame, FailureReason, JobSpec, JobState, JobSummary
+from service import store
 from service.db.tables import AttemptRow, JobRow
-from service.jobs import store
-from service.jobs.ids import new_id
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_attempt_state, next_job_state
+from service.store.ids import new_id
 
 MAX_PLATFORM_FAILURES = 10
 LONGEST_BACKOFF_S = 60.0
@@ -21,7 +21,7 @@ LONGEST_BACKOFF_S = 60.0
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended."""
+    """How an attempt ended. `reason` is set exactly if it failed."""
 
     event: AttemptEvent
     reason: FailureReason | None = None
@@ -30,7 +30,7 @@ class Ending:
 
 
 def reserve(session: Session, job: JobRow, now: datetime) -> AttemptRow:
-    """Give a queued job its slots: the next attempt exists, nothing is started yet."""
+    """Give a queued job its slots: create its next attempt. Nothing is started yet."""
     job.state = next_job_state(job.state, JobEvent.PLACE)
     job.num_attempts += 1
     attempt = AttemptRow(
@@ -47,34 +47,34 @@ def reserve(session: Session, job: JobRow, now: datetime) -> AttemptRow:
     job.current_attempt_id = attempt.id
     job.not_before = None
     message = f"attempt {attempt.epoch} has {job.workers} slot{'s' * (job.workers > 1)} of pool {job.pool!r}"
-    store.add_event(session, job, now, "job.placed", message, attempt_id=attempt.id)
+    store.jobs.add_event(session, job, now, "job.placed", message, attempt_id=attempt.id)
     return attempt
 
 
 def launched(session: Session, job: JobRow, attempt: AttemptRow, now: datetime) -> None:
-    """The cluster has the attempt, or it was heard of: what comes first."""
+    """Note that the cluster has the attempt: the launch returned, or a rank reported before that."""
     was = attempt.state
     attempt.state = next_attempt_state(was, AttemptEvent.LAUNCHED)
     if was is AttemptState.LAUNCHING:
         attempt.launched_at = now
-        store.add_event(
+        store.jobs.add_event(
             session, job, now, "attempt.launched", f"attempt {attempt.epoch} is on the cluster", attempt_id=attempt.id
         )
 
 
 def started(session: Session, job: JobRow, attempt: AttemptRow, now: datetime, resumed_from_step: int) -> None:
-    """The attempt trains."""
+    """Note that the attempt trains, and with it the job."""
     attempt.state = next_attempt_state(attempt.state, AttemptEvent.STARTED)
     attempt.resumed_from_step = resumed_from_step
     job.state = next_job_state(job.state, JobEvent.START)
     job.started_at = job.started_at or now
     where = f"after step {resumed_from_step}" if resumed_from_step else "from the beginning"
     message = f"attempt {attempt.epoch} trains {where} on {attempt.node} ({attempt.device})"
-    store.add_event(session, job, now, "attempt.started", message, attempt_id=attempt.id)
+    store.jobs.add_event(session, job, now, "attempt.started", message, attempt_id=attempt.id)
 
 
 def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, now: datetime) -> None:
-    """End an attempt, and end its job or put it back into the queue."""
+    """End an attempt, and end its job or put the job back into the queue."""
     attempt.state = next_attempt_state(attempt.state, ending.event)
     attempt.finished_at = now
     attempt.reason = ending.reason
@@ -82,7 +82,7 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
     if attempt.token_hash is None:
         attempt.released_at = now  # nothing was ever launched, so nothing has to be stopped
     because = f": {ending.reason.value}" if ending.reason else ""
-    store.add_event(
+    store.jobs.add_event(
         session,
         job,
         now,
@@ -114,7 +114,7 @@ def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
         job.queued_at = now
         job.not_before = now + timedelta(seconds=wait_s)
         message = f"tried again in {wait_s:g} s, after failure {number} ({ending.reason.value})"
-        store.add_event(session, job, now, "job.queued", message)
+        store.jobs.add_event(session, job, now, "job.queued", message)
         return
     if job.state is not JobState.CANCELLING:
         job.reason, job.message = ending.reason, ending.message
@@ -122,7 +122,7 @@ def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
 
 
 def _may_retry(job: JobRow, reason: FailureReason) -> bool:
-    """Count the failure on the one who is to blame; whether another attempt is left."""
+    """Count the failure against the job or the platform. Returns True if another attempt is allowed."""
     if reason.blame is Blame.JOB:
         job.num_failures += 1
         allowed = job.num_failures <= JobSpec.read_stored(job.spec).retry.max_failures
@@ -138,7 +138,7 @@ def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime) -> N
     job.not_before = None
     job.remaining_s = None
     because = f": {job.reason.value}. {job.reason.hint}" if job.reason else ""
-    store.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}")
+    store.jobs.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}")
 
 
 _WORDS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}

@@ -1,4 +1,4 @@
-"""What a user can do to a job: submit it and cancel it. One transaction each, which the route opens."""
+"""What a user can do to a job: submit and cancel. Each is one transaction, which the route opens."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,18 +7,19 @@ from datetime import datetime
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, DesiredState, JobSpec, JobState
+from service import store
 from service.db.tables import JobRow
 from service.errors import IdempotencyMismatch, IllegalTransition, NotFound
-from service.jobs import attempts, store
+from service.jobs import attempts
 from service.jobs.attempts import Ending
-from service.jobs.ids import new_id
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
 from service.settings import DEFAULT_TENANT
+from service.store.ids import new_id
 
 
 @dataclass(frozen=True)
 class Submission:
-    """`replayed`: the job was there already, by its idempotency key."""
+    """A submitted job. `replayed` is true if an earlier submission with the same idempotency key stored it."""
 
     job: JobRow
     replayed: bool
@@ -27,9 +28,9 @@ class Submission:
 def submit(
     session: Session, spec: JobSpec, idempotency_key: str | None, now: datetime, tenant: str = DEFAULT_TENANT
 ) -> Submission:
-    """Store a job, its first event and its place in the queue; or find the one this key was used for."""
+    """Store a job, its first event and its place in the queue; or find the job that this key was used for."""
     job_id = new_id("job", now)
-    if idempotency_key is not None and not store.take_idempotency_key(session, idempotency_key, _hash(spec), job_id, now):
+    if idempotency_key is not None and not store.jobs.take_idempotency_key(session, idempotency_key, _hash(spec), job_id, now):
         earlier = replay(session, spec, idempotency_key, now)
         assert earlier is not None, "a key that is taken has a job"
         return earlier
@@ -46,31 +47,31 @@ def submit(
         created_at=now,
         queued_at=now,
     )
-    store.add_job(session, job, spec.labels)
-    store.add_event(session, job, now, "job.accepted", f"accepted into pool {job.pool!r} with priority {job.priority}")
+    store.jobs.add_job(session, job, spec.labels)
+    store.jobs.add_event(session, job, now, "job.accepted", f"accepted into pool {job.pool!r} with priority {job.priority}")
     return Submission(job, replayed=False)
 
 
 def replay(session: Session, spec: JobSpec, idempotency_key: str, now: datetime) -> Submission | None:
-    """The job that this key was used for in the last 24 hours. Raises IdempotencyMismatch for another spec."""
-    used = store.find_idempotency_key(session, idempotency_key, now)
+    """Find the job that this key was used for in the last 24 hours. Raises IdempotencyMismatch if its spec differs."""
+    used = store.jobs.find_idempotency_key(session, idempotency_key, now)
     if used is None:
         return None
     if used.body_hash != _hash(spec):
         raise IdempotencyMismatch(
             f"Idempotency-Key {idempotency_key!r} was used for another job, {used.job_id}. Use a new key for a new job."
         )
-    job = store.find_job(session, used.job_id)
+    job = store.jobs.find_job(session, used.job_id)
     assert job is not None, "jobs are never deleted"
     return Submission(job, replayed=True)
 
 
 def cancel(session: Session, job_id: str, now: datetime) -> JobRow:
-    """Ask for the end of a job: at once where nothing was started, else the workers are told and given time.
+    """Cancel a job. A job without processes ends at once; otherwise its workers are told to stop and get some time.
 
-    Asking again changes nothing. Raises IllegalTransition once the job is over.
+    A second call changes nothing. Raises NotFound, and IllegalTransition once the job is over.
     """
-    job = store.lock_job(session, job_id)
+    job = store.jobs.lock_job(session, job_id)
     if job is None:
         raise NotFound(f"there is no job {job_id}")
     if job.state.is_terminal:
@@ -83,9 +84,9 @@ def cancel(session: Session, job_id: str, now: datetime) -> JobRow:
         attempts.end_queued(session, job, now)
         return job
     job.state = next_job_state(job.state, JobEvent.CANCEL)
-    store.add_event(session, job, now, "job.cancelling", "asked to stop; the workers hear of it with their next report")
+    store.jobs.add_event(session, job, now, "job.cancelling", "asked to stop; the workers hear of it with their next report")
     assert job.current_attempt_id is not None, "a job that is not queued has an attempt"
-    locked = store.lock_attempt(session, job.current_attempt_id)
+    locked = store.jobs.lock_attempt(session, job.current_attempt_id)
     assert locked is not None
     if locked[1].state is AttemptState.RESERVED:
         attempts.finish(session, job, locked[1], Ending(AttemptEvent.CANCEL, message="cancelled before it was launched"), now)

@@ -1,4 +1,4 @@
-"""Which state follows which, for jobs and for attempts. Pure: two tables and nothing else decides.
+"""The legal transitions of jobs and attempts. Pure: two tables decide, and nothing else does.
 
 job      queued ──place──▶ starting ──start──▶ running ──succeed──▶ succeeded
            ▲  └─cancel─▶ cancelled    │           │
@@ -20,12 +20,12 @@ class JobEvent(StrEnum):
     SUCCEED = "succeed"
     RETRY = "retry"
     FAIL = "fail"
-    STOP = "stop"  # the attempt ended because it was asked to
+    STOP = "stop"  # the attempt ended because it was told to
 
 
 class AttemptEvent(StrEnum):
     CLAIM = "claim"
-    LAUNCHED = "launched"  # the cluster has it, or it was heard of
+    LAUNCHED = "launched"  # the launch returned, or a rank reported before that
     STARTED = "started"
     SUCCEED = "succeed"
     FAIL = "fail"

@@ -1,7 +1,7 @@
-"""Applies what a rank reports, one batch in one transaction: all of it counts, or none.
+"""Applies the reports of a rank: one batch in one transaction, so all of it counts or none.
 
-A batch may come twice, or overlap what came before: what was applied is skipped by its sequence number. A batch of an
-attempt that no longer counts changes nothing and is refused, which tells the worker to end.
+A batch may come twice or overlap an earlier one; reports that were applied are skipped by their sequence number. A batch
+from an attempt that is no longer the job's current one changes nothing and is refused, which tells the worker to end.
 """
 
 import hashlib
@@ -30,12 +30,13 @@ from api_schemas import (
     StartedReport,
     StepReport,
 )
+from service import store
 from service.db.tables import AttemptRow, CheckpointRow, JobRow
 from service.errors import InvalidRequest, SequenceGap, StaleAttempt, Unauthenticated
-from service.jobs import attempts, store, store_records
+from service.jobs import attempts
 from service.jobs.attempts import Ending
-from service.jobs.ids import new_id
 from service.jobs.lifecycle import AttemptEvent
+from service.store.ids import new_id
 
 MAX_LOG_LINES = 100_000
 START_PHASES = ("placed", "process_up", "torch_imported", "model_built", "first_step")
@@ -46,7 +47,7 @@ _ENDINGS = {"succeeded": AttemptEvent.SUCCEED, "failed": AttemptEvent.FAIL, "can
 
 @dataclass
 class Applied:
-    """What a batch did. `phase_s` has the duration of each phase of the start that it reported."""
+    """What a batch did. `phase_s` holds the duration in seconds of each phase of the start that it reported."""
 
     reply: ReportReply
     finished: bool
@@ -55,19 +56,19 @@ class Applied:
 
 
 def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lease_s: float, now: datetime) -> Applied:
-    """Apply what is new in the batch and renew the lease.
+    """Apply the new reports of the batch and renew the lease.
 
-    Raises Unauthenticated for a wrong token, StaleAttempt where the attempt is not the one that counts, SequenceGap
-    where a report before this one is missing.
+    Raises Unauthenticated for a wrong token, StaleAttempt if the attempt is not the job's current one, SequenceGap if a
+    report before this batch is missing, and InvalidRequest for reports that this rank cannot send in this state.
     """
-    locked = store.lock_attempt(session, attempt_id)
+    locked = store.jobs.lock_attempt(session, attempt_id)
     if locked is None:
         raise StaleAttempt(f"there is no attempt {attempt_id}; end this process")
     job, attempt = locked
     _authenticate(attempt, token)
     if batch.rank >= attempt.workers:
         raise InvalidRequest(f"rank: got {batch.rank}; allowed: below {attempt.workers}, the attempt's workers")
-    last_seq = store_records.last_sequence(session, attempt.id, batch.rank)
+    last_seq = store.records.last_sequence(session, attempt.id, batch.rank)
     is_echo = bool(batch.reports) and batch.reports[-1].seq <= last_seq
     if batch.epoch != attempt.epoch or (attempt.state.is_terminal and not is_echo):
         raise StaleAttempt(
@@ -76,14 +77,14 @@ def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lea
         )
     applied = Applied(ReportReply(desired=job.desired, lease_s=lease_s, acknowledged_seq=last_seq), finished=False)
     if attempt.state.is_terminal:
-        return applied  # the answer to its last batch was lost
+        return applied  # the rank sends its last batch again because it did not get the answer
     new = _unseen(batch.reports, last_seq)
     _heard(session, job, attempt, applied, now)
     if batch.rank == 0:
         attempt.lease_expires_at = now + timedelta(seconds=lease_s)
     _Batch(session, job, attempt, batch.rank, now, applied).apply(new)
     if new:
-        store_records.set_last_sequence(session, attempt.id, batch.rank, new[-1].seq)
+        store.records.set_last_sequence(session, attempt.id, batch.rank, new[-1].seq)
         applied.reply = ReportReply(desired=job.desired, lease_s=lease_s, acknowledged_seq=new[-1].seq)
     return applied
 
@@ -112,7 +113,7 @@ def _heard(session: Session, job: JobRow, attempt: AttemptRow, applied: Applied,
 
 @dataclass
 class _Batch:
-    """One batch while it is applied: steps and log lines are gathered and written in one statement each."""
+    """One batch while it is applied. Steps and log lines are gathered, and written in one statement each."""
 
     session: Session
     job: JobRow
@@ -137,7 +138,7 @@ class _Batch:
     def _apply_one(self, report: Report) -> None:
         match report.body:
             case ExporterReport() as body:
-                store_records.put_exporter(self.session, self.attempt.id, self.rank, body.address)
+                store.records.put_exporter(self.session, self.attempt.id, self.rank, body.address)
             case PhaseReport() as body:
                 self._phase(body, report.at)
             case StartedReport() as body:
@@ -166,8 +167,8 @@ class _Batch:
         self.attempt.node, self.attempt.device = body.node, body.device
         self.attempt.last_progress_at = self.now
         attempts.started(self.session, self.job, self.attempt, self.now, body.resumed_from_step)
-        store_records.drop_after(self.session, self.job.id, body.resumed_from_step)
-        last = store_records.last_metric(self.session, self.job.id)
+        store.records.drop_after(self.session, self.job.id, body.resumed_from_step)
+        last = store.records.last_metric(self.session, self.job.id)
         self.job.step, self.job.loss = body.resumed_from_step, last.loss if last else None
         self.job.tokens_per_s = self.job.remaining_s = None
         self.job.reported_at = self.now
@@ -191,7 +192,7 @@ class _Batch:
         self.attempt.last_progress_at = self.now
         if body.step in self.steps:
             self.steps[body.step]["evaluation_loss"] = body.loss
-        elif not store_records.put_evaluation(self.session, self.job.id, body.step, body.loss):
+        elif not store.records.put_evaluation(self.session, self.job.id, body.step, body.loss):
             self._event("evaluation.without_step", f"step {body.step} was evaluated and is not in the curve", loss=body.loss)
 
     def _checkpoint(self, body: CheckpointReport, at: datetime) -> None:
@@ -202,7 +203,7 @@ class _Batch:
             created_at=at,
             **body.model_dump(exclude={"kind"}),
         )
-        store_records.put_checkpoint(self.session, row)
+        store.records.put_checkpoint(self.session, row)
         self.attempt.last_progress_at = self.now
         self._event("checkpoint.saved", f"checkpoint of step {body.step} is complete", step=body.step, num_bytes=body.num_bytes)
 
@@ -228,9 +229,9 @@ class _Batch:
         self.applied.finished = True
 
     def _event(self, type_: str, message: str, **data: Any) -> None:
-        store.add_event(self.session, self.job, self.now, type_, message, attempt_id=self.attempt.id, data=data)
+        store.jobs.add_event(self.session, self.job, self.now, type_, message, attempt_id=self.attempt.id, data=data)
 
     def _write_gathered(self) -> None:
-        store_records.put_metrics(self.session, list(self.steps.values()))
-        store_records.add_log_lines(self.session, self.log_lines)
+        store.records.put_metrics(self.session, list(self.steps.values()))
+        store.records.add_log_lines(self.session, self.log_lines)
         self.steps, self.log_lines = {}, []

@@ -1,4 +1,4 @@
-"""Rows as the API shows them. Reading is tolerant: what an older version stored still loads."""
+"""Converts rows into what the API shows. Reading is tolerant: rows of an older version still load."""
 
 import math
 
@@ -18,9 +18,12 @@ from api_schemas import (
 from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow, MetricRow
 
 
-def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None) -> Job:
-    """`attempt` is the job's current one; `queue` is its place while it is queued."""
-    spec = JobSpec.read_stored(row.spec)
+def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec: JobSpec | None = None) -> Job:
+    """Show a job with its current attempt and, while it is queued, its place in the queue.
+
+    `spec` is the job's spec where the caller has it; otherwise the stored one is parsed.
+    """
+    spec = spec or JobSpec.read_stored(row.spec)
     return Job(
         id=row.id,
         name=row.name,
@@ -119,5 +122,5 @@ def _start_times(row: JobRow, attempt: AttemptRow | None) -> StartTimes:
 
 
 def _perplexity(loss: float | None) -> float | None:
-    """exp(loss), or None where that is beyond a float."""
+    """exp(loss), or None if that is too large for a float."""
     return math.exp(loss) if loss is not None and loss < 700 else None

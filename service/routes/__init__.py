@@ -1,1 +1,1 @@
-"""HTTP handlers: thin, one file for each part of the API."""
+"""Thin HTTP handlers, one file for each part of the API."""

@@ -1,13 +1,13 @@
-"""What there is to choose from: precision levels and pools."""
+"""The catalog that a job chooses from: precision levels and pools."""
 
 from fastapi import APIRouter
 
 from api_schemas import JobState, Page, Pool
 from api_schemas.levels import LEVELS, Level
-from service.deps import PartsDep
-from service.jobs import store, store_queue
-from service.routes.pages import page_of
-from service.routes.problems import answers
+from service import store
+from service.deps import AppContextDep
+from service.http.pages import page_of
+from service.http.problems import answers
 
 router = APIRouter(prefix="/v1", tags=["catalog"])
 
@@ -16,15 +16,15 @@ _LIVE = [state for state in JobState if not state.is_terminal and state is not J
 
 @router.get("/levels", operation_id="list_levels", responses=answers(422))
 def levels() -> Page[Level]:
-    """What every precision level computes and stores in what."""
+    """Every precision level: the formats in which it computes and stores."""
     return page_of(list(LEVELS.values()), len(LEVELS), lambda level: level.name)
 
 
 @router.get("/pools", operation_id="list_pools", responses=answers(422))
-def pools(parts: PartsDep) -> Page[Pool]:
+def pools(context: AppContextDep) -> Page[Pool]:
     """Every pool, its slots and its queue."""
-    with parts.database.read() as session:
-        used, jobs = store_queue.slots_used(session), store.count_jobs(session)
+    with context.database.read() as session:
+        used, jobs = store.queue.slots_used(session), store.jobs.count_jobs(session)
     shown = [
         Pool(
             name=pool.name,
@@ -36,6 +36,6 @@ def pools(parts: PartsDep) -> Page[Pool]:
             memory_per_device_bytes=pool.memory_per_device_bytes,
             threads_per_worker=pool.threads_per_worker,
         )
-        for pool in parts.settings.pools
+        for pool in context.settings.pools
     ]
     return page_of(shown, len(shown), lambda pool: pool.name)

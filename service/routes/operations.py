@@ -1,14 +1,14 @@
-"""For whoever operates the service: is it alive, can it take jobs, what does Prometheus see."""
+"""Routes for the operator: is the service alive, can it take jobs, and its metrics."""
 
 from fastapi import APIRouter, Response
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from service.deps import PartsDep
+from service import store
+from service.deps import AppContextDep
 from service.errors import NotReady
-from service.jobs import store_queue
-from service.routes.problems import answers
-from service.routes.telemetry import TelemetryDep
+from service.http.problems import answers
+from service.telemetry.control_plane import TelemetryDep
 
 health = APIRouter(tags=["operations"])
 router = APIRouter(tags=["operations"])
@@ -21,11 +21,11 @@ def healthz() -> dict[str, str]:
 
 
 @health.get("/readyz", operation_id="readyz", responses=answers(422, 503))
-def readyz(parts: PartsDep) -> dict[str, str]:
-    """200 while the database answers and some dispatcher leads: jobs are taken and will run."""
-    with parts.database.read() as session:
-        if not store_queue.lease_is_held(session, store_queue.LEADER, parts.database.now(session)):
-            raise NotReady("no dispatcher leads: jobs are taken, and wait until one does")
+def readyz(context: AppContextDep) -> dict[str, str]:
+    """200 while the database answers and a dispatcher leads: jobs are accepted and will run."""
+    with context.database.read() as session:
+        if not store.queue.lease_is_held(session, store.queue.LEADER, context.database.now(session)):
+            raise NotReady("no dispatcher leads: jobs are accepted, and wait until one does")
     return {"status": "ready"}
 
 
@@ -36,5 +36,5 @@ def readyz(parts: PartsDep) -> dict[str, str]:
     responses={**answers(422), 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 def prometheus_metrics(telemetry: TelemetryDep) -> Response:
-    """Prometheus text format."""
+    """Metrics of the control plane, in Prometheus text format."""
     return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,40 +1,16 @@
-"""Where Prometheus finds the ranks: HTTP service discovery (`http_sd_configs`).
-
-Ranks of live attempts only, so the series of an ended job go away with its target.
-"""
+"""The route that Prometheus asks for the ranks to scrape."""
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 
-from service.deps import PartsDep
-from service.jobs import store_records
-from service.routes.problems import answers
+from service.deps import AppContextDep
+from service.http.problems import answers
+from service.telemetry.discovery import TargetGroup, rank_targets
 
 router = APIRouter(prefix="/internal/v1/prometheus", tags=["operations"])
 
 
-class TargetGroup(BaseModel):
-    """One target and its labels, in the words of Prometheus. `job` is the id of the job, not the name of a scrape."""
-
-    targets: list[str]
-    labels: dict[str, str]
-
-
 @router.get("/targets", operation_id="prometheus_targets", responses=answers(422))
-def prometheus_targets(parts: PartsDep) -> list[TargetGroup]:
+def prometheus_targets(context: AppContextDep) -> list[TargetGroup]:
     """Every rank that serves metrics now."""
-    with parts.database.read() as session:
-        return [
-            TargetGroup(
-                targets=[exporter.address],
-                labels={
-                    "job": attempt.job_id,
-                    "attempt": attempt.id,
-                    "rank": str(exporter.rank),
-                    "pool": attempt.pool,
-                    "tenant": job.tenant,
-                    "level": job.spec["precision"]["level"],
-                },
-            )
-            for exporter, attempt, job in store_records.live_exporters(session)
-        ]
+    with context.database.read() as session:
+        return rank_targets(session)

@@ -1,6 +1,6 @@
-"""What a job leaves behind: events, log lines, metrics, checkpoints, attempts.
+"""The records of a job: events, log lines, metrics, checkpoints, attempts.
 
-Events and log lines are also streams: ask with `Accept: text/event-stream`.
+Events and log lines are also streams, for requests with `Accept: text/event-stream`.
 """
 
 from typing import Annotated, TypeVar
@@ -9,13 +9,14 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from api_schemas import Attempt, Checkpoint, Contract, Event, LogLine, MetricPoint, Page, Violation
-from service.deps import JobIdDep, Parts, PartsDep
+from service import store
+from service.deps import AppContext, AppContextDep, JobIdDep
 from service.errors import InvalidRequest, NotFound
-from service.jobs import store, store_records, views
-from service.jobs.ids import is_id
-from service.routes.pages import AfterQuery, LimitQuery, page_of
-from service.routes.problems import Answers, answers
-from service.routes.streams import EVENT_STREAM, Source, stream
+from service.http.pages import AfterQuery, LimitQuery, page_of
+from service.http.problems import Answers, answers
+from service.http.streams import EVENT_STREAM, Source, stream
+from service.jobs import views
+from service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["records"])
 
@@ -25,11 +26,11 @@ _STREAM: Answers = {200: {"content": {EVENT_STREAM: {"schema": {"type": "string"
 
 
 def _read_events(session: Session, job_id: str, after: int, limit: int) -> list[Event]:
-    return [views.event(row) for row in store.events_after(session, job_id, after, limit)]
+    return [views.event(row) for row in store.jobs.events_after(session, job_id, after, limit)]
 
 
 def _read_logs(session: Session, job_id: str, after: int, limit: int) -> list[LogLine]:
-    return [views.log_line(row) for row in store_records.log_lines_after(session, job_id, after, limit)]
+    return [views.log_line(row) for row in store.records.log_lines_after(session, job_id, after, limit)]
 
 
 EVENTS = Source("event", _read_events, lambda event: str(event.seq))
@@ -40,62 +41,62 @@ LOGS = Source("log_line", _read_logs, lambda line: str(line.seq))
 def events(
     request: Request,
     job_id: JobIdDep,
-    parts: PartsDep,
+    context: AppContextDep,
     limit: LimitQuery = 100,
     after: AfterQuery = 0,
     last_event_id: LastEventIdHeader = None,
 ) -> Page[Event] | Response:
-    """What happened to the job, by number. As a stream it goes on until the job is over."""
-    return _page_or_stream(request, parts, job_id, EVENTS, limit, int(last_event_id or after))
+    """Events of the job, in order. A stream of them goes on until the job is over."""
+    return _page_or_stream(request, context, job_id, EVENTS, limit, int(last_event_id or after))
 
 
 @router.get("/logs", operation_id="list_logs", response_model=Page[LogLine], responses=answers(404, 422) | _STREAM)
 def logs(
     request: Request,
     job_id: JobIdDep,
-    parts: PartsDep,
+    context: AppContextDep,
     limit: LimitQuery = 100,
     after: AfterQuery = 0,
     last_event_id: LastEventIdHeader = None,
 ) -> Page[LogLine] | Response:
-    """Lines of all ranks and attempts, by number. As a stream it goes on until the job is over."""
-    return _page_or_stream(request, parts, job_id, LOGS, limit, int(last_event_id or after))
+    """Log lines of all ranks and attempts, in order. A stream of them goes on until the job is over."""
+    return _page_or_stream(request, context, job_id, LOGS, limit, int(last_event_id or after))
 
 
 @router.get("/metrics", operation_id="list_metrics", responses=answers(404, 422))
-def metrics(job_id: JobIdDep, parts: PartsDep, limit: LimitQuery = 1000, after: AfterQuery = 0) -> Page[MetricPoint]:
-    """The job's curve: every step once, from the attempt that counts."""
-    with parts.database.read() as session:
+def metrics(job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 1000, after: AfterQuery = 0) -> Page[MetricPoint]:
+    """The job's curve. Every step is in it once, from the last attempt that trained it."""
+    with context.database.read() as session:
         _require_job(session, job_id)
-        points = [views.metric_point(row) for row in store_records.metrics_after(session, job_id, after, limit + 1)]
+        points = [views.metric_point(row) for row in store.records.metrics_after(session, job_id, after, limit + 1)]
     return page_of(points, limit, lambda point: str(point.step))
 
 
 @router.get("/checkpoints", operation_id="list_checkpoints", responses=answers(404, 422))
 def checkpoints(
-    job_id: JobIdDep, parts: PartsDep, limit: LimitQuery = 100, after: Annotated[str | None, Query(max_length=31)] = None
+    job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 100, after: Annotated[str | None, Query(max_length=31)] = None
 ) -> Page[Checkpoint]:
-    """Complete checkpoints, by step."""
-    with parts.database.read() as session:
+    """Complete checkpoints, in the order of their steps."""
+    with context.database.read() as session:
         _require_job(session, job_id)
         after_step = 0
         if after is not None:
-            found = store_records.checkpoint_step(session, job_id, after) if is_id("ckpt", after) else None
+            found = store.records.checkpoint_step(session, job_id, after) if is_id("ckpt", after) else None
             if found is None:
                 raise _no_such_item(after, "checkpoint")
             after_step = found
-        rows = store_records.checkpoints_after(session, job_id, after_step, limit + 1)
+        rows = store.records.checkpoints_after(session, job_id, after_step, limit + 1)
         return page_of([views.checkpoint(row) for row in rows], limit, lambda checkpoint: checkpoint.id)
 
 
 @router.get("/attempts", operation_id="list_attempts", responses=answers(404, 422))
 def attempts(
-    job_id: JobIdDep, parts: PartsDep, limit: LimitQuery = 100, after: Annotated[str | None, Query(max_length=31)] = None
+    job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 100, after: Annotated[str | None, Query(max_length=31)] = None
 ) -> Page[Attempt]:
     """The job's placements on the cluster, first to last."""
-    with parts.database.read() as session:
+    with context.database.read() as session:
         _require_job(session, job_id)
-        shown = [views.attempt(row) for row in store.attempts_of(session, job_id)]
+        shown = [views.attempt(row) for row in store.jobs.attempts_of(session, job_id)]
     if after is not None:
         ids = [attempt.id for attempt in shown]
         if after not in ids:
@@ -105,17 +106,17 @@ def attempts(
 
 
 def _page_or_stream(
-    request: Request, parts: Parts, job_id: str, source: Source[Item], limit: int, after: int
+    request: Request, context: AppContext, job_id: str, source: Source[Item], limit: int, after: int
 ) -> Page[Item] | Response:
-    with parts.database.read() as session:
+    with context.database.read() as session:
         _require_job(session, job_id)
         if EVENT_STREAM in request.headers.get("accept", ""):
-            return stream(parts.database, job_id, source, after)
+            return stream(context.database, job_id, source, after)
         return page_of(source.read(session, job_id, after, limit + 1), limit, source.key)
 
 
 def _require_job(session: Session, job_id: str) -> None:
-    if store.find_job(session, job_id) is None:
+    if store.jobs.find_job(session, job_id) is None:
         raise NotFound(f"there is no job {job_id}")
 
 

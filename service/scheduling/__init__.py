@@ -1,1 +1,1 @@
-"""Who runs next, and why the others wait."""
+"""Decides which jobs run next, and says why the others wait."""

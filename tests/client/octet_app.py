@@ -10,9 +10,10 @@ import httpx
 import uvicorn
 
 from api_schemas import FinishedReport, PhaseReport, Report, ReportBatch, ReportBody, StartedReport, StepReport
+from service import store
 from service.app import create_app
 from service.db.engine import Database
-from service.jobs import attempts, store
+from service.jobs import attempts
 from service.jobs.lifecycle import AttemptEvent, next_attempt_state
 from service.settings import Settings
 
@@ -48,7 +49,7 @@ class OctetApp:
     def start_rank(self, job_id: str) -> "Rank":
         """Place and launch a queued job as the dispatcher would."""
         with self.database.write() as session:
-            job = store.lock_job(session, job_id)
+            job = store.jobs.lock_job(session, job_id)
             assert job is not None
             attempt = attempts.reserve(session, job, self.database.now(session))
             attempt.token_hash = hashlib.sha256(TOKEN.encode()).digest()

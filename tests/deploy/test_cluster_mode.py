@@ -1,4 +1,4 @@
-"""`octet api` and `octet dispatcher` as processes: what they refuse, and that they live through peers that are away."""
+"""`octet api` and `octet dispatcher` as processes: what they refuse, and how they wait for peers that are away."""
 
 import os
 import signal
@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from api_schemas import JobState, PoolConfig
+from api_schemas import JobSpec, JobState, PoolConfig
 from client import Client
 from client.cli import build_app
-from service.cluster.ray_node import RayNode
-from service.cluster_mode import cluster_settings, dispatch, slots_wanted
+from service import store
+from service.cluster.ray.node import RayNode
 from service.db.engine import Database
+from service.jobs import commands
+from service.processes.dispatcher import dispatch, slots_wanted
+from service.processes.startup import cluster_settings
 from tests.service.postgres_server import server_or_skip
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,7 +38,7 @@ def postgres_url() -> Iterator[str]:
 
 @pytest.fixture
 def environment(tmp_path: Path, spec_document: dict[str, Any]) -> dict[str, str]:
-    """What the two processes are configured by, but for the database."""
+    """The configuration of the two processes, without the database."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OCTET_", "RAY_"))}
     (tmp_path / "key").write_text(f"{API_KEY}\n")
     (tmp_path / "token").write_text("0" * 64)
@@ -52,7 +55,7 @@ def environment(tmp_path: Path, spec_document: dict[str, Any]) -> dict[str, str]
 
 
 class Process:
-    """One `octet` process and what it says."""
+    """One `octet` process and its log."""
 
     def __init__(self, log: Path, process: "subprocess.Popen[bytes]") -> None:
         self._log = log
@@ -118,21 +121,24 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
 
 
 @pytest.mark.postgres
-def test_the_queue_wants_slots_up_to_what_its_pool_may_have(
-    postgres_url: str, environment: dict[str, str], tmp_path: Path, spec_document: dict[str, Any]
-) -> None:
-    environment |= {"OCTET_DATABASE_URL": postgres_url}
-    url = f"http://127.0.0.1:{environment['OCTET_PORT']}"
+def test_the_queue_wants_slots_up_to_what_its_pool_may_have(postgres_url: str, spec_document: dict[str, Any]) -> None:
     pools = [PoolConfig(name=name, node_label=("octet-pool", name), slots=2) for name in ("cpu", "other")]
     database = Database(postgres_url)
-    with running("api", environment, tmp_path / "api.log"), Client(url, API_KEY, patience_s=TIMEOUT_S) as client:
-        for job in list(client.jobs()):
-            client.cancel(job.id)
-        assert slots_wanted(database, pools) == {"cpu": 0, "other": 0}
-        client.submit(spec_document)
-        assert slots_wanted(database, pools) == {"cpu": 1, "other": 0}
-        client.submit(spec_document | {"resources": {"pool": "cpu", "workers": 2}})
-        assert slots_wanted(database, pools) == {"cpu": 2, "other": 0}
+    database.migrate()
+
+    def submit(**changes: Any) -> None:
+        with database.write() as session:
+            spec = JobSpec.model_validate(spec_document | changes)
+            commands.submit(session, spec, None, database.now(session))
+
+    with database.write() as session:
+        for job in store.jobs.list_jobs(session, store.jobs.JobFilter(states=[JobState.QUEUED]), 100, None):
+            commands.cancel(session, job.id, database.now(session))
+    assert slots_wanted(database, pools) == {"cpu": 0, "other": 0}
+    submit()
+    assert slots_wanted(database, pools) == {"cpu": 1, "other": 0}
+    submit(resources={"pool": "cpu", "workers": 2})
+    assert slots_wanted(database, pools) == {"cpu": 2, "other": 0}
     database.close()
 
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml keeps what it promises: who runs as whom, who reaches whom, which secrets and pools go where."""
+"""docker-compose.yml keeps its promises about users, networks, secrets and pools."""
 
 import json
 import re
@@ -31,7 +31,7 @@ SECRET_READERS = {
 
 
 def mounts(service: dict[str, Any]) -> dict[str, tuple[str, bool]]:
-    """Target of each mount: what is mounted, and whether read-only."""
+    """The mounts of a service, by target: what is mounted there, and if it is read-only."""
     parts = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", mount).split(":") for mount in service.get("volumes", [])]
     return {part[1]: (part[0], part[2:] == ["ro"]) for part in parts}
 
@@ -43,7 +43,7 @@ def test_a_service_has_no_more_rights_than_it_needs(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert "privileged" not in service
-    if name == "prepare":  # hands volumes to their writers, then is gone
+    if name == "prepare":  # gives each volume to its writer, then ends
         assert service["cap_add"] == ["CHOWN", "DAC_OVERRIDE", "FOWNER"]
         assert (service["network_mode"], service["restart"]) == ("none", "no")
     else:

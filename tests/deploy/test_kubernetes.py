@@ -1,4 +1,4 @@
-"""The manifests: valid against Kubernetes' own schemas, locked down, and true to the pools, the compose stack and the rules."""
+"""The manifests are valid against the schemas, locked down, and consistent with the pools, compose stack and rules."""
 
 import copy
 import json
@@ -30,7 +30,7 @@ CUSTOM_KINDS = {
     "ScrapeConfig": "prometheus-operator",
     "PrometheusRule": "prometheus-operator",
 }
-"""Kinds that Kubernetes itself does not have, and the file of their schema (schemas/README.md)."""
+"""The schema file of each kind that Kubernetes itself does not define (schemas/README.md)."""
 SECRETS = {"octet-api-keys": {"keys", "prometheus"}, "octet-database": {"url"}, "octet-ray-token": {"auth_token"}}
 
 Manifest = dict[str, Any]
@@ -76,7 +76,7 @@ def test_a_manifest_fits_the_schema_of_kubernetes(name: str) -> None:
 
 
 def problem(manifest: Manifest) -> str:
-    """What the schema of its kind has against a custom resource; empty where nothing."""
+    """List the errors of a custom resource against the schema of its kind."""
     schema = json.loads((Path(__file__).parent / f"schemas/{CUSTOM_KINDS[manifest['kind']]}.schema.json").read_text())
     error = best_match(Draft7Validator(schema).iter_errors(manifest))
     return f"{error.json_path}: {error.message}" if error else ""
@@ -117,7 +117,7 @@ def test_a_pod_has_no_more_rights_than_it_needs(name: str) -> None:
     assert pod["runAsNonRoot"] is True
     assert pod["runAsUser"] == pod["runAsGroup"] == pod["fsGroup"] == 10001
     assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert name == "head" or PODS[name]["spec"]["automountServiceAccountToken"] is False  # the head's autoscaler needs its own
+    assert name == "head" or PODS[name]["spec"]["automountServiceAccountToken"] is False  # the head's autoscaler needs a token
     for container in containers(name):
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,

@@ -1,4 +1,4 @@
-"""Servers for the end-to-end tests: one that all share, and one that a test may kill."""
+"""Servers for the end-to-end tests: one that all tests share, and one that a test may kill."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,7 @@
 """`octet serve` as a process that a test may kill and start at will, with a Ray, a database and a folder of its own."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from api_schemas import Job
 from client import Client
 
 _READY_S = 60.0
+_COUNTING = Path(__file__).with_name("counting")  # its sitecustomize.py notes each validation of a JobSpec
 
 
 class Server:
@@ -25,18 +27,21 @@ class Server:
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
         self.port = _free_port()
+        self._validations_file = data_dir / "validations"
         self.client = Client(f"http://127.0.0.1:{self.port}", patience_s=30)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "client.cli", "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        search_path = os.pathsep.join(part for part in (str(_COUNTING), os.environ.get("PYTHONPATH", "")) if part)
+        environment = os.environ | {"PYTHONPATH": search_path, "VALIDATIONS_FILE": str(self._validations_file)}
         with (self.data_dir / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         self.wait_for(self.client.is_ready, _READY_S)
 
     def kill(self) -> None:
-        """SIGKILL: the server has no chance to say goodbye."""
+        """End the server with SIGKILL, so that it cannot clean up."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -48,20 +53,20 @@ class Server:
         self._process.wait(60)
 
     def kill_the_cluster(self) -> None:
-        """As if the machine had been switched off: the keeper, Ray and the ranks are killed, none of them told."""
-        for process in sorted(self.processes(), key=lambda process: "local_ray" not in " ".join(process.cmdline())):
+        """Kill the keeper, Ray and the ranks with SIGKILL, as if the machine lost its power."""
+        for process in sorted(self.processes(), key=lambda process: not _is_keeper(process)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.wait_for(lambda: not self.processes())
 
     def processes(self) -> list[psutil.Process]:
-        """The keeper of this server's Ray and all that lives in that Ray's folder, or below one of these."""
+        """All processes that talk to this server's Ray: the keeper, Ray itself and the ranks, but not the server."""
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 token = process.environ().get("RAY_AUTH_TOKEN_PATH", "")
                 is_ours = token.startswith(str(self.data_dir))
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE and process.pid != self._pid():
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE and process.pid != self.pid:
                     found[process.pid] = process
         return list(found.values())
 
@@ -74,7 +79,7 @@ class Server:
             time.sleep(0.05)
 
     def wait_for_step(self, job_id: str, step: int) -> None:
-        """Until the job has reported this step. Fails if it ends before."""
+        """Wait until the job has reported this step. Fails if the job ends before that."""
 
         def reached() -> bool:
             job = self.client.job(job_id)
@@ -87,13 +92,23 @@ class Server:
         self.wait_for(lambda: self.client.job(job_id).state.is_terminal, timeout_s)
         return self.client.job(job_id)
 
-    def _pid(self) -> int:
+    @property
+    def pid(self) -> int:
+        """The server's own process; 0 before the start."""
         return self._process.pid if self._process is not None else 0
+
+    def spec_validations(self) -> list[int]:
+        """The ids of the processes that parsed a JobSpec, one for each time, since the first start."""
+        return [int(line) for line in self._validations_file.read_text().split()] if self._validations_file.exists() else []
 
 
 def losses(server: Server, job: Job) -> list[tuple[int, float | None, float | None]]:
     """The curve as the API gives it: step, training loss, evaluation loss."""
     return [(point.step, point.loss, point.evaluation_loss) for point in server.client.metrics(job.id)]
+
+
+def _is_keeper(process: psutil.Process) -> bool:
+    return "service.cluster.ray.embedded" in process.cmdline()
 
 
 def _free_port() -> int:

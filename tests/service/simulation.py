@@ -1,10 +1,11 @@
-"""Crashes and workers to order: a control plane that dies at a chosen instant, and ranks that live on meanwhile.
+"""Simulated crashes and workers: a control plane that dies at a chosen instant, and ranks that live on meanwhile.
 
-A crash is a BaseException, so nothing in the service can catch it by accident; what the process held in memory is gone with
-the `Work` object, the database has what was committed, and the cluster goes on.
+A crash is a BaseException, so nothing in the service catches it by accident. After a crash the process's memory is lost
+with its `DispatcherContext`, the database holds what was committed, and the cluster goes on.
 """
 
 import contextlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,7 @@ from tests.service.world import Rank, World, started, step
 
 
 class Crash(BaseException):
-    """kill -9 of the control plane, here and now."""
+    """The control plane is killed with SIGKILL at this instant."""
 
 
 class Fuse:
@@ -46,7 +47,7 @@ class Fuse:
 
     @contextmanager
     def wet(self) -> Iterator[None]:
-        """Nothing burns meanwhile."""
+        """Keep the fuse from burning inside the block."""
         left, self.left = self.left, 0
         yield
         self.left = left
@@ -59,7 +60,7 @@ class Fuse:
 
 
 class MortalDatabase(Database):
-    """Dies before or after a commit."""
+    """A database whose process can die before or after each commit."""
 
     fuse: Fuse
 
@@ -72,7 +73,7 @@ class MortalDatabase(Database):
 
 
 class MortalLauncher(FakeLauncher):
-    """The control plane dies before or after a call that changes the cluster."""
+    """A launcher whose process can die before or after each call that changes the cluster."""
 
     fuse: Fuse
 
@@ -88,7 +89,7 @@ class MortalLauncher(FakeLauncher):
 
 
 class MortalWorld(World):
-    """A world whose control plane can die, though not of renewing the leader's lease, which it does all the time."""
+    """A world whose control plane can die at any commit except the renewal of the leader's lease, which is too frequent."""
 
     database: MortalDatabase
 
@@ -98,7 +99,7 @@ class MortalWorld(World):
 
 
 class Worker:
-    """An attempt's one rank: trains two steps at a time, saves each time, sends again what was not acknowledged."""
+    """The one rank of an attempt. It trains two steps at a time, saves each time, and resends what was not acknowledged."""
 
     def __init__(self, world: World, order: LaunchOrder) -> None:
         self.rank = Rank(world, order)
@@ -113,7 +114,7 @@ class Worker:
         return not self.is_over and self.rank.ref in self.world.launcher.orders
 
     def advance(self) -> None:
-        """Do a bit and report it. Dies of a refusal, as a fenced rank does."""
+        """Train a little and report it. A refusal ends the worker, as it ends a fenced rank."""
         if not self.is_running:
             return
         if self.unacknowledged is None:
@@ -136,7 +137,7 @@ class Worker:
         self.is_over = True
 
     def fail_and_linger(self) -> None:
-        """Report a failure, and do not end: somebody has to stop the processes."""
+        """Report a failure without ending, so that the dispatcher has to stop the processes."""
         if self.unacknowledged is None:
             self.is_over = True
             failed = FinishedReport(outcome="failed", reason=FailureReason.WORKER_ERROR)
@@ -164,7 +165,7 @@ class Worker:
 
 
 class Cluster:
-    """The workers of everything that was ever launched."""
+    """The workers of every attempt that was ever launched."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -178,7 +179,7 @@ class Cluster:
 
 
 def survive(world: World, act: Callable[[], Any]) -> bool:
-    """Do something; if the control plane dies of it, start it again. Whether it was done to the end."""
+    """Call `act`. If the control plane dies in it, start it again and return False."""
     try:
         act()
     except Crash:
@@ -190,7 +191,7 @@ def survive(world: World, act: Callable[[], Any]) -> bool:
 def settle(world: World, cluster: Cluster, max_rounds: int = 200) -> None:
     """Let time pass and workers work until every job is over and every slot is free."""
     for _ in range(max_rounds):
-        survive(world, lambda: world.turn(1))
+        world.clock.turn(1)
         survive(world, world.dispatch)
         for worker in cluster.live():
             survive(world, worker.advance)
@@ -207,32 +208,45 @@ def is_settled(world: World) -> bool:
 
 
 def check_invariants(world: World) -> None:
-    """What must hold at every instant, whatever died."""
+    """Check what must hold at every instant, no matter what died."""
     with world.database.read() as session:
+        events = numbers_by_job(session, EventRow.job_id, EventRow.seq)
+        lines = numbers_by_job(session, LogLineRow.job_id, LogLineRow.seq)
+        attempts: dict[str, list[AttemptRow]] = defaultdict(list)
+        held: Counter[str] = Counter()
+        for attempt in session.scalars(select(AttemptRow).order_by(AttemptRow.epoch)):
+            attempts[attempt.job_id].append(attempt)
+            held[attempt.pool] += attempt.workers * (attempt.released_at is None)
         for job in session.scalars(select(JobRow)):
-            attempts = session.scalars(select(AttemptRow).where(AttemptRow.job_id == job.id).order_by(AttemptRow.epoch)).all()
-            events = session.scalars(select(EventRow.seq).where(EventRow.job_id == job.id).order_by(EventRow.seq)).all()
-            lines = session.scalars(select(LogLineRow.seq).where(LogLineRow.job_id == job.id).order_by(LogLineRow.seq)).all()
-            assert list(events) == list(range(1, job.last_event_seq + 1)), "event numbers have gaps"
-            assert list(lines) == list(range(1, job.last_log_seq + 1)), "log numbers have gaps"
-            assert [attempt.epoch for attempt in attempts] == list(range(1, job.num_attempts + 1))
-            live = [attempt for attempt in attempts if not attempt.state.is_terminal]
-            assert len(live) == (job.state in {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING})
-            assert all(attempt is attempts[-1] for attempt in live)
-            assert all(attempt.state.is_terminal for attempt in attempts if attempt.released_at is not None)
-            assert (job.state is JobState.RUNNING) <= any(attempt.state is AttemptState.RUNNING for attempt in live)
-            assert (job.finished_at is not None) == job.state.is_terminal
-            processes = [attempt for attempt in attempts if is_alive(world, attempt)]
-            assert len(processes) <= 1, "two attempts of a job may train at once"
-        for pool in world.settings.pools:
-            held = session.scalars(
-                select(AttemptRow.workers).where(AttemptRow.released_at.is_(None), AttemptRow.pool == pool.name)
-            )
-            assert sum(held) <= pool.slots, "more slots are given than there are"
+            assert events[job.id] == list(range(1, job.last_event_seq + 1)), "event numbers have gaps"
+            assert lines[job.id] == list(range(1, job.last_log_seq + 1)), "log numbers have gaps"
+            check_attempts(world, job, attempts[job.id])
+        assert all(held[pool.name] <= pool.slots for pool in world.settings.pools), "more slots are given than there are"
+
+
+def check_attempts(world: World, job: JobRow, attempts: list[AttemptRow]) -> None:
+    """Check that a job's attempts, in the order of their epochs, fit to its state and to each other."""
+    assert [attempt.epoch for attempt in attempts] == list(range(1, job.num_attempts + 1))
+    live = [attempt for attempt in attempts if not attempt.state.is_terminal]
+    assert len(live) == (job.state in {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING})
+    assert all(attempt is attempts[-1] for attempt in live)
+    assert all(attempt.state.is_terminal for attempt in attempts if attempt.released_at is not None)
+    assert (job.state is JobState.RUNNING) <= any(attempt.state is AttemptState.RUNNING for attempt in live)
+    assert (job.finished_at is not None) == job.state.is_terminal
+    processes = [attempt for attempt in attempts if is_alive(world, attempt)]
+    assert len(processes) <= 1, "two attempts of a job may train at once"
+
+
+def numbers_by_job(session: Session, job_id: Any, number: Any) -> dict[str, list[int]]:
+    """List the numbers of a table's rows in order, by job."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for owner, value in session.execute(select(job_id, number).order_by(number)):
+        numbers[owner].append(value)
+    return numbers
 
 
 def is_alive(world: World, attempt: AttemptRow) -> bool:
-    """Whether the attempt has processes whose lease has not made them stop themselves."""
+    """True if the attempt has processes, and its lease is not over, so that they have not stopped themselves."""
     lease_is_over = attempt.lease_expires_at is not None and attempt.lease_expires_at < world.clock.now()
     return world.launcher.is_running(AttemptRef(attempt_id=attempt.id, epoch=attempt.epoch)) and not lease_is_over
 

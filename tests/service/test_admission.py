@@ -1,4 +1,4 @@
-"""What can be known of a job at submission is known at submission."""
+"""Admission finds out at submission whatever can be known about a job by then."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def violation(root: Path, document: Document, **changes: Any) -> Violation | None:
-    """What is wrong with the job, or None."""
+    """The first violation of the job, or None."""
     spec = JobSpec.model_validate({**document, **{name: document.get(name, {}) | value for name, value in changes.items()}})
     try:
         admission.check(spec, Settings(data_dir=root.parent / "octet", data_roots=(root,)))
@@ -132,7 +132,7 @@ def test_the_evaluation_part_of_one_file(root: Path, spec_document: Document) ->
 
 
 def test_the_split_is_the_one_that_the_worker_makes(root: Path, spec_document: Document) -> None:
-    """Refused here exactly where `worker.data.open_source` would refuse."""
+    """Admission refuses a text exactly if the worker would refuse to load it."""
     sizes = {f"file_{number}.txt": 5 + 9 * number for number in range(12)}
     write(root, sizes)
     for length in range(8, 60, 3):

@@ -1,4 +1,4 @@
-"""The control plane is killed at every instant at which it matters, one after the other, and must recover from each.
+"""Kills the control plane at every instant that matters, one after the other; it must recover from each.
 
 The instants are the moments before and after each commit and each call that changes the cluster. The story has a job that
 fails and resumes, and one that is cancelled while it runs; it must end the same way every time.
@@ -12,7 +12,7 @@ import pytest
 
 from api_schemas import AttemptState, FailureReason, JobSpec, JobState
 from service.dispatcher import launch, place
-from service.dispatcher.work import NotLeading
+from service.dispatcher.context import NotLeading
 from service.errors import IllegalTransition
 from service.settings import Settings
 from tests.service.conftest import POOLS, empty
@@ -49,7 +49,7 @@ def new_world(database: MortalDatabase, clock: TurnedClock, settings: Settings, 
 
 
 def submit(world: World, key: str, **changes: Any) -> str:
-    """Submit as a careful client does: with a key, again if nothing was heard."""
+    """Submit as a careful client does: with a key, and again if no answer came."""
     found: list[str] = []
     while not survive(world, lambda: found.append(world.submit(key, **changes))):
         pass
@@ -57,7 +57,7 @@ def submit(world: World, key: str, **changes: Any) -> str:
 
 
 def cancel(world: World, job_id: str) -> None:
-    """Cancel, again if nothing was heard. That it is over already is an answer too."""
+    """Cancel, and again if no answer came. The answer that the job is over counts too."""
     with contextlib.suppress(IllegalTransition):
         while not survive(world, lambda: world.cancel(job_id)):
             pass
@@ -71,7 +71,7 @@ def tell_the_story(world: MortalWorld, cluster_dies_too: bool) -> None:
     third_waits = submit(world, "c", name="waits", workers=2)
     was_burnt = fuse.burnt
     for round_ in range(60):
-        survive(world, lambda: world.turn(1))
+        world.clock.turn(1)
         survive(world, world.dispatch)
         for worker in cluster.live():
             survive(world, worker.advance)
@@ -102,13 +102,13 @@ def tell_the_story(world: MortalWorld, cluster_dies_too: bool) -> None:
 def test_a_launch_whose_answer_was_lost_is_adopted(
     mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any]
 ) -> None:
-    """The control plane dies with the processes started and nothing written; the next one must not start them again."""
+    """The control plane dies after it started processes and before it wrote that; the next must not start them again."""
     world = new_world(mortal, clock, settings, spec_document)
     job_id = world.submit()
     world.renew()
-    place.step(world.work)
+    place.step(world.context)
     mortal.fuse.set(4)  # the claim has two instants, the launch two
-    assert not survive(world, lambda: launch.step(world.work))
+    assert not survive(world, lambda: launch.step(world.context))
     assert len(world.launcher.orders) == 1
     assert world.attempts(job_id)[0].state is AttemptState.LAUNCHING
     world.dispatch()
@@ -124,9 +124,9 @@ def test_a_launch_that_left_nothing_is_made_again_with_a_new_token(
     world = new_world(mortal, clock, settings, spec_document)
     job_id = world.submit()
     world.renew()
-    place.step(world.work)
+    place.step(world.context)
     mortal.fuse.set(3)
-    assert not survive(world, lambda: launch.step(world.work))
+    assert not survive(world, lambda: launch.step(world.context))
     assert world.launcher.orders == {}
     world.dispatch()
     world.rank_of(job_id).begin()
@@ -138,13 +138,13 @@ def test_a_deposed_dispatcher_writes_nothing(
 ) -> None:
     world = new_world(mortal, clock, settings, spec_document)
     world.submit()
-    old = world.work
+    old = world.context
     world.restart()
     with pytest.raises(NotLeading):
         place.step(old)
     old.lead()
     assert old.leads_since is None
-    assert world.work.leads_since is not None
+    assert world.context.leads_since is not None
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_deposed_dispatcher_writes_nothing(
 def test_killed_at_every_instant_it_recovers(
     mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any], cluster_dies_too: bool
 ) -> None:
-    # Every instant on SQLite where the cluster lives; a sample of them elsewhere, for time's sake.
+    # Every instant on SQLite while the cluster lives; otherwise a sample of them, to save time.
     stride = (3 if cluster_dies_too else 1) * (1 if mortal.is_sqlite else 5)
     instant, burnt = 0, True
     while burnt:

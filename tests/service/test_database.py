@@ -1,4 +1,4 @@
-"""The database: migrations match the tables, transactions are whole, times and text come back as they went in."""
+"""The database: migrations match the tables, transactions are atomic, times and text come back as they went in."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
@@ -11,11 +11,11 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import IntegrityError
 
 from api_schemas import AttemptState
+from service import store
 from service.db.engine import Database
 from service.db.migrate import upgrade
 from service.db.tables import AttemptRow, Base
-from service.jobs import store
-from service.jobs.ids import is_id, new_id
+from service.store.ids import is_id, new_id
 from tests.service.simulation import check_invariants
 from tests.service.world import World
 
@@ -41,7 +41,8 @@ def test_a_job_from_before_there_were_tenants_is_the_default_ones(tmp_path: Path
 
 def test_migrating_again_changes_nothing(database: Database) -> None:
     database.migrate()
-    database.ping()
+    with database.read() as session:
+        assert store.jobs.count_jobs(session) == {}
 
 
 def test_sqlite_is_set_up_to_lose_nothing(tmp_path: Path) -> None:
@@ -102,14 +103,14 @@ def test_moments_are_utc_on_both(world: World) -> None:
 
 
 def test_writers_take_turns(world: World) -> None:
-    """Events of one job written by many threads at once have no gaps: each waits for the one before."""
+    """Many threads write events of one job at once, and their numbers have no gaps: each waits for the one before."""
     job_id = world.submit()
 
     def write(_: int) -> None:
         with world.database.write() as session:
-            job = store.lock_job(session, job_id)
+            job = store.jobs.lock_job(session, job_id)
             assert job is not None
-            store.add_event(session, job, world.clock.now(), "test.written", "by a thread")
+            store.jobs.add_event(session, job, world.clock.now(), "test.written", "by a thread")
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(write, range(80)))

@@ -1,4 +1,4 @@
-"""The way of a job through the dispatcher, with a fake cluster: place, launch, watch, clean up, and what goes wrong there."""
+"""The way of a job through the dispatcher on a fake cluster: place, launch, watch, release, and what can go wrong."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from api_schemas import (
     PhaseReport,
 )
 from service.cluster.launcher import LauncherError
-from service.dispatcher.work import Outage
+from service.dispatcher.context import Outage
 from service.errors import StaleAttempt, Unauthenticated
 from tests.service.world import Rank, World
 
@@ -289,7 +289,7 @@ def test_an_unreachable_cluster_fails_nothing(world: World) -> None:
 
 def test_an_outage_is_told_once_and_how_long_it_was(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    world.work.outage = Outage(clock=lambda: world.clock.moment.timestamp())
+    world.context.outage = Outage(clock=lambda: world.clock.moment.timestamp())
     for reachable in (False, True) * 2:
         world.launcher.reachable = reachable
         for _ in range(10):
@@ -329,13 +329,13 @@ def test_a_worker_that_reports_before_the_launch_returns_is_heard(world: World) 
     world.dispatch()
     world.launcher.refuse_launches = None
     world.turn(2)
-    world.work.launcher = _LaunchesThenFails(world.launcher)  # type: ignore[assignment]
+    world.context.launcher = _LaunchesThenFails(world.launcher)  # type: ignore[assignment]
     world.dispatch()
     assert world.attempts(job_id)[0].state is AttemptState.LAUNCHING
     rank = world.rank_of(job_id)
     rank.begin()
     assert world.job(job_id).state is JobState.RUNNING
-    world.work.launcher = world.launcher
+    world.context.launcher = world.launcher
     world.turn(2)
     world.dispatch()
     assert world.job(job_id).state is JobState.RUNNING

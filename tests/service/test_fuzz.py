@@ -1,4 +1,4 @@
-"""The API against generated requests, good and bad: never a 5xx, and every answer as the OpenAPI document has it."""
+"""The API against generated requests, good and bad: no answer is a 5xx, and each matches the OpenAPI document."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_generated_requests_are_answered_as_documented(client: TestClient, world
 
 
 def fuzz(operation: Any, job_id: str, rank: Rank) -> int:
-    """Send generated requests to one operation, some of them about a job and an attempt that exist; how many."""
+    """Send generated requests to one operation, some about a job and an attempt that exist. Returns how many were sent."""
     modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
     cases = st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes])
     num_requests = 0

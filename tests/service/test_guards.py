@@ -1,4 +1,4 @@
-"""Who gets in: keys, the Host header, and no route without either."""
+"""Keys and the Host header keep strangers out, and every route has one of them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_without_keys_a_web_page_of_another_site_is_not_served(make_client: Make
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_json_that_does_not_say_so_is_not_read(make_client: MakeClient, content_type: str | None) -> None:
-    """A browser sends such bodies to other sites without asking them first."""
+    """A browser sends such bodies to other sites without asking those sites first."""
     headers = {"Content-Type": content_type} if content_type else {}
     response = make_client().post("/v1/jobs", content=b"{}", headers=headers)
     assert (response.status_code, response.json()["code"]) == (400, ErrorCode.INVALID_JSON)

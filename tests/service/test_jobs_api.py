@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from api_schemas import ErrorCode, Job, JobState, Page, Problem, ValidatedJob
-from service.jobs import store_queue
+from service import store
 from tests.service.world import World
 
 Document = dict[str, Any]
@@ -236,7 +236,7 @@ def test_a_waiting_job_says_why(client: TestClient, world: World) -> None:
 
 
 def test_far_back_in_the_queue_only_the_number_is_told(client: TestClient, world: World, monkeypatch: Any) -> None:
-    monkeypatch.setattr(store_queue, "HEAD_OF_QUEUE", 2)
+    monkeypatch.setattr(store.queue, "HEAD_OF_QUEUE", 2)
     for _ in range(3):
         world.clock.turn(0.01)
         last = world.submit(workers=2)
@@ -255,7 +255,7 @@ def test_progress_is_what_was_last_reported(client: TestClient, world: World) ->
 
 
 def test_the_resolved_recipe_is_shown(client: TestClient, spec_document: Document) -> None:
-    """What an Accelerate user's options, or a level by itself, mean for the products."""
+    """The recipe that follows from an Accelerate user's options, or from a level alone."""
     delayed = {"fp8_config": {"backend": "TE", "amax_history_len": 8, "fp8_format": "E4M3"}}
     for precision, expected in (
         ({"level": "fp32"}, None),

@@ -1,4 +1,4 @@
-"""The dispatcher's threads: woken, not waited for; errors are survived; of several dispatchers one leads."""
+"""The dispatcher's threads: they run when woken, survive errors, and among several dispatchers one leads."""
 
 import threading
 import time
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from api_schemas import JobSpec, JobState
+from service import store
 from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
+from service.dispatcher.context import DispatcherContext, NotLeading
 from service.dispatcher.loop import Loop
-from service.dispatcher.work import NotLeading, Work
-from service.jobs import store_queue
 from service.settings import Settings
 from tests.service.conftest import POOLS
 from tests.service.world import TurnedClock, World
@@ -78,7 +78,7 @@ def test_a_job_runs_through_the_threads(database_url: str, settings: Settings, s
     finally:
         dispatcher.stop()
     with database.read() as session:
-        assert not store_queue.lease_is_held(session, store_queue.LEADER, database.now(session)), "it gave the lease back"
+        assert not store.queue.lease_is_held(session, store.queue.LEADER, database.now(session)), "it gave the lease back"
     database.close()
 
 
@@ -88,8 +88,8 @@ class RealClock(TurnedClock):
 
 
 def test_of_two_dispatchers_one_leads_until_it_falls_silent(world: World) -> None:
-    first = world.work
-    second = Work(world.database, world.launcher, world.settings, holder="second")
+    first = world.context
+    second = DispatcherContext(world.database, world.launcher, world.settings, holder="second")
     second.lead()
     assert (first.leads_since is not None, second.leads_since) == (True, None)
     with pytest.raises(NotLeading), second.write():

@@ -1,4 +1,4 @@
-"""The OpenAPI document is frozen: a change of the API shows here first. `make snapshots` writes it anew."""
+"""The OpenAPI document is frozen: a change of the API shows here first. `make snapshots` writes it again."""
 
 import json
 import os

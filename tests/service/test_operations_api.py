@@ -1,4 +1,4 @@
-"""Health, readiness, what Prometheus sees, levels and pools."""
+"""Health, readiness, metrics, levels and pools."""
 
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,7 +20,7 @@ def test_ready_means_that_somebody_leads(client: TestClient, world: World) -> No
     assert client.get("/healthz").json() == {"status": "ok"}
     world.renew()
     assert client.get("/readyz").status_code == 200
-    world.work.give_up()
+    world.context.give_up()
     assert client.get("/readyz").status_code == 503
 
 

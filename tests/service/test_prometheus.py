@@ -1,4 +1,4 @@
-"""What Prometheus gets of the control plane: targets for the ranks, the last values of each job, the process itself."""
+"""What Prometheus gets from the control plane: the ranks as targets, the last values of each job, the process itself."""
 
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ from api_schemas import (
     StepReport,
 )
 from service.app import create_app
-from service.routes import telemetry_jobs
 from service.settings import Settings
+from service.telemetry import jobs as job_telemetry
 from tests.service.world import World
 
 Values = dict[tuple[str, str], float]
 
 
 def scrape(client: TestClient, job_id: str) -> Values:
-    """The series of one job and those of none, by name and the last label that does not only say which job it is."""
+    """The series of one job and those of no job, by name and by the last label that is not an id."""
     answer = client.get("/metrics")
     assert answer.status_code == 200
     values: Values = {}
@@ -113,7 +113,7 @@ def test_series_of_an_ended_job_go_away(world: Any, client: TestClient) -> None:
     values = scrape(client, job_id)
     assert values["octet_job_state", "failed"] == 1
     assert ("octet_job_last_report_timestamp_seconds", "") not in values
-    world.clock.turn(telemetry_jobs.ENDED_SHOWN_FOR.total_seconds() + 1)
+    world.clock.turn(job_telemetry.ENDED_SHOWN_FOR.total_seconds() + 1)
     assert job_id not in client.get("/metrics").text
 
 
@@ -121,8 +121,8 @@ def test_a_job_never_has_more_series_than_its_budget(world: Any, client: TestCli
     job_id, rank = world.start(labels={"comparison": "levels"})
     rank.send(step(1))
     whole = [line for line in client.get("/metrics").text.splitlines() if job_id in line]
-    assert len(whole) <= telemetry_jobs.MAX_SERIES - 12  # room for evaluation, checkpoint, start phases, memory classes
-    monkeypatch.setattr(telemetry_jobs, "MAX_SERIES", 5)
+    assert len(whole) <= job_telemetry.MAX_SERIES - 12  # room for evaluation, checkpoint, start phases, memory classes
+    monkeypatch.setattr(job_telemetry, "MAX_SERIES", 5)
     for scrapes in (1, 2):
         text = client.get("/metrics").text
         assert len([line for line in text.splitlines() if job_id in line]) == 5
@@ -133,7 +133,7 @@ def test_only_the_newest_jobs_have_series(world: Any, client: TestClient, monkey
     first, _ = world.start()
     world.clock.turn(1)
     second, _ = world.start()
-    monkeypatch.setattr(telemetry_jobs, "MAX_JOBS", 1)
+    monkeypatch.setattr(job_telemetry, "MAX_JOBS", 1)
     text = client.get("/metrics").text
     assert second in text
     assert first not in text

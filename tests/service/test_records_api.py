@@ -1,4 +1,4 @@
-"""What a job leaves behind, as pages and as streams."""
+"""The records of a job, as pages and as streams."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ def save(number: int) -> CheckpointReport:
 
 @pytest.fixture
 def trained(world: World) -> tuple[str, Rank]:
-    """A job that has trained three steps, saved twice, evaluated once and said a few words."""
+    """A job that has trained three steps, saved twice, evaluated once and logged a few lines."""
     job_id, rank = world.start()
     rank.send(step(1), step(2), EvaluationReport(step=2, loss=2.0, tokens=64), save(2), step(3), save(3))
     rank.send(*[LogReport(level="INFO", message=f"line {number}") for number in range(5)])
@@ -103,7 +103,7 @@ def test_a_stream_has_everything_and_ends_with_the_job(
 
 
 def test_a_stream_goes_on_while_the_job_runs(client: TestClient, trained: tuple[str, Rank]) -> None:
-    """The stream is open when the last line comes; it still has it, and then ends."""
+    """The last line arrives while the stream is open; the stream sends it and then ends."""
     job_id, rank = trained
     with client.stream("GET", f"/v1/jobs/{job_id}/logs", headers={"Accept": "text/event-stream"}) as response:
         rank.send(LogReport(level="INFO", message="the last words"))

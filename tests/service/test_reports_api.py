@@ -1,4 +1,4 @@
-"""What a rank may report, what is done with it, and what ends a rank that no longer counts."""
+"""What a rank may report, what the service does with it, and how a superseded rank is ended."""
 
 from typing import Any
 

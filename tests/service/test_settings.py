@@ -1,4 +1,4 @@
-"""Settings refuse what would be unsafe or could not work."""
+"""Settings that are unsafe or cannot work are refused."""
 
 import hashlib
 import os

@@ -1,6 +1,6 @@
-"""Random lives of the control plane: anything may happen in any order, and the invariants hold after each of it.
+"""Random lives of the control plane: anything may happen in any order, and the invariants hold after each event.
 
-At the end the cluster is reachable again and time passes: then every job must be over and every slot free.
+At the end the cluster is reachable and time passes; then every job must be over and every slot free.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from api_schemas import FailureReason, JobSpec, JobState, LogReport
-from service.dispatcher import clean, launch, place, watch
+from service.dispatcher import launch, place, release, watch
 from service.errors import IllegalTransition, ServiceError
 from service.settings import Settings
 from tests.service.conftest import POOLS, empty
@@ -39,7 +39,7 @@ SPEC: dict[str, Any] = {
 
 
 class ControlPlane(RuleBasedStateMachine):
-    """One life. `database_url` is set by the test."""
+    """One life. The test sets `database_url`."""
 
     database_url = ""
 
@@ -71,17 +71,17 @@ class ControlPlane(RuleBasedStateMachine):
         with contextlib.suppress(IllegalTransition):
             survive(self.world, lambda: self.world.cancel(job_id))
 
-    @rule(loop=st.sampled_from([place, launch, watch, clean]))
+    @rule(loop=st.sampled_from([place, launch, watch, release]))
     def one_loop(self, loop: Any) -> None:
         self.world.renew()
-        survive(self.world, lambda: loop.step(self.world.work))
+        survive(self.world, lambda: loop.step(self.world.context))
 
     @rule()
     def all_loops(self) -> None:
         survive(self.world, self.world.dispatch)
 
     @rule()
-    def janitor(self) -> None:
+    def orphans(self) -> None:
         self.world.renew()
         survive(self.world, self.world.tidy)
 

@@ -1,4 +1,4 @@
-"""A small world for tests: a database, a clock that stands until turned, a fake cluster, and ranks that report."""
+"""A small world for tests: a database, a clock that is turned by hand, a fake cluster, and ranks that report."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,17 +16,18 @@ from api_schemas import (
     StartedReport,
     StepReport,
 )
+from service import store
 from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
 from service.db.tables import AttemptRow, EventRow, JobRow
-from service.dispatcher import clean, janitor, launch, place, watch
-from service.dispatcher.work import Work
-from service.jobs import commands, reports, store, views
+from service.dispatcher import launch, orphans, place, release, watch
+from service.dispatcher.context import DispatcherContext
+from service.jobs import commands, reports, views
 from service.settings import Settings
 
 
 class TurnedClock:
-    """Stands still until told otherwise."""
+    """A clock that stands still until it is turned."""
 
     def __init__(self) -> None:
         self.moment = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
@@ -39,7 +40,7 @@ class TurnedClock:
 
 
 class World:
-    """Everything but HTTP. `work` is the dispatcher that leads now; `restart` kills it and lets another take over."""
+    """Everything but HTTP. `context` belongs to the dispatcher that leads; `restart` kills it, and another takes over."""
 
     def __init__(
         self,
@@ -52,30 +53,30 @@ class World:
         leads: bool = True,
     ) -> None:
         self.database, self.clock, self.settings, self.launcher, self.spec = database, clock, settings, launcher, spec
-        self.work = Work(database, launcher, settings)
+        self.context = DispatcherContext(database, launcher, settings)
         if leads:
-            self.work.lead()
+            self.context.lead()
 
-    def new_dispatcher(self) -> Work:
-        work = Work(self.database, self.launcher, self.settings)
-        work.lead()
-        return work
+    def new_dispatcher(self) -> DispatcherContext:
+        context = DispatcherContext(self.database, self.launcher, self.settings)
+        context.lead()
+        return context
 
     def turn(self, seconds: float) -> None:
-        """Time passes, and the dispatcher goes on leading."""
+        """Let time pass while the dispatcher goes on leading."""
         while seconds > 0:
             self.clock.turn(min(seconds, 4))
             self.renew()
             seconds -= 4
 
     def renew(self) -> None:
-        """The leader renews its lease."""
-        self.work.lead()
+        """Renew the leader's lease."""
+        self.context.lead()
 
     def restart(self) -> None:
-        """The leader is gone without a word; its lease runs out and another leads."""
+        """Kill the leader. Its lease runs out, and another dispatcher leads."""
         self.clock.turn(6)
-        self.work = self.new_dispatcher()
+        self.context = self.new_dispatcher()
 
     def submit(self, key: str | None = None, **changes: Any) -> str:
         """Submit the spec with some fields changed, such as priority=90 or workers=2."""
@@ -94,40 +95,40 @@ class World:
             commands.cancel(session, job_id, self.database.now(session))
 
     def dispatch(self) -> None:
-        """One pass of every loop."""
+        """Run every loop of jobs once."""
         self.renew()
-        for loop in (place, launch, watch, clean):
-            loop.step(self.work)
+        for loop in (place, launch, watch, release):
+            loop.step(self.context)
 
     def tidy(self) -> None:
-        janitor.step(self.work)
+        orphans.step(self.context)
 
     def job(self, job_id: str) -> Job:
         with self.database.read() as session:
-            row = store.find_job(session, job_id)
+            row = store.jobs.find_job(session, job_id)
             assert row is not None
-            return views.job(row, store.current_attempts(session, [row]).get(row.id), None)
+            return views.job(row, store.jobs.current_attempts(session, [row]).get(row.id), None)
 
     def attempts(self, job_id: str) -> list[AttemptRow]:
         with self.database.read() as session:
-            rows = store.attempts_of(session, job_id)
+            rows = store.jobs.attempts_of(session, job_id)
             session.expunge_all()
             return rows
 
     def events(self, job_id: str) -> list[EventRow]:
         with self.database.read() as session:
-            rows = store.events_after(session, job_id, 0, 10_000)
+            rows = store.jobs.events_after(session, job_id, 0, 10_000)
             session.expunge_all()
             return rows
 
     def all_jobs(self) -> list[JobRow]:
         with self.database.read() as session:
-            rows = store.list_jobs(session, store.JobFilter(), 10_000, None)
+            rows = store.jobs.list_jobs(session, store.jobs.JobFilter(), 10_000, None)
             session.expunge_all()
             return rows
 
     def start(self, **changes: Any) -> "tuple[str, Rank]":
-        """A job with its one rank up and training."""
+        """Submit a job and start its one rank, which then trains."""
         job_id = self.submit(**changes)
         self.dispatch()
         rank = self.rank_of(job_id)
@@ -135,7 +136,7 @@ class World:
         return job_id, rank
 
     def rank_of(self, job_id: str) -> "Rank":
-        """Rank 0 of the job's attempt that runs now."""
+        """Rank 0 of the job's attempt on the cluster."""
         order = next(order for order in self.launcher.orders.values() if order.job_id == job_id)
         return Rank(self, order)
 

@@ -1,4 +1,4 @@
-"""Alembic's entry point. The connection, and the transaction it is in, come from `service.db.migrate`."""
+"""Alembic's entry point. `service.db.migrate` passes it the connection, which is in a transaction."""
 
 from alembic import context
 

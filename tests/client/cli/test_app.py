@@ -102,7 +102,7 @@ def test_the_installed_command_has_the_same_statuses(job_file: str) -> None:
 
 
 def test_serving_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "service.main", None)
+    monkeypatch.setitem(sys.modules, "service.processes.embedded", None)
     shown = octet("serve")
     assert shown.exit_code == 2
     assert "pip install 'octet[service,worker,client]'" in shown.stderr

@@ -1,4 +1,4 @@
-"""Where the ranks serve their Prometheus metrics."""
+"""Add the addresses where ranks serve their Prometheus metrics."""
 
 import sqlalchemy as sa
 from alembic import op

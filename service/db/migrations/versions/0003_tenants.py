@@ -1,4 +1,4 @@
-"""Whose job it is: that of the API key that submitted it."""
+"""Add the tenant of a job, which comes from the API key that submitted it."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Lists: one page at a time, cut by key, so that pages stay put while items arrive."""
+"""Pages of lists. A page begins after a key, not at an offset, so it stays the same while items arrive."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar
@@ -14,7 +14,7 @@ AfterQuery = Annotated[int, Query(ge=0, le=2**53, description="last_id of the pa
 
 
 def page_of(items: Sequence[Item], limit: int, key: Callable[[Item], str]) -> Page[Item]:
-    """A page of `limit` items out of `items`, which has one more where there is a next page."""
+    """Make a page of `limit` items. `items` has one item more if there is a next page."""
     shown = tuple(items[:limit])
     return Page(
         data=shown,

@@ -1,7 +1,7 @@
-"""What each job last reported, for Prometheus: a job too short to be scraped itself is seen here all the same.
+"""What each job last reported, for Prometheus. A job too short to be scraped itself is visible here.
 
-At most `MAX_JOBS` jobs, live or just ended, and `MAX_SERIES` series each; what is over either is left out and counted.
-Ids are bounded by that; a name and a `comparison` label are the user's words and appear on `octet_job_info` alone.
+Shown are at most `MAX_JOBS` jobs, live or just ended, with at most `MAX_SERIES` series each; the rest is left out and
+counted. A job's name and its `comparison` label are the user's words, so only `octet_job_info` carries them.
 """
 
 import threading
@@ -14,9 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from sqlalchemy.orm import Session
 
+from service import store
 from service.db.engine import Database
 from service.db.tables import AttemptRow, CheckpointRow, JobRow, MetricRow
-from service.jobs import reports, store, store_records
+from service.jobs import reports
 
 MAX_JOBS = 200
 MAX_SERIES = 40
@@ -32,16 +33,16 @@ HELP = {
     "octet_job_loss": "last training loss, nats per token",
     "octet_job_gradient_norm": "global L2 norm of the gradients before clipping, last step",
     "octet_job_learning_rate": "learning rate of the last step",
-    "octet_job_tokens_per_second": "over all ranks, last step",
+    "octet_job_tokens_per_second": "tokens per second over all ranks, last step",
     "octet_job_step_duration_seconds": "wall time of the last step",
     "octet_job_data_wait_seconds": "time in the last step that was spent waiting for data",
     "octet_job_evaluation_loss": "loss of the last evaluation, nats per token",
-    "octet_job_remaining_seconds": "at the speed of the last step",
+    "octet_job_remaining_seconds": "expected time to the end at the speed of the last step",
     "octet_job_attempts": "attempts that were placed",
     "octet_job_failures": "attempts that failed",
     "octet_job_last_queue_wait_seconds": "from the queue to a slot, last attempt",
     "octet_job_start_seconds": "from the placement to each phase of the start, last attempt",
-    "octet_job_last_report_timestamp_seconds": "when the job was last heard of, while it runs",
+    "octet_job_last_report_timestamp_seconds": "when the job last reported, while it runs",
     "octet_job_started_timestamp_seconds": "when the job first began to train",
     "octet_job_last_checkpoint_timestamp_seconds": "when the last checkpoint was complete",
     "octet_job_last_checkpoint_step": "step of the last checkpoint",
@@ -57,7 +58,7 @@ _LABELS = {
 
 
 class Reported(NamedTuple):
-    """A job with the last of everything."""
+    """A job with the last value of everything it reported."""
 
     job: JobRow
     attempt: AttemptRow | None
@@ -70,7 +71,7 @@ Value = tuple[str, float | None, tuple[str, ...]]
 
 
 class JobsCollector(Collector):
-    """Reads the database at each scrape."""
+    """Collects the last values of jobs from the database at each scrape."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -78,13 +79,13 @@ class JobsCollector(Collector):
         self._lock = threading.Lock()
 
     def describe(self) -> Iterable[Metric]:
-        return []  # so that registering reads no database
+        return []  # otherwise registering would collect, and read the database
 
     def collect(self) -> Iterable[Metric]:
         with self._database.read() as session:
             now = self._database.now(session)
-            jobs = store.jobs_to_show(session, now - ENDED_SHOWN_FOR, MAX_JOBS)
-            num_hidden = store.count_jobs_to_show(session, now - ENDED_SHOWN_FOR) - len(jobs)
+            jobs = store.jobs.jobs_to_show(session, now - ENDED_SHOWN_FOR, MAX_JOBS)
+            num_hidden = store.jobs.count_jobs_to_show(session, now - ENDED_SHOWN_FOR) - len(jobs)
             families = self._families(_reported(session, jobs), now)
         families.append(
             GaugeMetricFamily("octet_jobs_hidden", "live or recent jobs without series of their own", value=num_hidden)
@@ -119,11 +120,11 @@ class JobsCollector(Collector):
 
 
 def _reported(session: Session, jobs: list[JobRow]) -> Iterator[Reported]:
-    attempts = store.current_attempts(session, jobs)
+    attempts = store.jobs.current_attempts(session, jobs)
     ids = [job.id for job in jobs]
-    metrics = store_records.last_metrics(session, ids)
-    evaluations = store_records.last_evaluations(session, ids)
-    checkpoints = store_records.last_checkpoints(session, ids)
+    metrics = store.records.last_metrics(session, ids)
+    evaluations = store.records.last_evaluations(session, ids)
+    checkpoints = store.records.last_checkpoints(session, ids)
     for job in jobs:
         found = (attempts.get(job.id), metrics.get(job.id), evaluations.get(job.id), checkpoints.get(job.id))
         yield Reported(job, *found)
@@ -159,7 +160,7 @@ def _values(reported: Reported) -> Iterator[Value]:
 
 
 def _values_of_attempt(job: JobRow, attempt: AttemptRow) -> Iterator[Value]:
-    if attempt.created_at >= job.queued_at:  # else it is back in the queue
+    if attempt.created_at >= job.queued_at:  # otherwise the job is back in the queue
         yield "octet_job_last_queue_wait_seconds", (attempt.created_at - job.queued_at).total_seconds(), ()
     if attempt.last_report_at is not None and not attempt.state.is_terminal:
         yield "octet_job_last_report_timestamp_seconds", attempt.last_report_at.timestamp(), ()

@@ -1,4 +1,4 @@
-"""What every loop of the dispatcher works with: the parts, who leads, and transactions that only the leader can commit."""
+"""What the dispatcher's loops share: database, cluster, who leads, and transactions that only the leader can commit."""
 
 import logging
 import os
@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
+from service import store
 from service.cluster.launcher import Launcher
 from service.db.engine import Database
-from service.jobs import store_queue
 from service.settings import Settings
 
 LEADER_LEASE_S = 5.0
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class NotLeading(Exception):
-    """Another dispatcher leads; what was about to be written is not."""
+    """Another dispatcher leads, so the transaction was not committed."""
 
 
 @dataclass
 class Outage:
-    """Says once that the cluster does not answer, and once that it does again."""
+    """Logs once that the cluster does not answer, and once that it answers again."""
 
     clock: Callable[[], float] = time.monotonic
     _since: float | None = None
@@ -48,8 +48,8 @@ class Outage:
 
 
 @dataclass
-class Work:
-    """Shared by the loops. `leads_since` is None while another dispatcher leads."""
+class DispatcherContext:
+    """What the loops share. `leads_since` is None while another dispatcher leads."""
 
     database: Database
     launcher: Launcher
@@ -62,13 +62,13 @@ class Work:
     _token: str | None = None
 
     def lead(self) -> None:
-        """Take or renew the leader's lease. A new leader breaks the claims of the former one."""
+        """Take or renew the leader's lease. A new leader breaks the claims of the former leader."""
         with self.database.write() as session:
             now = self.database.now(session)
-            token = store_queue.take_lease(session, store_queue.LEADER, self.holder, self._token, LEADER_LEASE_S, now)
+            token = store.queue.take_lease(session, store.queue.LEADER, self.holder, self._token, LEADER_LEASE_S, now)
             is_new = token is not None and token != self._token
             if is_new:
-                store_queue.break_claims(session)
+                store.queue.break_claims(session)
         if is_new:
             logger.info("%s leads", self.holder)
             self.leads_since = now
@@ -77,28 +77,28 @@ class Work:
         self._token = token
 
     def resign(self) -> None:
-        """Stop acting as leader; the lease itself is not touched."""
+        """Stop acting as leader. The lease in the database stays as it is."""
         logger.warning("%s leads no longer", self.holder)
         self._token, self.leads_since = None, None
 
     def give_up(self) -> None:
-        """Hand the lease back, so that another can lead at once."""
+        """Hand the lease back, so that another dispatcher can lead at once."""
         if self._token is not None:
             with self.database.write() as session:
-                store_queue.give_up_lease(session, store_queue.LEADER, self._token, self.database.now(session))
+                store.queue.give_up_lease(session, store.queue.LEADER, self._token, self.database.now(session))
             self._token, self.leads_since = None, None
 
     @contextmanager
     def write(self) -> Iterator[tuple[Session, datetime]]:
-        """A transaction and its time. Raises NotLeading where the lease is not ours: then nothing is written."""
+        """Open a write transaction and yield it with its time. Raises NotLeading, and writes nothing, if another leads."""
         with self.database.write() as session:
             now = self.database.now(session)
-            if self._token is None or not store_queue.holds_lease(session, store_queue.LEADER, self._token, now):
+            if self._token is None or not store.queue.holds_lease(session, store.queue.LEADER, self._token, now):
                 raise NotLeading
             yield session, now
 
     def each(self, do: Callable[[Item], None], items: Iterable[Item]) -> None:
-        """Do something slow with every item, side by side where there is an executor. The first error is raised at the end."""
+        """Call `do` with every item, in parallel if there is an executor. The first error is raised at the end."""
         if self.executor is None:
             for item in items:
                 do(item)

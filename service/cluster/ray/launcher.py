@@ -1,8 +1,8 @@
-"""Attempts on a Ray cluster: one detached, named supervisor actor each (`worker.supervisor`).
+"""Runs attempts on a Ray cluster. Each attempt has one detached, named supervisor actor (`worker.supervisor`).
 
-Every call has a deadline of its own and runs in a thread, because Ray's own calls can hang for a minute when the cluster is
-gone. A process can be connected to one cluster: when that is lost, the next call connects again, and attempts of the old
-cluster are then absent.
+Every call runs in a thread with a deadline, because Ray's own calls can hang for a minute when the cluster is gone.
+A process connects to one cluster at a time. When the cluster is lost, the next call connects again, and the attempts of
+the old cluster are absent from the new one.
 """
 
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayLauncher:
-    """`Launcher` over one Ray cluster. `find_cluster` returns its address, and starts it where it is ours to start."""
+    """`Launcher` over one Ray cluster. `find_cluster` returns its address; for an embedded cluster it starts it first."""
 
     def __init__(self, find_cluster: Callable[[], str], pools: tuple[PoolConfig, ...]) -> None:
         self._find_cluster = find_cluster
@@ -40,15 +40,12 @@ class RayLauncher:
         self._connect_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="octet-ray")
 
-    def connect(self) -> None:
-        """Connect now rather than at the first call. Raises LauncherError."""
-        self._within(_CONNECT_S, self._ensure_connected)
-
     def launch(self, order: LaunchOrder) -> None:
         """Start the attempt's supervisor, or find the one that an earlier call started; returns once it answers."""
         ref = AttemptRef(attempt_id=order.attempt_id, epoch=order.epoch)
         key, value = order.pool.node_label
         actor: Any = ray.remote(Supervisor)
+        arguments = (order.model_dump_json(), order.pool.model_dump_json(), order.spec.resources.workers)
 
         def start() -> None:
             supervisor = actor.options(
@@ -60,13 +57,13 @@ class RayLauncher:
                 max_concurrency=4,
                 max_restarts=0,
                 label_selector={key: value},
-            ).remote(order.model_dump_json())
+            ).remote(*arguments)
             ray.get(supervisor.probe.remote(), timeout=_LAUNCH_S)
 
         self._call(_LAUNCH_S, start)
 
     def probe(self, ref: AttemptRef) -> Probe:
-        """What the attempt's supervisor says. ABSENT: no such supervisor on the cluster that is there now."""
+        """Ask the attempt's supervisor. ABSENT means that the present cluster has no such supervisor."""
 
         def ask() -> Probe:
             supervisor = _find(ref)
@@ -85,7 +82,7 @@ class RayLauncher:
             return Probe(state=ProbeState.UNREACHABLE, message=str(error))
 
     def stop(self, ref: AttemptRef, grace_s: float) -> None:
-        """End the attempt's processes and give its slots back; an attempt that is not there is stopped."""
+        """End the attempt's processes and free its slots. An attempt that is not there counts as stopped."""
 
         def end() -> None:
             supervisor = _find(ref)
@@ -100,25 +97,25 @@ class RayLauncher:
         self._call(grace_s + 2 * _CALL_S, end)
 
     def list(self) -> Sequence[AttemptRef]:
-        """Every attempt that has a supervisor on the cluster."""
+        """List every attempt that has a supervisor on the cluster."""
         names: list[str] = self._call(_CALL_S, ray.util.list_named_actors)
         found = [name.removeprefix(_NAME_PREFIX).rsplit("-", 1) for name in names if name.startswith(_NAME_PREFIX)]
         return [AttemptRef(attempt_id=attempt_id, epoch=int(epoch)) for attempt_id, epoch in found]
 
     def capacity(self) -> Sequence[PoolCapacity]:
-        """The slots of the nodes that are there now."""
+        """Count the slots of the nodes that are there now."""
         resources: dict[str, float] = self._call(_CALL_S, ray.cluster_resources)
         return [PoolCapacity(pool=pool.name, slots_present=int(resources.get(pool.slot_resource, 0))) for pool in self._pools]
 
     def request_slots(self, slots: Mapping[str, int]) -> None:
-        """Ask the cluster's autoscaler for room for so many ranks in each pool. It holds until the next request."""
+        """Ask the autoscaler for room for this many ranks, by pool. The request holds until the next one."""
         wanted = [pool for pool in self._pools for _ in range(slots.get(pool.name, 0))]
         bundles = [{pool.slot_resource: 1, **({"GPU": 1} if pool.accelerator == "cuda" else {})} for pool in wanted]
         labels = [dict([pool.node_label]) for pool in wanted]
         self._call(_CALL_S, lambda: request_resources(bundles=bundles, bundle_label_selectors=labels))
 
     def close(self) -> None:
-        """Disconnect; attempts go on without us."""
+        """Disconnect. Attempts go on."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if ray.is_initialized():
             ray.shutdown()
@@ -155,7 +152,7 @@ class RayLauncher:
 
 
 def _cluster_answers() -> bool:
-    """Whether the GCS that we are connected to still accepts connections."""
+    """True while the GCS that we are connected to accepts connections."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=2):
@@ -165,7 +162,7 @@ def _cluster_answers() -> bool:
 
 
 def _find(ref: AttemptRef) -> Any:
-    """The attempt's supervisor, or None where the cluster has none of that name."""
+    """Find the attempt's supervisor; None if the cluster has no actor of that name."""
     try:
         return ray.get_actor(actor_name(ref), namespace=NAMESPACE)
     except ValueError:

@@ -1,11 +1,11 @@
-"""All SQL about jobs, attempts and events. Plain functions; the session, and with it the transaction, is the caller's.
+"""SQL about jobs, attempts and events.
 
-Whoever changes anything of a job locks its row first (`lock_job`, `lock_attempt`); that orders all writes about one job,
-so event numbers have no gaps and two transitions never race.
+A transaction that changes a job locks its row first (`lock_job`, `lock_attempt`). That puts all writes about one job in
+order: event numbers have no gaps, and two transitions never race.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sqlalchemy import ColumnElement, delete, func, or_, select
@@ -14,19 +14,19 @@ from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, FailureReason, JobState, JsonScalar
 from service.db.tables import AttemptRow, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
-from service.jobs.ids import new_id
+from service.store.ids import new_id
 
 IDEMPOTENCY_KEPT = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
 class JobFilter:
-    """Which jobs to list; an empty part does not restrict."""
+    """Which jobs to list. An empty field does not restrict."""
 
     states: Sequence[JobState] = ()
     pool: str | None = None
     name: str | None = None
-    labels: Sequence[tuple[str, str]] = field(default=())
+    labels: Sequence[tuple[str, str]] = ()
 
 
 def find_job(session: Session, job_id: str) -> JobRow | None:
@@ -34,7 +34,7 @@ def find_job(session: Session, job_id: str) -> JobRow | None:
 
 
 def lock_job(session: Session, job_id: str) -> JobRow | None:
-    """The job, and nobody else writes about it until this transaction ends."""
+    """Find a job and lock it: no other transaction writes about it until this one ends."""
     return session.get(JobRow, job_id, with_for_update=True, populate_existing=True)
 
 
@@ -43,7 +43,7 @@ def find_attempt(session: Session, attempt_id: str) -> AttemptRow | None:
 
 
 def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow] | None:
-    """The attempt and its job, locked in the one order that everybody takes: the job first."""
+    """Find an attempt and its job and lock both, the job first; every transaction locks in this order."""
     job_id = session.scalar(select(AttemptRow.job_id).where(AttemptRow.id == attempt_id))
     if job_id is None:
         return None
@@ -55,7 +55,7 @@ def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow]
 
 
 def list_jobs(session: Session, wanted: JobFilter, limit: int, after: str | None) -> list[JobRow]:
-    """Newest first, from the one after `after`. An id sorts by the time it was made."""
+    """List jobs, newest first, starting after the id `after`. Ids sort by the time they were made."""
     query = select(JobRow).order_by(JobRow.id.desc()).limit(limit)
     if after is not None:
         query = query.where(JobRow.id < after)
@@ -82,7 +82,7 @@ def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:
 
 
 def current_attempts(session: Session, jobs: Sequence[JobRow]) -> dict[str, AttemptRow]:
-    """The last attempt of each job that had one, by job id."""
+    """Find the last attempt of each job that had one; by job id."""
     ids = [job.current_attempt_id for job in jobs if job.current_attempt_id is not None]
     return {attempt.job_id: attempt for attempt in session.scalars(select(AttemptRow).where(AttemptRow.id.in_(ids)))}
 
@@ -97,7 +97,7 @@ def add_event(
     attempt_id: str | None = None,
     data: dict[str, JsonScalar] | None = None,
 ) -> None:
-    """The job's next event, in the same transaction as what it tells of. The job must be locked."""
+    """Add the job's next event, in the transaction of the change it reports. The job must be locked."""
     job.last_event_seq += 1
     session.add(
         EventRow(
@@ -124,7 +124,7 @@ def find_idempotency_key(session: Session, key: str, now: datetime) -> Idempoten
 
 
 def take_idempotency_key(session: Session, key: str, body_hash: str, job_id: str, now: datetime) -> bool:
-    """Whether the key was free. Of two transactions that ask at once, the second waits for the first to end."""
+    """Take the key; False if it is in use. Of two transactions that ask at once, the second waits for the first to end."""
     session.execute(delete(IdempotencyKeyRow).where(IdempotencyKeyRow.key == key, IdempotencyKeyRow.expires_at <= now))
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     row = {"key": key, "body_hash": body_hash, "job_id": job_id, "expires_at": now + IDEMPOTENCY_KEPT}
@@ -137,13 +137,13 @@ def forget_idempotency_keys(session: Session, now: datetime) -> None:
 
 
 def count_jobs(session: Session) -> dict[tuple[str, JobState], int]:
-    """Jobs by pool and state."""
+    """Count jobs by pool and state."""
     query = select(JobRow.pool, JobRow.state, func.count()).group_by(JobRow.pool, JobRow.state)
     return {(pool, state): count for pool, state, count in session.execute(query)}
 
 
 def count_endings(session: Session) -> dict[tuple[AttemptState, FailureReason | None], int]:
-    """Attempts that ended, by state and reason."""
+    """Count attempts that ended, by state and reason."""
     over = [state for state in AttemptState if state.is_terminal]
     query = select(AttemptRow.state, AttemptRow.reason, func.count()).where(AttemptRow.state.in_(over))
     return {
@@ -152,7 +152,7 @@ def count_endings(session: Session) -> dict[tuple[AttemptState, FailureReason | 
 
 
 def jobs_to_show(session: Session, since: datetime, limit: int) -> list[JobRow]:
-    """Jobs that had an attempt and are live, or ended after `since`; newest first."""
+    """List jobs that had an attempt and either live or ended after `since`; newest first."""
     return list(session.scalars(select(JobRow).where(*_to_show(since)).order_by(JobRow.id.desc()).limit(limit)))
 
 
@@ -166,6 +166,6 @@ def _to_show(since: datetime) -> tuple[ColumnElement[bool], ...]:
 
 
 def oldest_queued(session: Session) -> dict[str, datetime]:
-    """Since when the job waits that waits longest, by pool."""
+    """When the longest-waiting job was queued, per pool."""
     query = select(JobRow.pool, func.min(JobRow.queued_at)).where(JobRow.state == JobState.QUEUED).group_by(JobRow.pool)
     return {pool: since for pool, since in session.execute(query)}

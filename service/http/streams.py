@@ -1,7 +1,7 @@
-"""Server-sent events: a job's events or log lines as they come, each with its number as id, until the job is over.
+"""Server-sent events: a job's events or log lines as they arrive, until the job is over. The id of each is its number.
 
-A client that was cut off sends the last id it saw (Last-Event-ID) and misses nothing. Rows are polled for: the database
-is the one thing that all processes share.
+A client that was cut off sends the last id it saw (Last-Event-ID) and misses nothing. The stream polls the database,
+because that is the one thing that all processes share.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -14,8 +14,8 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
 
 from api_schemas import Contract
+from service import store
 from service.db.engine import Database
-from service.jobs import store
 
 EVENT_STREAM = "text/event-stream"
 POLL_S = 0.25
@@ -27,7 +27,7 @@ Item = TypeVar("Item", bound=Contract)
 
 @dataclass(frozen=True)
 class Source(Generic[Item]):
-    """`read(session, job_id, after, limit)` gives the items in order; `key` is an item's number as text."""
+    """What a stream sends. `read(session, job_id, after, limit)` lists items in order; `key` is an item's number as text."""
 
     name: str
     read: Callable[[Session, str, int, int], list[Item]]
@@ -60,5 +60,5 @@ async def _messages(database: Database, job_id: str, source: Source[Item], after
 
 def _read(database: Database, job_id: str, source: Source[Item], after: int) -> tuple[list[Item], bool]:
     with database.read() as session:
-        job = store.find_job(session, job_id)
+        job = store.jobs.find_job(session, job_id)
         return source.read(session, job_id, after, _AT_ONCE), job is None or job.state.is_terminal

@@ -1,4 +1,4 @@
-"""Every answer that is not 2xx, as one problem document (RFC 9457); and what the OpenAPI document says of them."""
+"""Turns every error into a problem document (RFC 9457), and describes these answers in the OpenAPI document."""
 
 import logging
 from typing import Any
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 _BODIES: dict[str, type[Contract]] = {"spec": JobSpec, "batch": ReportBatch}
 _TITLES = {
     400: "The body is not JSON",
-    401: "No key or token, or an unknown one",
-    404: "There is no such thing",
-    409: "Its state does not allow this",
+    401: "Missing or unknown key or token",
+    404: "Not found",
+    409: "Conflict with the job's state",
     413: "The body is too large",
-    421: "The Host header names another host",
-    422: "Refused, with the fields to change",
-    503: "The database or the dispatcher is away",
+    421: "The Host header names another machine",
+    422: "Invalid request; `errors` names the fields to change",
+    503: "The database does not answer, or no dispatcher leads",
 }
 
 
@@ -38,7 +38,7 @@ Answers = dict[int | str, dict[str, Any]]
 
 
 def answers(*statuses: int) -> Answers:
-    """The `responses` of a route that may answer with these."""
+    """Describe the `responses` of a route that may answer with these statuses."""
     schema = {"$ref": "#/components/schemas/Problem"}
     return {
         status: {"description": _TITLES[status], "content": {CONTENT_TYPE: {"schema": schema}}} for status in sorted(statuses)
@@ -46,7 +46,7 @@ def answers(*statuses: int) -> Answers:
 
 
 def install(app: FastAPI) -> None:
-    """Have the app answer every error with a problem document."""
+    """Make the app answer every error with a problem document."""
     app.add_exception_handler(ServiceError, _expected)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
@@ -65,7 +65,7 @@ def _expected(request: Request, error: Exception) -> Response:
 
 
 def _invalid(request: Request, error: Exception) -> Response:
-    """What FastAPI found wrong with path, query, headers or body, in our words."""
+    """Say in our words what FastAPI found wrong with path, query, headers or body."""
     assert isinstance(error, RequestValidationError)
     details = [dict(detail) for detail in error.errors()]
     if any(detail["type"] == "json_invalid" for detail in details):
@@ -75,7 +75,7 @@ def _invalid(request: Request, error: Exception) -> Response:
         return render(InvalidJson("the body is not JSON; send Content-Type: application/json"), request.url.path)
     root = next((_BODIES[name] for name in _BODIES if name in _body_names(request)), Contract)
     for detail in details:
-        detail["loc"] = detail["loc"][1:]  # 'body', 'query' or 'header': the field's name says enough
+        detail["loc"] = detail["loc"][1:]  # drops 'body', 'query' or 'header'; the field's name is enough
     return render(InvalidRequest.of(explain_details(details, root)), request.url.path)
 
 
@@ -101,4 +101,4 @@ def _database_away(request: Request, error: Exception) -> Response:
 
 def _unexpected(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return render(ServiceError("an error of ours; it is in the service's log"), request.url.path)
+    return render(ServiceError("an error of ours; the service's log has the details"), request.url.path)

@@ -1,5 +1,6 @@
-"""The Ray node of a dispatcher. A driver needs a Ray node on its own machine, so the dispatcher joins the cluster with one
-that has no resources and no labels: nothing is ever placed on it.
+"""The Ray node of a dispatcher. A Ray driver needs a node on its own machine, so the dispatcher joins the cluster with one.
+
+The node has no resources and no labels, so nothing is ever placed on it.
 """
 
 import logging
@@ -7,9 +8,9 @@ import socket
 import subprocess
 import sys
 
-from service.cluster.local_ray import die_with_parent, end_ray
+from service.cluster.ray.embedded import die_with_parent, end_ray
 
-NODE_MANAGER_PORT = 6380  # fixed, so that a health check can ask whether the node is there
+NODE_MANAGER_PORT = 6380  # fixed: a health check asks this port whether the node is up
 _CONNECT_S = 2.0
 _OBJECT_STORE_BYTES = 100_000_000
 
@@ -17,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class RayNode:
-    """A `ray start` in a child process: started when it is needed, again when it has ended, and stopped with us."""
+    """A `ray start` in a child process. It is started on first use, started again if it ends, and stopped with us."""
 
     def __init__(self, head_address: str) -> None:
-        """`head_address`: host:port of the head's GCS. Raises ValueError where it is not of that form."""
+        """`head_address` is host:port of the head's GCS. Raises ValueError for any other form."""
         self._host, _, port = head_address.rpartition(":")
         if not self._host or not port.isdecimal():
             raise ValueError(f"the Ray head's address is host:port, for example ray-head:6379; got {head_address!r}")
@@ -28,7 +29,7 @@ class RayNode:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> str:
-        """The head's address, with our node started. Raises ConnectionError while the head does not answer."""
+        """Start our node if it does not run, and return the head's address. Raises ConnectionError if the head is away."""
         try:
             socket.create_connection((self._host, self._port), timeout=_CONNECT_S).close()
         except OSError as error:

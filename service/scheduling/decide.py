@@ -1,8 +1,8 @@
-"""Who runs next, and why the others wait. Pure: facts in, decisions out; the numbers of a decision are in its words.
+"""Decides which jobs run next, and says in words and numbers why the others wait. Pure: facts in, decisions out.
 
 A job takes all its slots at once or none. Within a pool the order is strict: by priority, then by age. A job that does
-not fit holds back those behind it, so a large one is not overtaken for ever by small ones. A job that cannot run yet for
-a reason of its own (it backs off, or its last attempt may still be alive) is passed over, and holds back nobody.
+not fit holds back the jobs behind it, so that small jobs cannot starve a large one. A job that cannot run yet for a reason
+of its own (it backs off, or its last attempt may still be alive) is passed over and holds back no other job.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from api_schemas import PoolConfig
 
 
 class Queued(Protocol):
-    """A job in the queue, as the store reads it. A former attempt is at large until its processes are known to be gone."""
+    """A job in the queue, as the store reads it. Its former attempt is at large until its processes are known to be gone."""
 
     @property
     def id(self) -> str: ...
@@ -34,7 +34,7 @@ class Queued(Protocol):
 
 @dataclass(frozen=True)
 class PoolState:
-    """Slots of a pool: configured, there now (None: the cluster has not said), and taken by attempts not yet gone."""
+    """The slots of a pool: configured, present (None until the cluster says), and taken by attempts not yet released."""
 
     name: str
     slots: int
@@ -49,23 +49,23 @@ class PoolState:
 def pool_states(
     pools: Iterable[PoolConfig], slots_present: Mapping[str, int], slots_used: Mapping[str, int]
 ) -> list[PoolState]:
-    """The configured pools with what the cluster and the database say of them."""
+    """Join the configured pools with the slots that the cluster has and that attempts take."""
     return [PoolState(pool.name, pool.slots, slots_present.get(pool.name), slots_used.get(pool.name, 0)) for pool in pools]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`position` counts from 1 within the pool. `why` is why the job waits; None: it starts now."""
+    """What happens to one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts."""
 
     job_id: str
     position: int
     why: str | None
 
 
-def plan(queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lease_grace_s: float) -> list[Decision]:
+def decide(queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lease_grace_s: float) -> list[Decision]:
     """Decide about every queued job, in the order in which they would start.
 
-    A lease is over for certain `lease_grace_s` after its end: by then its holder has stopped itself.
+    A former attempt is certainly over `lease_grace_s` after its lease ends, because by then it has stopped itself.
     """
     by_pool: dict[str, list[Queued]] = {}
     for job in sorted(queue, key=lambda job: (-job.priority, job.id)):
@@ -74,11 +74,11 @@ def plan(queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lea
     return [
         decision
         for name, jobs in by_pool.items()
-        for decision in _plan_pool(jobs, states.get(name), now, timedelta(seconds=lease_grace_s))
+        for decision in _decide_pool(jobs, states.get(name), now, timedelta(seconds=lease_grace_s))
     ]
 
 
-def _plan_pool(jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta) -> Iterator[Decision]:
+def _decide_pool(jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta) -> Iterator[Decision]:
     free = pool.slots_free if pool else 0
     blocker: Queued | None = None
     for position, job in enumerate(jobs, start=1):
@@ -107,7 +107,7 @@ def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued
     if pool.slots_present is None:
         return f"the cluster has not yet said what pool {pool.name!r} has"
     if blocker is not None:
-        return f"{blocker.id} is ahead in pool {pool.name!r} and needs {blocker.workers} slots, of which {free} are free"
+        return f"{blocker.id} is ahead in pool {pool.name!r} and needs {blocker.workers} slots; {free} are free"
     if job.workers > free:
         there = min(pool.slots, pool.slots_present)
         missing = "" if there == pool.slots else f" ({pool.slots - there} of {pool.slots} are away)"

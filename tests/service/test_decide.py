@@ -1,11 +1,11 @@
-"""Who runs next, and what the others are told."""
+"""Which jobs run next, and the reasons that the others are given."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from service.scheduling.plan import Decision, PoolState, plan
+from service.scheduling.decide import Decision, PoolState, decide
 
 NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 
@@ -21,8 +21,8 @@ class Job:
     former_lease_expires_at: datetime | None = None
 
 
-def decide(*jobs: Job, slots: int = 4, present: int | None = 4, used: int = 0) -> dict[str, Decision]:
-    return {each.job_id: each for each in plan(jobs, [PoolState("cpu", slots, present, used)], NOW, lease_grace_s=15)}
+def decided(*jobs: Job, slots: int = 4, present: int | None = 4, used: int = 0) -> dict[str, Decision]:
+    return {each.job_id: each for each in decide(jobs, [PoolState("cpu", slots, present, used)], NOW, lease_grace_s=15)}
 
 
 def started(decisions: dict[str, Decision]) -> list[str]:
@@ -30,25 +30,25 @@ def started(decisions: dict[str, Decision]) -> list[str]:
 
 
 def test_priority_then_age() -> None:
-    decisions = decide(Job("b"), Job("a"), Job("c", priority=90), slots=2, present=2)
+    decisions = decided(Job("b"), Job("a"), Job("c", priority=90), slots=2, present=2)
     assert started(decisions) == ["c", "a"]
     assert {job_id: decision.position for job_id, decision in decisions.items()} == {"c": 1, "a": 2, "b": 3}
 
 
 def test_all_workers_or_none() -> None:
-    decisions = decide(Job("a", workers=3), used=2)
+    decisions = decided(Job("a", workers=3), used=2)
     assert decisions["a"].why == "needs 3 slots of pool 'cpu'; 2 of 4 are free"
 
 
 def test_a_large_job_is_not_overtaken() -> None:
-    decisions = decide(Job("a", workers=4), Job("b"), used=1)
+    decisions = decided(Job("a", workers=4), Job("b"), used=1)
     assert started(decisions) == []
-    assert decisions["b"].why == "a is ahead in pool 'cpu' and needs 4 slots, of which 3 are free"
+    assert decisions["b"].why == "a is ahead in pool 'cpu' and needs 4 slots; 3 are free"
 
 
 def test_pools_do_not_hold_each_other_back() -> None:
     pools = [PoolState("cpu", 1, 1, 1), PoolState("h100", 8, 8, 0)]
-    decisions = plan([Job("a"), Job("b", pool="h100")], pools, NOW, 15)
+    decisions = decide([Job("a"), Job("b", pool="h100")], pools, NOW, 15)
     assert [each.job_id for each in decisions if each.why is None] == ["b"]
 
 
@@ -61,28 +61,28 @@ def test_pools_do_not_hold_each_other_back() -> None:
     ],
 )
 def test_a_job_that_waits_for_itself_holds_back_nobody(job: Job, words: str) -> None:
-    decisions = decide(job, Job("b", workers=4))
+    decisions = decided(job, Job("b", workers=4))
     assert words in str(decisions["a"].why)
     assert started(decisions) == ["b"]
 
 
 def test_a_lease_that_is_over_for_certain_frees_the_job() -> None:
     dead = Job("a", former_attempt_at_large=True, former_lease_expires_at=NOW - timedelta(seconds=16))
-    assert started(decide(dead)) == ["a"]
+    assert started(decided(dead)) == ["a"]
 
 
 def test_nodes_that_are_away_are_named() -> None:
-    decisions = decide(Job("a", workers=3), present=2)
+    decisions = decided(Job("a", workers=3), present=2)
     assert decisions["a"].why == "needs 3 slots of pool 'cpu'; 2 of 2 are free (2 of 4 are away)"
 
 
 def test_nothing_is_placed_before_the_cluster_has_spoken() -> None:
-    assert "has not yet said" in str(decide(Job("a"), present=None)["a"].why)
+    assert "has not yet said" in str(decided(Job("a"), present=None)["a"].why)
 
 
 def test_a_pool_that_was_removed() -> None:
-    assert "not configured any more" in str(plan([Job("a", pool="gone")], [], NOW, 15)[0].why)
+    assert "not configured any more" in str(decide([Job("a", pool="gone")], [], NOW, 15)[0].why)
 
 
 def test_more_nodes_than_configured_do_not_raise_the_limit() -> None:
-    assert started(decide(Job("a", workers=5), present=8)) == []
+    assert started(decided(Job("a", workers=5), present=8)) == []

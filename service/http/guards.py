@@ -1,7 +1,7 @@
-"""What stands before every route: the size of a body, the Host and Origin headers, unknown query parameters.
+"""Checks before every route: the size of a body, the Host and Origin headers, unknown query parameters.
 
-The headers matter where no key is needed: a web page must not reach the service through its visitor's browser, neither by
-a name that resolves to 127.0.0.1 (DNS rebinding, seen in Host) nor by posting to 127.0.0.1 itself (seen in Origin).
+The headers matter to a service without keys: a web page must not reach it through its visitor's browser. The page could
+use a name that resolves to 127.0.0.1 (DNS rebinding; Host shows it) or post to 127.0.0.1 itself (Origin shows it).
 """
 
 import difflib
@@ -12,14 +12,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas import Violation
 from service.errors import InvalidRequest, PayloadTooLarge, WrongHost
-from service.routes.problems import render
+from service.http.problems import render
 
 MAX_BODY_BYTES = 1 << 20
 MAX_REPORT_BYTES = 8 << 20
 
 
 class RefuseOtherHosts:
-    """Middleware of a service without keys: 421 unless Host, and Origin where there is one, name this machine."""
+    """Middleware of a service without keys: answers 421 unless Host, and Origin if present, name this machine."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,7 +36,7 @@ class RefuseOtherHosts:
 
 
 class LimitBodies:
-    """Middleware: 413 for a body over the limit. A body is read whole before its route sees any of it."""
+    """Middleware: answers 413 to a body over the limit. It reads a whole body before the route sees any of it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -48,7 +48,7 @@ class LimitBodies:
         limit = MAX_REPORT_BYTES if scope["path"].startswith("/internal/") else MAX_BODY_BYTES
         messages = await _read_body(receive, limit)
         if messages is None:
-            error = PayloadTooLarge(f"the body is larger than the {limit} bytes that are allowed here")
+            error = PayloadTooLarge(f"the body is larger than {limit} bytes, the limit of this route")
             await render(error, scope["path"])(scope, receive, send)
             return
         waiting = iter(messages)
@@ -60,7 +60,7 @@ class LimitBodies:
 
 
 async def _read_body(receive: Receive, limit: int) -> list[Message] | None:
-    """The messages that make up the body; None once they are larger than `limit`."""
+    """Read the messages of a body; return None if they have more than `limit` bytes."""
     messages: list[Message] = []
     num_bytes = 0
     while not messages or messages[-1].get("more_body", False):
@@ -72,7 +72,7 @@ async def _read_body(receive: Receive, limit: int) -> list[Message] | None:
 
 
 def refuse_unknown_query(request: Request) -> None:
-    """422 for a query parameter that the OpenAPI document does not have: a typo must not pass for a filter."""
+    """Answer 422 to a query parameter that the OpenAPI document does not have: a mistyped filter must not be ignored."""
     operation = request.app.openapi()["paths"][request.scope["route"].path][request.method.lower()]
     known = [parameter["name"] for parameter in operation.get("parameters", []) if parameter["in"] == "query"]
     unknown = [name for name in request.query_params if name not in known]

@@ -1,4 +1,4 @@
-"""All SQL about what a running job leaves behind: its curve, its checkpoints, its log lines, its report streams."""
+"""SQL about the records of a running job: its curve, checkpoints, log lines, report streams and exporters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from service.db.tables import AttemptRow, CheckpointRow, ExporterRow, JobRow, Lo
 
 
 def last_sequence(session: Session, attempt_id: str, rank: int) -> int:
-    """The sequence number of the last report of this rank that was applied; 0 before the first."""
+    """The sequence number of the rank's last report that was applied; 0 before the first."""
     row = session.get(ReportStreamRow, (attempt_id, rank))
     return row.last_seq if row is not None else 0
 
@@ -26,7 +26,7 @@ def put_exporter(session: Session, attempt_id: str, rank: int, address: str) -> 
 
 
 def live_exporters(session: Session) -> list[tuple[ExporterRow, AttemptRow, JobRow]]:
-    """Where the ranks of live attempts serve their metrics, with the attempt and the job."""
+    """List where the ranks of live attempts serve their metrics, each with its attempt and job."""
     live = [state for state in AttemptState if not state.is_terminal]
     query = (
         select(ExporterRow, AttemptRow, JobRow)
@@ -44,7 +44,7 @@ def metrics_after(session: Session, job_id: str, step: int, limit: int) -> list[
 
 
 def put_metrics(session: Session, rows: Sequence[dict[str, Any]]) -> None:
-    """Add steps to the curve; a step that is in it already is replaced, its evaluation with it."""
+    """Add steps to the curve. A step that is there already is replaced, together with its evaluation."""
     if not rows:
         return
     dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
@@ -54,14 +54,14 @@ def put_metrics(session: Session, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def put_evaluation(session: Session, job_id: str, step: int, loss: float | None) -> bool:
-    """Write an evaluation into its step; whether the curve has that step."""
+    """Write an evaluation into its step. Returns False if the curve has no such step."""
     where = (MetricRow.job_id == job_id, MetricRow.step == step)
     found = session.execute(update(MetricRow).where(*where).values(evaluation_loss=loss).returning(MetricRow.step))
     return found.first() is not None
 
 
 def drop_after(session: Session, job_id: str, step: int) -> None:
-    """Forget the curve and the checkpoints after `step`: an attempt trains those steps again."""
+    """Delete the curve and the checkpoints after `step`, because an attempt trains those steps again."""
     session.execute(delete(MetricRow).where(MetricRow.job_id == job_id, MetricRow.step > step))
     session.execute(delete(CheckpointRow).where(CheckpointRow.job_id == job_id, CheckpointRow.step > step))
 
@@ -72,13 +72,13 @@ def last_metric(session: Session, job_id: str) -> MetricRow | None:
 
 
 def last_metrics(session: Session, job_ids: Sequence[str]) -> dict[str, MetricRow]:
-    """The last step of each of these jobs' curves."""
+    """Find the last step of each job's curve; by job id."""
     query = select(MetricRow).join(JobRow, (JobRow.id == MetricRow.job_id) & (JobRow.step == MetricRow.step))
     return {row.job_id: row for row in session.scalars(query.where(MetricRow.job_id.in_(job_ids)))}
 
 
 def last_evaluations(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
-    """The loss of each of these jobs' last evaluation."""
+    """Find the loss of each job's last evaluation; by job id."""
     newest = (
         select(MetricRow.job_id, func.max(MetricRow.step).label("step"))
         .where(MetricRow.job_id.in_(job_ids), MetricRow.evaluation_loss.is_not(None))
@@ -90,7 +90,7 @@ def last_evaluations(session: Session, job_ids: Sequence[str]) -> dict[str, floa
 
 
 def last_checkpoints(session: Session, job_ids: Sequence[str]) -> dict[str, CheckpointRow]:
-    """The newest checkpoint of each of these jobs."""
+    """Find the newest checkpoint of each job; by job id."""
     newest = (
         select(CheckpointRow.job_id, func.max(CheckpointRow.step).label("step"))
         .where(CheckpointRow.job_id.in_(job_ids))
@@ -102,7 +102,7 @@ def last_checkpoints(session: Session, job_ids: Sequence[str]) -> dict[str, Chec
 
 
 def put_checkpoint(session: Session, row: CheckpointRow) -> None:
-    """Add a checkpoint; one of the same step is replaced."""
+    """Add a checkpoint. A checkpoint of the same step is replaced."""
     session.execute(delete(CheckpointRow).where(CheckpointRow.job_id == row.job_id, CheckpointRow.step == row.step))
     session.add(row)
 
@@ -130,7 +130,3 @@ def add_log_lines(session: Session, rows: Sequence[dict[str, Any]]) -> None:
 def log_lines_after(session: Session, job_id: str, seq: int, limit: int) -> list[LogLineRow]:
     query = select(LogLineRow).where(LogLineRow.job_id == job_id, LogLineRow.seq > seq).order_by(LogLineRow.seq).limit(limit)
     return list(session.scalars(query))
-
-
-def count_log_lines(session: Session, job_id: str) -> int:
-    return session.scalar(select(func.count()).select_from(LogLineRow).where(LogLineRow.job_id == job_id)) or 0

@@ -1,4 +1,4 @@
-"""Ids: a prefix that says of what, and a ULID in lower case (48 bits of milliseconds, 80 random bits), which sorts by time."""
+"""Ids: a prefix for the kind, and a ULID in lower case (48 bits of milliseconds, 80 random bits) that sorts by time."""
 
 import re
 import secrets
@@ -13,12 +13,12 @@ _PATTERN = re.compile(rf"(job|att|evt|ckpt)_[0-7][{_CROCKFORD}]{{{_LENGTH - 1}}}
 
 
 def new_id(kind: Kind, now: datetime) -> str:
-    """A new id; of two, the one made in a later millisecond sorts later."""
+    """Make a new id. An id made in a later millisecond sorts later."""
     number = (int(now.timestamp() * 1000) << 80) | secrets.randbits(80)
     digits = [_CROCKFORD[(number >> (5 * place)) & 31] for place in reversed(range(_LENGTH))]
     return f"{kind}_{''.join(digits)}"
 
 
 def is_id(kind: Kind, text: str) -> bool:
-    """Whether `text` is a well-formed id of this kind. What is not never reaches the database or a path."""
+    """True if `text` is a well-formed id of this kind. Anything else must not reach the database or a path."""
     return text.startswith(f"{kind}_") and _PATTERN.fullmatch(text) is not None

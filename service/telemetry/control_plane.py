@@ -1,8 +1,7 @@
-"""What Prometheus gets of the control plane.
+"""The control plane's own metrics.
 
-What the database knows is counted at the scrape, so every process tells the same and a restart forgets nothing; what
-only this process saw (requests, refused writes, waits) is observed as it happens. See also `telemetry_jobs`, the last
-values of each job, and `telemetry_process`.
+Facts of the database are counted at the scrape, so every process shows the same numbers and a restart loses nothing.
+What only this process saw (requests, refused writes, waits) is observed as it happens.
 """
 
 import time
@@ -17,12 +16,12 @@ from sqlalchemy.orm import Session
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas import AttemptState, FailureReason
+from service import store
 from service.db.engine import Database
-from service.jobs import store, store_queue
 from service.jobs.reports import START_PHASES
-from service.routes.telemetry_jobs import JobsCollector
-from service.routes.telemetry_process import ProcessTelemetry
 from service.settings import Settings
+from service.telemetry.jobs import JobsCollector
+from service.telemetry.process import ProcessTelemetry
 
 _WAITS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 43_200)
 
@@ -33,7 +32,7 @@ class Telemetry:
     def __init__(self, settings: Settings, database: Database) -> None:
         self.registry = CollectorRegistry()
         self.fenced_writes = Counter(
-            "octet_fenced_writes", "reports refused because their attempt no longer counts", registry=self.registry
+            "octet_fenced_writes", "reports refused because their attempt is no longer the current one", registry=self.registry
         )
         self._queue_wait = Histogram(
             "octet_job_queue_wait_seconds", "from the queue to a slot", buckets=_WAITS, registry=self.registry
@@ -46,7 +45,7 @@ class Telemetry:
             registry=self.registry,
         )
         for phase in START_PHASES:
-            self._start_overhead.labels(phase)  # zero until it happens, so that the first one is an increase
+            self._start_overhead.labels(phase)  # a series at zero, so that the first one is an increase
         self._requests = Histogram(
             "octet_http_request_duration_seconds",
             "until the answer began",
@@ -69,7 +68,7 @@ class Telemetry:
 
 
 class TimeRequests:
-    """Middleware: how long each route takes until it begins to answer."""
+    """Middleware: measures how long each route takes until it begins to answer."""
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
         self._app = app
@@ -94,7 +93,7 @@ class _DatabaseCollector(Collector):
         self._database = database
 
     def describe(self) -> Iterable[Metric]:
-        return []  # so that registering reads no database
+        return []  # otherwise registering would collect, and read the database
 
     def collect(self) -> Iterable[Metric]:
         with self._database.read() as session:
@@ -110,13 +109,13 @@ class _DatabaseCollector(Collector):
 
     def _jobs(self, session: Session) -> Metric:
         family = GaugeMetricFamily("octet_jobs", "jobs by state and pool", labels=["state", "pool"])
-        for (pool, state), count in store.count_jobs(session).items():
+        for (pool, state), count in store.jobs.count_jobs(session).items():
             family.add_metric([state.value, pool], count)
         return family
 
     def _slots(self, session: Session) -> Metric:
         family = GaugeMetricFamily("octet_pool_slots", "slots: configured, there now, taken", labels=["pool", "kind"])
-        present, used = store_queue.slots_present(session), store_queue.slots_used(session)
+        present, used = store.queue.slots_present(session), store.queue.slots_used(session)
         for pool in self._settings.pools:
             family.add_metric([pool.name, "configured"], pool.slots)
             family.add_metric([pool.name, "present"], present.get(pool.name, 0))
@@ -124,12 +123,14 @@ class _DatabaseCollector(Collector):
         return family
 
     def _leader(self, session: Session) -> Metric:
-        held = store_queue.lease_is_held(session, store_queue.LEADER, self._database.now(session))
+        held = store.queue.lease_is_held(session, store.queue.LEADER, self._database.now(session))
         return GaugeMetricFamily("octet_dispatcher_leads", "1 while some dispatcher holds the lease", value=float(held))
 
     def _oldest_wait(self, session: Session) -> Metric:
-        family = GaugeMetricFamily("octet_queue_oldest_wait_seconds", "of the job that waits longest", labels=["pool"])
-        waiting_since = store.oldest_queued(session)
+        family = GaugeMetricFamily(
+            "octet_queue_oldest_wait_seconds", "how long the longest-waiting job has waited", labels=["pool"]
+        )
+        waiting_since = store.jobs.oldest_queued(session)
         now = self._database.now(session)
         for pool in self._settings.pools:
             since = waiting_since.get(pool.name, now)
@@ -139,22 +140,24 @@ class _DatabaseCollector(Collector):
     def _leases(self, session: Session) -> Metric:
         family = GaugeMetricFamily(
             "octet_attempt_leases",
-            "leases of live attempts that run, and that are over and not yet acted upon",
+            "leases of live attempts: held, or overdue and not yet acted upon",
             labels=["state"],
         )
-        held, overdue = store_queue.count_leases(session, self._database.now(session))
+        held, overdue = store.queue.count_leases(session, self._database.now(session))
         family.add_metric(["held"], held)
         family.add_metric(["overdue"], overdue)
         return family
 
     def _size(self, session: Session) -> Metric:
-        return GaugeMetricFamily("octet_database_size_bytes", "of the whole database", value=self._database.num_bytes(session))
+        return GaugeMetricFamily(
+            "octet_database_size_bytes", "size of the whole database", value=self._database.num_bytes(session)
+        )
 
 
 def _attempts(session: Session) -> Metric:
     family = CounterMetricFamily("octet_attempts", "attempts that ended", labels=["outcome", "reason"])
-    endings = store.count_endings(session)
-    # Those that never happened are zero, so that the first one is an increase.
+    endings = store.jobs.count_endings(session)
+    # Endings that never happened are shown as zero, so that the first one is an increase.
     every = [(AttemptState.SUCCEEDED, None), (AttemptState.CANCELLED, None)]
     for outcome, reason in {*endings, *every, *((AttemptState.FAILED, reason) for reason in FailureReason)}:
         family.add_metric([outcome.value, reason.value if reason else ""], endings.get((outcome, reason), 0))

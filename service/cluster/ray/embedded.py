@@ -1,10 +1,10 @@
-"""The embedded Ray: a cluster of one node on this machine, kept by a process of its own.
+"""The embedded Ray: a cluster of one node on this machine. A process of its own, the keeper, starts and ends it.
 
-    python -m service.cluster.local_ray --data-dir DIR --slots N       the keeper; `ensure` starts it
+    python -m service.cluster.ray.embedded --dir DIR --resources JSON --labels LABELS      (started by `LocalRay.ensure`)
 
-The keeper outlives a killed `octet serve` for two minutes, so that a server that comes back finds its jobs still training;
-if none does, it ends the cluster and leaves nothing behind. The cluster has a token that only this user can read, its own
-ports and its own temporary folder.
+The keeper outlives a killed `octet serve` by two minutes, so that a server that is started again finds its jobs still
+training. If no server comes back, the keeper ends the cluster and leaves nothing behind. The cluster has a token that
+only this user can read, its own ports and its own temporary folder.
 """
 
 import argparse
@@ -30,10 +30,10 @@ _LINGER_S = 120.0
 _STOP_S = 10.0
 _KEEPER_LOCK = "keeper.lock"
 _OBJECT_STORE_BYTES = 100_000_000
-# Ray replaces 127.0.0.1 by the address of the network that is up just then; a laptop changes that in mid-job.
+# Ray replaces 127.0.0.1 by the address of the current network, and a laptop changes that in the middle of a job.
 _ADDRESS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-# Else the raylet answers the first driver only once idle workers have started, and the driver waits with the interpreter's lock
-# held: the event loop stood still for 0.6 to 1.1 s on an idle machine, and the first job started 3 s later (docs/log.md).
+# By default the raylet answers the first driver only after it has started idle workers. The driver waits for that answer and
+# holds the interpreter's lock: the event loop stood still for 0.6 to 1.1 s, and the first job started 3 s later (docs/log.md).
 _RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0"}
 
 
@@ -48,11 +48,11 @@ class LocalRay:
         self._is_stopped = False
 
     def environment(self) -> dict[str, str]:
-        """What a process must have in its environment before it imports Ray, which reads it then, to speak with the cluster."""
+        """The variables that a process needs to talk to the cluster. Set them before it imports Ray, which reads them then."""
         return ray_environment(self._dir / "token")
 
     def ensure(self) -> str:
-        """The address of the cluster; its keeper is started where none runs. Raises RuntimeError with Ray's own words."""
+        """Start the keeper if none runs, and return the cluster's address. Raises RuntimeError with the end of Ray's log."""
         self._dir.mkdir(parents=True, exist_ok=True)
         _write_token(self._dir)
         deadline = time.monotonic() + _START_S
@@ -69,11 +69,11 @@ class LocalRay:
                     self._keeper, num_started = self._start_keeper(), 1
             time.sleep(0.05)
         log = self._dir / "keeper.log"
-        words = log.read_text(errors="replace")[-2000:] if log.exists() else "none"
-        raise RuntimeError(f"the local Ray did not start within {_START_S:g} s. Its last words:\n{words}")
+        log_end = log.read_text(errors="replace")[-2000:] if log.exists() else "(no log)"
+        raise RuntimeError(f"the local Ray did not start within {_START_S:g} s. The end of its log:\n{log_end}")
 
     def stop(self) -> None:
-        """End the cluster, wait until it is gone, and never start one again."""
+        """End the cluster and wait until it is gone. After that `ensure` raises RuntimeError."""
         with self._lock:
             self._is_stopped = True
             pid = self._keeper.pid if self._keeper and self._keeper.poll() is None else self._adopted_keeper()
@@ -86,7 +86,7 @@ class LocalRay:
             time.sleep(0.05)
 
     def _adopted_keeper(self) -> int | None:
-        """The keeper that an earlier server started, by the number it left in the file that it locks."""
+        """The process id of a keeper that an earlier server started; it is written in the keeper's lock file."""
         lock = self._dir / _KEEPER_LOCK
         return int(lock.read_text()) if _is_locked(lock) else None
 
@@ -101,7 +101,7 @@ class LocalRay:
     def _start_keeper(self) -> "subprocess.Popen[bytes]":
         resources = {pool.slot_resource: pool.slots for pool in self._pools}
         labels = ",".join(f"{key}={value}" for key, value in {pool.node_label for pool in self._pools})
-        command = [sys.executable, "-m", "service.cluster.local_ray", "--dir", str(self._dir)]
+        command = [sys.executable, "-m", "service.cluster.ray.embedded", "--dir", str(self._dir)]
         command += ["--resources", json.dumps(resources), "--labels", labels]
         with (self._dir / "keeper.log").open("wb") as log:
             return subprocess.Popen(
@@ -113,7 +113,7 @@ class LocalRay:
 
 
 def hold_serve_lock(data_dir: Path) -> int:
-    """Take the data folder for this server, for as long as the process lives. Raises RuntimeError where another has it."""
+    """Lock the data folder for this process until it ends. Raises RuntimeError if another server holds the lock."""
     data_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(data_dir / "serve.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -127,7 +127,7 @@ def hold_serve_lock(data_dir: Path) -> int:
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
-    """What every process of a cluster with this token must have in its environment before it imports Ray."""
+    """The variables that every process of a cluster with this token needs before it imports Ray."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file.resolve()),
@@ -145,7 +145,7 @@ def _write_token(folder: Path) -> None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether some process holds this lock file."""
+    """True if some process holds this lock file."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -160,15 +160,15 @@ def _is_locked(path: Path) -> bool:
 
 
 def _is_alive(pid: int, child: "subprocess.Popen[bytes] | None") -> bool:
-    """Whether a process runs; a child of ours is waited for, so that it is no zombie."""
+    """True if the process runs. `child` is polled, so that it does not stay a zombie."""
     return child.poll() is None if child is not None and child.pid == pid else _runs(pid)
 
 
-# The keeper's own process.
+# What follows runs in the keeper's process.
 
 
 def _keep(folder: Path, resources: str, labels: str) -> int:
-    # The server that starts us has blocked these signals, to wait for them; that is inherited.
+    # The server that started us blocks these signals, and a child process inherits the mask.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     lock = os.open(folder / _KEEPER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -178,7 +178,7 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
     os.truncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
     (folder / "cluster.json").unlink(missing_ok=True)
-    # Ray's sockets live in its temporary folder and their paths may have 107 characters at most.
+    # Ray keeps its sockets in its temporary folder, and the path of a socket has 107 characters at most.
     temp_dir = Path(tempfile.mkdtemp(prefix="octet-ray-"))
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -206,7 +206,7 @@ def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"),
         *("--include-dashboard=false", "--disable-usage-stats", f"--node-ip-address={_ADDRESS}"),
         *(f"--temp-dir={temp_dir}", f"--resources={resources}", f"--labels={labels}"),
-        # Any free port: two local clusters would otherwise share Ray's fixed range.
+        # Port 0 takes any free port; with Ray's fixed range two local clusters would collide.
         *("--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
     ]
     env = {**os.environ, **_RAYLET_SETTINGS}
@@ -214,14 +214,14 @@ def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen
 
 
 def die_with_parent() -> None:
-    """For `preexec_fn`: the child gets SIGTERM when its parent dies."""
+    """Have this process get SIGTERM when its parent dies; for `preexec_fn`."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _publish(folder: Path, temp_dir: Path) -> bool:
-    """Tell the servers where the cluster is, once it is up: Ray writes its address last."""
+    """Write the cluster's address for the servers. Returns False until Ray is up; Ray writes its address last."""
     try:
         address = (temp_dir / "ray_current_cluster").read_text().strip()
     except OSError:
@@ -235,7 +235,7 @@ def _publish(folder: Path, temp_dir: Path) -> bool:
 
 
 def end_ray(ray: "subprocess.Popen[bytes]") -> None:
-    """Ray ends its processes on SIGTERM, some of them later than itself: what is left of its session is killed."""
+    """End Ray with SIGTERM, then kill what is left of its session: some of its processes end later than Ray itself."""
     ray.terminate()
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -250,7 +250,7 @@ def end_ray(ray: "subprocess.Popen[bytes]") -> None:
 
 
 def _session_members(session: int) -> list[int]:
-    """The processes of a session that still run. Where there is no /proc, only its leader is known."""
+    """List the processes of a session that still run. Without /proc only the session's leader is known."""
     if not Path("/proc/self").exists():
         return [session] if _runs(session) else []
     members = []
@@ -262,7 +262,7 @@ def _session_members(session: int) -> list[int]:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """True if the process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat")
@@ -272,7 +272,7 @@ def _runs(pid: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m service.cluster.local_ray")
+    parser = argparse.ArgumentParser(prog="python -m service.cluster.ray.embedded")
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--resources", required=True)
     parser.add_argument("--labels", required=True)

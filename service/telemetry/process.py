@@ -1,4 +1,4 @@
-"""What one process of the control plane sees of itself: how late its event loop runs, and how long transactions take."""
+"""Metrics of one process of the control plane: the lag of its event loop, and the time that transactions take."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ _INTERVAL_S = 0.25
 
 
 class ProcessTelemetry:
-    """Metrics of this process, in the registry of its app."""
+    """The metrics of this process, in the registry of its app."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lag = Histogram(

@@ -1,4 +1,4 @@
-"""All SQL of the dispatcher: the queue, the slots in use, attempts to launch, watch and clean up, and who leads."""
+"""SQL of the dispatcher: the queue, slots in use, attempts to launch, watch and release, and the leader's lease."""
 
 import secrets
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,11 @@ _OVER = [state for state in AttemptState if state.is_terminal]
 
 
 class QueuedJob(NamedTuple):
-    """`former_lease`: when the last attempt's lease ends, if its processes are not known to be gone."""
+    """A job in the queue.
+
+    `former_attempt_at_large` is true until the last attempt's processes are known to be gone; `former_lease_expires_at` is
+    the end of that attempt's lease.
+    """
 
     id: str
     pool: str
@@ -30,7 +34,7 @@ class QueuedJob(NamedTuple):
 
 
 def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
-    """The first jobs of a pool's queue, in order: enough to fill it, few enough to look at often."""
+    """List the first jobs of a pool's queue in order: enough to fill the pool, few enough to read often."""
     query = (
         select(
             JobRow.id,
@@ -50,7 +54,7 @@ def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
 
 
 def positions(session: Session, job_ids: Iterable[str]) -> dict[str, int]:
-    """The places of these queued jobs in their pools' queues, from 1."""
+    """Find the position of each of these queued jobs in the queue of its pool, counted from 1."""
     in_order = func.row_number().over(partition_by=JobRow.pool, order_by=(JobRow.priority.desc(), JobRow.id))
     queued = select(JobRow.id, in_order.label("position")).where(JobRow.state == JobState.QUEUED).subquery()
     rows = session.execute(select(queued.c.id, queued.c.position).where(queued.c.id.in_(list(job_ids))))
@@ -58,7 +62,7 @@ def positions(session: Session, job_ids: Iterable[str]) -> dict[str, int]:
 
 
 def slots_used(session: Session) -> dict[str, int]:
-    """Slots by pool that attempts hold: until their processes are known to be gone."""
+    """Count the slots that attempts hold, by pool. An attempt holds them until its processes are known to be gone."""
     query = (
         select(AttemptRow.pool, func.sum(AttemptRow.workers)).where(AttemptRow.released_at.is_(None)).group_by(AttemptRow.pool)
     )
@@ -66,7 +70,7 @@ def slots_used(session: Session) -> dict[str, int]:
 
 
 def slots_present(session: Session) -> dict[str, int]:
-    """What the cluster last said of each pool."""
+    """The slots of each pool, as the cluster last counted them."""
     return {row.pool: row.slots_present for row in session.scalars(select(PoolCapacityRow))}
 
 
@@ -76,7 +80,7 @@ def set_slots_present(session: Session, present: Mapping[str, int], now: datetim
 
 
 def attempts_to_launch(session: Session, now: datetime) -> list[AttemptRow]:
-    """Reserved, or in launch with nobody at it, oldest first."""
+    """Attempts that are reserved, or whose launch claim expired; oldest first."""
     query = (
         select(AttemptRow)
         .where(AttemptRow.state.in_([AttemptState.RESERVED, AttemptState.LAUNCHING]))
@@ -92,7 +96,7 @@ def live_attempts(session: Session) -> list[AttemptRow]:
 
 
 def count_leases(session: Session, now: datetime) -> tuple[int, int]:
-    """Leases of live attempts that run, and that are over."""
+    """Count the leases of live attempts: those that still run, and those that are over."""
     is_held = AttemptRow.lease_expires_at > now
     query = select(func.count().filter(is_held), func.count().filter(~is_held))
     held, overdue = session.execute(query.where(AttemptRow.state.in_(_LIVE), AttemptRow.lease_expires_at.is_not(None))).one()
@@ -100,7 +104,7 @@ def count_leases(session: Session, now: datetime) -> tuple[int, int]:
 
 
 def attempts_to_release(session: Session, now: datetime) -> list[AttemptRow]:
-    """Over, not known to be gone, and not in the hands of a launch that is still under way."""
+    """Attempts that are over, may still have processes, and are not claimed by a launch that is under way."""
     query = (
         select(AttemptRow)
         .where(AttemptRow.state.in_(_OVER), AttemptRow.released_at.is_(None))
@@ -111,13 +115,16 @@ def attempts_to_release(session: Session, now: datetime) -> list[AttemptRow]:
 
 
 def unreleased_among(session: Session, attempt_ids: Iterable[str]) -> set[str]:
-    """Those of these attempts that may have processes."""
+    """Select the attempts that may still have processes."""
     query = select(AttemptRow.id).where(AttemptRow.id.in_(list(attempt_ids)), AttemptRow.released_at.is_(None))
     return set(session.scalars(query))
 
 
 def take_lease(session: Session, name: str, holder: str, token: str | None, lease_s: float, now: datetime) -> str | None:
-    """Renew the lease with `token`, or take it where it is free or over; the token to use, or None if another leads."""
+    """Renew the lease held with `token`, or take it if it is free or over.
+
+    Returns the token to use from now on, or None if another holder leads.
+    """
     lease = session.get(LeaseRow, name, with_for_update=True, populate_existing=True)
     expires_at = now + timedelta(seconds=lease_s)
     if lease is None:
@@ -135,7 +142,7 @@ def take_lease(session: Session, name: str, holder: str, token: str | None, leas
 
 
 def holds_lease(session: Session, name: str, token: str, now: datetime) -> bool:
-    """Whether the holder of `token` leads, and will until this transaction ends."""
+    """True if the holder of `token` leads; the row is locked, so that it leads until this transaction ends."""
     lease = session.get(LeaseRow, name, with_for_update={"read": True}, populate_existing=True)
     return lease is not None and lease.token == token and lease.expires_at > now
 
@@ -150,7 +157,7 @@ def lease_is_held(session: Session, name: str, now: datetime) -> bool:
 
 
 def break_claims(session: Session) -> None:
-    """A new leader does this: what the former one had claimed is free, and its late results are discarded."""
+    """Free everything that the former leader had claimed. Its late results are then discarded."""
     session.execute(
         update(AttemptRow).where(AttemptRow.claim_token.is_not(None)).values(claim_token=None, claim_expires_at=None)
     )

@@ -1,0 +1,35 @@
+"""The process behind `octet api`: the HTTP API alone, in cluster mode.
+
+It is stateless, so any number of them may run. All share one PostgreSQL database, and wait for it while it is away.
+"""
+
+import logging
+from pathlib import Path
+
+import uvicorn
+
+from service.app import create_app
+from service.processes.startup import (
+    SHUTDOWN_S,
+    cluster_settings,
+    database_that_answers,
+    end_by_exception,
+    listening,
+    log_to_stderr,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def api(*, database_url_file: Path | None = None) -> None:
+    """Serve the API until SIGTERM or SIGINT. Raises ValueError for settings that cannot work, OSError for the port."""
+    settings = cluster_settings(database_url_file)
+    end_by_exception()
+    log_to_stderr()
+    database = database_that_answers(settings)
+    app = create_app(settings, database=database)
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
+    with listening(settings) as listener:
+        logger.info("the API listens on http://%s:%d", settings.host, settings.port)
+        uvicorn.Server(config).run(sockets=[listener])
+    database.close()

@@ -1,0 +1,68 @@
+"""The process behind `octet dispatcher`: runs jobs on a Ray cluster, in cluster mode.
+
+Any number of them may run; one leads. It joins the Ray cluster as a node without resources. While the database is away
+it waits; while the cluster is away it goes on, and jobs wait in the queue.
+"""
+
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from api_schemas import PoolConfig
+from service import store
+from service.cluster.ray.embedded import ray_environment
+from service.cluster.ray.node import RayNode
+from service.db.engine import Database
+from service.dispatcher import Dispatcher
+from service.dispatcher.loop import Loop
+from service.processes.startup import SHUTDOWN_S, cluster_settings, database_that_answers, end_by_exception, log_to_stderr
+
+_DEMAND_INTERVAL_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path | None = None, autoscale: bool = False) -> None:
+    """Run jobs until SIGTERM or SIGINT; attempts on the cluster go on after that.
+
+    `autoscale` tells Ray's autoscaler how many slots the queue wants; without it a pool without nodes never gets any.
+    Raises ValueError for settings that cannot work.
+    """
+    settings = cluster_settings(database_url_file)
+    if not settings.report_url:
+        raise ValueError("set OCTET_REPORT_URL to the API's base URL as the workers reach it, for example http://api:8000")
+    if not ray_token_file.is_file():
+        raise ValueError(f"the Ray token file {str(ray_token_file)!r} does not exist; every node needs the same one")
+    node = RayNode(ray_address)
+    end_by_exception()
+    log_to_stderr()
+    database = database_that_answers(settings)
+    os.environ.update(ray_environment(ray_token_file))  # Ray reads it when it is imported
+    from service.cluster.ray.launcher import RayLauncher
+
+    launcher = RayLauncher(node.ensure, settings.pools)
+    dispatcher = Dispatcher(database, launcher, settings)
+    demand = Loop("demand", lambda: launcher.request_slots(slots_wanted(database, settings.pools)), _DEMAND_INTERVAL_S)
+    dispatcher.start()
+    if autoscale:
+        demand.start()
+    try:
+        logger.info("the dispatcher runs attempts on the Ray cluster at %s", ray_address)
+        while True:
+            signal.pause()
+    finally:
+        demand.stop(SHUTDOWN_S)
+        dispatcher.stop()
+        launcher.close()
+        node.stop()
+        database.close()
+
+
+def slots_wanted(database: Database, pools: Sequence[PoolConfig]) -> dict[str, int]:
+    """Count the slots, by pool, that live attempts hold and queued jobs wait for; at most what the pool may have."""
+    with database.read() as session:
+        used = store.queue.slots_used(session)
+        waiting = {pool.name: sum(job.workers for job in store.queue.head_of_queue(session, pool.name)) for pool in pools}
+    return {pool.name: min(pool.slots, used.get(pool.name, 0) + waiting[pool.name]) for pool in pools}

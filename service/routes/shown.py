@@ -1,0 +1,45 @@
+"""Jobs as the routes show them: the row, its current attempt, and its place in the queue while it waits."""
+
+from collections.abc import Sequence
+
+from sqlalchemy.orm import Session
+
+from api_schemas import Job, JobSpec, JobState, QueuePlace
+from service import store
+from service.db.tables import JobRow
+from service.deps import AppContext
+from service.jobs import views
+from service.scheduling.decide import decide, pool_states
+
+_STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
+
+
+def shown_job(session: Session, context: AppContext, row: JobRow, spec: JobSpec | None = None) -> Job:
+    """Show one job. A caller that has the job's spec passes it, so that the stored one is not parsed again."""
+    return _shown(session, context, [row], {row.id: spec} if spec else {})[0]
+
+
+def shown_jobs(session: Session, context: AppContext, rows: Sequence[JobRow]) -> list[Job]:
+    """Show jobs in the order of the rows."""
+    return _shown(session, context, rows, {})
+
+
+def _shown(session: Session, context: AppContext, rows: Sequence[JobRow], specs: dict[str, JobSpec]) -> list[Job]:
+    session.flush()
+    current = store.jobs.current_attempts(session, rows)
+    places = _queue_places(session, context, [row for row in rows if row.state is JobState.QUEUED])
+    return [views.job(row, current.get(row.id), places.get(row.id), specs.get(row.id)) for row in rows]
+
+
+def _queue_places(session: Session, context: AppContext, rows: Sequence[JobRow]) -> dict[str, QueuePlace]:
+    """Find where queued jobs stand, by the decision that the dispatcher takes. Far back in the queue only the number counts."""
+    if not rows:
+        return {}
+    heads = [job for pool in {row.pool for row in rows} for job in store.queue.head_of_queue(session, pool)]
+    states = pool_states(context.settings.pools, store.queue.slots_present(session), store.queue.slots_used(session))
+    decisions = decide(heads, states, context.database.now(session), context.settings.lease_grace_s)
+    places = {each.job_id: QueuePlace(position=each.position, why=each.why or _STARTS_SOON) for each in decisions}
+    far_back = {row.id: row.pool for row in rows if row.id not in places}
+    for job_id, position in store.queue.positions(session, far_back).items() if far_back else ():
+        places[job_id] = QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {far_back[job_id]!r}")
+    return places

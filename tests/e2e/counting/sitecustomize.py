@@ -1,0 +1,56 @@
+"""Note every validation of a `JobSpec`, in every process of a server under test.
+
+Python imports this module when it starts, because its folder is on the server's PYTHONPATH; the keeper, Ray and the ranks
+inherit that. Each validation appends the id of its process, as one line, to the file that VALIDATIONS_FILE names.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+COUNTED_MODULE = "api_schemas.job"
+
+
+class CountingFinder(importlib.abc.MetaPathFinder):
+    """Find the contract's module as Python would, and wrap `JobSpec` before any other contract contains it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != COUNTED_MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_count(module: ModuleType) -> None:
+            execute(module)
+            count_validations(module.JobSpec)
+
+        spec.loader.exec_module = execute_and_count  # type: ignore[method-assign]
+        return spec
+
+
+def count_validations(model: Any) -> None:
+    """Wrap the model's validation. An instance that is passed through is not parsed, so it is not counted."""
+    from pydantic_core import SchemaValidator, core_schema
+
+    file = Path(os.environ["VALIDATIONS_FILE"])
+
+    def validate(value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(value, model):
+            with file.open("a") as lines:
+                lines.write(f"{os.getpid()}\n")
+        return handler(value)
+
+    model.__pydantic_core_schema__ = core_schema.no_info_wrap_validator_function(validate, model.__pydantic_core_schema__)
+    model.__pydantic_validator__ = SchemaValidator(model.__pydantic_core_schema__)
+
+
+if "VALIDATIONS_FILE" in os.environ:
+    sys.meta_path.insert(0, CountingFinder())
