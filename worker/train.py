@@ -6,9 +6,8 @@ batch in nats. A checkpoint holds everything that the next step depends on, so a
 
 import logging
 import math
-import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from api_schemas import (
     JobSummary,
     PhaseReport,
     ReportBody,
-    StartedReport,
     StepReport,
 )
 from worker import checkpoint
@@ -33,7 +31,7 @@ from worker.data import Batch, Source, open_source
 from worker.errors import Cancelled, Stopped
 from worker.fp8.convert import ConversionReport
 from worker.fp8.health import LayerDemoted, StepKeeper
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.linear import Fallback
 from worker.mesh import Mesh
 from worker.metrics.activations import activations_counted_once
 from worker.metrics.memory import memory_report
@@ -44,6 +42,7 @@ from worker.parallel import average_gradients, broadcast_parameters, share_scali
 from worker.prepare import prepare
 from worker.progress import Progress
 from worker.reporting.reporter import Reporter
+from worker.train_reports import conversion_events, count_fallbacks, started, summarize
 
 _STEP_TIMES_KEPT = 1000
 
@@ -104,7 +103,7 @@ class Trainer:
                     self.save()
         evaluation = evaluation or self.evaluate()
         self.progress.check_end(evaluation["loss"])
-        return self._summary(evaluation)
+        return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, self.source.facts)
 
     def step(self) -> None:
         """One optimizer step over the global batch."""
@@ -249,48 +248,12 @@ class Trainer:
             samples_per_step=self.config.batch.global_batch_size,
             flops_per_token=self.config.model.sizes.flops_per_token(self.config.sequence_length),
         )
-        fallbacks = Counter(layer.fallback for layer in self.model.modules() if isinstance(layer, Float8Linear))
-        self._tell(
-            StartedReport(
-                resumed_from_step=self.progress.step,
-                node=self.config.env.master_address,
-                device=_device_name(self.mesh.device),
-                world_size=self.mesh.world.size,
-                num_parameters=_num_parameters(self.model),
-                num_layers_converted=len(self.conversion.converted),
-                num_layers_filtered=fallbacks[Fallback.FILTERED],
-                num_layers_skipped=len(self.conversion.skipped),
-            )
-        )
-        for _ in range(fallbacks[Fallback.DEMOTED]):
+        self._tell(started(self.config, self.mesh, self.model, self.conversion, self.progress.step))
+        for _ in range(count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
-        if self.progress.step:
-            return
-        if self.conversion.filtered:
-            message = f"layers that multiply in bf16, as FP8 gains nothing there: {self.conversion.why_filtered}"
-            num_layers = len(self.conversion.filtered)
-            self._tell(EventReport(type="layers.filtered", message=message[:4096], data={"layers": num_layers}))
-        if self.conversion.nothing_converted:
-            self._tell(EventReport(type="layers.none_converted", message=self.conversion.nothing_converted[:4096]))
-
-    def _summary(self, evaluation: dict[str, float]) -> JobSummary:
-        cuda = self.mesh.device.type == "cuda"
-        return JobSummary(
-            steps=self.progress.step,
-            final_loss=statistics.fmean(self.progress.recent_losses),
-            evaluation_loss=evaluation["loss"],
-            evaluation_perplexity=math.exp(evaluation["loss"]),
-            evaluation_metrics={name: value for name, value in evaluation.items() if name != "loss"},
-            tokens=self.progress.step * self.config.tokens_per_step,
-            tokens_per_s=self.config.tokens_per_step / statistics.median(self.step_times_s),
-            train_time_s=self.progress.train_time_s,
-            num_parameters=_num_parameters(self.model),
-            num_converted_parameters=self.conversion.num_converted_parameters,
-            memory_bytes=self.progress.memory_bytes,
-            converted_memory_bytes=self.progress.converted_memory_bytes,
-            peak_memory_bytes=torch.cuda.max_memory_allocated(self.mesh.device) if cuda else None,
-            data=dict(self.source.facts),
-        )
+        if not self.progress.step:
+            for event in conversion_events(self.conversion):
+                self._tell(event)
 
     def _set_learning_rate(self) -> float:
         config = self.config
@@ -326,14 +289,6 @@ class Trainer:
         self.metrics.observe(body)
         if self.mesh.reports:
             self.reporter.send(body)
-
-
-def _num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _finite(value: float) -> float | None:

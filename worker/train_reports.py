@@ -1,0 +1,87 @@
+"""What a trainer says of its job as a whole: how it starts, and how it ended."""
+
+import math
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from api_schemas import EventReport, JobSummary, StartedReport
+from worker.config import TrainConfig
+from worker.fp8.convert import ConversionReport
+from worker.fp8.linear import Fallback, Float8Linear
+from worker.mesh import Mesh
+from worker.progress import Progress
+
+LARGEST_EXPONENT = math.log(sys.float_info.max)
+
+
+def count_fallbacks(model: nn.Module) -> Counter[Fallback]:
+    """The number of converted layers by the reason why they compute in bf16."""
+    return Counter(layer.fallback for layer in model.modules() if isinstance(layer, Float8Linear))
+
+
+def started(config: TrainConfig, mesh: Mesh, model: nn.Module, conversion: ConversionReport, step: int) -> StartedReport:
+    """Where and with what the job trains on from `step`."""
+    return StartedReport(
+        resumed_from_step=step,
+        node=config.env.master_address,
+        device=torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
+        world_size=mesh.world.size,
+        num_parameters=num_parameters(model),
+        num_layers_converted=len(conversion.converted),
+        num_layers_filtered=count_fallbacks(model)[Fallback.FILTERED],
+        num_layers_skipped=len(conversion.skipped),
+    )
+
+
+def conversion_events(conversion: ConversionReport) -> Iterator[EventReport]:
+    """What a person should know of the conversion before the first step."""
+    if conversion.filtered:
+        message = f"layers that multiply in bf16, as FP8 gains nothing there: {conversion.why_filtered}"
+        yield EventReport(type="layers.filtered", message=message[:4096], data={"layers": len(conversion.filtered)})
+    if conversion.nothing_converted:
+        yield EventReport(type="layers.none_converted", message=conversion.nothing_converted[:4096])
+
+
+def summarize(
+    config: TrainConfig,
+    model: nn.Module,
+    progress: Progress,
+    evaluation: Mapping[str, float],
+    step_times_s: Sequence[float],
+    facts: Mapping[str, float],
+) -> JobSummary:
+    """The result of a run that took all its steps. evaluation: the loss and the family's metrics, by name."""
+    device = next(model.parameters()).device
+    return JobSummary(
+        steps=progress.step,
+        final_loss=statistics.fmean(progress.recent_losses),
+        evaluation_loss=evaluation["loss"],
+        evaluation_perplexity=math.exp(min(evaluation["loss"], LARGEST_EXPONENT)),
+        evaluation_metrics={name: value for name, value in evaluation.items() if name != "loss"},
+        tokens=progress.step * config.tokens_per_step,
+        tokens_per_s=config.tokens_per_step / statistics.median(step_times_s),
+        train_time_s=progress.train_time_s,
+        num_parameters=num_parameters(model),
+        num_converted_parameters=num_converted_parameters(model),
+        memory_bytes=progress.memory_bytes,
+        converted_memory_bytes=progress.converted_memory_bytes,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        data=dict(facts),
+    )
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Elements of all parameters; shared ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_converted_parameters(model: nn.Module) -> int:
+    """Elements of the weights that the level converted."""
+    report = model.octet_report
+    assert isinstance(report, ConversionReport)
+    return report.num_converted_parameters
