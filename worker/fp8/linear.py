@@ -23,9 +23,10 @@ from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
 from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8, open_port
-from worker.fp8.operand import Codes, OperandScaling, product
+from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 from worker.fp8.weights import EncodedWeight
+from worker.kernels import ScaledCodes, ScaleKind
 
 
 class Fallback(IntEnum):
@@ -65,7 +66,7 @@ class Float8Linear(nn.Module):
         self.recipe = recipe
         device = linear.weight.device
         self.input_scaling = OperandScaling(recipe, recipe.input, device)
-        self.weight_scaling = OperandScaling(recipe, recipe.weight, device, square_blocks=True)
+        self.weight_scaling = OperandScaling(recipe, recipe.weight, device)
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
         self.gradient_position = gradient_position
         self.statistics_every = statistics_every
@@ -107,14 +108,13 @@ class Float8Linear(nn.Module):
         if self.weight_dequant_scale is None:
             return self.weight.detach().to(dtype)
         if self.weight_residual is None:
-            return kernels.dequantize(self.weight.detach(), self.weight_dequant_scale, dtype)
+            return kernels.values_of(self._stored_weight(), dtype)
         return kernels.split_dequantize(self.weight.detach(), self.weight_residual, self.weight_dequant_scale, dtype)
 
-    def weight_operand(self, *, transposed: bool = False) -> Codes:
+    def weight_operand(self, *, transposed: bool = False) -> ScaledCodes:
         """The weight in FP8: as it is held, or quantised from what is held."""
-        if self.weight.dtype == E4M3 and self.recipe.granularity != "block":
-            assert self.weight_dequant_scale is not None
-            stored = Codes(self.weight.detach(), self.weight_dequant_scale)
+        if self.weight.dtype == E4M3 and not self.recipe.weight.kind.is_blockwise:
+            stored = self._stored_weight()
             return stored.t() if transposed else stored
         held, unit, amax = self.weight.detach(), self.weight_dequant_scale, self.weight_amax
         if held.dtype == E4M3:
@@ -123,6 +123,11 @@ class Float8Linear(nn.Module):
         codes = columns if transposed else rows
         assert codes is not None
         return codes
+
+    def _stored_weight(self) -> ScaledCodes:
+        """The codes that the parameter holds."""
+        assert self.weight_dequant_scale is not None
+        return ScaledCodes(self.weight.detach(), self.weight_dequant_scale, ScaleKind.TENSOR)
 
     def extra_repr(self) -> str:
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
@@ -208,7 +213,7 @@ class Float8Products(torch.autograd.Function):
             transposed_later=True,
         )
         input_half = input_TK.to(torch.bfloat16) if wide & {"output", "grad_weight"} else None
-        saved = (input_half, None) if "grad_weight" in wide else input_columns or (None, None)
+        saved = (input_half, None) if "grad_weight" in wide else (input_columns or (None, None))[:2]
         if layer.activation is not None:
             saved = (given_TK, None)
         ctx.save_for_backward(*saved, weight_NK, weight_dequant_scale)
@@ -231,7 +236,7 @@ class Float8Products(torch.autograd.Function):
         if layer.activation is not None and needs_weight:
             input_saved = kernels.activate_again(given_TK, layer.activation, grad_output_TN)
             if "grad_weight" not in wide:
-                input_saved, input_dequant_scale = layer.input_scaling.quantize_again(input_saved)
+                input_saved, input_dequant_scale, _ = layer.input_scaling.quantize_again(input_saved)
         grad_rows, grad_columns = layer.grad_output_scaling.quantize(
             grad_output_TN,
             rows=needs_input and "grad_input" not in wide,
@@ -245,7 +250,8 @@ class Float8Products(torch.autograd.Function):
         if needs_weight and "grad_weight" in wide:
             grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), ctx.grad_weight_dtype)
         elif needs_weight:
-            grad_weight_NK = product(grad_columns, Codes(input_saved, input_dequant_scale), ctx.grad_weight_dtype)
+            input_columns = ScaledCodes(input_saved, input_dequant_scale, layer.recipe.input.kind)
+            grad_weight_NK = product(grad_columns, input_columns, ctx.grad_weight_dtype)
         if layer.activation is not None and grad_input_TK is not None:
             grad_input_TK = kernels.ACTIVATIONS[layer.activation].backward(grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None

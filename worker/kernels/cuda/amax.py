@@ -11,7 +11,8 @@ from torch import Tensor
 
 from worker.kernels import reference
 from worker.kernels.cuda import language
-from worker.kernels.formats import BLOCK, KINDS, scale_shape
+from worker.kernels.formats import BLOCK
+from worker.kernels.scales import ScaleKind, scale_shape
 
 FLAT_BLOCK, FLAT_BLOCKS_PER_PROGRAM, FLAT_WARPS = 8192, 4, 8
 MAX_ROW_BLOCK = 16384  # columns of a row that a program holds at once; a longer row takes several turns
@@ -22,7 +23,7 @@ TILE_WARPS = 8
 
 @triton.jit
 def _amax_flat(x, out, unless, num_elements, HAS_UNLESS: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):
-    """*out = max(*out, amax of x), of which nothing is read if *unless is set."""
+    """*out = max(*out, amax of x); x is not read if *unless is set."""
     is_wanted = True
     if HAS_UNLESS:
         is_wanted = tl.load(unless) == 0
@@ -106,21 +107,21 @@ def as_flat(x: Tensor) -> Tensor:
     return x.contiguous().view(-1)
 
 
-def compute_amax(x: Tensor, kind: str) -> Tensor:
+def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
     """See the reference."""
     if x.numel() == 0:
         return reference.compute_amax(x, kind)
-    if kind == "tensor":
+    if kind is ScaleKind.TENSOR:
         return tensor_amax(x)
     x_MN = as_matrix(x)
     num_rows, num_columns = x_MN.shape
-    out = torch.empty(scale_shape(x.shape, *KINDS[kind]), dtype=torch.float32, device=x.device)
-    if kind == "row":
+    out = torch.empty(scale_shape(x.shape, kind), dtype=torch.float32, device=x.device)
+    if kind is ScaleKind.ROW:
         columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
         rows = max(1, ROW_TILE // columns)
         _amax_rows[(triton.cdiv(num_rows, rows),)](x_MN, x_MN.stride(0), out, num_rows, num_columns, rows, columns)
         return out
-    is_square = kind == "block 128x128"
+    is_square = kind is ScaleKind.BLOCK_128X128
     rows = BLOCK if is_square else ROWS_OF_BLOCKS
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, BLOCK),)
     _amax_tiles[grid](x_MN, x_MN.stride(0), out, num_rows, num_columns, is_square, rows, BLOCK, num_warps=TILE_WARPS)
