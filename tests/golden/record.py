@@ -1,4 +1,4 @@
-"""What a run produced before the code around the numerics was rebuilt: `python -m tests.golden.record` writes golden.json.
+"""Record what runs produce: `python -m tests.golden.record` writes golden.json.
 
 Losses, states and the parts of a checkpoint of 20 steps for each level and for recipes of each kind, on one rank and on
 two, and hashes of what quantizers and the optimizer store. A change of golden.json is a change of the numbers: say why in
@@ -114,7 +114,7 @@ def train_everything(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def uneven(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers of which each run of 64 has its own magnitude, 2^-12 to 2^6, from Python's own generator."""
+    """Numbers from Python's own generator; each run of 64 has its own magnitude, 2^-12 to 2^6."""
     numbers, count = random.Random(seed), torch.Size(shape).numel()
     magnitudes = [2.0 ** int(numbers.random() * 19 - 12) for _ in range(count // 64 + 1)]
     return torch.tensor([(2 * numbers.random() - 1) * magnitudes[index // 64] for index in range(count)]).view(shape)

@@ -46,7 +46,7 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtyp
 
 
 def activation_dtype(input: Tensor) -> torch.dtype:
-    """What an FP8 layer returns: what autocast asks for; else, like the input, but at most 16 bits on an accelerator."""
+    """The dtype that an FP8 layer returns: autocast's; else the input's, with at most 16 bits on an accelerator."""
     if torch.is_autocast_enabled(input.device.type):
         return torch.get_autocast_dtype(input.device.type)
     return input.dtype if input.device.type == "cpu" or input.dtype == torch.float16 else torch.bfloat16

@@ -1,4 +1,4 @@
-"""How a linear layer stores its weight: `nn.Linear` as (N, K), Hugging Face's `Conv1D`, of GPT-2, as (K, N).
+"""How a linear layer stores its weight: `nn.Linear` as (N, K), Hugging Face's `Conv1D` (GPT-2) as (K, N).
 
 A converted layer keeps the parameter as it is, so that checkpoints and optimizers see no difference.
 """

@@ -89,7 +89,7 @@ class Float8Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         output_dtype, wide = activation_dtype(input), self.high_precision
-        with torch.autocast(input.device.type, enabled=False):  # what is computed here is the recipe's to say
+        with torch.autocast(input.device.type, enabled=False):  # the recipe alone says how it is computed
             if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
                 if self.activation is not None:
                     input = kernels.ACTIVATIONS[self.activation].forward(input)
@@ -154,7 +154,7 @@ class Float8Linear(nn.Module):
             scaling.is_sampled = self.statistics_every > 0 and num_steps % self.statistics_every == 0
 
     def get_extra_state(self) -> Tensor:
-        """What `state_dict` keeps beside tensors: counts of steps, of gradient roundings and of breaches; the fallback."""
+        """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback."""
         num_roundings = self.gradient_position.count if self.gradient_position else 0
         return torch.tensor([self.num_steps, num_roundings, self.num_breaches, self.fallback])
 

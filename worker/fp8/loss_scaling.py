@@ -75,7 +75,7 @@ def _scale_gradients_of_outputs(model: nn.Module, _inputs: Any, outputs: Any) ->
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied."""
+    """The identity; it multiplies the gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss_scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A recipe resolved to what the layer computes with: each operand's format and scale, and which products are not in FP8."""
+"""A recipe as the layer computes with it: each operand's format and kind of scale, and the products left in bf16."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Recipe:
 
     @classmethod
     def resolve(cls, spec: RecipeSpec) -> "Recipe":
-        """What a user's spec means."""
+        """Resolve a user's spec: blocks are 1x128 for activations and gradients, 128x128 for weights."""
         kind, grad_output_dtype = scale_kind(spec.granularity), E5M2 if spec.format == "HYBRID" else E4M3
         return cls(
             input=OperandFormat(E4M3, kind),

@@ -1,4 +1,4 @@
-"""Elementwise functions: activations that a layer takes over to compute them again, the exact root, and what is finite."""
+"""Elementwise ops: the activations that a layer computes a second time, the exact root, and the check for finite values."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    """backward: the gradient of the input, from that of the output and from the input."""
+    """A function and its derivative. backward: (gradient of the output, input) -> gradient of the input."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -56,6 +56,6 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Whether no element of a tensor, or of codes, is NaN or Inf: a 0-dim bool on x's device, no host sync."""
+    """Whether no element of a tensor, or of codes, is NaN or Inf: a 0-dim bool on x's device, without a host sync."""
     is_finite: Tensor = _all_finite_op(x.detach())
     return is_finite

@@ -1,4 +1,4 @@
-"""What is done to FP8 gradients without making them wide: their norm, adding to them, and the mean of several ranks' shards.
+"""Work on FP8 gradients without making them wide: their norms, adding to them, and the mean of several ranks' shards.
 
 Check, op and fake of each. R ranks, S elements of one rank's shard.
 """

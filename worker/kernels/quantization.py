@@ -1,4 +1,4 @@
-"""Quantize, dequantize and what they are made of, for tensors of any shape: check, op and fake of each."""
+"""Quantize and dequantize tensors of any shape, and the steps of both: check, op and fake of each."""
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ def split_dequantize(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dty
 
 
 def check_scaled_dtype(dtype: torch.dtype) -> None:
-    """ValueError for a dtype whose codes have no scale."""
+    """Raise ValueError for a dtype that is stored without a scale."""
     if dtype not in SCALED_FORMATS:
         allowed = ", ".join(str(known) for known in SCALED_FORMATS)
         raise ValueError(f"codes cannot have dtype {dtype}; allowed: {allowed}. Other dtypes are stored without a scale.")

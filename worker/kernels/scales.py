@@ -1,7 +1,7 @@
-"""What a scale belongs to: the kind of a scale, and codes together with theirs.
+"""The kind of a scale, and codes together with their scale.
 
-How an operand is scaled is decided once, where a recipe is resolved, and passed along as a `ScaleKind`. Two tensors that came
-without their kind, as a caller of the public `dequantize` has them, get it from `kind_of_scale`; nothing else looks at shapes.
+How an operand is scaled is decided once, where a recipe is resolved, and passed along as a `ScaleKind`. Only the public
+`encode` and `dequantize`, which are given two tensors without a kind, find it from shapes (`kind_of_scale`).
 """
 
 from enum import Enum

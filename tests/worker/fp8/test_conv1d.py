@@ -1,4 +1,4 @@
-"""Hugging Face's Conv1D, whose weight is (in, out): the same products as nn.Linear, the same parameter as before."""
+"""Hugging Face's Conv1D has a weight (in, out): the products are those of nn.Linear, and the parameter stays."""
 
 import copy
 from typing import Any

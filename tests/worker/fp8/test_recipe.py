@@ -26,7 +26,7 @@ def spread(rows: int, columns: int, seed: int, *, by: str) -> Tensor:
 
 
 def sqnr_db(actual: Tensor, exact: Tensor) -> float:
-    """Of the worst band of 128 rows; rows count alike, so that an error cannot hide behind larger ones."""
+    """The ratio of the worst band of 128 rows; rows count alike, so that an error cannot hide behind larger ones."""
     noise_ratio = (actual.double() - exact).square().sum(1) / exact.square().sum(1)
     return (-10 * torch.log10(torch.stack([band.mean() for band in noise_ratio.split(128)]))).amin().item()
 

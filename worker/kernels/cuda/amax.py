@@ -39,7 +39,7 @@ def _amax_flat(x, out, unless, num_elements, HAS_UNLESS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _amax_rows(x, stride, out, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One for each row."""
+    """Write an amax for each row."""
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row = rows < num_rows - first_row
@@ -54,7 +54,7 @@ def _amax_rows(x, stride, out, num_rows, num_columns, ROWS: tl.constexpr, COLUMN
 
 @triton.jit
 def _amax_tiles(x, stride, out, num_rows, num_columns, IS_SQUARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One for each tile, or for each row of each tile."""
+    """Write an amax for each tile, or for each row of each tile."""
     num_column_tiles = tl.cdiv(num_columns, COLUMNS)
     tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
     first_row = tile_m.to(tl.int64) * ROWS
@@ -71,7 +71,7 @@ def _amax_tiles(x, stride, out, num_rows, num_columns, IS_SQUARE: tl.constexpr, 
 
 @triton.jit
 def _amax_both(x, stride, by_row, by_column, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One for each row and one for each column, from one read."""
+    """Raise an amax for each row and one for each column, from one read."""
     num_column_tiles = tl.cdiv(num_columns, COLUMNS)
     tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
     first_row, first_column = tile_m.to(tl.int64) * ROWS, tile_n * COLUMNS
@@ -101,7 +101,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def as_flat(x: Tensor) -> Tensor:
-    """All elements in some order, as a view where memory has no gaps between them."""
+    """All elements in some order; a view where memory has no gaps between them."""
     if x.ndim == 2 and x.t().is_contiguous():
         return x.t().view(-1)
     return x.contiguous().view(-1)
@@ -139,7 +139,7 @@ def tensor_amax(x: Tensor, unless: Tensor | None = None) -> Tensor:
 
 
 def row_and_column_amax(x_MN: Tensor) -> tuple[Tensor, Tensor]:
-    """((M,), (N,)) from one read."""
+    """Return the amaxes (M,) of the rows and (N,) of the columns, from one read."""
     num_rows, num_columns = x_MN.shape
     bits = torch.zeros(num_rows + num_columns, dtype=torch.int32, device=x_MN.device)
     by_row, by_column = bits[:num_rows], bits[num_rows:]

@@ -37,7 +37,7 @@ NUM_STAGES = {HOPPER: 4}  # tiles of a and b in flight; elsewhere 2, for 100 kB 
 
 
 class Plan(NamedTuple):
-    """backend: "scaled_mm" or "triton". out_dtype: of the product, before a cast to the dtype that was asked for."""
+    """backend: "scaled_mm" or "triton". out_dtype: the product's dtype before a cast to the dtype that was asked for."""
 
     backend: str
     out_dtype: torch.dtype
@@ -50,7 +50,7 @@ def plan(
     cuda_version: tuple[int, int],
     out_dtype: torch.dtype,
 ) -> Plan:
-    """What computes a product. A result that cuBLASLt cannot round to out_dtype leaves it in fp32."""
+    """Choose what computes a product. cuBLASLt leaves a result in fp32 where it cannot round it to out_dtype."""
     if kinds == TENSORS:
         return Plan("scaled_mm", out_dtype)
     has_scaled_rows_and_blocks = capability == HOPPER and cuda_version >= (12, 9)
@@ -76,7 +76,7 @@ def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_ac
 
 
 def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The compute capability of a device, and the version of CUDA that torch was built for, whose cuBLASLt it loads."""
+    """Return the compute capability of a device, and the CUDA version of the cuBLASLt that torch loads."""
     major, minor = (torch.version.cuda or "0.0").split(".")[:2]
     return torch.cuda.get_device_capability(device), (int(major), int(minor))
 

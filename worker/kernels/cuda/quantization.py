@@ -35,7 +35,7 @@ TILE_REGISTERS = 128  # at most, of a thread: two programs then share a multipro
 
 @triton.jit
 def _last_first():
-    """This program's number, counted from the end: where x was read for its amax just now, its end is still in the cache."""
+    """This program's number, counted from the end: the end of x is still in the cache where its amax was just found."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -270,7 +270,7 @@ def _launch_tiles(
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
     new_amax: Tensor | None = None,
 ) -> None:
-    """rows, columns: where codes and scales go. amaxes: of the rows, or the tensor, and of the columns, if they are given."""
+    """rows, columns: where codes and scales go. amaxes: those of the rows, or the tensor, and of the columns, if given."""
     wanted = rows or columns
     assert wanted is not None
     num_rows, num_columns = x_MN.shape

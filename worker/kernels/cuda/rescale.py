@@ -32,7 +32,7 @@ def _rescale_tile(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """x / scale encoded, or decoded codes * scale, as OUT_FORMAT says; a scale is shared by SCALE_ROWS · SCALE_COLUMNS."""
+    """x / scale encoded, or decoded codes * scale, as OUT_FORMAT says; SCALE_ROWS · SCALE_COLUMNS elements share a scale."""
     num_column_tiles = tl.cdiv(num_columns, TILE_N)
     tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
     first_row, first_column = tile_m.to(tl.int64) * TILE_M, tile_n.to(tl.int64) * TILE_N
@@ -54,7 +54,7 @@ def _rescale_tile(
 
 @triton.jit
 def _decode_split(codes, residual, dequant_scale, out, num_elements, BLOCK: tl.constexpr):
-    """Of E4M3 codes with an INT8 residual each, and one scale."""
+    """Decode E4M3 codes that have an INT8 residual each, and one scale for all."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     mask = offsets < num_elements - start

@@ -147,7 +147,7 @@ class TestCublas:
 
 
 class TestLayouts:
-    """Of scales, as ScaledBlas.cpp asks for them; and of codes."""
+    """Scales and codes are laid out as ScaledBlas.cpp asks for them."""
 
     @pytest.mark.parametrize("num_rows", [1, 4, 300])
     def test_narrow_blocks_have_adjacent_rows(self, num_rows: int) -> None:
