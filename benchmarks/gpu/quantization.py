@@ -13,23 +13,23 @@ from torch import Tensor
 from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.session import Case, Session
 from worker import kernels
+from worker.kernels import ScaledCodes, ScaleKind
 
 E4M3 = torch.float8_e4m3fn
-BLOCK = 128
 SHARE = Target(0.80, 0.90)
 NUM_SETS = 3
 NUM_RANKS = 8
 LARGEST_ERROR = 0.05
 """Of codes, relative to the values: E4M3 has 2 to 3 % on random data."""
 
-# name, granularity, block, bytes per element for rows alone and for both sides, without scales
-Kind = tuple[str, str, tuple[int, int], int, int]
-KINDS: tuple[Kind, ...] = (
-    ("tensor, current", "tensor", (1, BLOCK), 5, 6),
-    ("tensor, given amax", "tensor", (1, BLOCK), 3, 4),
-    ("row", "row", (1, BLOCK), 3, 6),
-    ("1x128", "block", (1, BLOCK), 3, 4),
-    ("128x128", "block", (BLOCK, BLOCK), 3, 4),
+# name, kind of scale, bytes per element for rows alone and for both sides, without scales
+Way = tuple[str, ScaleKind, int, int]
+WAYS: tuple[Way, ...] = (
+    ("tensor, current", ScaleKind.TENSOR, 5, 6),
+    ("tensor, given amax", ScaleKind.TENSOR, 3, 4),
+    ("row", ScaleKind.ROW, 3, 6),
+    ("1x128", ScaleKind.BLOCK_1X128, 3, 4),
+    ("128x128", ScaleKind.BLOCK_128X128, 3, 4),
 )
 
 
@@ -37,9 +37,9 @@ def quantize_cases(session: Session) -> list[Case]:
     """Quantize, and quantize with the transposed codes."""
     shapes = [(256, 256)] if session.smoke else [(32768, 16384), (16384, 4096)]
     return [
-        Case(f"{'quantize+transpose' if both else 'quantize'} {kind[0]}, {shape[0]}×{shape[1]}",
-             partial(_quantize, session, kind, shape, both))
-        for shape in shapes for both in (False, True) for kind in KINDS
+        Case(f"{'quantize+transpose' if both else 'quantize'} {way[0]}, {shape[0]}×{shape[1]}",
+             partial(_quantize, session, way, shape, both))
+        for shape in shapes for both in (False, True) for way in WAYS
     ]  # fmt: skip
 
 
@@ -53,39 +53,35 @@ def gradient_cases(session: Session) -> list[Case]:
     ]
 
 
-def _quantize(session: Session, kind: Kind, shape: tuple[int, int], both: bool) -> Iterator[Row]:
-    name, granularity, block, rows_bytes, both_bytes = kind
+def _quantize(session: Session, way: Way, shape: tuple[int, int], both: bool) -> Iterator[Row]:
+    name, kind, rows_bytes, both_bytes = way
     inputs = [torch.randn(shape, device=session.device).bfloat16() for _ in range(NUM_SETS)]
     amaxes = [kernels.compute_amax(x) if "given" in name else None for x in inputs]
     is_used = torch.ones((), dtype=torch.bool, device=session.device)
 
-    def quantize(number: int) -> list[tuple[Tensor, Tensor]]:
+    def quantize(number: int) -> list[ScaledCodes]:
         x, amax = inputs[number], amaxes[number]
         if not both:
-            return [kernels.quantize(x, E4M3, granularity, amax=amax, block=block)]
-        window = None if amax is None else (amax, is_used)
-        quantized = kernels.quantize_operand(x, E4M3, granularity, block=block, sides="both", window=window)
+            codes, dequant_scale = kernels.quantize(x, E4M3, kind.granularity, amax=amax, block=kind.block)
+            return [ScaledCodes(codes, dequant_scale, kind)]
+        uses_amax = None if amax is None else is_used
+        quantized = kernels.quantize_operand(x, E4M3, kind, sides="both", amax=amax, uses_amax=uses_amax)
         return [side for side in (quantized.rows, quantized.columns) if side is not None]
 
     sides = quantize(0)
     for x, side in zip((inputs[0], inputs[0].t()), sides, strict=False):
-        _check(x, *side)
-    num_bytes = inputs[0].numel() * (both_bytes if both else rows_bytes) + sum(scale.nbytes for _, scale in sides)
+        _check(x, side)
+    num_bytes = inputs[0].numel() * (both_bytes if both else rows_bytes) + sum(side.dequant_scale.nbytes for side in sides)
     del sides
     yield _share_row(session, f"{'quantize+transpose' if both else 'quantize'} {name}, {shape[0]}×{shape[1]}", quantize,
                      num_bytes, inputs[0].numel(), SHARE)  # fmt: skip
 
 
-def _check(x: Tensor, codes: Tensor, dequant_scale: Tensor) -> None:
+def _check(x: Tensor, quantized: ScaledCodes) -> None:
     """Nothing is timed that does not compute what it should. A part of the rows shows it."""
-    rows = slice(0, min(x.shape[0], 1024))
-    scale = dequant_scale
-    if scale.ndim and scale.shape[0] == x.shape[0]:
-        scale = scale[rows]
-    elif scale.ndim:
-        scale = scale[: -(-rows.stop // BLOCK)]
-    values = kernels.dequantize(codes[rows].contiguous(), scale.contiguous())
-    error = float((values - x[rows].float()).norm() / x[rows].float().norm())
+    num_rows = min(x.shape[0], 1024)
+    values, expected = kernels.values_of(quantized.rows(0, num_rows)), x[:num_rows].float()
+    error = float((values - expected).norm() / expected.norm())
     if not error < LARGEST_ERROR:
         raise ValueError(f"the codes are off by {error:.1%}; at most {LARGEST_ERROR:.0%} is rounding. This kernel is wrong.")
 

@@ -1,4 +1,4 @@
-"""What a run produced before the code around the numerics was rebuilt: `python -m tests.golden.record` writes golden.json.
+"""Record what runs produce: `python -m tests.golden.record` writes golden.json.
 
 Losses, states and the parts of a checkpoint of 20 steps for each level and for recipes of each kind, on one rank and on
 two, and hashes of what quantizers and the optimizer store. A change of golden.json is a change of the numbers: say why in
@@ -26,7 +26,7 @@ from tests.worker.test_train import Recorder
 from worker.config import RankEnv, resolve
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.kernels import reference
-from worker.kernels.formats import KINDS
+from worker.kernels.scales import ScaledCodes, ScaleKind
 from worker.mesh import Mesh
 from worker.optim import Hyperparameters, LowBitAdamW
 from worker.train import Trainer
@@ -115,7 +115,7 @@ def parts_of(checkpoint: Path) -> dict[str, str]:
 
 
 def uneven(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers of which each run of 64 has its own magnitude, 2^-12 to 2^6, from Python's own generator."""
+    """Numbers from Python's own generator; each run of 64 has its own magnitude, 2^-12 to 2^6."""
     numbers, count = random.Random(seed), torch.Size(shape).numel()
     magnitudes = [2.0 ** int(numbers.random() * 19 - 12) for _ in range(count // 64 + 1)]
     return torch.tensor([(2 * numbers.random() - 1) * magnitudes[index // 64] for index in range(count)]).view(shape)
@@ -134,21 +134,22 @@ def quantizer_hashes(kernels: Any = reference) -> dict[str, str]:
     """Codes and scales of each quantizer, for each kind of scale and format. kernels: the module that computes them."""
     found: dict[str, str] = {}
     for label, x in (("uneven", uneven(130, 257)), ("hard", hard_matrix())):
-        for kind in KINDS:
+        for kind in ScaleKind:
             for dtype in (E4M3, E5M2, FP16):
-                name = f"{label}, {kind}, {str(dtype).removeprefix('torch.')}"
+                name = f"{label}, {kind.value}, {str(dtype).removeprefix('torch.')}"
                 codes, dequant_scale = kernels.quantize(x, dtype, kind, 0, None)
                 found[f"quantize, {name}"] = digest([codes, dequant_scale])
-                found[f"dequantize, {name}"] = digest([kernels.dequantize(codes, dequant_scale, torch.float32)])
+                values = kernels.dequantize(ScaledCodes(codes, dequant_scale, kind), torch.float32)
+                found[f"dequantize, {name}"] = digest([values])
                 if dtype != FP16:
-                    parts = kernels.quantize_operand(x, dtype, kind, 1, "both", None)
+                    parts = kernels.quantize_operand(x, dtype, kind, 1, "both")
                     found[f"quantize_operand, {name}"] = digest(list(parts))
         window = (torch.tensor(3.0), torch.tensor(False))
-        found[f"delayed, {label}"] = digest(list(kernels.quantize_operand(x, E4M3, "tensor", 0, "both", window)))
-    codes, dequant_scale = kernels.quantize(uneven(65, 128), E4M3, "tensor", 0, None)
+        found[f"delayed, {label}"] = digest(list(kernels.quantize_operand(x, E4M3, ScaleKind.TENSOR, 0, "both", *window)))
+    codes, dequant_scale = kernels.quantize(uneven(65, 128), E4M3, ScaleKind.TENSOR, 0, None)
     kernels.accumulate_(codes, dequant_scale, uneven(65, 128, seed=1), 0.5, (7, 3, 11))
     found["accumulate_"] = digest([codes, dequant_scale])
-    shards = [kernels.quantize(uneven(4160, seed=seed), E4M3, "tensor", 0, None) for seed in range(3)]
+    shards = [kernels.quantize(uneven(4160, seed=seed), E4M3, ScaleKind.TENSOR, 0, None) for seed in range(3)]
     mean = kernels.mean_of_shards(torch.stack([codes for codes, _ in shards]), torch.stack([scale for _, scale in shards]))
     found["mean_of_shards"] = digest(list(mean))
     return found

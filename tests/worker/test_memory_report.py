@@ -10,7 +10,7 @@ from tests.numerics.measure import peak_bytes
 from worker import initialize, memory_report
 from worker.fp8.operand import OperandScaling
 from worker.fp8.statistics import CHUNK_ELEMENTS, measure
-from worker.kernels import quantize
+from worker.kernels import ScaledCodes, ScaleKind, quantize
 from worker.models.gpt import GPT
 
 FOUR_LAYERS = GPTSizes(hidden_size=128, num_layers=4, num_heads=4, vocab_size=256, max_sequence_length=64)
@@ -84,5 +84,5 @@ def test_classes_of_torchs_own_optimizer() -> None:
 def test_a_sample_costs_a_fixed_amount_of_memory() -> None:
     """However large the operand: what is measured of it is measured a million elements at a time."""
     values = torch.randn(8192, 1024)
-    codes, dequant_scale = quantize(values, torch.float8_e4m3fn)
-    assert peak_bytes(lambda: measure(values, codes, dequant_scale)) <= 10 * 4 * CHUNK_ELEMENTS
+    quantized = ScaledCodes(*quantize(values, torch.float8_e4m3fn), ScaleKind.TENSOR)
+    assert peak_bytes(lambda: measure(values, quantized)) <= 10 * 4 * CHUNK_ELEMENTS

@@ -9,19 +9,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from worker.fp8.layout import layout_of
+
 
 class HalfLinear(nn.Module):
-    """Takes over the parameters of an `nn.Linear`; ties stay, dtypes stay."""
+    """Takes over the parameters of an `nn.Linear` or a `Conv1D`; ties stay, dtypes stay."""
 
-    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Module, compute_dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        layout = layout_of(linear)
+        assert layout is not None
+        self.in_features, self.out_features, self.is_transposed = layout
+        self.weight, self.bias = linear.get_parameter("weight"), linear.bias  # type: ignore[assignment]
         self.compute_dtype = compute_dtype
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        return half_linear(input, self.weight, self.bias, self.compute_dtype)
+        weight_NK = self.weight.t() if self.is_transposed else self.weight
+        return half_linear(input, weight_NK, self.bias, self.compute_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, gemm={self.compute_dtype}"
@@ -38,7 +46,7 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtyp
 
 
 def activation_dtype(input: Tensor) -> torch.dtype:
-    """What an FP8 layer returns: what autocast asks for; else, like the input, but at most 16 bits on an accelerator."""
+    """The dtype that an FP8 layer returns: autocast's; else the input's, with at most 16 bits on an accelerator."""
     if torch.is_autocast_enabled(input.device.type):
         return torch.get_autocast_dtype(input.device.type)
     return input.dtype if input.device.type == "cpu" or input.dtype == torch.float16 else torch.bfloat16

@@ -1,8 +1,8 @@
-"""Which linear layers of a model are converted, by rule, and a report that says why each of the others was not.
+"""Choose the linear layers of a model to convert, by rule, and report why each of the others was left.
 
-Conversion replaces `nn.Linear` modules in place; the converted layers keep the parameter objects, so ties, parameter
-groups and whatever else refers to a parameter stay valid. Heads stay in 16 bits, as does every layer that a rule or the
-user leaves out.
+Conversion replaces `nn.Linear` and Hugging Face's `Conv1D` modules in place; the converted layers keep the parameter
+objects, so ties, parameter groups and whatever else refers to a parameter stay valid. Heads stay in 16 bits, as does every
+layer that a rule or the user leaves out.
 """
 
 from collections import Counter
@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
 from api_schemas.levels import LEVELS
 from api_schemas.precision import PrecisionSpec
 from worker.fp8.health import StepKeeper
+from worker.fp8.layout import is_known_class, layout_of
 from worker.fp8.linear import Float8Linear
 from worker.fp8.speedups import why_bf16
 
@@ -39,7 +41,7 @@ class SkippedLayer:
 
 @dataclass(frozen=True)
 class FilteredLayer:
-    """A converted layer that multiplies in bf16, since FP8 is slower at its shape on this device."""
+    """A converted layer that multiplies in bf16, because FP8 is slower at its shape on this device."""
 
     name: str
     reason: str
@@ -49,8 +51,8 @@ class FilteredLayer:
 class ConversionReport:
     """What happened to each linear layer, and the bytes that model and optimizer held right afterwards.
 
-    `converted` are the layers that hold what the level's row says, at `fp32` too, so that levels compare. They compute it
-    as well, but for those of them in `filtered`. A checkpoint that is loaded later brings the filtered layers of its own run.
+    `converted` layers hold what the level's row says, at `fp32` too, so that levels compare. They compute it as well, except
+    those in `filtered`. A checkpoint that is loaded later brings the filtered layers of its own run.
     """
 
     level: str
@@ -66,23 +68,21 @@ class ConversionReport:
         return replace(self, bytes_by_class=bytes_by_class, health=health)
 
     @property
-    def nothing_converted(self) -> str | None:
-        """What to say where a level that multiplies in fewer bits found no layer to convert; None elsewhere."""
-        if self.converted or LEVELS[self.level].gemm != "fp8":
-            return None
-        reasons = Counter(layer.reason for layer in self.skipped)
-        why = "; ".join(f"{count}: {reason}" for reason, count in reasons.items()) or "the model has no linear layers"
-        return f"level {self.level} converted nothing ({why}). The model trains in high precision and saves no memory."
+    def why_filtered(self) -> str:
+        """The reasons for bf16, each with its number of layers."""
+        return _counted(self.filtered)
 
     @property
-    def why_filtered(self) -> str:
-        """The reasons, each with the number of layers that it is of."""
-        counts = Counter(layer.reason for layer in self.filtered)
-        return "; ".join(f"{count} of {reason}" for reason, count in counts.items())
+    def nothing_converted(self) -> str | None:
+        """A line that says that the level found no layer to convert, and why; None where it found one or looks for none."""
+        if self.converted or LEVELS[self.level].gemm == "fp32":
+            return None
+        return f"nothing was converted: {_counted(self.skipped) or 'the model has no linear layers'}"
 
     def __str__(self) -> str:
         in_bf16 = f" ({len(self.filtered)} of them multiply in bf16)" if self.filtered else ""
         lines = [f"level {self.level}: {len(self.converted)} layers converted{in_bf16}, {len(self.skipped)} skipped"]
+        lines += [f"  {self.nothing_converted}"] if self.nothing_converted else []
         reasons = {layer.name: f", in bf16: {layer.reason}" for layer in self.filtered}
         lines += [f"  converted {name}{reasons.get(name, '')}" for name in self.converted]
         lines += [f"  skipped   {layer.name}: {layer.reason}" for layer in self.skipped]
@@ -97,7 +97,7 @@ def select_layers(model: nn.Module, rules: PrecisionSpec) -> tuple[list[str], li
 
     Raises ValueError under `strict` if a layer is left out that nobody asked to leave out, or a glob matches no layer.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = _linears(model)
     users = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     selected, skipped = [], []
     ends = _names_at_the_ends(list(linears), rules)
@@ -105,7 +105,7 @@ def select_layers(model: nn.Module, rules: PrecisionSpec) -> tuple[list[str], li
         reason = _why_not_wanted(name, rules, ends)
         layer = SkippedLayer(name, reason, by_request=True) if reason else None
         if layer is None:
-            reason = _why_not_possible(name, linear, model, num_users=users[id(linear.weight)])
+            reason = _why_not_possible(name, linear, model, rules, num_users=users[id(linear.weight)])
             layer = SkippedLayer(name, reason) if reason else None
         if layer is None:
             selected.append(name)
@@ -119,28 +119,29 @@ def select_layers(model: nn.Module, rules: PrecisionSpec) -> tuple[list[str], li
 def filter_layers(
     model: nn.Module, names: Collection[str], rules: PrecisionSpec, tokens: int, capability: tuple[int, int] | None
 ) -> list[FilteredLayer]:
-    """Those of the named linear layers that gain nothing in FP8. Changes nothing.
+    """Find the named linear layers that gain nothing in FP8. Changes nothing.
 
-    tokens: that a layer sees in a forward pass. capability: of the CUDA device; None on any other, where nothing is filtered.
+    tokens: the number that a layer sees in a forward pass. capability: of the CUDA device; None on any other device, where
+    nothing is filtered.
     """
     recipe = rules.resolved_recipe
     if not rules.auto_filter or not rules.storage.has_own_fp8 or recipe is None:
         return []
     filtered = []
     for name in names:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        reason = why_bf16(linear.in_features, linear.out_features, tokens, rules.storage, recipe, capability)
+        layout = layout_of(model.get_submodule(name))
+        assert layout is not None
+        reason = why_bf16(layout.in_features, layout.out_features, tokens, rules.storage, recipe, capability)
         filtered += [FilteredLayer(name, reason)] if reason else []
     return filtered
 
 
-def replace_layers(model: nn.Module, names: Collection[str], convert: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+def replace_layers(model: nn.Module, names: Collection[str], convert: Callable[[Any], nn.Module]) -> nn.Module:
     """Replace the named linear layers under every name each is known by. Returns the model, or what replaced it."""
     converted: dict[nn.Module, nn.Module] = {}
     for name in names:
         linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
+        assert layout_of(linear) is not None
         converted[linear] = convert(linear)
     for owner in list(model.modules()):
         for attribute, child in list(owner._modules.items()):
@@ -177,8 +178,17 @@ def _name_of_activation(module: nn.Module) -> str | None:
 
 def replaceable_linears(model: nn.Module) -> list[str]:
     """The names of all linear layers that may be replaced by another module."""
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [name for name, linear in linears if _why_opaque(name, linear, model) is None]
+    return [name for name, linear in _linears(model).items() if _why_opaque(name, linear, model) is None]
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if layout_of(module) is not None}
+
+
+def _counted(layers: Collection[SkippedLayer | FilteredLayer]) -> str:
+    """The reasons, each with its number of layers."""
+    counts = Counter(layer.reason for layer in layers)
+    return "; ".join(f"{count} of {reason}" for reason, count in counts.items())
 
 
 def _names_at_the_ends(names: list[str], rules: PrecisionSpec) -> frozenset[str]:
@@ -197,20 +207,25 @@ def _why_not_wanted(name: str, rules: PrecisionSpec, ends: frozenset[str]) -> st
     return None
 
 
-def _why_not_possible(name: str, linear: nn.Linear, model: nn.Module, num_users: int) -> str | None:
+def _why_not_possible(name: str, linear: nn.Module, model: nn.Module, rules: PrecisionSpec, num_users: int) -> str | None:
+    layout, weight = layout_of(linear), linear.get_parameter("weight")
+    assert layout is not None
     if num_users > 1:
         return "its weight is shared with another module"
-    if min(linear.in_features, linear.out_features) < MIN_FEATURES:
-        return f"{linear.in_features} -> {linear.out_features} features; FP8 products need at least {MIN_FEATURES}"
-    if not linear.weight.is_floating_point() or linear.weight.itemsize == 1:
-        return f"its weight is already {linear.weight.dtype}"
+    if min(layout.in_features, layout.out_features) < MIN_FEATURES:
+        return f"{layout.in_features} -> {layout.out_features} features; FP8 products need at least {MIN_FEATURES}"
+    if not weight.is_floating_point() or weight.itemsize == 1:
+        return f"its weight is already {weight.dtype}"
+    if layout.is_transposed and rules.storage.engine == "torchao":
+        return f"{type(linear).__name__} stores its weight as (in, out); torchao converts nn.Linear alone"
     return _why_opaque(name, linear, model)
 
 
 def _why_opaque(name: str, linear: nn.Module, model: nn.Module) -> str | None:
-    """Why another module in this one's place would change more than its precision."""
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear that may compute something else"
+    """Say why a replacement would change more than the precision; None if it would not."""
+    if not is_known_class(linear):
+        base = "nn.Linear" if isinstance(linear, nn.Linear) else "Conv1D"
+        return f"{type(linear).__name__} is a subclass of {base} that may compute something else"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return "it has hooks, which would be lost"
     owner = model.get_submodule(name.rpartition(".")[0]) if name else model

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from worker import kernels
+from worker.kernels import ScaledCodes, ScaleKind
 from worker.kernels.formats import E4M3
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ class RoundingPosition:
 
 
 class Float8Gradient(Tensor):
-    """E4M3 codes with their dequant_scale, seen by torch as an fp32 tensor of the same shape.
+    """E4M3 codes with one dequant_scale (), seen by torch as an fp32 tensor of the same shape.
 
     The dequant_scale is NaN where a value is not finite: nobody has to read the codes to know.
     """
@@ -56,14 +57,14 @@ class Float8Gradient(Tensor):
 
     @classmethod
     def quantize(cls, values: Tensor, position: RoundingPosition) -> "Float8Gradient":
-        """Of values of any floating dtype, rounded to nearest, with one scale."""
+        """Round values of any floating dtype to nearest, with one scale."""
         amax = kernels.compute_amax(values)
         codes, dequant_scale = kernels.quantize(values, E4M3.dtype, amax=amax)
         return cls(codes, torch.where(amax.isfinite(), dequant_scale, torch.nan), position)
 
     def dequantize(self) -> Tensor:
         """The fp32 values."""
-        return kernels.dequantize(self.codes, self.dequant_scale)
+        return kernels.values_of(ScaledCodes(self.codes, self.dequant_scale, ScaleKind.TENSOR))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Float8Gradient(shape={tuple(self.shape)}, codes={self.codes.dtype}, device={self.device})"
@@ -174,7 +175,7 @@ def _foreach_norm(gradients: list[Tensor], order: float = 2, dtype: torch.dtype 
 
 
 def _is_normed_in_codes(gradient: Tensor, order: float) -> TypeGuard["Float8Gradient"]:
-    return isinstance(gradient, Float8Gradient) and order == 2 and gradient.dequant_scale.ndim == 0
+    return isinstance(gradient, Float8Gradient) and order == 2
 
 
 _ON_CODES: dict[Any, Callable[..., Any]] = {

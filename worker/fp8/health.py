@@ -39,7 +39,7 @@ class StepKeeper:
         """Close the step that the optimizer has just taken or skipped."""
         self._collect()
         for layer in self.layers.values():
-            if layer.fallback is not Fallback.FILTERED:  # which quantises nothing
+            if layer.fallback is not Fallback.FILTERED:  # a filtered layer quantises nothing
                 for scaling in layer.scalings().values():
                     scaling.advance()
             layer.start_step(layer.num_steps + 1)
@@ -82,7 +82,7 @@ class StepKeeper:
 
 
 def _breach(sample: OperandSample, limits: DemotionSpec) -> str | None:
-    """What is out of bounds, with the numbers."""
+    """Say which limit a sample breaks, with the numbers; None if it breaks none."""
     if sample.overflow_ratio > limits.max_overflow_ratio:
         return f"overflow_ratio {sample.overflow_ratio:.2g} > {limits.max_overflow_ratio:.2g}"
     if sample.underflow_ratio > limits.max_underflow_ratio:

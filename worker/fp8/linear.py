@@ -23,9 +23,11 @@ from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
 from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8, open_port
-from worker.fp8.operand import Codes, OperandScaling, product
+from worker.fp8.layout import layout_of
+from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 from worker.fp8.weights import EncodedWeight
+from worker.kernels import ScaledCodes, ScaleKind
 
 
 class Fallback(IntEnum):
@@ -37,19 +39,21 @@ class Fallback(IntEnum):
 
 
 class Float8Linear(nn.Module):
-    """Takes over the parameters of an `nn.Linear` and multiplies in FP8.
+    """Takes over the parameters of an `nn.Linear` or a `Conv1D` and multiplies in FP8.
 
-    `weight` holds values, or codes with `value = weight * weight_dequant_scale`; its gradient is that of the value.
+    `weight` holds values, or codes with `value = weight * weight_dequant_scale`; its gradient is that of the value. It is
+    (N, K), or, where `is_transposed`, (K, N).
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     weight_dequant_scale: Tensor | None
     weight_amax: Tensor | None
     weight_residual: Tensor | None
 
     def __init__(
         self,
-        linear: nn.Linear,
+        linear: nn.Module,
         recipe: Recipe,
         encoded_weight: EncodedWeight | None = None,
         gradient_position: RoundingPosition | None = None,
@@ -60,12 +64,14 @@ class Float8Linear(nn.Module):
         statistics_every: optimizer steps between two samples of how well FP8 holds the operands; 0 for none.
         """
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.get_parameter("weight"), linear.bias
+        layout = layout_of(linear)
+        assert layout is not None
+        self.in_features, self.out_features, self.is_transposed = layout
+        self.weight, self.bias = linear.get_parameter("weight"), linear.bias  # type: ignore[assignment]
         self.recipe = recipe
-        device = linear.weight.device
+        device = self.weight.device
         self.input_scaling = OperandScaling(recipe, recipe.input, device)
-        self.weight_scaling = OperandScaling(recipe, recipe.weight, device, square_blocks=True)
+        self.weight_scaling = OperandScaling(recipe, recipe.weight, device)
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
         self.gradient_position = gradient_position
         self.statistics_every = statistics_every
@@ -83,15 +89,16 @@ class Float8Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         output_dtype, wide = activation_dtype(input), self.high_precision
-        with torch.autocast(input.device.type, enabled=False):  # what is computed here is the recipe's to say
+        with torch.autocast(input.device.type, enabled=False):  # the recipe alone says how it is computed
             if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
                 if self.activation is not None:
                     input = kernels.ACTIVATIONS[self.activation].forward(input)
-                return half_linear(input, self.weight, self.bias, torch.bfloat16).to(output_dtype)
+                weight_NK = self.weight.t() if self.is_transposed else self.weight
+                return half_linear(input, weight_NK, self.bias, torch.bfloat16).to(output_dtype)
             input_TK = input.reshape(-1, self.in_features)
-            weight_NK = self._gradient_port if torch.compiler.is_compiling() and self.weight.requires_grad else self.weight
+            weight = self._gradient_port if torch.compiler.is_compiling() and self.weight.requires_grad else self.weight
             bias_N = self.bias if "output" in wide else None  # a bf16 product adds it on the way out
-            output_TN = Float8Products.apply(input_TK, weight_NK, bias_N, self.weight_dequant_scale, output_dtype, self)
+            output_TN = Float8Products.apply(input_TK, weight, bias_N, self.weight_dequant_scale, output_dtype, self)
         if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         return output_TN.reshape(*input.shape[:-1], self.out_features)
@@ -103,26 +110,36 @@ class Float8Linear(nn.Module):
         return self.recipe.high_precision if uses_fp8 else ALL_GEMMS
 
     def weight_values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight's values, as precisely as the layer holds them, or rounded once to dtype."""
+        """The weight's values in the parameter's shape, as precisely as the layer holds them, or rounded once to dtype."""
         if self.weight_dequant_scale is None:
             return self.weight.detach().to(dtype)
         if self.weight_residual is None:
-            return kernels.dequantize(self.weight.detach(), self.weight_dequant_scale, dtype)
+            return kernels.values_of(self._stored_weight(), dtype)
         return kernels.split_dequantize(self.weight.detach(), self.weight_residual, self.weight_dequant_scale, dtype)
 
-    def weight_operand(self, *, transposed: bool = False) -> Codes:
-        """The weight in FP8: as it is held, or quantised from what is held."""
-        if self.weight.dtype == E4M3 and self.recipe.granularity != "block":
-            assert self.weight_dequant_scale is not None
-            stored = Codes(self.weight.detach(), self.weight_dequant_scale)
-            return stored.t() if transposed else stored
+    def weight_operand(self, *, transposed: bool = False) -> ScaledCodes:
+        """The weight in FP8, (N, K), or transposed, (K, N): as it is held, or quantised from what is held."""
+        as_held = transposed == self.is_transposed
+        if self.weight.dtype == E4M3 and not self.recipe.weight.kind.is_blockwise:
+            stored = self._stored_weight()
+            return stored if as_held else stored.t()
         held, unit, amax = self.weight.detach(), self.weight_dequant_scale, self.weight_amax
         if held.dtype == E4M3:
             held, unit = self.weight_values(), None
-        rows, columns = self.weight_scaling.quantize(held, unit=unit, amax=amax, rows=not transposed, columns=transposed)
-        codes = columns if transposed else rows
+        rows, columns = self.weight_scaling.quantize(held, unit=unit, amax=amax, rows=as_held, columns=not as_held)
+        codes = rows if as_held else columns
         assert codes is not None
         return codes
+
+    def half_weight(self, *, transposed: bool = False) -> Tensor:
+        """The weight in bf16, (N, K), or transposed, (K, N)."""
+        values = self.weight_values(torch.bfloat16)
+        return values if transposed == self.is_transposed else values.t()
+
+    def _stored_weight(self) -> ScaledCodes:
+        """The codes that the parameter holds."""
+        assert self.weight_dequant_scale is not None
+        return ScaledCodes(self.weight.detach(), self.weight_dequant_scale, ScaleKind.TENSOR)
 
     def extra_repr(self) -> str:
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
@@ -137,7 +154,7 @@ class Float8Linear(nn.Module):
             scaling.is_sampled = self.statistics_every > 0 and num_steps % self.statistics_every == 0
 
     def get_extra_state(self) -> Tensor:
-        """What `state_dict` keeps beside tensors: counts of steps, of gradient roundings and of breaches; the fallback."""
+        """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback."""
         num_roundings = self.gradient_position.count if self.gradient_position else 0
         return torch.tensor([self.num_steps, num_roundings, self.num_breaches, self.fallback])
 
@@ -191,7 +208,7 @@ class Float8Products(torch.autograd.Function):
     def forward(
         ctx: Any,
         input_TK: Tensor,
-        weight_NK: Tensor,
+        weight: Tensor,
         bias_N: Tensor | None,
         weight_dequant_scale: Tensor | None,
         output_dtype: torch.dtype,
@@ -208,16 +225,16 @@ class Float8Products(torch.autograd.Function):
             transposed_later=True,
         )
         input_half = input_TK.to(torch.bfloat16) if wide & {"output", "grad_weight"} else None
-        saved = (input_half, None) if "grad_weight" in wide else input_columns or (None, None)
+        saved = (input_half, None) if "grad_weight" in wide else (input_columns or (None, None))[:2]
         if layer.activation is not None:
             saved = (given_TK, None)
-        ctx.save_for_backward(*saved, weight_NK, weight_dequant_scale)
+        ctx.save_for_backward(*saved, weight, weight_dequant_scale)
         ctx.layer, ctx.high_precision, ctx.input_dtype = layer, wide, input_TK.dtype
-        # Of a bf16 parameter autograd wants a bf16 gradient: the product rounds to it, sparing a pass over an fp32 one.
-        ctx.grad_weight_dtype = torch.bfloat16 if weight_NK.dtype == torch.bfloat16 else torch.float32
+        # Autograd wants a bf16 gradient for a bf16 parameter: the product rounds to it, which spares a pass over an fp32 one.
+        ctx.grad_weight_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
         if "output" in wide:
             assert input_half is not None
-            return half_linear(input_half, layer.weight_values(torch.bfloat16), bias_N, torch.bfloat16).to(output_dtype)
+            return half_linear(input_half, layer.half_weight(), bias_N, torch.bfloat16).to(output_dtype)
         assert input_rows is not None
         return product(input_rows, layer.weight_operand(), output_dtype, fast_accumulation=True)
 
@@ -231,22 +248,26 @@ class Float8Products(torch.autograd.Function):
         if layer.activation is not None and needs_weight:
             input_saved = kernels.activate_again(given_TK, layer.activation, grad_output_TN)
             if "grad_weight" not in wide:
-                input_saved, input_dequant_scale = layer.input_scaling.quantize_again(input_saved)
+                input_saved, input_dequant_scale, _ = layer.input_scaling.quantize_again(input_saved)
         grad_rows, grad_columns = layer.grad_output_scaling.quantize(
             grad_output_TN,
             rows=needs_input and "grad_input" not in wide,
             columns=needs_weight and "grad_weight" not in wide,
         )
-        grad_input_TK = grad_weight_NK = None
+        grad_input_TK = grad_weight = None
         if needs_input and "grad_input" in wide:
-            grad_input_TK = half_matmul(grad_output_TN, layer.weight_values(torch.bfloat16).t(), ctx.input_dtype)
+            grad_input_TK = half_matmul(grad_output_TN, layer.half_weight(transposed=True), ctx.input_dtype)
         elif needs_input:
             grad_input_TK = product(grad_rows, layer.weight_operand(transposed=True), ctx.input_dtype)
         if needs_weight and "grad_weight" in wide:
-            grad_weight_NK = half_matmul(grad_output_TN.t(), input_saved.t(), ctx.grad_weight_dtype)
+            left, right = grad_output_TN.t(), input_saved.t()
+            left, right = (right, left) if layer.is_transposed else (left, right)
+            grad_weight = half_matmul(left, right, ctx.grad_weight_dtype)
         elif needs_weight:
-            grad_weight_NK = product(grad_columns, Codes(input_saved, input_dequant_scale), ctx.grad_weight_dtype)
+            input_columns = ScaledCodes(input_saved, input_dequant_scale, layer.recipe.input.kind)
+            operands = (input_columns, grad_columns) if layer.is_transposed else (grad_columns, input_columns)
+            grad_weight = product(operands[0], operands[1], ctx.grad_weight_dtype)
         if layer.activation is not None and grad_input_TK is not None:
             grad_input_TK = kernels.ACTIVATIONS[layer.activation].backward(grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
-        return grad_input_TK, grad_weight_NK, grad_bias_N, None, None, None
+        return grad_input_TK, grad_weight, grad_bias_N, None, None, None

@@ -72,7 +72,7 @@ def scale_losses(model: nn.Module) -> LossScaling:
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied."""
+    """The identity; it multiplies the gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss_scale: Tensor) -> Tensor:

@@ -1,40 +1,23 @@
-"""Quantising one operand of a layer: to which format, at which granularity, and from which amax.
+"""Quantize one operand of a layer: from the amax of the tensor at hand, or from those of past steps.
 
 Current scaling reads the amax of the tensor at hand. Delayed scaling reads it from a window of past steps: over the
 micro-batches of a step the largest value collects in one slot, and `advance`, called after the optimizer's step, moves it
 into the window. Until the window is full the scale is exact; a non-finite amax restarts it; evaluation leaves no trace.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from worker import kernels
-from worker.fp8.recipe import Recipe
+from worker.fp8.recipe import OperandFormat, Recipe
 from worker.fp8.statistics import NUM_MEASURES, measure
-from worker.kernels.formats import BLOCK
+from worker.kernels import ScaledCodes, ScaleKind
 
 
-class Codes(NamedTuple):
-    """A quantised matrix whose last dimension is the one that a product sums over."""
-
-    codes: Tensor
-    dequant_scale: Tensor
-
-    def t(self) -> "Codes":
-        """The transposed matrix, where the scale transposes with it: one of the tensor or of square blocks."""
-        return Codes(self.codes.t(), self.dequant_scale.t())
-
-    def times(self, unit: Tensor) -> "Codes":
-        """The matrix times a power of two."""
-        return Codes(self.codes, self.dequant_scale * unit)
-
-
-def product(a_MK: Codes, b_NK: Codes, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
+def product(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
     """a @ b.T. fast_accumulation: where the hardware has it, and scales of tensors allow it."""
-    is_fast = fast_accumulation and a_MK.dequant_scale.ndim == b_NK.dequant_scale.ndim == 0
-    return kernels.matmul(*a_MK, *b_NK, out_dtype, fast_accumulation=is_fast)
+    has_tensor_scales = a_MK.kind is b_NK.kind is ScaleKind.TENSOR
+    return kernels.matmul(a_MK, b_NK, out_dtype, fast_accumulation=fast_accumulation and has_tensor_scales)
 
 
 class OperandScaling(nn.Module):
@@ -46,12 +29,11 @@ class OperandScaling(nn.Module):
     window_amax: Tensor
     num_finite_steps: Tensor
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, *, square_blocks: bool = False) -> None:
-        """square_blocks: blocks of 128x128, as for weights, instead of 1x128."""
+    def __init__(self, recipe: Recipe, format: OperandFormat, device: torch.device) -> None:
+        """format: one of the recipe's three operands."""
         super().__init__()
         self.recipe = recipe
-        self.dtype = dtype
-        self.block = (BLOCK if square_blocks else 1, BLOCK)
+        self.format = format
         self.is_sampled = False  # whether to measure what is quantised next
         # What was measured since the last optimizer step, NaN if nothing was. Written in place, as a compiled graph can.
         self.register_buffer("sample", torch.full((NUM_MEASURES,), torch.nan, device=device), persistent=False)
@@ -70,7 +52,7 @@ class OperandScaling(nn.Module):
         rows: bool = True,
         columns: bool = True,
         transposed_later: bool = False,
-    ) -> tuple[Codes | None, Codes | None]:
+    ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
         """Codes of x for products over its rows, and codes of x.T for products over its columns; None if not wanted.
 
         One read of x makes both. unit: what is quantised is x * unit, where x are themselves codes and unit (), a power of
@@ -80,20 +62,11 @@ class OperandScaling(nn.Module):
         """
         if not rows and not columns:
             return None, None
-        is_view = columns and transposed_later and self.is_transposable
+        is_view = columns and transposed_later and self.format.kind.is_transposable
         sides = "rows" if is_view or not columns else "both" if rows else "columns"
-        amax = amax if self.recipe.granularity == "tensor" else None
-        quantized = kernels.quantize_operand(
-            x,
-            self.dtype,
-            self.recipe.granularity,
-            block=self.block,
-            margin=self.recipe.margin,
-            sides=sides,
-            window=self._window(unit, amax),
-        )
-        row_codes = None if quantized.rows is None else Codes(*quantized.rows)
-        column_codes = None if quantized.columns is None else Codes(*quantized.columns)
+        amax = amax if self.format.kind is ScaleKind.TENSOR else None
+        quantized = self._quantize(x, sides, *self._amax_to_scale_by(unit, amax))
+        row_codes, column_codes = quantized.rows, quantized.columns
         if quantized.amax is not None:
             amax = quantized.amax if unit is None else quantized.amax * unit
         if amax is not None and self.recipe.amax_history_length and self.training:
@@ -106,27 +79,14 @@ class OperandScaling(nn.Module):
             column_codes = row_codes.t()
         return row_codes if rows else None, column_codes
 
-    def quantize_again(self, x: Tensor) -> Codes:
+    def quantize_again(self, x: Tensor) -> ScaledCodes:
         """The codes of x.T for products over its columns, as `quantize` has made them in this step. Leaves no trace."""
-        quantized = kernels.quantize_operand(
-            x,
-            self.dtype,
-            self.recipe.granularity,
-            block=self.block,
-            margin=self.recipe.margin,
-            sides="columns",
-            window=self._window(None, None),
-        )
-        assert quantized.columns is not None
-        return Codes(*quantized.columns)
-
-    @property
-    def is_transposable(self) -> bool:
-        """Whether the scale of a matrix, transposed, is that of the transposed matrix."""
-        return self.recipe.granularity == "tensor" or (self.recipe.granularity == "block" and self.block[0] == BLOCK)
+        columns = self._quantize(x, "columns", *self._amax_to_scale_by(None, None)).columns
+        assert columns is not None
+        return columns
 
     def extra_repr(self) -> str:
-        return str(self.dtype)
+        return f"{self.format}, {self.format.kind.value} scales"
 
     def advance(self) -> None:
         """Close the slot of this optimizer step. No device is waited for."""
@@ -143,14 +103,22 @@ class OperandScaling(nn.Module):
         self.num_finite_steps.copy_(num_steps)
         self.step_amax.zero_()
 
-    def _window(self, unit: Tensor | None, amax: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-        """The amax of past steps in units of x, and whether there are enough of them; or one to scale by, if x's is known."""
+    def _quantize(self, x: Tensor, sides: str, amax: Tensor | None, uses_amax: Tensor | None) -> kernels.QuantizedOperand:
+        dtype, kind, margin = self.format.dtype, self.format.kind, self.recipe.margin
+        return kernels.quantize_operand(x, dtype, kind, margin=margin, sides=sides, amax=amax, uses_amax=uses_amax)
+
+    def _amax_to_scale_by(self, unit: Tensor | None, amax: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return an amax in units of x, and whether to use it instead of x's own.
+
+        The amax is the window's; while the window fills it is the given one, where that is known. (None, None): use x's own
+        amax. (amax, None): use the amax.
+        """
 
         def in_units_of_x(amax: Tensor) -> Tensor:
             return amax if unit is None else amax / unit
 
         if not self.recipe.amax_history_length:
-            return None if amax is None else (in_units_of_x(amax), None)
+            return (None if amax is None else in_units_of_x(amax)), None
         is_full = self.num_finite_steps >= self.recipe.amax_history_length
         if amax is None:
             return in_units_of_x(self.window_amax), is_full
@@ -160,8 +128,8 @@ class OperandScaling(nn.Module):
         """amax: of the values, since the unit changes with the weight."""
         self.step_amax.copy_(torch.maximum(self.step_amax, amax))
 
-    def _sample(self, x: Tensor, rows: Codes | None, columns: Codes | None, unit: Tensor | None) -> None:
+    def _sample(self, x: Tensor, rows: ScaledCodes | None, columns: ScaledCodes | None, unit: Tensor | None) -> None:
         if rows is not None:
-            self.sample.copy_(measure(x, *rows, unit))
+            self.sample.copy_(measure(x, rows, unit))
         elif columns is not None:
-            self.sample.copy_(measure(x.t(), *columns, unit))
+            self.sample.copy_(measure(x.t(), columns, unit))

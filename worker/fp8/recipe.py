@@ -1,23 +1,35 @@
-"""A recipe resolved to what the layer computes with: the format of each operand, and which products are not in FP8."""
+"""A recipe as the layer computes with it: each operand's format and kind of scale, and the products left in bf16."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from api_schemas.recipe import GemmName, RecipeSpec
+from worker.kernels.scales import ScaleKind, scale_kind
 
 ALL_GEMMS: frozenset[GemmName] = frozenset(("output", "grad_input", "grad_weight"))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True)
+class OperandFormat:
+    """The codes of one operand, and which of its elements share a scale."""
+
+    dtype: torch.dtype = E4M3
+    kind: ScaleKind = ScaleKind.TENSOR
+
+    def __str__(self) -> str:
+        return "e5m2" if self.dtype == E5M2 else "e4m3"
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The table that a converted layer follows; `str` prints it."""
 
-    input: torch.dtype = E4M3
-    weight: torch.dtype = E4M3
-    grad_output: torch.dtype = E5M2
-    granularity: str = "tensor"
+    input: OperandFormat = OperandFormat()
+    weight: OperandFormat = OperandFormat()
+    grad_output: OperandFormat = OperandFormat(E5M2)
     amax_history_length: int = 0  # 0: the scale comes from the tensor at hand
     amax_compute_algorithm: str = "max"
     margin: int = 0
@@ -25,12 +37,32 @@ class Recipe:
     high_precision: frozenset[GemmName] = frozenset()
     fp8_in_evaluation: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse operands that no kernel multiplies, and histories of anything but tensors. ValueError."""
+        for gemm, (left, right) in self.products().items():
+            if gemm in self.high_precision:
+                continue
+            if left.dtype == right.dtype == E5M2:
+                raise ValueError(f"{gemm} would multiply E5M2 by E5M2, which CUDA cannot. Make one operand E4M3.")
+            both_square = left.kind is right.kind is ScaleKind.BLOCK_128X128
+            if both_square or left.kind.is_blockwise != right.kind.is_blockwise:
+                raise ValueError(
+                    f"{gemm} would multiply {left.kind.value} by {right.kind.value} scales; allowed: tensor or row by "
+                    f"tensor or row, block 1x128 by any block. Change a kind, or leave {gemm} in high precision."
+                )
+        if self.amax_history_length and any(operand.kind is not ScaleKind.TENSOR for operand in self.operands().values()):
+            raise ValueError(
+                "delayed scaling keeps one amax for a tensor; allowed: tensor scales. Use them, or current scaling."
+            )
+
     @classmethod
     def resolve(cls, spec: RecipeSpec) -> "Recipe":
-        """What a user's spec means."""
+        """Resolve a user's spec: blocks are 1x128 for activations and gradients, 128x128 for weights."""
+        kind, grad_output_dtype = scale_kind(spec.granularity), E5M2 if spec.format == "HYBRID" else E4M3
         return cls(
-            grad_output=E5M2 if spec.format == "HYBRID" else E4M3,
-            granularity=spec.granularity,
+            input=OperandFormat(E4M3, kind),
+            weight=OperandFormat(E4M3, ScaleKind.BLOCK_128X128 if kind.is_blockwise else kind),
+            grad_output=OperandFormat(grad_output_dtype, kind),
             amax_history_length=spec.amax_history_length if spec.scaling == "delayed" else 0,
             amax_compute_algorithm=spec.amax_compute_algorithm,
             margin=spec.margin,
@@ -39,16 +71,29 @@ class Recipe:
             fp8_in_evaluation=spec.fp8_in_evaluation,
         )
 
+    def operands(self) -> Mapping[str, OperandFormat]:
+        """The operands by name."""
+        return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
+
+    def products(self) -> Mapping[GemmName, tuple[OperandFormat, OperandFormat]]:
+        """The two operands of each product."""
+        return {
+            "output": (self.input, self.weight),
+            "grad_input": (self.grad_output, self.weight),
+            "grad_weight": (self.grad_output, self.input),
+        }
+
     def __str__(self) -> str:
         when = f"delayed over {self.amax_history_length} steps" if self.amax_history_length else "current"
-        operands = {"output": (self.input, self.weight), "grad_input": (self.grad_output, self.weight)}
-        operands["grad_weight"] = (self.grad_output, self.input)
-        products = [
-            f"{gemm}: bf16" if gemm in self.high_precision else f"{gemm}: {_short(left)} x {_short(right)}"
-            for gemm, (left, right) in operands.items()
+        by_gemm = [
+            f"{gemm}: bf16" if gemm in self.high_precision else f"{gemm}: {left} x {right}"
+            for gemm, (left, right) in self.products().items()
         ]
-        return f"{'; '.join(products)}; {self.granularity} scales, {when}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return "e5m2" if dtype == E5M2 else "e4m3"
+        kinds = {name: operand.kind for name, operand in self.operands().items()}
+        granularities = {kind.granularity for kind in kinds.values()}
+        scales = (
+            granularities.pop()
+            if len(granularities) == 1
+            else ", ".join(f"{name} {kind.value}" for name, kind in kinds.items())
+        )
+        return f"{'; '.join(by_gemm)}; {scales} scales, {when}"

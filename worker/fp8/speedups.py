@@ -1,7 +1,7 @@
-"""Which linear layers gain nothing in FP8: by a table of speeds, measured on a device or computed until one is at hand.
+"""Find the linear layers that gain nothing in FP8, by a table of speeds: measured on a device, or computed until then.
 
-`speedups.json` beside this file holds a table for each compute capability that there is one for. The one for 9.0 is computed by
-`benchmarks/gpu/roofline.py`; `make bench-gpu-kernels` measures it anew and writes a file to put in its place.
+`speedups.json` next to this file holds a table for each known compute capability. The one for 9.0 is computed by
+`benchmarks/gpu/roofline.py`; `make bench-gpu-kernels` measures it and writes a file to put in its place.
 A speedup is the time of a layer's forward and backward pass in bf16 over that in FP8, quantization included, by the
 device's own clock: what the host needs to enqueue them is not in it.
 """
@@ -25,10 +25,10 @@ KINDS = {
     "block": RecipeSpec(granularity="block"),
     "block, hybrid": RecipeSpec(granularity="block", format="HYBRID"),
 }
-"""Recipes of different speed. Of blocks, cuBLASLt multiplies E4M3 alone; a product with E5M2 is Triton's."""
+"""Recipes of different speed. By blocks, cuBLASLt multiplies E4M3 alone; Triton multiplies E5M2."""
 
 WEIGHTS = ("fp32", "scaled")
-"""Of which a layer's are held: as fp32 values, cast to bf16 by bf16-amp; or as codes with a scale, decoded."""
+"""How a layer holds its weight: as fp32 values, which bf16-amp casts to bf16; or as codes with a scale, which are decoded."""
 
 Grid = Sequence[Any]
 """Numbers, nested by tokens, in features and out features."""
@@ -72,7 +72,7 @@ def load_tables(path: Path = TABLES) -> dict[tuple[int, int], SpeedupTable]:
 
 
 def kind_of(recipe: RecipeSpec) -> str:
-    """The kind whose speed a recipe has: products left in bf16 and delayed scaling, which reads less, change little."""
+    """The entry of KINDS for a recipe. Products left in bf16, and delayed scaling, which reads less, change little."""
     return "block, hybrid" if (recipe.granularity, recipe.format) == ("block", "HYBRID") else recipe.granularity
 
 

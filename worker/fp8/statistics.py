@@ -1,4 +1,4 @@
-"""How well FP8 holds a tensor: measured where the tensor is quantised, read later, so that no device is waited for."""
+"""Measure how well FP8 holds a tensor, where it is quantised; the numbers are read later, so that no device is waited for."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from worker import kernels
+from worker.kernels import ScaledCodes, ScaleKind
 from worker.kernels.formats import BLOCK, SCALED_FORMATS
+from worker.kernels.library import define_composite
 
 NUM_MEASURES = 5
 CHUNK_ELEMENTS = 1 << 20
@@ -33,21 +35,26 @@ class OperandSample:
     sqnr_db: float
 
 
-@torch.library.custom_op("octet::measure", mutates_args=())
-def measure(x: Tensor, codes: Tensor, dequant_scale: Tensor, unit: Tensor | None = None) -> Tensor:
+def measure(x: Tensor, quantized: ScaledCodes, unit: Tensor | None = None) -> Tensor:
     """The five numbers of an `OperandSample` of a matrix x, or of x * unit, as an fp32 tensor (5,) on x's device.
 
-    Rows are taken a few at a time: a sample costs a fixed amount of memory, whatever the size of the operand. An op, so
-    that a compiled graph holds one node and not a loop.
+    quantized: x in codes. Rows are taken a few at a time: a sample costs a fixed amount of memory, whatever the size of the
+    operand.
     """
-    largest = SCALED_FORMATS[codes.dtype].max
+    measured: Tensor = _measure_op(x, quantized, unit)
+    return measured
+
+
+def _measure(x: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor:
+    largest = SCALED_FORMATS[quantized.codes.dtype].max
     sums = torch.zeros(4, dtype=torch.float64, device=x.device)
     amax, one = torch.zeros((), device=x.device), torch.ones((), device=x.device)
     num_rows = max(1, CHUNK_ELEMENTS // (x.shape[1] * BLOCK)) * BLOCK
     for start in range(0, x.shape[0], num_rows):
-        rows = slice(start, start + num_rows)
-        values = kernels.dequantize(codes[rows], _scales_of(dequant_scale, x.shape[0], rows))
-        stored, wide = kernels.dequantize(codes[rows], one).abs(), x[rows].float()
+        rows = quantized.rows(start, start + num_rows)
+        values = kernels.values_of(rows)
+        stored = kernels.values_of(ScaledCodes(rows.codes, one, ScaleKind.TENSOR)).abs()
+        wide = x[start : start + num_rows].float()
         magnitude = wide.abs()
         amax = torch.maximum(amax, magnitude.amax())
         is_clamped = (stored == largest) & (magnitude > values.abs())
@@ -56,18 +63,12 @@ def measure(x: Tensor, codes: Tensor, dequant_scale: Tensor, unit: Tensor | None
     num_clamped, num_lost, signal, noise = sums.float()
     factor = 1.0 if unit is None else unit
     decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), MOST_DECIBELS)
-    return torch.stack((amax * factor, dequant_scale.amax() * factor, num_clamped / x.numel(), num_lost / x.numel(), decibels))
+    largest_scale = quantized.dequant_scale.amax() * factor
+    return torch.stack((amax * factor, largest_scale, num_clamped / x.numel(), num_lost / x.numel(), decibels))
 
 
-@measure.register_fake
-def _measure_fake(x: Tensor, codes: Tensor, dequant_scale: Tensor, unit: Tensor | None = None) -> Tensor:
-    return x.new_empty(NUM_MEASURES, dtype=torch.float32)
-
-
-def _scales_of(dequant_scale: Tensor, num_rows: int, rows: slice) -> Tensor:
-    """Those of some rows, which start at a multiple of 128."""
-    if dequant_scale.ndim == 0:
-        return dequant_scale
-    if dequant_scale.shape[0] == num_rows:
-        return dequant_scale[rows]
-    return dequant_scale[rows.start // BLOCK : -(-rows.stop // BLOCK)]  # square blocks
+_measure_op = define_composite(  # one node of a compiled graph and not a loop
+    "measure(Tensor x, ScaledCodes quantized, Tensor? unit) -> Tensor",
+    _measure,
+    fake=lambda x, quantized, unit: x.new_empty(NUM_MEASURES, dtype=torch.float32),
+)

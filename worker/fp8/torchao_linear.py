@@ -11,7 +11,10 @@ from api_schemas.precision import PrecisionSpec, TorchaoSpec
 
 
 def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
-    """What makes torchao's layer of a linear layer; the parameters stay. Without FP8 hardware its products are emulated."""
+    """Return a function that makes torchao's layer from a linear layer and keeps its parameters.
+
+    Without FP8 hardware torchao emulates the products. ValueError where torchao is not installed.
+    """
     if find_spec("torchao") is None:
         raise ValueError(
             f"level {precision.level} needs torchao, which is not installed: pip install --no-deps torchao==0.18.0"

@@ -1,4 +1,4 @@
-"""How a converted layer holds its weight: the tensors that a level's row asks for, made from the values."""
+"""Encode a weight as a level's row asks for it."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from worker.fp8.recipe import E4M3
 
 
 class EncodedWeight(NamedTuple):
-    """`value = codes * dequant_scale`, the codes refined by an INT8 residual if there is one. amax: of the values."""
+    """`value = codes * dequant_scale`; an INT8 residual, if there is one, refines the codes. amax: of the values, ()."""
 
     codes: Tensor
     dequant_scale: Tensor

@@ -1,34 +1,36 @@
 """The public operations on codes and scales. `value = codes × dequant_scale`, always.
 
-Arguments are checked against CUDA's rules on every device, so that what passes on a CPU runs on a GPU. The work is
-done by the implementation for the tensor's device (`dispatch.py`); `reference.py` is the specification that each
-equals bit for bit.
+Arguments are checked against CUDA's rules on every device, so that what passes on a CPU runs on a GPU. torch picks the
+implementation by the tensor's device (`library.py`); `reference.py` is the specification that each equals bit for bit.
 """
 
-from worker.kernels.activations import ACTIVATIONS
+from worker.kernels.elementwise import ACTIVATIONS, activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
-from worker.kernels.gemm import matmul
+from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norms
-from worker.kernels.ops import activate_again
+from worker.kernels.operands import QuantizedOperand, quantize_operand
 from worker.kernels.quantization import (
-    all_finite,
     compute_amax,
     dequant_scale_from_amax,
     dequantize,
     encode,
     quantize,
-    quantize_operand,
     split_dequantize,
-    sqrt,
+    values_of,
 )
 from worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
+from worker.kernels.scales import ScaledCodes, ScaleKind
 
 __all__ = [
     "ACTIVATIONS",
+    "QuantizedOperand",
+    "ScaleKind",
+    "ScaledCodes",
     "accumulate_",
     "activate_again",
     "all_finite",
     "compute_amax",
+    "count_flops",
     "dequant_scale_from_amax",
     "dequantize",
     "encode",
@@ -44,4 +46,5 @@ __all__ = [
     "split_encode",
     "sqrt",
     "stochastic_round",
+    "values_of",
 ]

@@ -1,4 +1,4 @@
-"""The storage formats and their constants, and how a scale is found from an amax (a power of two, computed exactly)."""
+"""The storage formats with their constants, and the scale for an amax: a power of two, computed exactly."""
 
 import math
 from dataclasses import dataclass
@@ -27,52 +27,7 @@ FP16 = Format(torch.float16, 10, -14, 65504.0, 0x7E00)
 BF16 = Format(torch.bfloat16, 7, -126, torch.finfo(torch.bfloat16).max, 0x7FC0)
 
 SCALED_FORMATS = {format.dtype: format for format in (E4M3, E5M2, FP16)}
-KINDS = {
-    "tensor": ("tensor", (1, BLOCK)),
-    "row": ("row", (1, BLOCK)),
-    "block 1x128": ("block", (1, BLOCK)),
-    "block 128x128": ("block", (BLOCK, BLOCK)),
-}
-"""The granularity and the block of each kind of scale."""
-
-TRANSPOSABLE = ("tensor", "block 128x128")
-"""The kinds that hold for a transposed matrix as well, transposed themselves."""
-
 ROUNDED_FORMATS = {format.dtype: format for format in (E4M3, E5M2, FP16, BF16)}
-
-
-def scale_shape(shape: torch.Size, granularity: str, block: tuple[int, int] = (1, BLOCK)) -> tuple[int, ...]:
-    """The shape of the dequant_scale of a tensor of that shape: (), (..., 1), or one element per block."""
-    if granularity == "tensor":
-        return ()
-    if granularity == "row":
-        return (*shape[:-1], 1)
-    num_blocks = -(-shape[-1] // BLOCK)
-    return (*shape[:-1], num_blocks) if block[0] == 1 else (-(-shape[:-1].numel() // BLOCK), num_blocks)
-
-
-def kind_of_scale(dequant_scale: Tensor, shape: torch.Size, name: str = "dequant_scale") -> str:
-    """The kind of a scale, by its shape, for codes of a shape; where two kinds have it they mean the same."""
-    if dequant_scale.ndim == 0:
-        return "tensor"
-    expected = {kind: scale_shape(shape, *KINDS[kind]) for kind in ("row", "block 1x128", "block 128x128")}
-    for kind, scales in expected.items():
-        if tuple(dequant_scale.shape) == scales:
-            return kind
-    allowed = "; ".join(f"{kind} {scales}" for kind, scales in expected.items())
-    got = f"{name} is {tuple(dequant_scale.shape)} for codes {tuple(shape)}"
-    raise ValueError(f"{got}; allowed: tensor (); {allowed}. Pass the scale that quantize returned.")
-
-
-def empty_operand_scale(shape: torch.Size, kind: str, device: torch.device) -> Tensor:
-    """The dequant_scale, not yet filled, of a matrix that a product sums over its columns, laid out as cuBLAS reads it.
-
-    That is contiguous, except that of a block 1×128 scale neighbouring rows are adjacent.
-    """
-    scales = scale_shape(shape, *KINDS[kind])
-    if kind == "block 1x128":
-        return torch.empty(scales[::-1], dtype=torch.float32, device=device).t()
-    return torch.empty(scales, dtype=torch.float32, device=device)
 
 
 def dequant_scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0, previous: Tensor | None = None) -> Tensor:
@@ -91,5 +46,5 @@ def dequant_scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0, p
 
 
 def finite_or_nan(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The dequant_scale for an amax; NaN where it is not finite, so that the scale alone says whether a gradient is."""
+    """The dequant_scale for an amax; NaN where the amax is not finite, so that the scale alone tells whether a gradient is."""
     return torch.where(amax.isfinite(), dequant_scale_from_amax(amax, dtype), torch.nan)

@@ -1,28 +1,73 @@
-"""The scaled GEMM: CUDA's rules for FP8 operands, enforced on every device.
+"""The scaled GEMM: CUDA's rules for FP8 operands, enforced on every device; check, op and fake.
 
 Legend: M rows of a, N rows of b, K the summed dimension.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from worker.kernels import ops
-from worker.kernels.formats import BLOCK, kind_of_scale
+from worker.kernels.formats import BLOCK
+from worker.kernels.library import define
+from worker.kernels.scales import ScaledCodes, ScaleKind, check_scale
 
+ALIGNMENT = 16  # CUDA's FP8 GEMM takes K and N in multiples of this
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+Matmul = Callable[[ScaledCodes, ScaledCodes, torch.dtype, bool], Tensor]
+
+
+def _padded(run: Matmul) -> Matmul:
+    """Pad K and N with zero codes: after scaling, so that padding never enters an amax."""
+
+    def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
+        num_out = b_NK.codes.shape[0]
+        a_codes, b_codes, b_dequant_scale = _pad_codes(a_MK.codes, 1), _pad_codes(b_NK.codes, ALIGNMENT), b_NK.dequant_scale
+        if b_NK.kind.is_per_row and b_codes.shape[0] > num_out:
+            b_dequant_scale = F.pad(b_dequant_scale, (0, 0, 0, b_codes.shape[0] - num_out), value=1.0)
+        a_MK, b_NK = a_MK._replace(codes=a_codes), ScaledCodes(b_codes, b_dequant_scale, b_NK.kind)
+        return run(a_MK, b_NK, out_dtype, fast_accumulation)[:, :num_out].contiguous()
+
+    return matmul
+
+
+def _fake_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
+    return a_MK.codes.new_empty((a_MK.codes.shape[0], b_NK.codes.shape[0]), dtype=out_dtype)
+
+
+_matmul_op = define(
+    "matmul(ScaledCodes a, ScaledCodes b, ScalarType out_dtype, bool fast_accumulation) -> Tensor", _fake_matmul, _padded
+)
+
+
+def count_flops() -> None:
+    """Let torch's FlopCounterMode count FP8 products too. Not done at import, since torch's counter loads Triton."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    if torch.ops.octet.matmul not in flop_registry:
+        register_flop_formula(torch.ops.octet.matmul)(_matmul_flops)
+
+
+def _matmul_flops(
+    a_shape: tuple[int, int],
+    a_scale: Any,
+    a_kind: str,
+    b_shape: tuple[int, int],
+    *_args: Any,
+    out_shape: Any = None,
+    **_options: Any,
+) -> int:
+    """2 · M · N · K, whatever is added to them."""
+    return 2 * a_shape[0] * b_shape[0] * a_shape[1]
 
 
 def matmul(
-    a_MK: Tensor,
-    a_dequant_scale: Tensor,
-    b_NK: Tensor,
-    b_dequant_scale: Tensor,
-    out_dtype: torch.dtype = torch.float32,
-    *,
-    bias_N: Tensor | None = None,
-    fast_accumulation: bool = False,
+    a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype = torch.float32, *, fast_accumulation: bool = False
 ) -> Tensor:
-    """a @ b.T + bias in out_dtype (M, N), of FP8 codes and their dequant_scales, accumulated in fp32.
+    """a @ b.T in out_dtype (M, N), of FP8 codes and their dequant_scales, accumulated in fp32.
 
     Both operands are summed over their last dimension: b is (N, K), as an nn.Linear stores its weight, so that CUDA's
     "second operand column-major" holds for a contiguous b. Any strides are taken (a transposed view of codes with a
@@ -31,15 +76,14 @@ def matmul(
     Scales: tensor or row with tensor or row; block 1x128 with block 1x128 or 128x128.
     fast_accumulation: Hopper's shorter accumulator, tensor scales only; a CPU always accumulates in fp32.
     """
-    _check_codes(a_MK, b_NK)
-    a_kind = kind_of_scale(a_dequant_scale, a_MK.shape, "a_dequant_scale")
-    b_kind = kind_of_scale(b_dequant_scale, b_NK.shape, "b_dequant_scale")
-    _check_kinds((a_kind, b_kind), num_blocks=-(-a_MK.shape[1] // BLOCK))
-    if fast_accumulation and (a_kind, b_kind) != ("tensor", "tensor"):
-        raise ValueError(f"fast_accumulation needs tensor scales; got {a_kind} and {b_kind}. Switch it off.")
-    product_dtype = out_dtype if bias_N is None else torch.float32
-    out_MN = ops.matmul(a_MK, a_dequant_scale, b_NK, b_dequant_scale, product_dtype, fast_accumulation)
-    return out_MN if bias_N is None else out_MN.add_(bias_N).to(out_dtype)
+    _check_codes(a_MK.codes, b_NK.codes)
+    check_scale(a_MK.dequant_scale, a_MK.codes.shape, a_MK.kind, "a_dequant_scale")
+    check_scale(b_NK.dequant_scale, b_NK.codes.shape, b_NK.kind, "b_dequant_scale")
+    _check_kinds(a_MK.kind, b_NK.kind, num_blocks=-(-a_MK.codes.shape[1] // BLOCK))
+    if fast_accumulation and not (a_MK.kind is b_NK.kind is ScaleKind.TENSOR):
+        raise ValueError(f"fast_accumulation needs tensor scales; got {a_MK.kind.value} and {b_NK.kind.value}. Switch it off.")
+    product: Tensor = _matmul_op(a_MK, b_NK, out_dtype, fast_accumulation)
+    return product
 
 
 def _check_codes(a_MK: Tensor, b_NK: Tensor) -> None:
@@ -52,9 +96,15 @@ def _check_codes(a_MK: Tensor, b_NK: Tensor) -> None:
         raise ValueError(f"matmul needs a (M, K) and b (N, K); got {shapes}. Both are summed over their last dimension.")
 
 
-def _check_kinds(kinds: tuple[str, str], num_blocks: int) -> None:
-    num_blockwise = sum(kind.startswith("block") for kind in kinds)
-    if kinds == ("block 128x128", "block 128x128"):
+def _check_kinds(a_kind: ScaleKind, b_kind: ScaleKind, num_blocks: int) -> None:
+    if a_kind is b_kind is ScaleKind.BLOCK_128X128:
         raise ValueError("matmul needs block 1x128 for at least one operand; both are 128x128.")
-    if num_blockwise == 1 and num_blocks > 1:
-        raise ValueError(f"matmul cannot combine {kinds[0]} with {kinds[1]}. Quantize both by block, or neither.")
+    if a_kind.is_blockwise != b_kind.is_blockwise and num_blocks > 1:
+        raise ValueError(f"matmul cannot combine {a_kind.value} with {b_kind.value}. Quantize both by block, or neither.")
+
+
+def _pad_codes(codes: Tensor, row_multiple: int) -> Tensor:
+    rows, columns = -codes.shape[0] % row_multiple, -codes.shape[1] % ALIGNMENT
+    if not rows and not columns:
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)

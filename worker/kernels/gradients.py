@@ -1,18 +1,38 @@
-"""What is done to FP8 gradients without making them wide: their norm, adding to them, and the mean of several ranks' shards.
+"""Work on FP8 gradients without making them wide: their norms, adding to them, and the mean of several ranks' shards.
 
-R ranks, S elements of one rank's shard.
+Check, op and fake of each. R ranks, S elements of one rank's shard.
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from worker.kernels.dispatch import implementation
+from worker.kernels.library import define
+
+
+def _fake_norms(codes: list[Tensor], dequant_scales: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(dequant_scale) for dequant_scale in dequant_scales]
+
+
+def _fake_mean(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
+    return codes_RS.new_empty(codes_RS.shape[1], dtype=torch.float32), scales_R.new_empty(())
+
+
+_norms_op = define("norms(Tensor[] codes, Tensor[] dequant_scales) -> Tensor[]", _fake_norms)
+_accumulate_op = define(
+    "accumulate_(Tensor(a!) codes, Tensor(b!) dequant_scale, Tensor other, float alpha, int[] draw) -> ()",
+    fake=lambda *_arguments: None,
+)
+_mean_op = define("mean_of_shards(Tensor codes_RS, Tensor scales_R) -> (Tensor, Tensor)", _fake_mean)
 
 
 def norms(gradients: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The 2-norms, fp32 (), of the values of E4M3 codes with one scale () each. The order of summation is the device's."""
-    return implementation(gradients[0][0].device).norms(gradients) if gradients else []
+    if not gradients:
+        return []
+    found: list[Tensor] = _norms_op([codes for codes, _ in gradients], [dequant_scale for _, dequant_scale in gradients])
+    return found
 
 
 def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:
@@ -21,9 +41,12 @@ def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: floa
     codes: E4M3, contiguous. other: fp32, bf16 or fp16 of the same shape. draw: seed, step and stream of the random numbers.
     The scale becomes NaN where the sum is not finite.
     """
-    implementation(codes.device).accumulate_(codes, dequant_scale, other, alpha, draw)
+    if not codes.is_contiguous():
+        raise ValueError(f"accumulate_ writes contiguous codes; got strides {codes.stride()} for {tuple(codes.shape)}.")
+    _accumulate_op(codes, dequant_scale, other.detach(), alpha, draw)
 
 
 def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
     """The fp32 mean over ranks (S,) of E4M3 codes, summed in the ranks' order, and its amax ()."""
-    return implementation(codes_RS.device).mean_of_shards(codes_RS, scales_R)
+    mean_S, amax = _mean_op(codes_RS, scales_R)
+    return mean_S, amax

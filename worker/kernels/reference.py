@@ -14,70 +14,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.kernels.formats import (
-    BLOCK,
-    KINDS,
-    ROUNDED_FORMATS,
-    SCALED_FORMATS,
-    TRANSPOSABLE,
-    dequant_scale_from_amax,
-    empty_operand_scale,
-    finite_or_nan,
-    scale_shape,
-)
+from worker.kernels.formats import BLOCK, ROUNDED_FORMATS, SCALED_FORMATS, dequant_scale_from_amax, finite_or_nan
 from worker.kernels.rounding import random_bits, split_decode, stochastic_round
+from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
 
-def compute_amax(x: Tensor, kind: str) -> Tensor:
+def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
     """Largest magnitude per scale, fp32, in the dequant_scale's shape; NaN or Inf where the group has one."""
-    granularity, block = KINDS[kind]
     if x.numel() == 0:
-        return x.new_zeros(scale_shape(x.shape, granularity, block), dtype=torch.float32)
-    if granularity == "tensor":
+        return x.new_zeros(scale_shape(x.shape, kind), dtype=torch.float32)
+    if kind is ScaleKind.TENSOR:
         return x.abs().amax().float()
-    if granularity == "row":
+    if kind is ScaleKind.ROW:
         return x.abs().amax(-1, keepdim=True).float()
     if x.shape[-1] % BLOCK:
         x = F.pad(x, (0, -x.shape[-1] % BLOCK))
     amax = x.reshape(*x.shape[:-1], -1, BLOCK).abs().amax(-1).float()
-    if block[0] == 1:
+    if kind is ScaleKind.BLOCK_1X128:
         return amax
     amax_rows = amax.reshape(-1, amax.shape[-1])
     amax_rows = F.pad(amax_rows, (0, 0, 0, -amax_rows.shape[0] % BLOCK))
     return amax_rows.view(-1, BLOCK, amax.shape[-1]).amax(1)
 
 
-def quantize(x: Tensor, dtype: torch.dtype, kind: str, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype, kind: ScaleKind, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     """(codes, dequant_scale) of x, from its own amaxes or from one that is given."""
     if amax is None:
         amax = compute_amax(x, kind)
     dequant_scale = dequant_scale_from_amax(amax, dtype, margin)
-    return encode(x, dequant_scale, dtype), dequant_scale
+    return encode(x, dequant_scale, kind, dtype), dequant_scale
 
 
 def quantize_operand(
     x_MN: Tensor,
     dtype: torch.dtype,
-    kind: str,
+    kind: ScaleKind,
     margin: int,
     sides: str,
-    window: tuple[Tensor, Tensor | None] | None,
+    amax: Tensor | None = None,
+    uses_amax: Tensor | None = None,
 ) -> list[Tensor]:
     """x as an operand of products: [codes (M, N), dequant_scale] and [codes (N, M), dequant_scale] of x.T, then an amax.
 
-    kind: of the scales, one of formats.KINDS. sides: "rows" asks for the first pair, "columns" for the second, "both" for
-    both. All codes are contiguous, scales laid out as by formats.empty_operand_scale.
-    window: (an amax, whether it is one to scale by, a bool), for the kind "tensor": until it is, the scale comes from
-    x's own amax, which is returned in the last place. With None for the bool it is scaled by, and nothing is returned.
+    sides: "rows" asks for the first pair, "columns" for the second, "both" for both. All codes are contiguous, scales laid
+    out as by scales.empty_operand_scale.
+    amax: to scale by, for the kind TENSOR. uses_amax, a bool (): whether to; where it is false the scale comes from x's own
+    amax. With uses_amax x's own amax is returned in the last place.
     """
-    amax = own_amax = None
-    if window is not None:
-        amax, is_full = window
-        if is_full is not None:
-            own_amax = compute_amax(x_MN, kind)
-            amax = torch.where(is_full, amax, own_amax)
+    own_amax = None
+    if uses_amax is not None:
+        assert amax is not None
+        own_amax = compute_amax(x_MN, kind)
+        amax = torch.where(uses_amax, amax, own_amax)
     parts: list[Tensor] = []
-    if kind in TRANSPOSABLE:
+    if kind.is_transposable:
         rows = quantize(x_MN, dtype, kind, margin, amax)
         parts += rows if sides != "columns" else ()
         parts += [part.t().clone(memory_format=torch.contiguous_format) for part in rows] if sides != "rows" else ()
@@ -87,17 +77,17 @@ def quantize_operand(
     return parts if own_amax is None else [*parts, own_amax]
 
 
-def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def encode(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, dtype: torch.dtype) -> Tensor:
     """Codes of x at a given dequant_scale: nearest even, saturating; non-finite elements become NaN. 1.3 ms (E4M3)."""
     limit = SCALED_FORMATS[dtype].max
     scaled = _inf_to_nan(x.float())
-    _multiply_by_scale_(scaled, dequant_scale.reciprocal())
+    _multiply_by_scale_(scaled, dequant_scale.reciprocal(), kind)
     return scaled.clamp_(-limit, limit).to(dtype).contiguous()
 
 
-def dequantize(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(quantized: ScaledCodes, dtype: torch.dtype) -> Tensor:
     """codes × dequant_scale, rounded once to dtype."""
-    return _values(codes, dequant_scale).to(dtype).contiguous()
+    return _values(quantized).to(dtype).contiguous()
 
 
 def split_dequantize(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,49 +126,46 @@ def sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
 
 
-def matmul(
-    a_MK: Tensor,
-    a_dequant_scale: Tensor,
-    b_NK: Tensor,
-    b_dequant_scale: Tensor,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-) -> Tensor:
+def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The scaled GEMM a @ b.T of FP8 codes, (M, N), accumulated in fp32, which a CPU always does precisely.
 
     Tensor and row scales multiply the product, as CUDA's epilogue does; block scales multiply the operands. Decoding
     and an fp32 matmul take 0.6 of the time of torch._scaled_mm on a CPU, which has no block scales and checks neither
     alignment nor layout.
     """
-    if _scales_rows(a_dequant_scale, a_MK) and _scales_rows(b_dequant_scale, b_NK):
-        out_MN = (decode(a_MK) @ decode(b_NK).t()).mul_(a_dequant_scale).mul_(b_dequant_scale.t())
+    if a_MK.kind.is_blockwise or b_NK.kind.is_blockwise:
+        out_MN = _values(a_MK) @ _values(b_NK).t()
     else:
-        a_values = _values(a_MK, a_dequant_scale)
-        out_MN = a_values @ _values(b_NK, b_dequant_scale).t()
+        out_MN = (decode(a_MK.codes) @ decode(b_NK.codes).t()).mul_(a_MK.dequant_scale).mul_(b_NK.dequant_scale.t())
     return out_MN.to(out_dtype)
 
 
-def _quantize_rows(x_MN: Tensor, dtype: torch.dtype, kind: str, margin: int) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x_MN: Tensor, dtype: torch.dtype, kind: ScaleKind, margin: int) -> tuple[Tensor, Tensor]:
     codes, dequant_scale = quantize(x_MN, dtype, kind, margin, None)
     return codes, empty_operand_scale(x_MN.shape, kind, x_MN.device).copy_(dequant_scale)
 
 
-def _values(codes: Tensor, dequant_scale: Tensor) -> Tensor:
-    values = decode(codes)
-    _multiply_by_scale_(values, dequant_scale)
+def _values(quantized: ScaledCodes) -> Tensor:
+    values = decode(quantized.codes)
+    _multiply_by_scale_(values, quantized.dequant_scale, quantized.kind)
     return values
 
 
-def norms(gradients: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norms of FP8 codes with one scale each; one of them is decoded at a time."""
-    return [torch.linalg.vector_norm(dequantize(codes, scale, torch.float32)) for codes, scale in gradients]
+    gradients = [ScaledCodes(*pair, ScaleKind.TENSOR) for pair in zip(codes, dequant_scales, strict=True)]
+    return [torch.linalg.vector_norm(dequantize(gradient, torch.float32)) for gradient in gradients]
 
 
-def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:
-    """codes × dequant_scale += alpha · other, at the scale of the sum, stochastically rounded."""
-    total = dequantize(codes, dequant_scale, torch.float32).add_(other.float().mul(alpha))
-    new_scale = finite_or_nan(compute_amax(total, "tensor"), codes.dtype)
-    random_numbers = random_bits(*draw, range(total.numel()), total.device).view(total.shape)
+def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: Sequence[int]) -> None:
+    """codes × dequant_scale += alpha · other, at the scale of the sum, stochastically rounded.
+
+    draw: seed, step and stream of the random numbers.
+    """
+    total = dequantize(ScaledCodes(codes, dequant_scale, ScaleKind.TENSOR), torch.float32).add_(other.float().mul(alpha))
+    new_scale = finite_or_nan(compute_amax(total, ScaleKind.TENSOR), codes.dtype)
+    seed, step, stream = draw
+    random_numbers = random_bits(seed, step, stream, range(total.numel()), total.device).view(total.shape)
     codes.copy_(stochastic_round(total.div_(new_scale), ROUNDED_FORMATS[codes.dtype], random_numbers))
     dequant_scale.copy_(new_scale)
 
@@ -187,9 +174,9 @@ def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
     """The fp32 mean of each rank's codes, and its amax."""
     total_S = torch.zeros(codes_RS.shape[1], device=codes_RS.device)
     for codes_S, dequant_scale in zip(codes_RS, scales_R, strict=True):
-        total_S += dequantize(codes_S, dequant_scale, torch.float32)
+        total_S += dequantize(ScaledCodes(codes_S, dequant_scale, ScaleKind.TENSOR), torch.float32)
     total_S /= codes_RS.shape[0]
-    return total_S, compute_amax(total_S, "tensor")
+    return total_S, compute_amax(total_S, ScaleKind.TENSOR)
 
 
 def _inf_to_nan(x: Tensor) -> Tensor:
@@ -197,18 +184,13 @@ def _inf_to_nan(x: Tensor) -> Tensor:
     return torch.nan_to_num(x, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
-def _scales_rows(dequant_scale: Tensor, codes: Tensor) -> bool:
-    """Whether a dequant_scale is one for all of the codes, or one for each row."""
-    return dequant_scale.ndim == 0 or dequant_scale.shape == (*codes.shape[:-1], 1)
-
-
-def _multiply_by_scale_(x: Tensor, scale: Tensor) -> None:
-    """x *= scale in place, each scale spread over its group; the granularity is read from the shapes."""
-    if _scales_rows(scale, x):
+def _multiply_by_scale_(x: Tensor, scale: Tensor, kind: ScaleKind) -> None:
+    """x *= scale in place, each scale spread over its group."""
+    if not kind.is_blockwise:
         x.mul_(scale)
         return
-    num_rows, block_shape = x.shape[:-1].numel(), scale_shape(x.shape, "block")
-    if scale.shape != block_shape:  # then 128×128
+    num_rows, block_shape = x.shape[:-1].numel(), scale_shape(x.shape, ScaleKind.BLOCK_1X128)
+    if kind is ScaleKind.BLOCK_128X128:
         scale = scale.repeat_interleave(BLOCK, 0)[:num_rows].reshape(block_shape)
     if x.shape[-1] % BLOCK:
         x.mul_(scale.repeat_interleave(BLOCK, -1)[..., : x.shape[-1]])

@@ -52,8 +52,8 @@ def stochastic_codes(x: Tensor, format: Format, random_numbers: Tensor) -> Tenso
     """int32 magnitude codes of fp32 x, saturating, each rounded up with the probability of its place in between.
 
     Scaled so that the format's smallest normal number is fp32's, a value's bits are its code followed by the bits to
-    drop, for normal and subnormal numbers alike; adding random bits in the place of those and truncating is the whole
-    of it. E4M3 and E5M2 drop more than the 16 bits that are drawn: the last ones count as half of the lowest drawn.
+    drop, for normal and subnormal numbers alike; so it is enough to add random bits in the place of those and truncate.
+    E4M3 and E5M2 drop more than the 16 bits that are drawn: the last ones count as half of the lowest drawn.
     """
     num_dropped_bits = 23 - format.mantissa_bits
     num_missing_bits = num_dropped_bits - NUM_BITS
@@ -67,7 +67,7 @@ def stochastic_codes(x: Tensor, format: Format, random_numbers: Tensor) -> Tenso
 
 
 def stochastic_round(x: Tensor, format: Format, random_numbers: Tensor) -> Tensor:
-    """fp32 x in the format, rounded to one of its two neighbours. random_numbers: of random_bits, one per element."""
+    """fp32 x in the format, rounded to one of its two neighbours. random_numbers: from random_bits, one per element."""
     codes = stochastic_codes(x, format, random_numbers)
     num_bits = 8 * format.dtype.itemsize
     codes |= (x.view(torch.int32) >> (32 - num_bits)) & (1 << (num_bits - 1))

@@ -125,6 +125,22 @@ def test_the_report_tells_which_layers_multiply_in_bf16_and_why() -> None:
     assert report.why_filtered == "2 of small"
 
 
+def test_the_report_says_when_nothing_was_converted_and_why() -> None:
+    def report_of(model: nn.Module, **rules: Any) -> ConversionReport:
+        selected, skipped = select_layers(model, PrecisionSpec(**rules))
+        return ConversionReport("O2", tuple(selected), tuple(skipped), (), 0)
+
+    linears = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 32), nn.Linear(32, 32))
+    assert report_of(linears).nothing_converted is None
+    assert report_of(nn.Conv2d(3, 8, 3)).nothing_converted == "nothing was converted: the model has no linear layers"
+    excluded = report_of(linears, exclude=("2",))
+    assert excluded.nothing_converted == (
+        "nothing was converted: 1 of 32 -> 8 features; FP8 products need at least 16; "
+        "1 of 8 -> 32 features; FP8 products need at least 16; 1 of excluded by name"
+    )
+    assert f"  {excluded.nothing_converted}" in str(excluded).splitlines()
+
+
 def test_a_layer_used_twice_is_replaced_in_both_places() -> None:
     shared = nn.Linear(32, 32)
     model = nn.Sequential(shared, nn.Sequential(shared, nn.GELU()))

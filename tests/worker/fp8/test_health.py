@@ -15,7 +15,7 @@ from worker import fp8_statistics, initialize
 from worker.fp8.health import LayerDemoted
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.statistics import measure
-from worker.kernels import dequantize, encode, quantize
+from worker.kernels import ScaledCodes, ScaleKind, dequantize, encode, quantize, values_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -43,9 +43,13 @@ def spiked() -> Tensor:
     return values
 
 
+def in_codes(values: Tensor, kind: ScaleKind = ScaleKind.TENSOR) -> ScaledCodes:
+    return ScaledCodes(*quantize(values, E4M3, kind.granularity, block=kind.block), kind)
+
+
 def test_gaussian_numbers_measure_as_theory_says() -> None:
     values = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
-    amax, dequant_scale, overflow_ratio, underflow_ratio, sqnr_db = measure(values, *quantize(values, E4M3)).tolist()
+    amax, dequant_scale, overflow_ratio, underflow_ratio, sqnr_db = measure(values, in_codes(values)).tolist()
     assert amax == values.abs().max().item()
     assert dequant_scale == 2.0**-6
     assert overflow_ratio == 0
@@ -56,22 +60,22 @@ def test_gaussian_numbers_measure_as_theory_says() -> None:
 def test_ratios_are_counts() -> None:
     values = torch.tensor([[1000.0, -1000.0, 448.0, 1e-5, -1e-5, 1e-5, 0.0, 1.0]])
     codes = encode(values, torch.ones(()), E4M3)
-    _, _, overflow_ratio, underflow_ratio, sqnr_db = measure(values, codes, torch.ones(())).tolist()
+    _, _, overflow_ratio, underflow_ratio, sqnr_db = measure(
+        values, ScaledCodes(codes, torch.ones(()), ScaleKind.TENSOR)
+    ).tolist()
     assert (overflow_ratio, underflow_ratio) == (2 / 8, 3 / 8)
     noise = (values - dequantize(codes, torch.ones(()))).square().sum()
     assert sqnr_db == pytest.approx((10 * torch.log10(values.square().sum() / noise)).item())
-    assert measure(torch.ones(2, 2), *quantize(torch.ones(2, 2), E4M3)).tolist()[-1] == 200
+    assert measure(torch.ones(2, 2), in_codes(torch.ones(2, 2))).tolist()[-1] == 200
 
 
-@pytest.mark.parametrize(
-    ("granularity", "block"), [("tensor", (1, 128)), ("row", (1, 128)), ("block", (1, 128)), ("block", (128, 128))]
-)
-def test_a_large_operand_is_measured_a_few_rows_at_a_time(granularity: str, block: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", ScaleKind)
+def test_a_large_operand_is_measured_a_few_rows_at_a_time(kind: ScaleKind) -> None:
     values = mixed_magnitudes(300, 5000)
-    codes, dequant_scale = quantize(values, E4M3, granularity, block=block)
-    amax, largest_scale, overflow_ratio, underflow_ratio, sqnr_db = measure(values, codes, dequant_scale).tolist()
-    decoded = dequantize(codes, dequant_scale)
-    assert (amax, largest_scale, overflow_ratio) == (values.abs().max().item(), dequant_scale.max().item(), 0)
+    quantized = in_codes(values, kind)
+    amax, largest_scale, overflow_ratio, underflow_ratio, sqnr_db = measure(values, quantized).tolist()
+    decoded = values_of(quantized)
+    assert (amax, largest_scale, overflow_ratio) == (values.abs().max().item(), quantized.dequant_scale.max().item(), 0)
     assert underflow_ratio == pytest.approx(((decoded == 0) & (values != 0)).double().mean().item())
     assert sqnr_db == pytest.approx(measured_sqnr_db(decoded, values), abs=1e-3)
 

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from api_schemas.levels import LEVELS
+from api_schemas.recipe import RecipeSpec
+from worker import kernels
 from worker.fp8.bf16 import HalfLinear
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.fp8.linear import Fallback, Float8Linear
@@ -135,6 +137,7 @@ def test_autocast_decides_the_outputs_dtype_and_nothing_else(level: str) -> None
 
 def test_flops_are_those_of_three_products() -> None:
     layer, input_TK = convert(make_linear()), random_values(24, 48).requires_grad_()
+    kernels.count_flops()
     with FlopCounterMode(display=False) as counter:
         layer(input_TK).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 24 * 48 * 32
@@ -191,7 +194,7 @@ def test_a_compiled_graph_holds_ops_of_ours_and_no_others_on_codes(level: str, g
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    layer = convert(make_linear(), level, Recipe(granularity=granularity))
+    layer = convert(make_linear(), level, Recipe.resolve(RecipeSpec(granularity=granularity)))
     compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
     input_TK = random_values(24, 48).requires_grad_()
     output_TN = compiled(input_TK)

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from api_schemas.recipe import RecipeSpec
 from worker.fp8.operand import OperandScaling
-from worker.fp8.recipe import E4M3, Recipe
-from worker.kernels import dequant_scale_from_amax, dequantize
+from worker.fp8.recipe import E4M3, OperandFormat, Recipe
+from worker.kernels import ScaleKind, dequant_scale_from_amax, values_of
 
 
 def make(**recipe: object) -> OperandScaling:
     spec = RecipeSpec(scaling="delayed", **{"amax_history_length": 3, **recipe})
-    return OperandScaling(Recipe.resolve(spec), E4M3, torch.device("cpu"))
+    return OperandScaling(Recipe.resolve(spec), OperandFormat(), torch.device("cpu"))
 
 
 def scale_of(scaling: OperandScaling, amax: float) -> float:
@@ -110,19 +110,20 @@ def test_a_history_restores_to_the_bit() -> None:
 
 def test_tensors_scales_transpose_with_their_codes() -> None:
     values: Tensor = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    rows, columns = OperandScaling(Recipe(), E4M3, torch.device("cpu")).quantize(values)
+    rows, columns = OperandScaling(Recipe(), OperandFormat(), torch.device("cpu")).quantize(values)
     assert rows is not None
     assert columns is not None
     assert torch.equal(rows.codes.t().float(), columns.codes.float())
-    assert OperandScaling(Recipe(), E4M3, torch.device("cpu")).quantize(values, rows=False, columns=False) == (None, None)
+    assert OperandScaling(Recipe(), OperandFormat(), torch.device("cpu")).quantize(values, rows=False, columns=False) == (
+        None,
+        None,
+    )
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
-@pytest.mark.parametrize("square_blocks", [False, True])
-def test_columns_are_the_rows_of_the_transposed_matrix(granularity: str, square_blocks: bool) -> None:
+@pytest.mark.parametrize("kind", ScaleKind)
+def test_columns_are_the_rows_of_the_transposed_matrix(kind: ScaleKind) -> None:
     values = torch.randn(300, 260, generator=torch.Generator().manual_seed(0))
-    recipe = Recipe(granularity=granularity)
-    scaling = OperandScaling(recipe, E4M3, torch.device("cpu"), square_blocks=square_blocks)
+    scaling = OperandScaling(Recipe(), OperandFormat(E4M3, kind), torch.device("cpu"))
     expected, _ = scaling.quantize(values.t(), columns=False)
     assert expected is not None
     for transposed_later in (False, True):
@@ -135,7 +136,7 @@ def test_columns_are_the_rows_of_the_transposed_matrix(granularity: str, square_
             assert torch.equal(codes.dequant_scale, expected.dequant_scale)
         assert rows is not None
         shares_codes = columns.codes.untyped_storage().data_ptr() == rows.codes.untyped_storage().data_ptr()
-        assert shares_codes == (transposed_later and scaling.is_transposable)
+        assert shares_codes == (transposed_later and kind.is_transposable)
 
 
 def test_history_is_of_values_whatever_their_unit() -> None:
@@ -145,6 +146,6 @@ def test_history_is_of_values_whatever_their_unit() -> None:
         codes, _ = scaling.quantize(values / unit, unit=torch.tensor(unit))
         assert codes is not None
         assert codes.dequant_scale.item() == exact(3.0)
-        assert torch.equal(dequantize(*codes), values)
+        assert torch.equal(values_of(codes), values)
         scaling.advance()
     assert scaling.amax_history.tolist() == [3.0, 3.0, 3.0]

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from worker.fp8.linear import Float8Linear
-from worker.fp8.recipe import Recipe
+from worker.fp8.recipe import E4M3, E5M2, OperandFormat, Recipe
 from worker.fp8.weights import encode_weight
+from worker.kernels import ScaleKind
 
 # Signal to noise of a product of independently rounded operands (NUMERICS.md 7): 28.5 and 24.6 dB in theory.
 E4M3_PRODUCT_DB, E5M2_PRODUCT_DB, BF16_PRODUCT_DB = 28.0, 24.0, 45.0
@@ -25,7 +26,7 @@ def spread(rows: int, columns: int, seed: int, *, by: str) -> Tensor:
 
 
 def sqnr_db(actual: Tensor, exact: Tensor) -> float:
-    """Of the worst band of 128 rows; rows count alike, so that an error cannot hide behind larger ones."""
+    """The ratio of the worst band of 128 rows; rows count alike, so that an error cannot hide behind larger ones."""
     noise_ratio = (actual.double() - exact).square().sum(1) / exact.square().sum(1)
     return (-10 * torch.log10(torch.stack([band.mean() for band in noise_ratio.split(128)]))).amin().item()
 
@@ -115,4 +116,54 @@ def test_the_recipe_prints_itself() -> None:
     spec = RecipeSpec(scaling="delayed", amax_history_length=32, high_precision_gemms=("grad_weight",))
     assert str(Recipe.resolve(spec)) == (
         "output: e4m3 x e4m3; grad_input: e5m2 x e4m3; grad_weight: bf16; tensor scales, delayed over 32 steps"
+    )
+
+
+TENSOR, ROW, NARROW, SQUARE = ScaleKind
+MIXED = [  # input, weight, grad_output
+    (ROW, TENSOR, TENSOR),
+    (TENSOR, ROW, ROW),
+    (NARROW, NARROW, NARROW),
+    (SQUARE, NARROW, NARROW),
+    (NARROW, NARROW, SQUARE),
+]
+
+
+@pytest.mark.parametrize("level", ["te", "O2", "O3"])
+@pytest.mark.parametrize("kinds", MIXED)
+def test_operands_may_each_have_their_own_kind_of_scale(kinds: tuple[ScaleKind, ...], level: str) -> None:
+    input_TK, weight_NK = spread(200, 288, seed=1, by="tensor"), spread(144, 288, seed=2, by="tensor")
+    grad_output_TN = spread(200, 144, seed=3, by="tensor")
+    exact = exact_products(weight_NK, input_TK, grad_output_TN)
+    recipe = Recipe(*(OperandFormat(E4M3, kind) for kind in kinds))
+    linear = nn.Linear(288, 144, bias=False)
+    linear.weight.data = weight_NK.clone()
+    layer = Float8Linear(linear, recipe, encode_weight(linear.weight, LEVELS[level]))
+    scalings = layer.scalings().values()
+    assert tuple(scaling.format.kind for scaling in scalings) == kinds
+    for name, actual in products(layer, input_TK, grad_output_TN).items():
+        assert sqnr_db(actual, exact[name]) >= E4M3_PRODUCT_DB, name
+    if level == "te":
+        assert layer.weight_operand().kind is kinds[1]
+
+
+def test_a_recipe_that_no_kernel_can_follow_is_refused() -> None:
+    by_row, in_e5m2 = OperandFormat(E4M3, ROW), OperandFormat(E5M2)
+    with pytest.raises(
+        ValueError, match=r"output would multiply block 1x128 by tensor scales; allowed: .*row by tensor or row"
+    ):
+        Recipe(input=OperandFormat(E4M3, NARROW))
+    with pytest.raises(ValueError, match="output would multiply block 128x128 by block 128x128"):
+        Recipe(*[OperandFormat(E4M3, SQUARE)] * 3)
+    with pytest.raises(ValueError, match="grad_input would multiply E5M2 by E5M2"):
+        Recipe(weight=in_e5m2)
+    with pytest.raises(ValueError, match="one amax for a tensor; allowed: tensor scales"):
+        Recipe(input=by_row, amax_history_length=4)
+    Recipe(input=OperandFormat(E4M3, NARROW), high_precision=frozenset(("output", "grad_weight")))
+
+
+def test_a_recipe_prints_the_scales_of_its_operands() -> None:
+    assert str(Recipe.resolve(RecipeSpec(granularity="block"))).endswith("; block scales, current")
+    assert str(Recipe(input=OperandFormat(E4M3, ROW))).endswith(
+        "; input row, weight tensor, grad_output tensor scales, current"
     )

@@ -6,13 +6,10 @@ from torch import Tensor
 
 from tests.numerics.measure import assert_sqnr, mixed_magnitudes, sqnr_db
 from worker import kernels
+from worker.kernels import ScaledCodes, ScaleKind
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-Kind = tuple[str, tuple[int, int]]
-TENSOR: Kind = ("tensor", (1, 128))
-ROW: Kind = ("row", (1, 128))
-BLOCK_1: Kind = ("block", (1, 128))
-BLOCK_128: Kind = ("block", (128, 128))
+TENSOR, ROW, BLOCK_1, BLOCK_128 = ScaleKind
 MIN_DB = [(E4M3, 28.0), (E5M2, 24.0)]  # of a product with an E4M3 operand; NUMERICS.md, section 7
 
 
@@ -26,8 +23,8 @@ def rows_of_own_magnitude(num_rows: int, num_columns: int, seed: int) -> Tensor:
     return gaussian(num_rows, num_columns, seed) * magnitude.unsqueeze(1)
 
 
-def quantized(x: Tensor, kind: Kind, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    return kernels.quantize(x, dtype, kind[0], block=kind[1])
+def quantized(x: Tensor, kind: ScaleKind, dtype: torch.dtype = E4M3) -> ScaledCodes:
+    return ScaledCodes(*kernels.quantize(x, dtype, kind.granularity, block=kind.block), kind)
 
 
 def exact(a: Tensor, b: Tensor) -> Tensor:
@@ -38,23 +35,23 @@ def exact(a: Tensor, b: Tensor) -> Tensor:
 class TestQualityPerTile:
     def test_tensor_scales_on_one_magnitude(self, a_dtype: torch.dtype, min_db: float) -> None:
         a, b = gaussian(256, 512, seed=0), gaussian(256, 512, seed=1)
-        assert_sqnr(kernels.matmul(*quantized(a, TENSOR, a_dtype), *quantized(b, TENSOR)), exact(a, b), min_db)
+        assert_sqnr(kernels.matmul(quantized(a, TENSOR, a_dtype), quantized(b, TENSOR)), exact(a, b), min_db)
 
     def test_row_scales_on_rows_of_their_own_magnitude(self, a_dtype: torch.dtype, min_db: float) -> None:
         a, b = rows_of_own_magnitude(384, 512, seed=0), rows_of_own_magnitude(256, 512, seed=1)
-        assert_sqnr(kernels.matmul(*quantized(a, ROW, a_dtype), *quantized(b, ROW)), exact(a, b), min_db)
+        assert_sqnr(kernels.matmul(quantized(a, ROW, a_dtype), quantized(b, ROW)), exact(a, b), min_db)
 
     @pytest.mark.parametrize(("a_kind", "b_kind"), [(BLOCK_1, BLOCK_1), (BLOCK_1, BLOCK_128), (BLOCK_128, BLOCK_1)])
     def test_block_scales_on_tiles_of_their_own_magnitude(
-        self, a_dtype: torch.dtype, min_db: float, a_kind: Kind, b_kind: Kind
+        self, a_dtype: torch.dtype, min_db: float, a_kind: ScaleKind, b_kind: ScaleKind
     ) -> None:
         a, b = mixed_magnitudes(384, 512, seed=0), mixed_magnitudes(256, 512, seed=1)
-        assert_sqnr(kernels.matmul(*quantized(a, a_kind, a_dtype), *quantized(b, b_kind)), exact(a, b), min_db)
+        assert_sqnr(kernels.matmul(quantized(a, a_kind, a_dtype), quantized(b, b_kind)), exact(a, b), min_db)
 
 
 def test_the_measure_sees_a_tile_that_the_whole_tensor_hides() -> None:
     a, b = rows_of_own_magnitude(384, 512, seed=0), gaussian(256, 512, seed=1)
-    out = kernels.matmul(*quantized(a, TENSOR), *quantized(b, TENSOR))
+    out = kernels.matmul(quantized(a, TENSOR), quantized(b, TENSOR))
     assert sqnr_db(out, exact(a, b)) > 28.0
     with pytest.raises(AssertionError, match=r"tile at \(0, \d+\) has .* needs 28.00 dB.*got .*, expected "):
         assert_sqnr(out, exact(a, b), 28.0)
@@ -69,33 +66,29 @@ class TestValue:
     @pytest.mark.parametrize(
         ("a_kind", "b_kind"), [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (BLOCK_1, BLOCK_1), (BLOCK_1, BLOCK_128)]
     )
-    def test_any_shape(self, shape: tuple[int, int, int], a_kind: Kind, b_kind: Kind) -> None:
+    def test_any_shape(self, shape: tuple[int, int, int], a_kind: ScaleKind, b_kind: ScaleKind) -> None:
         num_rows, num_summed, num_out = shape
         a = quantized(gaussian(num_rows, num_summed, seed=0), a_kind)
         b = quantized(gaussian(num_out, num_summed, seed=1), b_kind)
-        out = kernels.matmul(*a, *b)
+        out = kernels.matmul(a, b)
         assert out.is_contiguous()
-        torch.testing.assert_close(out, exact(kernels.dequantize(*a), kernels.dequantize(*b)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out, exact(kernels.values_of(a), kernels.values_of(b)), rtol=1e-5, atol=1e-5)
 
     def test_transposed_operands(self) -> None:
         """The backward GEMMs: codes that are stored the other way round, with a tensor scale."""
-        (grad, grad_scale), (weight, weight_scale) = (
-            quantized(gaussian(48, 80, 0), TENSOR, E5M2),
-            quantized(gaussian(80, 64, 1), TENSOR),
-        )
-        grad_input = kernels.matmul(grad, grad_scale, weight.t(), weight_scale)
-        expected = exact(kernels.dequantize(grad, grad_scale), kernels.dequantize(weight, weight_scale).t())
+        grad, weight = quantized(gaussian(48, 80, 0), TENSOR, E5M2), quantized(gaussian(80, 64, 1), TENSOR)
+        grad_input = kernels.matmul(grad, weight.t())
+        expected = exact(kernels.values_of(grad), kernels.values_of(weight).t())
         torch.testing.assert_close(grad_input, expected, rtol=1e-5, atol=1e-5)
 
-    def test_bias_and_out_dtype(self) -> None:
-        a, b, bias = quantized(gaussian(5, 32, 0), TENSOR), quantized(gaussian(7, 32, 1), TENSOR), torch.arange(7.0)
-        out = kernels.matmul(*a, *b, torch.bfloat16, bias_N=bias)
-        assert torch.equal(out, (kernels.matmul(*a, *b) + bias).bfloat16())
+    def test_out_dtype(self) -> None:
+        a, b = quantized(gaussian(5, 32, 0), TENSOR), quantized(gaussian(7, 32, 1), TENSOR)
+        assert torch.equal(kernels.matmul(a, b, torch.bfloat16), kernels.matmul(a, b).bfloat16())
 
     def test_nan_reaches_its_row(self) -> None:
         a = gaussian(4, 40, 0)
         a[2, 3] = torch.nan
-        out = kernels.matmul(*quantized(a, TENSOR), *quantized(gaussian(5, 40, 1), TENSOR))
+        out = kernels.matmul(quantized(a, TENSOR), quantized(gaussian(5, 40, 1), TENSOR))
         assert out.isnan().any(1).tolist() == [False, False, True, False]
 
 
@@ -114,19 +107,21 @@ class TestRules:
             (ROW, BLOCK_128, E4M3, E4M3, "cannot combine row with block 128x128"),
         ],
     )
-    def test_combinations(self, a_kind: Kind, b_kind: Kind, a_dtype: torch.dtype, b_dtype: torch.dtype, message: str) -> None:
+    def test_combinations(
+        self, a_kind: ScaleKind, b_kind: ScaleKind, a_dtype: torch.dtype, b_dtype: torch.dtype, message: str
+    ) -> None:
         with pytest.raises(ValueError, match=message):
-            kernels.matmul(*quantized(self.a, a_kind, a_dtype), *quantized(self.b, b_kind, b_dtype))
+            kernels.matmul(quantized(self.a, a_kind, a_dtype), quantized(self.b, b_kind, b_dtype))
 
     def test_shapes(self) -> None:
-        (a_codes, a_scale), (b_codes, b_scale) = quantized(self.a, ROW), quantized(self.b, ROW)
+        a, b = quantized(self.a, ROW), quantized(self.b, ROW)
         with pytest.raises(ValueError, match=r"got \(256, 256\) and \(256, 384\)"):
-            kernels.matmul(a_codes, a_scale, b_codes.t(), b_scale)
-        with pytest.raises(ValueError, match=r"b_dequant_scale is \(1, 384\) for codes \(384, 256\); allowed: tensor"):
-            kernels.matmul(a_codes, a_scale, b_codes, b_scale.t())
+            kernels.matmul(a, b._replace(codes=b.codes.t()))
+        with pytest.raises(ValueError, match=r"b_dequant_scale is \(1, 384\) for codes \(384, 256\); allowed: row \(384, 1\)"):
+            kernels.matmul(a, b._replace(dequant_scale=b.dequant_scale.t()))
 
     def test_fast_accumulation_needs_tensor_scales(self) -> None:
-        tensor = (*quantized(self.a, TENSOR), *quantized(self.b, TENSOR))
+        tensor = (quantized(self.a, TENSOR), quantized(self.b, TENSOR))
         assert torch.equal(kernels.matmul(*tensor, fast_accumulation=True), kernels.matmul(*tensor))
         with pytest.raises(ValueError, match="needs tensor scales; got row and row"):
-            kernels.matmul(*quantized(self.a, ROW), *quantized(self.b, ROW), fast_accumulation=True)
+            kernels.matmul(quantized(self.a, ROW), quantized(self.b, ROW), fast_accumulation=True)

@@ -1,5 +1,7 @@
-"""The ops as torch sees them: what a compiler is told of their results, FLOPs, no aliases."""
+"""The ops as torch sees them: which implementation a device gets, what a compiler is told of results, FLOPs, no aliases."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,35 +13,48 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from worker import kernels
-from worker.kernels import ops
-from worker.kernels.formats import KINDS
+from worker.kernels import ScaledCodes, ScaleKind
+from worker.kernels.cuda import language
 
+ops = torch.ops.octet
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """(op, arguments) of every op, with every kind of scale."""
-    for shape in ((300, 260), (16, 1)):
+def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """(op, arguments) of every op, with every kind of scale. Nothing that was given is changed but by `accumulate_`."""
+    for shape in shapes or ((300, 260), (16, 1)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        for kind in KINDS:
+        for kind in (kind.value for kind in ScaleKind):
             codes, scale = ops.quantize(x, E4M3, kind, 0, None)
             yield ops.compute_amax, (x, kind)
             yield ops.quantize, (x, E5M2, kind, 1, None)
             yield ops.quantize, (x, torch.float16, kind, 0, ops.compute_amax(x, kind))
-            yield ops.encode, (x, scale, E4M3)
-            yield ops.encode, (x.t(), ops.compute_amax(x.t(), kind), E4M3)
-            yield ops.dequantize, (codes, scale, torch.bfloat16)
-            yield ops.dequantize, (codes, scale, torch.float32)
+            yield ops.encode, (x, scale, kind, E4M3)
+            yield ops.encode, (x.t(), ops.compute_amax(x.t(), kind), kind, E4M3)
+            yield ops.dequantize, (codes, scale, kind, torch.bfloat16)
+            yield ops.dequantize, (codes, scale, kind, torch.float32)
             for sides in ("rows", "columns", "both"):
-                yield ops.quantize_operand, (x, E4M3, kind, 0, sides, [])
-                yield ops.quantize_operand, (x.t(), E4M3, kind, 0, sides, [])
-        for is_full in ([torch.tensor(True)], [torch.tensor(False)], []):
-            window = [torch.tensor(3.0), *is_full]
-            yield ops.quantize_operand, (x, E4M3, "tensor", 0, "both", window)
+                yield ops.quantize_operand, (x, E4M3, kind, 0, sides, None, None)
+                yield ops.quantize_operand, (x.t(), E4M3, kind, 0, sides, None, None)
+        for uses_amax in (torch.tensor(True), torch.tensor(False), None):
+            yield ops.quantize_operand, (x, E4M3, "tensor", 0, "both", torch.tensor(3.0), uses_amax)
         codes, scale = ops.quantize(x, E4M3, "row", 0, None)
-        yield ops.matmul, (codes, scale, codes, scale, torch.bfloat16, False)
+        yield ops.matmul, (codes, scale, "row", codes, scale, "row", torch.bfloat16, False)
         yield ops.all_finite, (x,)
+        yield ops.sqrt, (x.abs() + 1e-20,)
         yield ops.split_dequantize, (codes, torch.ones_like(codes, dtype=torch.int8), torch.tensor(0.5), torch.bfloat16)
+        codes, scale = ops.quantize(x, E4M3, "tensor", 0, None)
+        yield ops.norms, ([codes, codes[1:]], [scale, scale / 2])
+        yield ops.mean_of_shards, (codes, torch.ones(len(codes)))
+        yield ops.accumulate_, (codes, scale, x, 0.5, [3, 4, 5])
+
+
+def test_every_op_is_called() -> None:
+    called = {str(op) for op, _ in calls()}
+    registered = {
+        f"octet.{name.split('::')[1]}" for name in torch._C._dispatch_get_all_op_names() if name.startswith("octet::")
+    }
+    assert registered - called == {"octet.activate_again", "octet.measure"}  # made of other ops, the same on all devices
 
 
 def test_results_are_what_the_compiler_is_told() -> None:
@@ -47,6 +62,8 @@ def test_results_are_what_the_compiler_is_told() -> None:
         with FakeTensorMode() as mode:
             told = op(*tree_map_only(Tensor, mode.from_tensor, arguments))
         for real, fake in zip(tree_leaves(op(*arguments)), tree_leaves(told), strict=True):
+            if real is None:
+                continue
             assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device), op
             strides = zip(real.shape, real.stride(), fake.stride(), strict=True)
             assert all(one == other for size, one, other in strides if size > 1), op
@@ -55,14 +72,52 @@ def test_results_are_what_the_compiler_is_told() -> None:
 def test_results_share_no_memory() -> None:
     for op, arguments in calls():
         given = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor)}
-        results = [tensor.untyped_storage().data_ptr() for tensor in tree_leaves(op(*arguments))]
+        results = [tensor.untyped_storage().data_ptr() for tensor in tree_leaves(op(*arguments)) if tensor is not None]
         assert len(given.union(results)) == len(given) + len(results), op
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
+def test_cuda_tensors_get_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered for CUDA is run on CPU tensors; it must be a Triton kernel and agree with the reference."""
+    launched: list[str] = []
+    run = language.triton.runtime.interpreter.InterpretedFunction.run
+
+    def note(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        launched.append(kernel.fn.__name__)
+        return run(kernel, *arguments, **options)
+
+    monkeypatch.setattr(language.triton.runtime.interpreter.InterpretedFunction, "run", note)
+    on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    for op, arguments in calls((16, 130)):
+        if op in (ops.matmul, ops.sqrt):  # cuBLAS's and torch's own
+            continue
+        launched.clear()
+        twin = tree_map_only(Tensor, Tensor.clone, arguments)
+        expected, actual = op(*arguments), op.default.redispatch(on_cuda, *twin)
+        assert launched, op
+        exact = {"rtol": 1e-5, "atol": 0.0} if op is ops.norms else {"rtol": 0.0, "atol": 0.0}
+        pairs = zip(tree_leaves((expected, arguments)), tree_leaves((actual, twin)), strict=True)
+        for one, other in pairs:
+            if isinstance(one, Tensor):
+                torch.testing.assert_close(other.float(), one.float(), **exact)
+
+
+def test_registering_ops_loads_no_triton() -> None:
+    program = (
+        "import sys, torch, worker.kernels as k, worker.fp8.linear; k.quantize(torch.ones(4), torch.float8_e4m3fn);"
+        "print('triton' in sys.modules, 'worker.kernels.cuda' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "False False\n"
 
 
 @pytest.mark.parametrize("shape", [(5, 40, 33), (128, 256, 64)])
 def test_a_product_counts_two_flops_for_each_multiplication(shape: tuple[int, int, int]) -> None:
     num_rows, num_summed, num_out = shape
-    a, b = kernels.quantize(torch.ones(num_rows, num_summed), E4M3), kernels.quantize(torch.ones(num_out, num_summed), E4M3)
+    ones = (torch.ones(num_rows, num_summed), torch.ones(num_out, num_summed))
+    a, b = (ScaledCodes(*kernels.quantize(x, E4M3), ScaleKind.TENSOR) for x in ones)
+    kernels.count_flops()
     with FlopCounterMode(display=False) as counter:
-        kernels.matmul(*a, *b)
+        kernels.matmul(a, b)
     assert counter.get_total_flops() == 2 * num_rows * num_summed * num_out

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from worker.kernels import reference
 from worker.kernels.cuda import language
-from worker.kernels.formats import BLOCK, KINDS, scale_shape
+from worker.kernels.formats import BLOCK
+from worker.kernels.scales import ScaleKind, scale_shape
 
 FLAT_BLOCK, FLAT_BLOCKS_PER_PROGRAM, FLAT_WARPS = 8192, 4, 8
 MAX_ROW_BLOCK = 16384  # columns of a row that a program holds at once; a longer row takes several turns
@@ -22,7 +23,7 @@ TILE_WARPS = 8
 
 @triton.jit
 def _amax_flat(x, out, unless, num_elements, HAS_UNLESS: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):
-    """*out = max(*out, amax of x), of which nothing is read if *unless is set."""
+    """*out = max(*out, amax of x); x is not read if *unless is set."""
     is_wanted = True
     if HAS_UNLESS:
         is_wanted = tl.load(unless) == 0
@@ -38,7 +39,7 @@ def _amax_flat(x, out, unless, num_elements, HAS_UNLESS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _amax_rows(x, stride, out, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One for each row."""
+    """Write an amax for each row."""
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row = rows < num_rows - first_row
@@ -53,7 +54,7 @@ def _amax_rows(x, stride, out, num_rows, num_columns, ROWS: tl.constexpr, COLUMN
 
 @triton.jit
 def _amax_tiles(x, stride, out, num_rows, num_columns, IS_SQUARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One for each tile, or for each row of each tile."""
+    """Write an amax for each tile, or for each row of each tile."""
     num_column_tiles = tl.cdiv(num_columns, COLUMNS)
     tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
     first_row = tile_m.to(tl.int64) * ROWS
@@ -70,7 +71,7 @@ def _amax_tiles(x, stride, out, num_rows, num_columns, IS_SQUARE: tl.constexpr, 
 
 @triton.jit
 def _amax_both(x, stride, by_row, by_column, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One for each row and one for each column, from one read."""
+    """Raise an amax for each row and one for each column, from one read."""
     num_column_tiles = tl.cdiv(num_columns, COLUMNS)
     tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
     first_row, first_column = tile_m.to(tl.int64) * ROWS, tile_n * COLUMNS
@@ -100,27 +101,27 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def as_flat(x: Tensor) -> Tensor:
-    """All elements in some order, as a view where memory has no gaps between them."""
+    """All elements in some order; a view where memory has no gaps between them."""
     if x.ndim == 2 and x.t().is_contiguous():
         return x.t().view(-1)
     return x.contiguous().view(-1)
 
 
-def compute_amax(x: Tensor, kind: str) -> Tensor:
+def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
     """See the reference."""
     if x.numel() == 0:
         return reference.compute_amax(x, kind)
-    if kind == "tensor":
+    if kind is ScaleKind.TENSOR:
         return tensor_amax(x)
     x_MN = as_matrix(x)
     num_rows, num_columns = x_MN.shape
-    out = torch.empty(scale_shape(x.shape, *KINDS[kind]), dtype=torch.float32, device=x.device)
-    if kind == "row":
+    out = torch.empty(scale_shape(x.shape, kind), dtype=torch.float32, device=x.device)
+    if kind is ScaleKind.ROW:
         columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
         rows = max(1, ROW_TILE // columns)
         _amax_rows[(triton.cdiv(num_rows, rows),)](x_MN, x_MN.stride(0), out, num_rows, num_columns, rows, columns)
         return out
-    is_square = kind == "block 128x128"
+    is_square = kind is ScaleKind.BLOCK_128X128
     rows = BLOCK if is_square else ROWS_OF_BLOCKS
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, BLOCK),)
     _amax_tiles[grid](x_MN, x_MN.stride(0), out, num_rows, num_columns, is_square, rows, BLOCK, num_warps=TILE_WARPS)
@@ -138,7 +139,7 @@ def tensor_amax(x: Tensor, unless: Tensor | None = None) -> Tensor:
 
 
 def row_and_column_amax(x_MN: Tensor) -> tuple[Tensor, Tensor]:
-    """((M,), (N,)) from one read."""
+    """Return the amaxes (M,) of the rows and (N,) of the columns, from one read."""
     num_rows, num_columns = x_MN.shape
     bits = torch.zeros(num_rows + num_columns, dtype=torch.int32, device=x_MN.device)
     by_row, by_column = bits[:num_rows], bits[num_rows:]

@@ -19,15 +19,17 @@ from torch.nn.functional import ScalingType
 from worker.kernels.cuda import language
 from worker.kernels.cuda.rescale import FORMAT_NAMES
 from worker.kernels.cuda.transpose import transpose
-from worker.kernels.formats import BLOCK, kind_of_scale
+from worker.kernels.formats import BLOCK
+from worker.kernels.scales import ScaledCodes, ScaleKind
 
 RECIPES = {
-    "tensor": ScalingType.TensorWise,
-    "row": ScalingType.RowWise,
-    "block 1x128": ScalingType.BlockWise1x128,
-    "block 128x128": ScalingType.BlockWise128x128,
+    ScaleKind.TENSOR: ScalingType.TensorWise,
+    ScaleKind.ROW: ScalingType.RowWise,
+    ScaleKind.BLOCK_1X128: ScalingType.BlockWise1x128,
+    ScaleKind.BLOCK_128X128: ScalingType.BlockWise128x128,
 }
 HOPPER = (9, 0)
+TENSORS, ROWS = (ScaleKind.TENSOR, ScaleKind.TENSOR), (ScaleKind.ROW, ScaleKind.ROW)
 SCALE_ALIGNMENT = 4  # rows: 16 bytes of the scales of a block of K
 
 TILE_M, TILE_N, TILE_GROUP, WARPS = 128, 128, 8, 8
@@ -35,96 +37,83 @@ NUM_STAGES = {HOPPER: 4}  # tiles of a and b in flight; elsewhere 2, for 100 kB 
 
 
 class Plan(NamedTuple):
-    """backend: "scaled_mm" or "triton". out_dtype: of the product, before a cast to the dtype that was asked for."""
+    """backend: "scaled_mm" or "triton". out_dtype: the product's dtype before a cast to the dtype that was asked for."""
 
     backend: str
     out_dtype: torch.dtype
 
 
 def plan(
-    kinds: tuple[str, str],
+    kinds: tuple[ScaleKind, ScaleKind],
     dtypes: tuple[torch.dtype, torch.dtype],
     capability: tuple[int, int],
     cuda_version: tuple[int, int],
     out_dtype: torch.dtype,
 ) -> Plan:
-    """What computes a product. A result that cuBLASLt cannot round to out_dtype leaves it in fp32."""
-    if kinds == ("tensor", "tensor"):
+    """Choose what computes a product. cuBLASLt leaves a result in fp32 where it cannot round it to out_dtype."""
+    if kinds == TENSORS:
         return Plan("scaled_mm", out_dtype)
     has_scaled_rows_and_blocks = capability == HOPPER and cuda_version >= (12, 9)
-    if kinds != ("row", "row") and set(dtypes) != {torch.float8_e4m3fn}:
+    if kinds != ROWS and set(dtypes) != {torch.float8_e4m3fn}:
         return Plan("triton", out_dtype)
     if has_scaled_rows_and_blocks:
         return Plan("scaled_mm", torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32)
     return Plan("triton", out_dtype)
 
 
-def matmul(
-    a_MK: Tensor,
-    a_dequant_scale: Tensor,
-    b_NK: Tensor,
-    b_dequant_scale: Tensor,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-) -> Tensor:
+def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """See the reference."""
-    if 0 in (*a_MK.shape, *b_NK.shape):
-        return torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=out_dtype, device=a_MK.device)
-    kinds, a_dequant_scale, b_dequant_scale = matching_scales(a_MK, a_dequant_scale, b_NK, b_dequant_scale)
-    a_MK, b_NK = with_adjacent_columns(a_MK), with_adjacent_columns(b_NK)
-    capability, cuda_version = platform(a_MK.device)
-    chosen = plan(kinds, (a_MK.dtype, b_NK.dtype), capability, cuda_version, out_dtype)
+    if 0 in (*a_MK.codes.shape, *b_NK.codes.shape):
+        return torch.zeros(a_MK.codes.shape[0], b_NK.codes.shape[0], dtype=out_dtype, device=a_MK.codes.device)
+    a_MK, b_NK = with_matching_scales(a_MK, b_NK)
+    a_MK = a_MK._replace(codes=with_adjacent_columns(a_MK.codes))
+    b_NK = b_NK._replace(codes=with_adjacent_columns(b_NK.codes))
+    capability, cuda_version = platform(a_MK.codes.device)
+    chosen = plan((a_MK.kind, b_NK.kind), (a_MK.codes.dtype, b_NK.codes.dtype), capability, cuda_version, out_dtype)
     if chosen.backend == "triton":
-        return triton_matmul(a_MK, a_dequant_scale, b_NK, b_dequant_scale, kinds, out_dtype, NUM_STAGES.get(capability, 2))
-    return cublas_matmul(a_MK, a_dequant_scale, b_NK, b_dequant_scale, kinds, chosen.out_dtype, fast_accumulation).to(out_dtype)
+        return triton_matmul(a_MK, b_NK, out_dtype, NUM_STAGES.get(capability, 2))
+    return cublas_matmul(a_MK, b_NK, chosen.out_dtype, fast_accumulation).to(out_dtype)
 
 
 def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The compute capability of a device, and the version of CUDA that torch was built for, whose cuBLASLt it loads."""
+    """Return the compute capability of a device, and the CUDA version of the cuBLASLt that torch loads."""
     major, minor = (torch.version.cuda or "0.0").split(".")[:2]
     return torch.cuda.get_device_capability(device), (int(major), int(minor))
 
 
-def cublas_matmul(
-    a_MK: Tensor,
-    a_dequant_scale: Tensor,
-    b_NK: Tensor,
-    b_dequant_scale: Tensor,
-    kinds: tuple[str, str],
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-) -> Tensor:
+def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The product of contiguous codes with scales that match."""
-    num_rows = a_MK.shape[0]
-    if kinds[0] == "block 1x128" and num_rows % SCALE_ALIGNMENT:
+    a_codes, a_dequant_scale, a_kind = a_MK
+    b_codes, b_dequant_scale, b_kind = b_NK
+    num_rows = a_codes.shape[0]
+    if a_kind is ScaleKind.BLOCK_1X128 and num_rows % SCALE_ALIGNMENT:
         padding = (0, 0, 0, -num_rows % SCALE_ALIGNMENT)
-        a_MK = F.pad(a_MK.view(torch.uint8), padding).view(a_MK.dtype)
+        a_codes = F.pad(a_codes.view(torch.uint8), padding).view(a_codes.dtype)
         a_dequant_scale = F.pad(a_dequant_scale, padding, value=1.0)
-    a_scale, b_scale = cublas_scale(a_dequant_scale, kinds[0]), cublas_scale(b_dequant_scale, kinds[1])
+    a_scale, b_scale = cublas_scale(a_dequant_scale, a_kind), cublas_scale(b_dequant_scale, b_kind)
     out_MN = F.scaled_mm(
-        a_MK, b_NK.t(), a_scale, RECIPES[kinds[0]], b_scale.t() if kinds[1] == "row" else b_scale, RECIPES[kinds[1]],
+        a_codes, b_codes.t(), a_scale, RECIPES[a_kind], b_scale.t() if b_kind is ScaleKind.ROW else b_scale, RECIPES[b_kind],
         output_dtype=out_dtype, use_fast_accum=fast_accumulation,
     )  # fmt: skip
     return out_MN[:num_rows]
 
 
-def matching_scales(
-    a_MK: Tensor, a_dequant_scale: Tensor, b_NK: Tensor, b_dequant_scale: Tensor
-) -> tuple[tuple[str, str], Tensor, Tensor]:
-    """The kinds of both scales, of which none, or both, are of blocks, and none, or both, of the tensor."""
-    kinds = kind_of_scale(a_dequant_scale, a_MK.shape), kind_of_scale(b_dequant_scale, b_NK.shape)
-    is_blockwise = [kind.startswith("block") for kind in kinds]
-    if all(is_blockwise) or kinds == ("tensor", "tensor"):
-        return kinds, a_dequant_scale, b_dequant_scale
-    a_rows, b_rows = _row_scale(a_dequant_scale, kinds[0], a_MK), _row_scale(b_dequant_scale, kinds[1], b_NK)
-    return ("row", "row"), a_rows, b_rows
+def with_matching_scales(a_MK: ScaledCodes, b_NK: ScaledCodes) -> tuple[ScaledCodes, ScaledCodes]:
+    """Bring both scales to the same family: block, tensor or row. Over one block of K a block's scale is one of the row."""
+    has_blocks_of_k = a_MK.codes.shape[1] > BLOCK and a_MK.kind.is_blockwise
+    if has_blocks_of_k or (a_MK.kind, b_NK.kind) == TENSORS:
+        return a_MK, b_NK
+    return _scaled_by_row(a_MK), _scaled_by_row(b_NK)
 
 
-def _row_scale(dequant_scale: Tensor, kind: str, codes: Tensor) -> Tensor:
-    """(rows, 1), contiguous, of any scale that has one for all of a row."""
-    if kind == "block 128x128":
-        return dequant_scale.repeat_interleave(BLOCK, 0)[: codes.shape[0]]
-    return dequant_scale.expand(codes.shape[0], 1).contiguous()
+def _scaled_by_row(quantized: ScaledCodes) -> ScaledCodes:
+    """With a contiguous scale (rows, 1), of any scale that has one for all of a row."""
+    codes, dequant_scale, kind = quantized
+    if kind is ScaleKind.BLOCK_128X128:
+        dequant_scale = dequant_scale.repeat_interleave(BLOCK, 0)[: codes.shape[0]]
+    else:
+        dequant_scale = dequant_scale.expand(codes.shape[0], 1).contiguous()
+    return ScaledCodes(codes, dequant_scale, ScaleKind.ROW)
 
 
 def with_adjacent_columns(codes: Tensor) -> Tensor:
@@ -134,11 +123,11 @@ def with_adjacent_columns(codes: Tensor) -> Tensor:
     return transpose(codes.t()) if codes.stride(0) == 1 else codes.contiguous()
 
 
-def cublas_scale(dequant_scale: Tensor, kind: str) -> Tensor:
-    """A dequant_scale laid out as cuBLASLt reads it; block 1×128 scales of `formats.empty_operand_scale` are already."""
-    if kind == "block 1x128":
+def cublas_scale(dequant_scale: Tensor, kind: ScaleKind) -> Tensor:
+    """A dequant_scale laid out as cuBLASLt reads it; block 1×128 scales of `scales.empty_operand_scale` are already."""
+    if kind is ScaleKind.BLOCK_1X128:
         return dequant_scale.t().contiguous().t()
-    if kind == "block 128x128":
+    if kind is ScaleKind.BLOCK_128X128:
         return F.pad(dequant_scale, (0, -dequant_scale.shape[1] % SCALE_ALIGNMENT)).contiguous().t()
     return dequant_scale
 
@@ -221,28 +210,20 @@ def _matmul(
     tl.store(outputs, language.cast(total, out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-def triton_matmul(
-    a_MK: Tensor,
-    a_dequant_scale: Tensor,
-    b_NK: Tensor,
-    b_dequant_scale: Tensor,
-    kinds: tuple[str, str],
-    out_dtype: torch.dtype,
-    num_stages: int,
-) -> Tensor:
+def triton_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, num_stages: int) -> Tensor:
     """The product of contiguous codes of any formats with scales of any kinds that match."""
-    (num_rows, num_summed), num_columns = a_MK.shape, b_NK.shape[0]
-    out_MN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=a_MK.device)
-    is_blockwise = kinds[0].startswith("block")
-    scale_rows = [BLOCK if kind == "block 128x128" else 1 for kind in kinds]
+    (num_rows, num_summed), num_columns = a_MK.codes.shape, b_NK.codes.shape[0]
+    out_MN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=a_MK.codes.device)
+    is_blockwise = a_MK.kind.is_blockwise
+    scale_rows = [operand.kind.block[0] for operand in (a_MK, b_NK)]
     strides = [
-        (0, 0) if kind == "tensor" else (scale.stride(0), scale.stride(1) if is_blockwise else 0)
-        for kind, scale in zip(kinds, (a_dequant_scale, b_dequant_scale), strict=True)
+        (0, 0) if kind is ScaleKind.TENSOR else (scale.stride(0), scale.stride(1) if is_blockwise else 0)
+        for _, scale, kind in (a_MK, b_NK)
     ]
     grid = (triton.cdiv(num_rows, TILE_M) * triton.cdiv(num_columns, TILE_N),)
     _matmul[grid](
-        a_MK, a_dequant_scale, *strides[0], b_NK, b_dequant_scale, *strides[1],
-        out_MN, num_rows, num_columns, num_summed, FORMAT_NAMES[a_MK.dtype], FORMAT_NAMES[b_NK.dtype], *scale_rows,
-        is_blockwise, TILE_M, TILE_N, BLOCK, TILE_GROUP, num_warps=WARPS, num_stages=num_stages,
+        a_MK.codes, a_MK.dequant_scale, *strides[0], b_NK.codes, b_NK.dequant_scale, *strides[1],
+        out_MN, num_rows, num_columns, num_summed, FORMAT_NAMES[a_MK.codes.dtype], FORMAT_NAMES[b_NK.codes.dtype],
+        *scale_rows, is_blockwise, TILE_M, TILE_N, BLOCK, TILE_GROUP, num_warps=WARPS, num_stages=num_stages,
     )  # fmt: skip
     return out_MN

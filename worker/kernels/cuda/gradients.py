@@ -25,15 +25,15 @@ def sum_of_squares_kernel(codes, partial, num_elements, CHUNK: tl.constexpr):
     tl.store(partial + tl.program_id(0), tl.sum(values * values, 0))
 
 
-def norms(gradients: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The 2-norms of the values of E4M3 codes with one scale each: a launch for each, and three for all of them."""
-    partials = [_sums_of_squares(codes) for codes, _ in gradients]
+def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor]) -> list[Tensor]:
+    """See the reference. A launch for each, and three for all of them."""
+    partials = [_sums_of_squares(each) for each in codes]
     roots = torch._foreach_sqrt(torch._foreach_norm(partials, 1))
-    return list(torch._foreach_mul(roots, [dequant_scale for _, dequant_scale in gradients]))
+    return list(torch._foreach_mul(roots, list(dequant_scales)))
 
 
 def _sums_of_squares(codes: Tensor) -> Tensor:
-    """One for each program."""
+    """The sum of squares of each program's chunk."""
     flat = codes.view(torch.uint8).reshape(-1)
     partial = torch.empty(triton.cdiv(flat.numel(), CHUNK), device=flat.device)
     sum_of_squares_kernel[(len(partial),)](flat, partial, flat.numel(), CHUNK)
@@ -67,8 +67,8 @@ def accumulate_kernel(codes, dequant_scale, other, alpha, new_scale, num_element
     tl.store(codes + at, rounded.to(tl.uint8), mask=at < num_elements)
 
 
-def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:
-    """codes × dequant_scale += alpha · other, with a new scale and stochastic rounding, in two passes over both."""
+def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: Sequence[int]) -> None:
+    """See the reference. Two passes over both."""
     flat, addend = codes.view(torch.uint8).view(-1), other.contiguous().view(-1)
     amax, grid = torch.zeros((), device=codes.device), (triton.cdiv(flat.numel(), CHUNK),)
     accumulated_amax_kernel[grid](flat, dequant_scale, addend, alpha, amax, flat.numel(), CHUNK, **_EXACT)
@@ -91,7 +91,7 @@ def mean_of_shards_kernel(codes, scales, mean, amax, num_elements, stride, NUM_R
 
 
 def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The fp32 mean over ranks, summed in their order, and its amax: one read of every rank's codes."""
+    """See the reference. One read of every rank's codes."""
     num_ranks, num_elements = codes_RS.shape
     mean_S, amax = torch.empty(num_elements, device=codes_RS.device), torch.zeros((), device=codes_RS.device)
     mean_of_shards_kernel[(triton.cdiv(num_elements, CHUNK),)](

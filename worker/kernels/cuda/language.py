@@ -1,4 +1,4 @@
-"""What several kernels share, as Triton device functions: casts, scales from amaxes, random numbers, stochastic rounding.
+"""Triton device functions that several kernels share: casts, scales from amaxes, random numbers, stochastic rounding.
 
 FP8 codes are loaded and stored as uint8. Triton's interpreter casts to FP8 wrongly where rounding carries into the exponent
 (31.5 becomes 16, Triton 3.6 to 3.9), so under it the cast is done on the bits; a device uses its own instruction.
@@ -21,13 +21,13 @@ NUMBERS_PER_DRAW = tl.constexpr(rounding.NUMBERS_PER_DRAW)
 
 @triton.jit
 def is_finite(x):
-    """Elementwise, of fp32."""
+    """Whether each fp32 element is finite."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
 
 
 @triton.jit
 def copysign(magnitude, signed):
-    """fp32 with the sign of `signed`: fp32, of which a zero has one too, or the sign bit of an int32."""
+    """fp32 with the sign of `signed`, an fp32 (zeros have signs too) or an int32 (its sign bit)."""
     sign = signed.to(tl.int32, bitcast=True) & -0x80000000
     return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 

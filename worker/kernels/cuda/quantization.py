@@ -22,7 +22,8 @@ from worker.kernels.cuda.amax import (
     tensor_amax,
 )
 from worker.kernels.cuda.rescale import FORMAT_NAMES, as_integers, encode
-from worker.kernels.formats import BLOCK, KINDS, empty_operand_scale, scale_shape
+from worker.kernels.formats import BLOCK
+from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
 FLAT_BLOCK, FLAT_WARPS = 8192, 8
 ROW_WARPS = 8
@@ -34,7 +35,7 @@ TILE_REGISTERS = 128  # at most, of a thread: two programs then share a multipro
 
 @triton.jit
 def _last_first():
-    """This program's number, counted from the end: where x was read for its amax just now, its end is still in the cache."""
+    """This program's number, counted from the end: the end of x is still in the cache where its amax was just found."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -178,40 +179,45 @@ def _quantize_tile(
         language.atomic_amax(new_amax, language.amax(language.amax(values, 1), 0))
 
 
-def quantize(x: Tensor, dtype: torch.dtype, kind: str, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype, kind: ScaleKind, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     """See the reference."""
     if x.numel() == 0:
         return reference.quantize(x, dtype, kind, margin, amax)
-    if kind == "tensor" and x.is_contiguous():
+    if kind is ScaleKind.TENSOR and x.is_contiguous():
         return _quantize_flat(x, dtype, margin, tensor_amax(x) if amax is None else amax.float())
-    if amax is not None or kind == "tensor":
+    if amax is not None or kind is ScaleKind.TENSOR:
         amax = compute_amax(x, kind) if amax is None else amax
         dequant_scale = formats.dequant_scale_from_amax(amax, dtype, margin)
-        return encode(x, dequant_scale, dtype), dequant_scale
+        return encode(x, dequant_scale, kind, dtype), dequant_scale
     x_MN = as_matrix(x)
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    dequant_scale = torch.empty(scale_shape(x.shape, *KINDS[kind]), dtype=torch.float32, device=x.device)
-    if kind == "row":
-        _launch_rows(x_MN, codes, dequant_scale, dtype, margin)
+    dequant_scale = torch.empty(scale_shape(x.shape, kind), dtype=torch.float32, device=x.device)
+    if kind is ScaleKind.ROW:
+        _launch_rows(x_MN, codes, dequant_scale, margin)
     else:
         scales_MN = dequant_scale.view(-1, dequant_scale.shape[-1])
-        _launch_tiles(x_MN, kind, dtype, margin, rows=(codes, scales_MN))
+        _launch_tiles(x_MN, margin, ScaledCodes(codes, scales_MN, kind), None)
     return codes, dequant_scale
 
 
 def quantize_operand(
-    x_MN: Tensor, dtype: torch.dtype, kind: str, margin: int, sides: str, window: tuple[Tensor, Tensor | None] | None
+    x_MN: Tensor,
+    dtype: torch.dtype,
+    kind: ScaleKind,
+    margin: int,
+    sides: str,
+    amax: Tensor | None = None,
+    uses_amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """See the reference. With an amax, or a window that is full, x is read once, for codes and its own amax."""
+    """See the reference. With an amax that is used, x is read once, for codes and its own amax."""
     if x_MN.numel() == 0:
-        return reference.quantize_operand(x_MN, dtype, kind, margin, sides, window)
-    amax = new_amax = None
-    if window is not None:
-        amax, is_full = window
-        if is_full is not None:
-            amax = torch.where(is_full, amax, tensor_amax(x_MN, unless=is_full))
-            new_amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
-    elif kind == "tensor":
+        return reference.quantize_operand(x_MN, dtype, kind, margin, sides, amax, uses_amax)
+    new_amax = None
+    if uses_amax is not None:
+        assert amax is not None
+        amax = torch.where(uses_amax, amax, tensor_amax(x_MN, unless=uses_amax))
+        new_amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
+    elif kind is ScaleKind.TENSOR and amax is None:
         amax = tensor_amax(x_MN)
     if amax is not None and sides == "rows" and x_MN.is_contiguous():
         parts = [*_quantize_flat(x_MN, dtype, margin, amax, new_amax)]
@@ -219,18 +225,18 @@ def quantize_operand(
     x_MN = as_matrix(x_MN)
     rows = _empty_operand(x_MN, dtype, kind) if sides != "columns" else None
     columns = _empty_operand(x_MN.t(), dtype, kind) if sides != "rows" else None
-    if kind == "row" and columns is None:
+    if kind is ScaleKind.ROW and columns is None:
         assert rows is not None
-        _launch_rows(x_MN, *rows, dtype, margin)
+        _launch_rows(x_MN, rows.codes, rows.dequant_scale, margin)
     else:
-        amaxes = row_and_column_amax(x_MN) if kind == "row" else (amax, None)
-        _launch_tiles(x_MN, kind, dtype, margin, rows, columns, amaxes, new_amax)
-    return [*(rows or ()), *(columns or ()), *(() if new_amax is None else (new_amax,))]
+        amaxes = row_and_column_amax(x_MN) if kind is ScaleKind.ROW else (amax, None)
+        _launch_tiles(x_MN, margin, rows, columns, amaxes, new_amax)
+    return [*(rows or ())[:2], *(columns or ())[:2], *(() if new_amax is None else (new_amax,))]
 
 
-def _empty_operand(like: Tensor, dtype: torch.dtype, kind: str) -> tuple[Tensor, Tensor]:
+def _empty_operand(like: Tensor, dtype: torch.dtype, kind: ScaleKind) -> ScaledCodes:
     codes = torch.empty(like.shape, dtype=dtype, device=like.device)
-    return codes, empty_operand_scale(like.shape, kind, like.device)
+    return ScaledCodes(codes, empty_operand_scale(like.shape, kind, like.device), kind)
 
 
 def _quantize_flat(
@@ -246,46 +252,46 @@ def _quantize_flat(
     return codes, dequant_scale
 
 
-def _launch_rows(x_MN: Tensor, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, margin: int) -> None:
+def _launch_rows(x_MN: Tensor, codes: Tensor, dequant_scale: Tensor, margin: int) -> None:
     num_rows, num_columns = x_MN.shape
     columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
     rows = max(1, ROW_TILE // columns)
     _quantize_rows[(triton.cdiv(num_rows, rows),)](
-        x_MN, x_MN.stride(0), as_integers(codes), dequant_scale, num_rows, num_columns, FORMAT_NAMES[dtype], margin,
+        x_MN, x_MN.stride(0), as_integers(codes), dequant_scale, num_rows, num_columns, FORMAT_NAMES[codes.dtype], margin,
         num_columns <= columns, rows, columns, num_warps=ROW_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _launch_tiles(
     x_MN: Tensor,
-    kind: str,
-    dtype: torch.dtype,
     margin: int,
-    rows: tuple[Tensor, Tensor] | None = None,
-    columns: tuple[Tensor, Tensor] | None = None,
+    rows: ScaledCodes | None,
+    columns: ScaledCodes | None,
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
     new_amax: Tensor | None = None,
 ) -> None:
-    """rows, columns: where codes and scales go. amaxes: of the rows, or the tensor, and of the columns, if they are given."""
+    """rows, columns: where codes and scales go. amaxes: those of the rows, or the tensor, and of the columns, if given."""
+    wanted = rows or columns
+    assert wanted is not None
     num_rows, num_columns = x_MN.shape
-    tile_m, tile_n = _tile(kind, columns is not None)
+    tile_m, tile_n = _tile(wanted.kind, columns is not None)
     grid = (triton.cdiv(num_rows, tile_m) * triton.cdiv(num_columns, tile_n),)
     _quantize_tile[grid](
         x_MN, x_MN.stride(0), num_rows, num_columns, *amaxes, new_amax, *_pointers(rows), *_pointers(columns),
-        kind, FORMAT_NAMES[dtype], margin, rows is not None, columns is not None, new_amax is not None, tile_m, tile_n,
-        num_warps=TILE_WARPS, maxnreg=TILE_REGISTERS, enable_fp_fusion=False,
+        wanted.kind.value, FORMAT_NAMES[wanted.codes.dtype], margin, rows is not None, columns is not None,
+        new_amax is not None, tile_m, tile_n, num_warps=TILE_WARPS, maxnreg=TILE_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _tile(kind: str, has_columns: bool) -> tuple[int, int]:
-    if kind in ("tensor", "row"):
+def _tile(kind: ScaleKind, has_columns: bool) -> tuple[int, int]:
+    if not kind.is_blockwise:
         return SHARED_SCALE_TILE
-    return (BLOCK if has_columns or kind == "block 128x128" else ROWS_OF_BLOCKS, BLOCK)
+    return (BLOCK if has_columns or kind is ScaleKind.BLOCK_128X128 else ROWS_OF_BLOCKS, BLOCK)
 
 
-def _pointers(operand: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _pointers(operand: ScaledCodes | None) -> tuple[Tensor | None, Tensor | None, int, int]:
     if operand is None:
         return None, None, 0, 0
-    codes, dequant_scale = operand
+    codes, dequant_scale, _ = operand
     stride_0, stride_1 = dequant_scale.stride() if dequant_scale.ndim else (0, 0)
     return as_integers(codes), dequant_scale, stride_0, stride_1

@@ -8,7 +8,8 @@ from torch import Tensor
 from worker.kernels import reference
 from worker.kernels.cuda import language
 from worker.kernels.cuda.amax import as_matrix
-from worker.kernels.formats import BLOCK, scale_shape
+from worker.kernels.formats import BLOCK
+from worker.kernels.scales import ScaledCodes, ScaleKind
 
 FORMAT_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float16: "fp16"}
 TILE, WARPS = 8192, 8  # elements of a program
@@ -31,7 +32,7 @@ def _rescale_tile(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """x / scale encoded, or decoded codes * scale, as OUT_FORMAT says; a scale is shared by SCALE_ROWS · SCALE_COLUMNS."""
+    """x / scale encoded, or decoded codes * scale, as OUT_FORMAT says; SCALE_ROWS · SCALE_COLUMNS elements share a scale."""
     num_column_tiles = tl.cdiv(num_columns, TILE_N)
     tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
     first_row, first_column = tile_m.to(tl.int64) * TILE_M, tile_n.to(tl.int64) * TILE_N
@@ -53,7 +54,7 @@ def _rescale_tile(
 
 @triton.jit
 def _decode_split(codes, residual, dequant_scale, out, num_elements, BLOCK: tl.constexpr):
-    """Of E4M3 codes with an INT8 residual each, and one scale."""
+    """Decode E4M3 codes that have an INT8 residual each, and one scale for all."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     mask = offsets < num_elements - start
@@ -62,21 +63,22 @@ def _decode_split(codes, residual, dequant_scale, out, num_elements, BLOCK: tl.c
     tl.store(out + start + offsets, language.cast(values * tl.load(dequant_scale), out.dtype.element_ty), mask=mask)
 
 
-def encode(x: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def encode(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, dtype: torch.dtype) -> Tensor:
     """See the reference."""
     if x.numel() == 0:
-        return reference.encode(x, dequant_scale, dtype)
+        return reference.encode(x, dequant_scale, kind, dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _rescale(x, dequant_scale, as_integers(out), "values", FORMAT_NAMES[dtype])
+    _rescale(x, dequant_scale, kind, as_integers(out), "values", FORMAT_NAMES[dtype])
     return out
 
 
-def dequantize(codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(quantized: ScaledCodes, dtype: torch.dtype) -> Tensor:
     """See the reference."""
+    codes, dequant_scale, kind = quantized
     if codes.numel() == 0:
-        return reference.dequantize(codes, dequant_scale, dtype)
+        return reference.dequantize(quantized, dtype)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    _rescale(as_integers(codes), dequant_scale, out, FORMAT_NAMES[codes.dtype], "values")
+    _rescale(as_integers(codes), dequant_scale, kind, out, FORMAT_NAMES[codes.dtype], "values")
     return out
 
 
@@ -95,20 +97,18 @@ def as_integers(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
 
 
-def _rescale(x: Tensor, dequant_scale: Tensor, out: Tensor, in_format: str, out_format: str) -> None:
-    if dequant_scale.ndim == 0 and x.is_contiguous():
+def _rescale(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, out: Tensor, in_format: str, out_format: str) -> None:
+    if kind is ScaleKind.TENSOR and x.is_contiguous():
         x_MN = x.view(1, -1) if x.numel() % BLOCK else x.view(-1, BLOCK)
     else:
         x_MN = as_matrix(x)
     num_rows, num_columns = x_MN.shape
-    is_blockwise = dequant_scale.ndim > 0 and dequant_scale.shape != (*x.shape[:-1], 1)
-    is_square = is_blockwise and tuple(dequant_scale.shape) != scale_shape(x.shape, "block")
-    scales = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.ndim else dequant_scale.expand(1, 1)
-    strides = (scales.stride(0), scales.stride(1) if is_blockwise else 0)
-    columns = BLOCK if is_blockwise else min(triton.next_power_of_2(num_columns), TILE)
+    scales = dequant_scale.expand(1, 1) if kind is ScaleKind.TENSOR else dequant_scale.reshape(-1, dequant_scale.shape[-1])
+    strides = (scales.stride(0), scales.stride(1) if kind.is_blockwise else 0)
+    columns = BLOCK if kind.is_blockwise else min(triton.next_power_of_2(num_columns), TILE)
     rows = min(triton.next_power_of_2(num_rows), max(1, TILE // columns))
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns),)
-    scale_rows = BLOCK if is_square else 1
+    scale_rows = BLOCK if kind is ScaleKind.BLOCK_128X128 else 1
     shape = (num_rows, num_columns, scale_rows, BLOCK)
     _rescale_tile[grid](
         x_MN, x_MN.stride(0), scales, *strides, out, *shape, in_format, out_format, rows, columns,

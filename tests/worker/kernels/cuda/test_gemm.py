@@ -6,15 +6,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.numerics.measure import assert_sqnr, mixed_magnitudes
-from worker.kernels import reference
+from worker.kernels import ScaledCodes, ScaleKind, reference
 from worker.kernels.cuda import gemm, language
 from worker.kernels.cuda.gemm import HOPPER, Plan, plan
-from worker.kernels.formats import empty_operand_scale
+from worker.kernels.scales import empty_operand_scale
 
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-TENSOR, ROW, NARROW, SQUARE = "tensor", "row", "block 1x128", "block 128x128"
+TENSOR, ROW, NARROW, SQUARE = ScaleKind
 NEW, OLD = (13, 0), (12, 8)  # CUDA: cuBLASLt scales rows and blocks from 12.9 on
 ADA, BLACKWELL = (8, 9), (10, 0)
 
@@ -43,7 +43,7 @@ ADA, BLACKWELL = (8, 9), (10, 0)
     ],
 )
 def test_plan(
-    kinds: tuple[str, str],
+    kinds: tuple[ScaleKind, ScaleKind],
     dtypes: tuple[torch.dtype, torch.dtype],
     capability: tuple[int, int],
     cuda_version: tuple[int, int],
@@ -53,19 +53,18 @@ def test_plan(
     assert plan(kinds, dtypes, capability, cuda_version, out_dtype) == expected
 
 
-def quantized(x: Tensor, kind: str, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    return reference.quantize(x.to(DEVICE), dtype, kind, 0, None)
+def quantized(x: Tensor, kind: ScaleKind, dtype: torch.dtype = E4M3) -> ScaledCodes:
+    return ScaledCodes(*reference.quantize(x.to(DEVICE), dtype, kind, 0, None), kind)
 
 
-def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out_dtype: torch.dtype = FP32) -> Tensor:
-    """By the Triton kernel."""
-    kinds, a_scale, b_scale = gemm.matching_scales(*a, *b)
-    return gemm.triton_matmul(a[0], a_scale, b[0], b_scale, kinds, out_dtype, 2)
+def product(a: ScaledCodes, b: ScaledCodes, out_dtype: torch.dtype = FP32) -> Tensor:
+    """Multiply by the Triton kernel."""
+    return gemm.triton_matmul(*gemm.with_matching_scales(a, b), out_dtype, 2)
 
 
 @pytest.mark.parametrize(("a_dtype", "min_db"), [(E4M3, 28.0), (E5M2, 24.0)])  # NUMERICS.md, section 7
 @pytest.mark.parametrize(("a_kind", "b_kind"), [(NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW)])
-def test_quality_per_tile(a_kind: str, b_kind: str, a_dtype: torch.dtype, min_db: float) -> None:
+def test_quality_per_tile(a_kind: ScaleKind, b_kind: ScaleKind, a_dtype: torch.dtype, min_db: float) -> None:
     a, b = mixed_magnitudes(384, 512, seed=0), mixed_magnitudes(256, 512, seed=1)
     out = product(quantized(a, a_kind, a_dtype), quantized(b, b_kind))
     assert_sqnr(out.cpu(), (a.double() @ b.double().t()).float(), min_db)
@@ -77,20 +76,22 @@ def test_quality_per_tile(a_kind: str, b_kind: str, a_dtype: torch.dtype, min_db
     [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (TENSOR, ROW), (NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW)],
 )
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
-def test_any_shape(shape: tuple[int, int, int], a_kind: str, b_kind: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_any_shape(
+    shape: tuple[int, int, int], a_kind: ScaleKind, b_kind: ScaleKind, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
     num_rows, num_summed, num_out = shape
     generator = torch.Generator().manual_seed(0)
     a = quantized(torch.randn(num_rows, num_summed, generator=generator), a_kind, dtypes[0])
     b = quantized(torch.randn(num_out, num_summed, generator=generator), b_kind, dtypes[1])
     for out_dtype, tolerance in ((FP32, 1e-5), (BF16, 2**-7)):
-        expected = reference.matmul(*a, *b, FP32, False)
+        expected = reference.matmul(a, b, FP32, False)
         torch.testing.assert_close(product(a, b, out_dtype).float(), expected, rtol=tolerance, atol=1e-4)
 
 
 def test_many_tiles_are_all_written() -> None:
     a = quantized(torch.randn(1100, 16, generator=torch.Generator().manual_seed(0)), TENSOR)
     b = quantized(torch.randn(400, 16, generator=torch.Generator().manual_seed(1)), TENSOR)
-    torch.testing.assert_close(product(a, b), reference.matmul(*a, *b, FP32, False), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product(a, b), reference.matmul(a, b, FP32, False), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -108,22 +109,29 @@ class TestCublas:
     @pytest.mark.parametrize("a_dtype", [E4M3, E5M2])
     @pytest.mark.parametrize(("a_kind", "b_kind"), [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (TENSOR, ROW)])
     def test_scales_of_tensors_and_rows(
-        self, a_kind: str, b_kind: str, a_dtype: torch.dtype, out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+        self,
+        a_kind: ScaleKind,
+        b_kind: ScaleKind,
+        a_dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(gemm, "platform", lambda _device: (HOPPER, NEW))
         generator = torch.Generator().manual_seed(0)
         a = quantized(torch.randn(18, 48, generator=generator), a_kind, a_dtype)
         b = quantized(torch.randn(32, 48, generator=generator), b_kind)
-        out = gemm.matmul(*a, *b, out_dtype, False)
+        out = gemm.matmul(a, b, out_dtype, False)
         assert out.dtype == out_dtype
-        expected = reference.matmul(*a, *b, FP32, False)
+        expected = reference.matmul(a, b, FP32, False)
         torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
 
     @pytest.mark.parametrize("shape", [(256, 512, 384), (6, 128, 128), (128, 640, 256)])
     @pytest.mark.parametrize(
         ("a_kind", "b_kind"), [(TENSOR, TENSOR), (ROW, ROW), (NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW)]
     )
-    def test_layouts_are_those_that_torch_asks_for(self, a_kind: str, b_kind: str, shape: tuple[int, int, int]) -> None:
+    def test_layouts_are_those_that_torch_asks_for(
+        self, a_kind: ScaleKind, b_kind: ScaleKind, shape: tuple[int, int, int]
+    ) -> None:
         num_rows, num_summed, num_out = shape
         if SQUARE in (a_kind, b_kind) and num_rows % 128:
             return
@@ -131,14 +139,15 @@ class TestCublas:
             device = torch.device("cpu")
             a = torch.empty(num_rows, num_summed, dtype=E4M3, device=device)
             b = torch.empty(num_out, num_summed, dtype=E4M3, device=device)
-            scales = empty_operand_scale(a.shape, a_kind, device), empty_operand_scale(b.shape, b_kind, device)
-            out = gemm.cublas_matmul(a, scales[0], b, scales[1], (a_kind, b_kind), BF16, False)
+            left = ScaledCodes(a, empty_operand_scale(a.shape, a_kind, device), a_kind)
+            right = ScaledCodes(b, empty_operand_scale(b.shape, b_kind, device), b_kind)
+            out = gemm.cublas_matmul(left, right, BF16, False)
         assert out.shape == (num_rows, num_out)
         assert out.dtype == BF16
 
 
 class TestLayouts:
-    """Of scales, as ScaledBlas.cpp asks for them; and of codes."""
+    """Scales and codes are laid out as ScaledBlas.cpp asks for them."""
 
     @pytest.mark.parametrize("num_rows", [1, 4, 300])
     def test_narrow_blocks_have_adjacent_rows(self, num_rows: int) -> None:
@@ -158,10 +167,10 @@ class TestLayouts:
 
     def test_one_block_of_k_is_a_scale_for_each_row(self) -> None:
         a, b = quantized(torch.randn(5, 96), ROW), quantized(torch.randn(256, 96), SQUARE)
-        kinds, a_scale, b_scale = gemm.matching_scales(*a, *b)
-        assert kinds == (ROW, ROW)
-        assert a_scale.shape == (5, 1)
-        assert torch.equal(b_scale.view(2, 128), b[1].expand(2, 128))
+        left, right = gemm.with_matching_scales(a, b)
+        assert (left.kind, right.kind) == (ROW, ROW)
+        assert left.dequant_scale.shape == (5, 1)
+        assert torch.equal(right.dequant_scale.view(2, 128), b.dequant_scale.expand(2, 128))
 
     def test_a_transposed_view_is_transposed(self) -> None:
         codes = torch.randint(0, 256, (48, 80), dtype=torch.uint8).view(E4M3)

@@ -23,12 +23,12 @@ def values_of(size: int, seed: int = 0) -> Tensor:
 def test_norm(size: int) -> None:
     codes, dequant_scale = kernels.quantize(values_of(size), E4M3)
     expected = torch.linalg.vector_norm(kernels.dequantize(codes, dequant_scale).double())
-    torch.testing.assert_close(gradients.norms([(codes, dequant_scale)])[0].double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients.norms([codes], [dequant_scale])[0].double(), expected, rtol=1e-6, atol=0)
 
 
 def test_norm_of_a_gradient_that_is_not_finite() -> None:
     codes, _ = kernels.quantize(values_of(300), E4M3)
-    assert gradients.norms([(codes, torch.tensor(torch.nan, device=DEVICE))])[0].isnan()
+    assert gradients.norms([codes], [torch.tensor(torch.nan, device=DEVICE)])[0].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

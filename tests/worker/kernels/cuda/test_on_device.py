@@ -11,25 +11,22 @@ from torch import Tensor
 
 from tests.numerics.measure import assert_sqnr, mixed_magnitudes
 from worker import kernels
+from worker.kernels import ScaledCodes, ScaleKind
 from worker.kernels.cuda import gemm
-from worker.kernels.formats import KINDS
 
 pytestmark = pytest.mark.gpu
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
 FP32, BF16 = torch.float32, torch.bfloat16
-KIND_PAIRS = [
-    ("tensor", "tensor"),
-    ("row", "row"),
-    ("row", "tensor"),
-    ("block 1x128", "block 1x128"),
-    ("block 1x128", "block 128x128"),
-    ("block 128x128", "block 1x128"),
-]
+TENSOR, ROW, NARROW, SQUARE = ScaleKind
+KIND_PAIRS = [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW)]
 
 
-def quantized(x: Tensor, kind: str, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    granularity, block = KINDS[kind]
-    return kernels.quantize(x, dtype, granularity, block=block)
+def quantized(x: Tensor, kind: ScaleKind, dtype: torch.dtype = E4M3) -> ScaledCodes:
+    return ScaledCodes(*kernels.quantize(x, dtype, kind.granularity, block=kind.block), kind)
+
+
+def on_gpu(operand: ScaledCodes) -> ScaledCodes:
+    return ScaledCodes(operand.codes.cuda(), operand.dequant_scale.cuda(), operand.kind)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -50,15 +47,14 @@ def test_every_16_bit_number_is_encoded_as_on_a_cpu(dtype: torch.dtype) -> None:
                 assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ScaleKind)
 @pytest.mark.parametrize("wide", [FP32, BF16])
-def test_large_operands_equal_those_of_a_cpu(kind: str, wide: torch.dtype) -> None:
+def test_large_operands_equal_those_of_a_cpu(kind: ScaleKind, wide: torch.dtype) -> None:
     x = mixed_magnitudes(2048 + 40, 1024 + 24).to(wide)
     x[3, 140], x[1500, 5], x[7, 900] = torch.finfo(wide).max, math.nan, -math.inf
-    granularity, block = KINDS[kind]
-    expected = kernels.quantize_operand(x, E4M3, granularity, block=block, sides="both")
-    actual = kernels.quantize_operand(x.cuda(), E4M3, granularity, block=block, sides="both")
-    for (codes, scale), (expected_codes, expected_scale) in zip(actual[:2], expected[:2], strict=True):
+    expected = kernels.quantize_operand(x, E4M3, kind, sides="both")
+    actual = kernels.quantize_operand(x.cuda(), E4M3, kind, sides="both")
+    for (codes, scale, _), (expected_codes, expected_scale, _) in zip(actual[:2], expected[:2], strict=True):
         assert torch.equal(codes.cpu().view(torch.uint8), expected_codes.view(torch.uint8))
         assert torch.equal(scale.cpu(), expected_scale)
 
@@ -73,42 +69,39 @@ class TestProducts:
     def test_equal_the_references(
         self,
         shape: tuple[int, int, int],
-        a_kind: str,
-        b_kind: str,
+        a_kind: ScaleKind,
+        b_kind: ScaleKind,
         dtypes: tuple[torch.dtype, torch.dtype],
         out_dtype: torch.dtype,
     ) -> None:
         num_rows, num_summed, num_out = shape
         a = quantized(gaussian(num_rows, num_summed), a_kind, dtypes[0])
         b = quantized(gaussian(num_out, num_summed, seed=1), b_kind, dtypes[1])
-        expected = kernels.matmul(*a, *b)
-        actual = kernels.matmul(*(part.cuda() for part in (*a, *b)), out_dtype)
+        expected = kernels.matmul(a, b)
+        actual = kernels.matmul(on_gpu(a), on_gpu(b), out_dtype)
         assert actual.dtype == out_dtype
         error = (actual.cpu().double() - expected.double()).norm() / expected.double().norm()
         assert float(error) <= (2e-3 if out_dtype == FP32 else 4e-3)
 
     @pytest.mark.parametrize(("a_dtype", "min_db"), [(E4M3, 28.0), (E5M2, 24.0)])
     @pytest.mark.parametrize(("a_kind", "b_kind"), KIND_PAIRS[3:])
-    def test_quality_per_tile(self, a_kind: str, b_kind: str, a_dtype: torch.dtype, min_db: float) -> None:
+    def test_quality_per_tile(self, a_kind: ScaleKind, b_kind: ScaleKind, a_dtype: torch.dtype, min_db: float) -> None:
         a, b = mixed_magnitudes(384, 512, seed=0), mixed_magnitudes(256, 512, seed=1)
-        out = kernels.matmul(*quantized(a.cuda(), a_kind, a_dtype), *quantized(b.cuda(), b_kind))
+        out = kernels.matmul(quantized(a.cuda(), a_kind, a_dtype), quantized(b.cuda(), b_kind))
         assert_sqnr(out.cpu(), (a.double() @ b.double().t()).float(), min_db)
 
     def test_both_backends_agree(self) -> None:
         for a_kind, b_kind in (KIND_PAIRS[0], KIND_PAIRS[1], *KIND_PAIRS[3:]):
             a, b = quantized(gaussian(256, 1024).cuda(), a_kind), quantized(gaussian(384, 1024, seed=1).cuda(), b_kind)
-            by_triton = gemm.triton_matmul(*a, *b, (a_kind, b_kind), FP32, 2)
-            torch.testing.assert_close(kernels.matmul(*a, *b), by_triton, rtol=1e-3, atol=1e-3)
+            by_triton = gemm.triton_matmul(a, b, FP32, 2)
+            torch.testing.assert_close(kernels.matmul(a, b), by_triton, rtol=1e-3, atol=1e-3)
 
     def test_fast_accumulation_is_near(self) -> None:
-        a, b = quantized(gaussian(256, 4096).cuda(), "tensor"), quantized(gaussian(384, 4096, seed=1).cuda(), "tensor")
-        precise, fast = (kernels.matmul(*a, *b, fast_accumulation=is_fast) for is_fast in (False, True))
+        a, b = quantized(gaussian(256, 4096).cuda(), TENSOR), quantized(gaussian(384, 4096, seed=1).cuda(), TENSOR)
+        precise, fast = (kernels.matmul(a, b, fast_accumulation=is_fast) for is_fast in (False, True))
         assert float((fast - precise).norm() / precise.norm()) <= 1e-2
 
     def test_transposed_views_are_operands(self) -> None:
-        (a, a_scale), (b, b_scale) = (
-            quantized(gaussian(256, 512).cuda(), "tensor"),
-            quantized(gaussian(512, 384).cuda(), "tensor"),
-        )
-        expected = kernels.matmul(a.cpu(), a_scale.cpu(), b.cpu().t(), b_scale.cpu())
-        torch.testing.assert_close(kernels.matmul(a, a_scale, b.t(), b_scale).cpu(), expected, rtol=1e-3, atol=1e-3)
+        a, b = quantized(gaussian(256, 512), TENSOR), quantized(gaussian(512, 384), TENSOR)
+        expected = kernels.matmul(a, b.t())
+        torch.testing.assert_close(kernels.matmul(on_gpu(a), on_gpu(b).t()).cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.numerics.measure import mixed_magnitudes
-from worker.kernels import reference
+from worker.kernels import ScaledCodes, ScaleKind, reference
 from worker.kernels.cuda import amax, language, quantization, rescale
-from worker.kernels.formats import KINDS, empty_operand_scale, scale_shape
+from worker.kernels.scales import empty_operand_scale, scale_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, about NaN and overflow
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
@@ -49,17 +49,17 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 5, 130), (129,), (), (0, 5), (5, 0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_compute_amax(kind: str, shape: tuple[int, ...]) -> None:
-    if not shape and kind != "tensor":
+@pytest.mark.parametrize("kind", ScaleKind)
+def test_compute_amax(kind: ScaleKind, shape: tuple[int, ...]) -> None:
+    if not shape and kind is not ScaleKind.TENSOR:
         return
     x = some_tensor(shape)
     assert_same(amax.compute_amax(x, kind), reference.compute_amax(x, kind))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_non_finite_element_marks_its_group_alone(kind: str, bad: float) -> None:
+@pytest.mark.parametrize("kind", ScaleKind)
+def test_a_non_finite_element_marks_its_group_alone(kind: ScaleKind, bad: float) -> None:
     x = torch.ones(256, 300, device=DEVICE)
     x[130, 270] = bad
     found = amax.compute_amax(x, kind)
@@ -88,10 +88,10 @@ def test_all_finite_sees_one_bad_element(dtype: torch.dtype, bad: float) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ScaleKind)
 class TestQuantize:
     @pytest.mark.parametrize("shape", [*SHAPES, (3, 5, 130), (129,), (0, 5), (2, 0, 128)])
-    def test_shapes(self, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def test_shapes(self, kind: ScaleKind, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         x = (
             hard_matrix(*shape)
             if len(shape) == 2
@@ -102,13 +102,13 @@ class TestQuantize:
             assert_same(one, other)
 
     @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16])
-    def test_16_bit_input(self, kind: str, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
+    def test_16_bit_input(self, kind: ScaleKind, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
         x = hard_matrix(200, 270, input_dtype)
         actual = quantization.quantize(x, dtype, kind, 0, None)
         for one, other in zip(actual, reference.quantize(x, dtype, kind, 0, None), strict=True):
             assert_same(one, other)
 
-    def test_strides_do_not_matter(self, kind: str, dtype: torch.dtype) -> None:
+    def test_strides_do_not_matter(self, kind: ScaleKind, dtype: torch.dtype) -> None:
         x = hard_matrix(300, 520)
         for view in (x.t(), x[:, ::2], x[17:150, 3:200], x[:1].expand(140, 520), x.view(300, 2, 260).transpose(0, 1)):
             codes, dequant_scale = quantization.quantize(view, dtype, kind, 0, None)
@@ -117,55 +117,55 @@ class TestQuantize:
             assert_same(dequant_scale, expected_scale)
 
     @pytest.mark.parametrize("shape", [(300, 260), (1, 129), (3, 5, 130)])
-    def test_given_amax_and_back(self, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def test_given_amax_and_back(self, kind: ScaleKind, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 1e3
         given = amax.compute_amax(x, kind) / 8  # so that much saturates
         codes, dequant_scale = quantization.quantize(x, dtype, kind, 0, given)
         for one, other in zip((codes, dequant_scale), reference.quantize(x, dtype, kind, 0, given), strict=True):
             assert_same(one, other)
         for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
-            actual = rescale.dequantize(codes, dequant_scale, out_dtype)
-            assert_same(actual, reference.dequantize(codes, dequant_scale, out_dtype))
+            quantized = ScaledCodes(codes, dequant_scale, kind)
+            assert_same(rescale.dequantize(quantized, out_dtype), reference.dequantize(quantized, out_dtype))
 
-    def test_a_stale_scale_saturates_and_any_scale_divides(self, kind: str, dtype: torch.dtype) -> None:
+    def test_a_stale_scale_saturates_and_any_scale_divides(self, kind: ScaleKind, dtype: torch.dtype) -> None:
         x = hard_matrix(150, 270)
-        shape = scale_shape(x.shape, *KINDS[kind])
+        shape = scale_shape(x.shape, kind)
         for scale in (2.0**-100, 0.3, 2.0**100):
             dequant_scale = torch.full(shape, scale, device=DEVICE)
-            assert_same(rescale.encode(x, dequant_scale, dtype), reference.encode(x, dequant_scale, dtype))
+            assert_same(rescale.encode(x, dequant_scale, kind, dtype), reference.encode(x, dequant_scale, kind, dtype))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ScaleKind)
 class TestOperand:
     @pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (5, 0)])
-    def test_both_sides_from_one_read(self, kind: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    def test_both_sides_from_one_read(self, kind: ScaleKind, dtype: torch.dtype, shape: tuple[int, int]) -> None:
         x = hard_matrix(*shape)
-        actual = quantization.quantize_operand(x, dtype, kind, 0, "both", None)
-        expected = reference.quantize_operand(x, dtype, kind, 0, "both", None)
+        actual = quantization.quantize_operand(x, dtype, kind, 0, "both")
+        expected = reference.quantize_operand(x, dtype, kind, 0, "both")
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
 
     @pytest.mark.parametrize("sides", ["rows", "columns"])
-    def test_one_side(self, kind: str, dtype: torch.dtype, sides: str) -> None:
+    def test_one_side(self, kind: ScaleKind, dtype: torch.dtype, sides: str) -> None:
         x = hard_matrix(129, 257)
-        actual = quantization.quantize_operand(x, dtype, kind, 0, sides, None)
-        expected = reference.quantize_operand(x, dtype, kind, 0, sides, None)
+        actual = quantization.quantize_operand(x, dtype, kind, 0, sides)
+        expected = reference.quantize_operand(x, dtype, kind, 0, sides)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
 
     @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16])
-    def test_strided_16_bit_input(self, kind: str, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
+    def test_strided_16_bit_input(self, kind: ScaleKind, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
         x = hard_matrix(300, 520, input_dtype)
         for view in (x[17:150, 3:200], x.t(), x[:1].expand(140, 520)):
-            actual = quantization.quantize_operand(view, dtype, kind, 0, "both", None)
-            expected = reference.quantize_operand(view.contiguous(), dtype, kind, 0, "both", None)
+            actual = quantization.quantize_operand(view, dtype, kind, 0, "both")
+            expected = reference.quantize_operand(view.contiguous(), dtype, kind, 0, "both")
             for one, other in zip(actual, expected, strict=True):
                 assert_same(one, other)
 
-    def test_transposed_codes_are_those_of_the_transposed_matrix(self, kind: str, dtype: torch.dtype) -> None:
+    def test_transposed_codes_are_those_of_the_transposed_matrix(self, kind: ScaleKind, dtype: torch.dtype) -> None:
         x = hard_matrix(257, 384)
-        *_, codes_t, scale_t = quantization.quantize_operand(x, dtype, kind, 0, "both", None)
+        *_, codes_t, scale_t = quantization.quantize_operand(x, dtype, kind, 0, "both")
         codes, scale = quantization.quantize(x.t().contiguous(), dtype, kind, 0, None)
         assert torch.equal(codes_t.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(scale_t, scale)
@@ -179,8 +179,8 @@ class TestOperand:
 )
 def test_a_window_is_used_once_it_is_full(x: Tensor, sides: str, is_full: bool) -> None:
     window = torch.tensor(3.0, device=DEVICE), torch.tensor(is_full, device=DEVICE)
-    actual = quantization.quantize_operand(x, E4M3, "tensor", 0, sides, window)
-    expected = reference.quantize_operand(x, E4M3, "tensor", 0, sides, window)
+    actual = quantization.quantize_operand(x, E4M3, ScaleKind.TENSOR, 0, sides, *window)
+    expected = reference.quantize_operand(x, E4M3, ScaleKind.TENSOR, 0, sides, *window)
     for one, other in zip(actual, expected, strict=True):
         assert_same(one, other)
 
@@ -188,8 +188,8 @@ def test_a_window_is_used_once_it_is_full(x: Tensor, sides: str, is_full: bool) 
 @pytest.mark.parametrize("sides", SIDES)
 def test_a_known_amax_is_scaled_by_and_the_rest_saturates(sides: str) -> None:
     x, known = mixed_magnitudes(130, 200).to(DEVICE), torch.tensor(0.3, device=DEVICE)
-    actual = quantization.quantize_operand(x, E4M3, "tensor", 0, sides, (known, None))
-    expected = reference.quantize_operand(x, E4M3, "tensor", 0, sides, (known, None))
+    actual = quantization.quantize_operand(x, E4M3, ScaleKind.TENSOR, 0, sides, known)
+    expected = reference.quantize_operand(x, E4M3, ScaleKind.TENSOR, 0, sides, known)
     for one, other in zip(actual, expected, strict=True):
         assert_same(one, other)
     assert float(actual[1]) == 2.0**-10  # 0.3 times 1024 is at most 448
@@ -207,9 +207,9 @@ def test_fuzz_the_transposed_codes_over_tiles(seed: int, monkeypatch: pytest.Mon
     x = x.to(DEVICE, [torch.float32, torch.bfloat16][seed % 2])
     monkeypatch.setattr(quantization, "TILE_WARPS", [4, 8, 16][seed % 3])
     monkeypatch.setattr(quantization, "SHARED_SCALE_TILE", [(32, 128), (64, 64), (128, 128), (128, 32)][seed % 4])
-    for kind in KINDS:
-        actual = quantization.quantize_operand(x, E4M3, kind, 0, "both", None)
-        for one, other in zip(actual, reference.quantize_operand(x, E4M3, kind, 0, "both", None), strict=True):
+    for kind in ScaleKind:
+        actual = quantization.quantize_operand(x, E4M3, kind, 0, "both")
+        for one, other in zip(actual, reference.quantize_operand(x, E4M3, kind, 0, "both"), strict=True):
             assert_same(one, other)
 
 

@@ -1,0 +1,38 @@
+"""How a linear layer stores its weight: `nn.Linear` as (N, K), Hugging Face's `Conv1D` (GPT-2) as (K, N).
+
+A converted layer keeps the parameter as it is, so that checkpoints and optimizers see no difference.
+"""
+
+from typing import NamedTuple
+
+from torch import nn
+
+CONV1D = ("transformers.pytorch_utils", "Conv1D")
+"""Module and name of the class, which is recognised without importing transformers."""
+
+
+class Layout(NamedTuple):
+    """K and N of a linear layer, and whether its weight is (K, N)."""
+
+    in_features: int
+    out_features: int
+    is_transposed: bool
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """The layout of a linear layer, or of a subclass of one; None for any other module."""
+    if isinstance(module, nn.Linear):
+        return Layout(module.in_features, module.out_features, is_transposed=False)
+    if any(_is_conv1d(base) for base in type(module).__mro__):
+        in_features, out_features = module.get_parameter("weight").shape
+        return Layout(in_features, out_features, is_transposed=True)
+    return None
+
+
+def is_known_class(module: nn.Module) -> bool:
+    """Whether a module is `nn.Linear` or `Conv1D` itself; a subclass may compute something else."""
+    return type(module) is nn.Linear or _is_conv1d(type(module))
+
+
+def _is_conv1d(cls: type) -> bool:
+    return (cls.__module__, cls.__name__) == CONV1D

@@ -1,0 +1,61 @@
+"""Elementwise ops: the activations that a layer computes a second time, the exact root, and the check for finite values."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.kernels.library import define, define_composite
+
+aten = torch.ops.aten
+
+
+class Activation(NamedTuple):
+    """A function and its derivative. backward: (gradient of the output, input) -> gradient of the input."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS = {
+    "gelu": Activation(F.gelu, aten.gelu_backward.default),
+    "gelu-tanh": Activation(
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda grad, x: aten.gelu_backward.default(grad, x, approximate="tanh"),
+    ),
+    "relu": Activation(F.relu, lambda grad, x: aten.threshold_backward.default(grad, x, 0)),
+    "silu": Activation(F.silu, aten.silu_backward.default),
+}
+
+
+def _activate_again(x: Tensor, activation: str, _after: Tensor) -> Tensor:
+    return ACTIVATIONS[activation].forward(x)
+
+
+_activate_again_op = define_composite(
+    "activate_again(Tensor x, str activation, Tensor after) -> Tensor",
+    _activate_again,
+    fake=lambda x, activation, after: torch.empty_like(x),
+)
+_sqrt_op = define("sqrt(Tensor x) -> Tensor", fake=torch.empty_like)
+_all_finite_op = define("all_finite(Tensor x) -> Tensor", fake=lambda x: x.new_empty((), dtype=torch.bool))
+
+
+def activate_again(x: Tensor, activation: str, after: Tensor) -> Tensor:
+    """An activation computed a second time, in the backward pass: a compiler may not put it before `after` and keep it."""
+    result: Tensor = _activate_again_op(x, activation, after)
+    return result
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The root of an fp32 tensor, correctly rounded, as IEEE arithmetic has it, so the same on every device."""
+    root: Tensor = _sqrt_op(x.detach())
+    return root
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """Whether no element of a tensor, or of codes, is NaN or Inf: a 0-dim bool on x's device, without a host sync."""
+    is_finite: Tensor = _all_finite_op(x.detach())
+    return is_finite

@@ -1,0 +1,94 @@
+"""How our kernels become ops of torch, `torch.ops.octet.*`: one op for all devices, each device with its implementation.
+
+torch.library chooses by dispatch key: `reference.py` on a CPU, `worker.kernels.cuda` on a CUDA device, loaded when the first
+tensor there asks for it (registering loads no Triton). A graph of torch.compile holds the ops as they are.
+Ops take tensors, numbers and strings; our functions take `ScaleKind` and `ScaledCodes` too. This file alone translates: in a
+signature `Kind kind` stands for `str kind`, `ScaledCodes a` for `Tensor a, Tensor a_dequant_scale, str a_kind`.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from worker.kernels import reference
+from worker.kernels.scales import ScaledCodes, ScaleKind
+
+Function = Callable[..., Any]
+
+_LIBRARY = torch.library.Library("octet", "FRAGMENT")
+_ON_DEVICE: dict[str, Function] = {}
+"""By the op's name, what runs the Triton implementation."""
+
+
+def define(signature: str, fake: Function, around: Callable[[Function], Function] = lambda run: run) -> Function:
+    """Register `reference.NAME` and `cuda.NAME` as the op `octet::NAME`; returns the function that calls the op.
+
+    signature: of torch.library, with the two types above. fake: the shapes, strides and dtypes of the results, for a compiler.
+    around: what each implementation is wrapped in. Results are new tensors; callers have checked the arguments.
+    """
+    name = signature.partition("(")[0]
+    types = _parameter_types(signature)
+
+    def on_device(*arguments: Any) -> Any:
+        return around(getattr(import_module("worker.kernels.cuda"), name))(*arguments)
+
+    _ON_DEVICE[name] = _packed(on_device, types)
+    call = _define(signature, fake)
+    _LIBRARY.impl(name, _packed(around(getattr(reference, name)), types), "CPU")
+    _LIBRARY.impl(name, _ON_DEVICE[name], "CUDA")
+    return call
+
+
+def define_composite(signature: str, run: Function, fake: Function) -> Function:
+    """Register one function as an op of all devices; returns the function that calls the op."""
+    call = _define(signature, fake)
+    _LIBRARY.impl(signature.partition("(")[0], _packed(run, _parameter_types(signature)), "CompositeExplicitAutograd")
+    return call
+
+
+def run_triton_on(dispatch_key: str) -> None:
+    """Run the implementations of CUDA devices for another of torch's dispatch keys too, for the rest of the process."""
+    for name, run in _ON_DEVICE.items():
+        _LIBRARY.impl(name, run, dispatch_key)
+
+
+def _define(signature: str, fake: Function) -> Function:
+    flat = re.sub(r"\bScaledCodes (\w+)", r"Tensor \1, Tensor \1_dequant_scale, str \1_kind", signature)
+    name = _LIBRARY.define(re.sub(r"\bKind (\w+)", r"str \1", flat), tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"octet::{name}", _packed(fake, _parameter_types(signature)), lib=_LIBRARY)
+    op = getattr(torch.ops.octet, name).default
+
+    def call(*arguments: Any) -> Any:
+        flat: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, ScaledCodes):
+                flat += [argument.codes, argument.dequant_scale, argument.kind.value]
+            else:
+                flat.append(argument.value if isinstance(argument, ScaleKind) else argument)
+        return op(*flat)
+
+    return call
+
+
+def _parameter_types(signature: str) -> list[str]:
+    """The type of each parameter in a signature."""
+    parameters = signature[signature.index("(") + 1 : signature.index(") ->")]
+    return [parameter.split()[0] for parameter in parameters.split(", ")]
+
+
+def _packed(run: Function, types: Sequence[str]) -> Function:
+    """A function of our types as a function of torch's."""
+
+    def packed(*arguments: Any) -> Any:
+        remaining, ours = iter(arguments), []
+        for parameter_type in types:
+            argument = next(remaining)
+            if parameter_type == "ScaledCodes":
+                argument = ScaledCodes(argument, next(remaining), ScaleKind(next(remaining)))
+            ours.append(ScaleKind(argument) if parameter_type == "Kind" else argument)
+        return run(*ours)
+
+    return packed
