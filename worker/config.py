@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from api_schemas import DataSpec, JobSpec, ModelSizes, PrecisionSpec
+from api_schemas import DataSpec, JobSpec, ModelSizes, OptimizerSpec, PrecisionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,7 @@ class TrainConfig:
     num_micro_batches: int
     sequence_length: int
     learning_rate: float
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
+    optimizer: OptimizerSpec
     warmup_steps: int
     final_fraction: float
     gradient_clip: float | None
@@ -72,9 +70,7 @@ def resolve(spec: JobSpec, env: RankEnv) -> TrainConfig:
         num_micro_batches=training.global_batch_size // (spec.micro_batch_size * env.world_size),
         sequence_length=training.sequence_length,
         learning_rate=training.optimizer.learning_rate,
-        weight_decay=training.optimizer.weight_decay,
-        betas=training.optimizer.betas,
-        eps=training.optimizer.eps,
+        optimizer=training.optimizer,
         warmup_steps=training.schedule.warmup_steps,
         final_fraction=training.schedule.final_fraction,
         gradient_clip=training.gradient_clip,

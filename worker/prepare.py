@@ -38,8 +38,7 @@ from worker.fp8.statistics import OperandSample
 from worker.fp8.torchao_linear import torchao_converter
 from worker.fp8.weights import encode_weight
 from worker.metrics.memory import memory_report
-from worker.optim import LowBitAdamW, QuantizedWeight, adopt
-from worker.optim.adopt import REPRESENTABLE
+from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt
 
 MIN_COMPUTE_CAPABILITY = (8, 9)
 
@@ -62,7 +61,8 @@ def initialize(
     opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. seed: of stochastic
     rounding. tokens: that a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
     nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
-    Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; another optimizer stays as it
+    Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients, `LowBitLion` keeps its class;
+    another optimizer stays as it
     is where the level stores everything in fp32. Raises ValueError for options that do not exist or do not fit the level,
     for an optimizer that the level cannot represent, and for surprises under `strict`.
     """
@@ -86,8 +86,7 @@ def initialize(
     for layer in filtered:
         model.get_submodule(layer.name).fallback = Fallback.FILTERED  # type: ignore[assignment]
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
-        quantized, row = _quantized_weights(model, originals), precision.storage
-        optimizer = adopt(optimizer, row.exp_avg, row.exp_avg_sq, quantized=quantized, seed=seed)
+        optimizer = adopt(optimizer, precision.storage, quantized=_quantized_weights(model, originals), seed=seed)
     _follow_steps(model, optimizer, precision, on_event)
     model.octet_report = ConversionReport(  # type: ignore[assignment]
         precision.level, tuple(selected), tuple(skipped), tuple(filtered), num_parameters, memory_report(model, optimizer)
@@ -218,5 +217,5 @@ def _keep(keeper: StepKeeper, *_step: Any) -> None:
 
 
 def _rescale(scaling: LossScaling, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
-    assert isinstance(optimizer, LowBitAdamW)
+    assert isinstance(optimizer, LowBitOptimizer)
     scaling.update(optimizer.num_skipped_steps)

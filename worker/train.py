@@ -37,6 +37,7 @@ from worker.fp8.linear import Fallback, Float8Linear
 from worker.metrics.activations import activations_counted_once
 from worker.metrics.table import Metrics
 from worker.models import GPT, GPTConfig
+from worker.optim import build_optimizer
 from worker.parallel import Ranks, average_gradients, broadcast_parameters, share_scaling
 from worker.prepare import fp8_statistics, initialize, memory_report
 from worker.reporting.reporter import Reporter
@@ -91,9 +92,7 @@ class Trainer:
         self.data = load_text(config.data, config.sequence_length, config.seed)
         torch.manual_seed(config.seed)
         model = GPT(GPTConfig(**config.sizes.model_dump()), seed=config.seed).to(ranks.device)
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas, eps=config.eps
-        )
+        optimizer = build_optimizer(_parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
         converted, low_bit = initialize(
             model,
             optimizer,

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from worker.kernels.cuda import adamw, amax, gemm, gradients, quantization, rescale, transpose
+from worker.kernels.cuda import amax, gemm, gradients, optimizer, quantization, rescale, transpose
 
 TYPES = {  # of arguments, by name, in all kernels
     "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
@@ -69,15 +69,18 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def optimizer_kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """The formats of every level, and those of the parameters that stay as they are."""
-    for weight in ("fp32", "bf16", "fp16", "fp16-scaled", "split", "master"):
-        gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8-tensor"
-        bound = {"SLACK": 1.25, "MAX": 100.0}
-        yield f"prepare {weight}", adamw.prepare_kernel, {"WEIGHT": weight, "GRADIENT": gradient, **bound}
-        for moments in (("fp32", "fp32"), ("fp8-dre", "fp16-block"), ("int8-companded", "uint8-companded")):
-            formats = dict(zip(("WEIGHT", "GRADIENT", "EXP_AVG", "EXP_AVG_SQ"), (weight, gradient, *moments), strict=True))
-            options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": adamw.NUM_BLOCKS, "NUM_TURNS": adamw.NUM_TURNS}
-            yield f"update {weight} {' '.join(moments)}", adamw.update_kernel, {**formats, **options}
+    """Adam with the formats of every level, and of the parameters that stay as they are; Lion with each format once."""
+    options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": optimizer.NUM_BLOCKS, "NUM_TURNS": optimizer.NUM_TURNS}
+    adam = ("fp32 fp32", "fp8-dre fp16-block", "int8-companded uint8-companded")
+    lion = {"fp32": "fp32", "bf16": "int8-companded", "fp16": "fp16-block"}
+    lion |= {"fp16-scaled": "fp8-dre", "split": "int8-companded", "master": "fp8-dre"}
+    for weight in lion:
+        gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8"
+        for rule, label, all_states in (("adam", "", adam), ("lion", "lion ", (lion[weight],))):
+            formats = {"RULE": rule, "WEIGHT": weight, "GRADIENT": gradient}
+            yield f"prepare {label}{weight}", optimizer.prepare_kernel, formats
+            for states in all_states:
+                yield f"update {label}{weight} {states}", optimizer.update_kernel, {**formats, "STATES": states, **options}
 
 
 def types_of(name: str) -> dict[str, str]:
@@ -99,7 +102,7 @@ def types_of(name: str) -> dict[str, str]:
 
 def num_warps(name: str) -> int:
     if name.startswith("update"):
-        return adamw.NUM_WARPS
+        return optimizer.NUM_WARPS
     return 4 if name in ("norm", "accumulated_amax", "accumulate", "mean_of_shards") else 8
 
 
