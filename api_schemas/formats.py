@@ -7,14 +7,13 @@ step), and may store one scale for the whole tensor. Classes of bytes are those 
 from typing import Literal, NamedTuple
 
 from api_schemas.levels import Level
+from api_schemas.training import OptimizerName
 
 BLOCK = 128
 """Elements that share the parts of a block."""
 MIN_QUANTIZED_ELEMENTS = 4096
 """Smaller tensors (norms, biases) keep fp32 states: there is nothing to save, and they are the most sensitive."""
 _FP32_BYTES = 4
-
-OptimizerName = Literal["adamw", "lion"]
 
 
 class StoredFormat(NamedTuple):

@@ -8,6 +8,7 @@ from api_schemas.base import Contract, refusal
 
 _EPS = 1e-8
 
+OptimizerName = Literal["adamw", "lion"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -18,7 +19,7 @@ class OptimizerSpec(Contract):
     learning rate 3 to 10 times smaller.
     """
 
-    name: Literal["adamw", "lion"] = "adamw"
+    name: OptimizerName = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0.0, le=10.0)
     weight_decay: float = Field(default=0.1, ge=0.0, le=10.0)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)

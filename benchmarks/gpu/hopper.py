@@ -15,7 +15,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from api_schemas.levels import LEVELS
 from worker.kernels.cuda import amax, gemm, gradients, optimizer, quantization, rescale, transpose
+from worker.optim import OPTIMIZERS
 
 TYPES = {  # of arguments, by name, in all kernels
     "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
@@ -69,17 +71,16 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def optimizer_kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Adam with the formats of every level, and of the parameters that stay as they are; Lion with each format once."""
+    """Adam with each weight and the codecs of each level; every other rule, by its name, with each weight once."""
     options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": optimizer.NUM_BLOCKS, "NUM_TURNS": optimizer.NUM_TURNS}
-    adam = ("fp32 fp32", "fp8-dre fp16-block", "int8-companded uint8-companded")
-    lion = {"fp32": "fp32", "bf16": "int8-companded", "fp16": "fp16-block"}
-    lion |= {"fp16-scaled": "fp8-dre", "split": "int8-companded", "master": "fp8-dre"}
-    for weight in lion:
-        gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8"
-        for rule, label, all_states in (("adam", "", adam), ("lion", "lion ", (lion[weight],))):
-            formats = {"RULE": rule, "WEIGHT": weight, "GRADIENT": gradient}
+    for rule in (known.rule for known in OPTIMIZERS):
+        codecs = {" ".join(getattr(level, state) for state in rule.state_codecs): None for level in LEVELS.values()}
+        label = "" if rule.name == "adam" else f"{rule.name} "
+        for number, weight in enumerate(("fp32", "bf16", "fp16", "fp16-scaled", "split", "master")):
+            gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8"
+            formats = {"RULE": rule.name, "WEIGHT": weight, "GRADIENT": gradient}
             yield f"prepare {label}{weight}", optimizer.prepare_kernel, formats
-            for states in all_states:
+            for states in codecs if rule.name == "adam" else [[*codecs][number % len(codecs)]]:
                 yield f"update {label}{weight} {states}", optimizer.update_kernel, {**formats, "STATES": states, **options}
 
 

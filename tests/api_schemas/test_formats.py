@@ -14,20 +14,22 @@ from api_schemas.formats import (
     STATE_FORMATS,
     STATES,
     WEIGHT_FORMATS,
-    OptimizerName,
     converted_weight_bytes,
     plain_parameter_bytes,
 )
 from api_schemas.levels import LEVELS, Level
-from api_schemas.training import OptimizerSpec
+from api_schemas.training import OptimizerName, OptimizerSpec
 from worker import initialize, memory_report
+from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.fp8.operand import OperandScaling
+from worker.fp8.weights import encode_weight
 from worker.kernels import formats
-from worker.optim import build_optimizer
+from worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight, build_optimizer
 from worker.optim.codecs import CODECS, zeros
 
 CPU = torch.device("cpu")
 SIZES = (1, 127, 128, 129, 4095, 4096, 100_000)
+SHAPES = ((16, 17), (63, 65), (64, 64), (17, 241), (250, 400))
 CONVERTING = [name for name, row in LEVELS.items() if row.has_own_fp8]
 
 
@@ -36,7 +38,7 @@ def test_every_format_of_the_table_is_known() -> None:
     columns |= {"exp_avg": STATE_FORMATS, "exp_avg_sq": STATE_FORMATS}
     for column, known in columns.items():
         assert set(known) == set(get_args(Level.model_fields[column].annotation)), column
-    assert set(STATES) == set(get_args(OptimizerName)) == set(get_args(OptimizerSpec.model_fields["name"].annotation))
+    assert set(STATES) == set(get_args(OptimizerName))
     assert BLOCK == formats.BLOCK
 
 
@@ -51,15 +53,48 @@ def test_states_are_what_codecs_store(codec: str) -> None:
         assert STATE_FORMATS[codec].num_bytes(num_elements) == CODECS[codec].num_bytes(num_elements)
 
 
+@pytest.mark.parametrize("level", CONVERTING)
+def test_a_weight_and_its_gradient_of_any_size(level: str) -> None:
+    """The optimizer's own storage, without a layer: FP8 products need at least 16 features."""
+    row = LEVELS[level]
+    for num_elements in SIZES:
+        values = torch.ones(num_elements)
+        parameter, quantized = nn.Parameter(values), []
+        encoded = encode_weight(values, row)
+        live = dict.fromkeys(converted_weight_bytes(row, 1), 0)
+        if encoded is not None:
+            initial = values if row.master_weight == "fp16+scale" else None
+            parameter.data = encoded.codes
+            quantized = [QuantizedWeight(parameter, encoded.dequant_scale, encoded.residual, encoded.amax, initial)]
+            live["scales"] += num_bytes(encoded.dequant_scale)
+            live["other"] += num_bytes(encoded.amax)
+            live["master_weights"] += num_bytes(encoded.residual)
+        live["weights"] += num_bytes(parameter)
+        gradient = Float8Gradient.quantize(values, RoundingPosition(0, 0)) if row.weight_gradient == "fp8" else values
+        live["gradients"] += num_bytes(gradient.codes if isinstance(gradient, Float8Gradient) else gradient)
+        live["scales"] += num_bytes(gradient.dequant_scale) if isinstance(gradient, Float8Gradient) else 0
+        defaults = Hyperparameters(exp_avg_codec=row.exp_avg, exp_avg_sq_codec=row.exp_avg_sq)
+        states = LowBitAdamW([parameter], defaults, quantized=quantized).state[parameter]
+        for kind in ("exp_avg", "exp_avg_sq", "master_weights"):
+            for name, part in states.get(kind, {}).items():
+                live["scales" if name == "dequant_scale" else kind] += num_bytes(part)
+        assert converted_weight_bytes(row, num_elements) == live, num_elements
+
+
+def num_bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
 @pytest.mark.parametrize("optimizer_name", STATES)
 @pytest.mark.parametrize("level", CONVERTING)
 def test_a_converted_weight(level: str, optimizer_name: OptimizerName) -> None:
-    for num_elements in SIZES:
-        model = nn.Linear(num_elements, 1, bias=False)
+    for out_features, in_features in SHAPES:
+        num_elements = out_features * in_features
+        model = nn.Linear(in_features, out_features, bias=False)
         optimizer = build_optimizer([{"params": model.parameters()}], OptimizerSpec(name=optimizer_name))
         model, stepped = initialize(model, optimizer, level, statistics_every=0)
         assert stepped is not None
-        model(torch.ones(16, num_elements)).sum().backward()
+        model(torch.ones(16, in_features)).sum().backward()
         stepped.step()
         live = memory_report(model, stepped, converted_only=True)
         live["other"] -= sum(

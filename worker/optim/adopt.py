@@ -11,7 +11,9 @@ from worker.optim.lion import LowBitLion
 from worker.optim.optimizer import LowBitOptimizer
 from worker.optim.weights import QuantizedWeight
 
-REPRESENTABLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, LowBitAdamW, LowBitLion)
+OPTIMIZERS: tuple[type[LowBitOptimizer], ...] = (LowBitAdamW, LowBitLion)
+"""One for each rule."""
+REPRESENTABLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, *OPTIMIZERS)
 _UNREPRESENTABLE_OPTIONS = ("amsgrad", "differentiable")
 _IMPLEMENTATION_OPTIONS = ("foreach", "capturable", "fused")  # how torch computes; the result is the same
 

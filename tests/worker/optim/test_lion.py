@@ -128,7 +128,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
         loss = (model(inputs) - inputs.flip(1)).square().mean()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 

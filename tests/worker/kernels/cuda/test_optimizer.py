@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from worker import kernels
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.kernels.cuda import language
-from worker.optim import Hyperparameters, LowBitAdamW, LowBitLion, LowBitOptimizer, QuantizedWeight
+from worker.optim import OPTIMIZERS, Hyperparameters, LowBitAdamW, QuantizedWeight
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
@@ -18,12 +18,12 @@ E4M3 = torch.float8_e4m3fn
 WEIGHTS = ("fp32", "bf16", "fp16", "fp16-scaled", "split", "master")
 GRADIENTS = ("fp32", "bf16", "fp16", "fp8")
 SHAPES = ((129,), (33, 128), (8300,))
-OPTIMIZERS: dict[str, type[LowBitOptimizer]] = {"adam": LowBitAdamW, "lion": LowBitLion}
+BY_RULE = {optimizer.rule.name: optimizer for optimizer in OPTIMIZERS}
 
 
 def rows(optimizer: str, num_rows: int, shift: int) -> list[tuple[str, ...]]:
     """(weight, gradient, codecs of the states): combinations of codecs in turn, each with another weight and gradient."""
-    codecs = list(itertools.product(*OPTIMIZERS[optimizer].rule.state_codecs.values()))
+    codecs = list(itertools.product(*BY_RULE[optimizer].rule.state_codecs.values()))
     found = []
     for row in range(num_rows):
         gradient = GRADIENTS[(row + row // len(WEIGHTS) + shift) % len(GRADIENTS)]
@@ -53,7 +53,7 @@ class Model:
         self.held, self.parameters, self.quantized = held, [], []
         for number, shape in enumerate(SHAPES):
             self.parameters.append(self.make(uneven(*shape, seed=number)))
-        made = OPTIMIZERS[rule]
+        made = BY_RULE[rule]
         self.optimizer = made(
             self.parameters, made.rule.defaults(**options), quantized=self.quantized, seed=2**40 + 5, fused=fused
         )
