@@ -26,7 +26,7 @@ MAX_UPDATE = 100.0
 """The bound in units of lr where the betas allow none; a larger update saturates."""
 ROOTED = (2.0**-100, torch.finfo(torch.float32).max)
 """Second moments are clamped to this range before the root: within it a GPU's root needs no case apart. The root of its lower
-end, 1e-15, is next to nothing beside eps. Where eps is 0 and every gradient was 0, the weight rests instead of becoming NaN."""
+end, 1e-15, is negligible next to eps. Where eps is 0 and every gradient was 0, the weight rests instead of becoming NaN."""
 
 
 @dataclass(frozen=True)

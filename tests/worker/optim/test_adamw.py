@@ -1,4 +1,4 @@
-"""LowBitAdamW beside torch's own Adam and AdamW, and what an ordinary training loop does to an optimizer."""
+"""LowBitAdamW against torch's own Adam and AdamW, and what an ordinary training loop does to an optimizer."""
 
 import copy
 from collections.abc import Callable

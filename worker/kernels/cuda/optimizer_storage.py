@@ -85,7 +85,8 @@ def state_places(row, start, STATES: tl.constexpr, ALIGNED: tl.constexpr):
     places = (state_place(row, start, codec(STATES, 0), tables.STATES, ALIGNED),)
     for index in tl.static_range(1, num_states(STATES)):
         column = tables.STATES + index * tables.NUM_STATE_COLUMNS
-        places = places + (state_place(row, start, codec(STATES, index), column, ALIGNED),)  # noqa: RUF005 (Triton has no stars)
+        next_place = (state_place(row, start, codec(STATES, index), column, ALIGNED),)
+        places = places + next_place  # type: ignore[assignment]
     return places
 
 
@@ -185,7 +186,8 @@ def read_states(places, at, rows, inside, has_row, STATES: tl.constexpr):
     """A tuple of fp32 values, one for each state."""
     values = (read_state(places[0], at, rows, inside, has_row, codec(STATES, 0)),)
     for index in tl.static_range(1, num_states(STATES)):
-        values = values + (read_state(places[index], at, rows, inside, has_row, codec(STATES, index)),)  # noqa: RUF005
+        next_values = (read_state(places[index], at, rows, inside, has_row, codec(STATES, index)),)
+        values = values + next_values  # type: ignore[assignment]
     return values
 
 
