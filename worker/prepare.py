@@ -61,10 +61,10 @@ def initialize(
     opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. seed: of stochastic
     rounding. tokens: that a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
     nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
-    Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients, `LowBitLion` keeps its class;
-    another optimizer stays as it
-    is where the level stores everything in fp32. Raises ValueError for options that do not exist or do not fit the level,
-    for an optimizer that the level cannot represent, and for surprises under `strict`.
+    Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; `LowBitAdamW` and `LowBitLion` keep
+    their class. Another optimizer stays as it is where the level stores everything in fp32. Raises ValueError for
+    options that do not exist or do not fit the level, for an optimizer that the level cannot represent, and for surprises
+    under `strict`.
     """
     if hasattr(model, "octet_report"):
         raise ValueError("the model is initialized already. Build it anew to train it at another level.")

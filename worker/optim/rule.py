@@ -17,7 +17,7 @@ from worker.optim.codecs import CODECS
 Group = dict[str, Any]
 """A torch parameter group: `params` and the hyperparameters by name."""
 Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is allowed, and what is, in words."""
+"""A test of a value, and the allowed values in words."""
 
 CHECKS: Mapping[str, Check] = {
     "lr": (lambda lr: lr >= 0, "at least 0"),
