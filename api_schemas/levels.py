@@ -12,7 +12,7 @@ from pydantic import Field
 from api_schemas.base import Contract
 from api_schemas.recipe import RecipeSpec
 
-StateCodec = Literal["fp32", "bf16-sr", "fp16-block", "fp8-tensor", "fp8-block", "fp8-dre", "int8-companded", "uint8-companded"]
+StateCodec = Literal["fp32", "fp16-block", "fp8-dre", "int8-companded", "uint8-companded"]
 
 CommunicationDtype = Literal["fp32", "fp8"]
 

@@ -1,22 +1,40 @@
 """How long, how large and how fast: the loop, the optimizer and the schedule."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from api_schemas.base import Contract
+from api_schemas.base import Contract, refusal
 
+_EPS = 1e-8
+
+OptimizerName = Literal["adamw", "lion"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerSpec(Contract):
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), eps outside the root as in torch."""
+    """The optimizer's rule and its numbers, with decoupled weight decay. Defaults are AdamW's.
 
-    name: Literal["adamw"] = "adamw"
+    adamw: Loshchilov and Hutter 2019, eps outside the root as in torch. lion: Chen et al. 2023; it has no eps, and wants a
+    learning rate 3 to 10 times smaller.
+    """
+
+    name: OptimizerName = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0.0, le=10.0)
     weight_decay: float = Field(default=0.1, ge=0.0, le=10.0)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0.0, le=1.0)
+    eps: float = Field(default=_EPS, gt=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def _eps_has_an_effect(self) -> Self:
+        if self.name == "lion" and self.eps != _EPS:  # the default says nothing: a stored spec has every field
+            raise refusal(
+                "eps",
+                got=f"{self.eps} with the optimizer lion",
+                allowed="eps with the optimizer adamw",
+                change="Remove training.optimizer.eps, or choose another training.optimizer.name.",
+            )
+        return self
 
 
 class ScheduleSpec(Contract):

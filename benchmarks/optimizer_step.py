@@ -1,8 +1,8 @@
-"""Time of an optimizer step per level's storage, against torch.optim.AdamW on fp32, for the parameters of a small GPT.
+"""Time of an optimizer step as each level stores it, against torch.optim.AdamW on fp32, for the parameters of a small GPT.
 
     python -m benchmarks.optimizer_step [--hidden-size 128] [--num-layers 4] [--repeats 10] [--write]
 
-One thread. Times are medians of the thread's own CPU clock, the storages taken in turn: other processes disturb them little.
+One thread. Times are medians of the thread's own CPU clock, the cases taken in turn: other processes disturb them little.
 """
 
 import argparse
@@ -11,38 +11,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from worker import kernels
+from api_schemas.levels import LEVELS, Level
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight
+from worker.fp8.weights import encode_weight
+from worker.optim import LowBitAdamW, LowBitLion, LowBitOptimizer, QuantizedWeight
 
-E4M3 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How a level stores a converted layer: weight fp32, fp16, split or master; the codecs of the moments."""
-
-    weight: str
-    exp_avg_codec: str
-    exp_avg_sq_codec: str
-
-
-STORAGES = {
-    "fp32": Storage("fp32", "fp32", "fp32"),
-    "O1": Storage("fp16", "fp32", "fp32"),
-    "O2": Storage("fp16", "fp8-dre", "fp16-block"),
-    "O3": Storage("master", "fp8-dre", "fp16-block"),
-    "O3-split": Storage("split", "fp8-dre", "fp16-block"),
-    "O2-8bit": Storage("fp16", "int8-companded", "uint8-companded"),
-    "O3-split-8bit": Storage("split", "int8-companded", "uint8-companded"),
-    "MS-AMP's O2": Storage("fp16", "fp8-tensor", "fp16-tensor"),
+LEVEL_NAMES = ("fp32", "O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit")
+CASES: dict[str, tuple[type[LowBitOptimizer], Level]] = {
+    **{name: (LowBitAdamW, LEVELS[name]) for name in LEVEL_NAMES},
+    **{f"Lion, {name}": (LowBitLion, LEVELS[name]) for name in ("fp32", "O2", "O3-split-8bit")},
 }
 
 
@@ -54,31 +37,34 @@ def layer_shapes(hidden_size: int, num_layers: int) -> list[tuple[int, ...]]:
     return shapes * num_layers
 
 
-def stored_weight(values: Tensor, weight: str) -> QuantizedWeight:
-    """The values in a level's format."""
-    codes, dequant_scale = kernels.quantize(values, torch.float16 if weight == "fp16" else E4M3)
-    parameter = nn.Parameter(codes)
+def stored_weight(values: Tensor, level: Level) -> QuantizedWeight | None:
+    """The values as the level holds them; None where they stay fp32."""
+    encoded = encode_weight(values, level)
+    if encoded is None:
+        return None
+    parameter = nn.Parameter(encoded.codes)
     parameter.grad_dtype = torch.float32
-    residual = torch.zeros(codes.shape, dtype=torch.int8) if weight == "split" else None
-    return QuantizedWeight(parameter, dequant_scale, residual, initial_values=values if weight == "master" else None)
+    initial = values if level.master_weight == "fp16+scale" else None
+    return QuantizedWeight(parameter, encoded.dequant_scale, encoded.residual, encoded.amax, initial)
 
 
-def prepare(storage: Storage, shapes: list[tuple[int, ...]]) -> Callable[[], object]:
+def prepare(optimizer: type[LowBitOptimizer], level: Level, shapes: list[tuple[int, ...]]) -> Callable[[], object]:
     """An optimizer step on random weights and gradients, FP8 gradients for what is stored in codes."""
     parameters: list[Tensor] = []
     quantized: list[QuantizedWeight] = []
     for shape in shapes:
         values, gradient = torch.randn(shape) * 0.02, torch.randn(shape) * 1e-3
-        if storage.weight == "fp32" or len(shape) == 1:
+        weight = stored_weight(values, level) if len(shape) == 2 else None
+        if weight is None:
             parameter: Tensor = nn.Parameter(values)
             parameter.grad = gradient
         else:
-            quantized.append(stored_weight(values, storage.weight))
-            parameter = quantized[-1].codes
+            quantized.append(weight)
+            parameter = weight.codes
             parameter.grad = Float8Gradient.quantize(gradient, RoundingPosition(0, 0))
         parameters.append(parameter)
-    codecs = Hyperparameters(exp_avg_codec=storage.exp_avg_codec, exp_avg_sq_codec=storage.exp_avg_sq_codec)
-    return LowBitAdamW(parameters, codecs, quantized=quantized).step
+    codecs = {f"{state}_codec": getattr(level, state) for state in optimizer.rule.state_codecs}
+    return optimizer(parameters, optimizer.rule.defaults(**codecs), quantized=quantized).step
 
 
 def prepare_torch(shapes: list[tuple[int, ...]]) -> Callable[[], object]:
@@ -100,7 +86,7 @@ def main() -> None:
     torch.manual_seed(0)
     shapes = layer_shapes(options.hidden_size, options.num_layers)
     steps: dict[str, Callable[[], object]] = {"torch.optim.AdamW": prepare_torch(shapes)}
-    steps |= {name: prepare(storage, shapes) for name, storage in STORAGES.items()}
+    steps |= {name: prepare(*case, shapes) for name, case in CASES.items()}
     times_s: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.repeats + 1):  # the first warms up
         for name, step in steps.items():

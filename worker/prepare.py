@@ -40,8 +40,7 @@ from worker.fp8.statistics import OperandSample
 from worker.fp8.torchao_linear import torchao_converter
 from worker.fp8.weights import encode_weight
 from worker.metrics.memory import memory_report
-from worker.optim import LowBitAdamW, QuantizedWeight, adopt
-from worker.optim.adopt import REPRESENTABLE
+from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt
 
 MIN_COMPUTE_CAPABILITY = (8, 9)
 
@@ -83,9 +82,10 @@ def initialize(
     opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. seed: for stochastic
     rounding. tokens: how many a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
     nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
-    Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; another optimizer stays as it
-    is where the level stores everything in fp32. Raises ValueError for options that do not exist or do not fit the level,
-    for an optimizer that the level cannot represent, and for surprises under `strict`. Warns where nothing was converted.
+    Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; `LowBitAdamW` and `LowBitLion` keep
+    their class. Another optimizer stays as it is where the level stores everything in fp32. Raises ValueError for
+    options that do not exist or do not fit the level, for an optimizer that the level cannot represent, and for surprises
+    under `strict`. Warns where nothing was converted.
     """
     if hasattr(model, "octet_report"):
         raise ValueError("the model is initialized already. Build a new one to train it at another level.")
@@ -114,8 +114,7 @@ def prepare(
         _check_optimizer(optimizer, precision.storage)
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens)
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
-        storage = precision.storage
-        optimizer = adopt(optimizer, storage.exp_avg, storage.exp_avg_sq, quantized=conversion.quantized, seed=seed)
+        optimizer = adopt(optimizer, precision.storage, quantized=conversion.quantized, seed=seed)
     health = _follow_health(conversion.model, optimizer, precision, on_event)
     if precision.storage.loss_scaling:
         scaling = scale_losses(conversion.model)
@@ -263,5 +262,5 @@ def _keep(keeper: StepKeeper, *_step: Any) -> None:
 
 
 def _rescale(scaling: LossScaling, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
-    assert isinstance(optimizer, LowBitAdamW)
+    assert isinstance(optimizer, LowBitOptimizer)
     scaling.update(optimizer.num_skipped_steps)

@@ -37,6 +37,7 @@ from worker.metrics.activations import activations_counted_once
 from worker.metrics.memory import memory_report
 from worker.metrics.table import Metrics
 from worker.models import Losses, TrainedModel, build_model
+from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups
 from worker.parallel import average_gradients, broadcast_parameters, share_scaling
 from worker.prepare import prepare
@@ -201,12 +202,7 @@ class Trainer:
 
     def _prepare(self, model: TrainedModel) -> None:
         config = self.config
-        optimizer = torch.optim.AdamW(
-            parameter_groups(model, config.optimizer.weight_decay),
-            lr=config.optimizer.learning_rate,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-        )
+        optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
         prepared = prepare(
             model,
             optimizer,

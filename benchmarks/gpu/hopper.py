@@ -15,7 +15,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from worker.kernels.cuda import adamw, amax, gemm, gradients, quantization, rescale, transpose
+from api_schemas.levels import LEVELS
+from worker.kernels.cuda import amax, gemm, gradients, optimizer, quantization, rescale, transpose
+from worker.optim import OPTIMIZERS
 
 TYPES = {  # of arguments, by name, in all kernels
     "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
@@ -69,15 +71,17 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def optimizer_kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """The formats of every level, and those of the parameters that stay as they are."""
-    for weight in ("fp32", "bf16", "fp16", "fp16-scaled", "split", "master"):
-        gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8-tensor"
-        bound = {"SLACK": 1.25, "MAX": 100.0}
-        yield f"prepare {weight}", adamw.prepare_kernel, {"WEIGHT": weight, "GRADIENT": gradient, **bound}
-        for moments in (("fp32", "fp32"), ("fp8-dre", "fp16-block"), ("int8-companded", "uint8-companded")):
-            formats = dict(zip(("WEIGHT", "GRADIENT", "EXP_AVG", "EXP_AVG_SQ"), (weight, gradient, *moments), strict=True))
-            options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": adamw.NUM_BLOCKS, "NUM_TURNS": adamw.NUM_TURNS}
-            yield f"update {weight} {' '.join(moments)}", adamw.update_kernel, {**formats, **options}
+    """Adam with each weight and the codecs of each level; every other rule, by its name, with each weight once."""
+    options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": optimizer.NUM_BLOCKS, "NUM_TURNS": optimizer.NUM_TURNS}
+    for rule in (known.rule for known in OPTIMIZERS):
+        codecs = {" ".join(getattr(level, state) for state in rule.state_codecs): None for level in LEVELS.values()}
+        label = "" if rule.name == "adam" else f"{rule.name} "
+        for number, weight in enumerate(("fp32", "bf16", "fp16", "fp16-scaled", "split", "master")):
+            gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8"
+            formats = {"RULE": rule.name, "WEIGHT": weight, "GRADIENT": gradient}
+            yield f"prepare {label}{weight}", optimizer.prepare_kernel, formats
+            for states in codecs if rule.name == "adam" else [[*codecs][number % len(codecs)]]:
+                yield f"update {label}{weight} {states}", optimizer.update_kernel, {**formats, "STATES": states, **options}
 
 
 def types_of(name: str) -> dict[str, str]:
@@ -99,7 +103,7 @@ def types_of(name: str) -> dict[str, str]:
 
 def num_warps(name: str) -> int:
     if name.startswith("update"):
-        return adamw.NUM_WARPS
+        return optimizer.NUM_WARPS
     return 4 if name in ("norm", "accumulated_amax", "accumulate", "mean_of_shards") else 8
 
 

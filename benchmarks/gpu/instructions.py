@@ -36,17 +36,17 @@ SMS, CYCLES_PER_S, COPY_BYTES_PER_S = 132, 1.83e9, 4.3e12
 """Of an H200: seen there, 1.98 GHz at most and 4.3 TB/s; the clock under load is a guess between that and 1.70."""
 
 WEIGHT_BYTES = {"fp32": 8, "bf16": 4, "fp16": 4, "fp16-scaled": 4, "split": 4, "master": 5}
-MOMENT_BYTES = {"fp32": 8.0, "fp8-dre": 2 + 12 / BLOCK, "fp16-block": 4 + 8 / BLOCK, "int8-companded": 2 + 8 / BLOCK}
-MOMENT_BYTES["uint8-companded"] = MOMENT_BYTES["int8-companded"]
+STATE_BYTES = {"fp32": 8.0, "fp8-dre": 2 + 12 / BLOCK, "fp16-block": 4 + 8 / BLOCK, "int8-companded": 2 + 8 / BLOCK}
+STATE_BYTES["uint8-companded"] = STATE_BYTES["int8-companded"]
 
 
 def num_bytes(name: str, constants: dict[str, Any]) -> float | None:
     """That the kernel must move for an element; None for those that are no bottleneck."""
-    kind, *formats = name.split()
+    kind = name.split()[0]
     if kind == "update":
-        weight, exp_avg, exp_avg_sq = formats
         gradient = 4 if constants["GRADIENT"] == "fp32" else 1
-        return WEIGHT_BYTES[weight] + gradient + MOMENT_BYTES[exp_avg] + MOMENT_BYTES[exp_avg_sq]
+        states = constants["STATES"].split()
+        return WEIGHT_BYTES[constants["WEIGHT"]] + gradient + sum(STATE_BYTES[codec] for codec in states)
     if kind == "quantize_tile":
         return 2.0 + constants["ROWS"] + constants["COLUMNS"]
     return {"encode_flat": 4.0 if name.endswith("fp16") else 3.0, "quantize_rows": 3.0, "amax_flat": 2.0, "transpose": 2.0,

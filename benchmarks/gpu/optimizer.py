@@ -1,4 +1,4 @@
-"""Cases: the AdamW step of a GPT of 1e9 parameters as each level stores it, beside other projects' steps on the same tensors.
+"""Cases: the AdamW step of a GPT of 1e9 parameters at each level, Lion's at O2, and other projects' steps on the same tensors.
 
 The bytes a step must move are counted from the tensors that exist: weights and states are read and written once, gradients
 read once, and an E4M3 weight that has a master weight is only written.
@@ -16,9 +16,10 @@ from benchmarks.gpu.networks import Way, build_gpt, prepare
 from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.session import Case, Session, missing
 from benchmarks.gpu.timing import Timing
-from worker import memory_report
+from worker import initialize, memory_report
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.fp8.linear import Float8Linear
+from worker.optim import LowBitLion
 
 SIZES = gpt_sizes(2048, 20, 16, 256, 2048)
 SMALL = gpt_sizes(64, 2, 2, 256, 64)
@@ -28,6 +29,7 @@ PEERS = {  # by what their row is called: the package, module and class
     "torchao AdamWFp8": ("torchao", "torchao.optim", "AdamWFp8"),
     "bitsandbytes AdamW8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
 }
+LION = "Lion O2"
 LEVELS = ("O2", "O3-split", "O1", "O3", "O2-8bit", "O3-split-8bit")
 
 
@@ -38,6 +40,7 @@ def optimizer_cases(session: Session) -> list[Case]:
         Case(TORCH, partial(_step_of_torch, session, taken)),
         *(Case(name, partial(_step_of_peer, session, name, taken), expected_s=20) for name in PEERS),
         *(Case(f"AdamW {level}", partial(_step_of_level, session, level, taken), expected_s=5) for level in LEVELS),
+        Case(LION, partial(_step_of_lion, session, taken), expected_s=5),
     ]
 
 
@@ -70,6 +73,15 @@ def _step_of_level(session: Session, level: str, taken: dict[str, Timing]) -> It
             ratio = taken[peer].median_s / own.median_s
             target = FASTER if level == "O2" and peer != "bitsandbytes AdamW8bit" else None
             yield Row(f"AdamW {level} against {peer}", str(own), str(taken[peer]), ratio, target)
+
+
+def _step_of_lion(session: Session, taken: dict[str, Timing]) -> Iterator[Row]:
+    model: Any = build_gpt(SMALL if session.smoke else SIZES, session.device)
+    model, optimizer = initialize(model, LowBitLion(model.parameters()), "O2", statistics_every=0)
+    assert optimizer is not None
+    yield _time(session, LION, model, optimizer, taken)
+    if TORCH in taken:
+        yield Row(f"{LION} against {TORCH}", str(taken[LION]), str(taken[TORCH]), taken[TORCH].median_s / taken[LION].median_s)
 
 
 def _time(session: Session, name: str, model: Any, optimizer: torch.optim.Optimizer, taken: dict[str, Timing]) -> Row:

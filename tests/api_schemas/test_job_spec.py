@@ -73,6 +73,13 @@ def test_it_is_frozen() -> None:
         (lambda d: d["training"].update(micro_batch_size=5), "training.micro_batch_size", "5", "16"),
         (lambda d: d["resources"].update(workers=3), "training.global_batch_size", "16", "multiple of"),
         (lambda d: d["training"]["schedule"].update(warmup_steps=200), "training.schedule.warmup_steps", "200", "200"),
+        (
+            lambda d: d["training"]["optimizer"].update(name="lion", eps=1e-6),
+            "training.optimizer.eps",
+            "1e-06 with the optimizer lion",
+            "Remove training.optimizer.eps",
+        ),
+        (lambda d: d["training"]["optimizer"].update(name="sgd"), "training.optimizer.name", "sgd", "lion"),
         (lambda d: d["training"]["optimizer"].update(betas=[0.9, 1.0]), "training.optimizer.betas.1", "1.0", "less"),
         (
             lambda d: d["training"]["optimizer"].update(learning_rate=float("nan")),

@@ -1,7 +1,21 @@
-"""AdamW and Adam with low-precision states, weights and gradients."""
+"""Optimizers whose states, weights and gradients are held in few bits: a walker over stored tensors, and rules for it."""
 
-from worker.optim.adamw import Hyperparameters, LowBitAdamW
-from worker.optim.adopt import adopt
+from worker.optim.adam import Hyperparameters, LowBitAdamW
+from worker.optim.adopt import OPTIMIZERS, REPRESENTABLE, adopt
+from worker.optim.build import build_optimizer
+from worker.optim.lion import LionHyperparameters, LowBitLion
+from worker.optim.optimizer import LowBitOptimizer
 from worker.optim.weights import QuantizedWeight
 
-__all__ = ["Hyperparameters", "LowBitAdamW", "QuantizedWeight", "adopt"]
+__all__ = [
+    "OPTIMIZERS",
+    "REPRESENTABLE",
+    "Hyperparameters",
+    "LionHyperparameters",
+    "LowBitAdamW",
+    "LowBitLion",
+    "LowBitOptimizer",
+    "QuantizedWeight",
+    "adopt",
+    "build_optimizer",
+]

@@ -1,48 +1,59 @@
-"""Take over a torch optimizer: its parameter groups, and its states if it has stepped."""
+"""Take over an optimizer for a level: its parameter groups, and its states if it has stepped."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from worker.optim.adamw import Hyperparameters, LowBitAdamW
+from api_schemas.levels import Level
+from worker.optim.adam import LowBitAdamW
+from worker.optim.lion import LowBitLion
+from worker.optim.optimizer import LowBitOptimizer
 from worker.optim.weights import QuantizedWeight
 
-REPRESENTABLE = (torch.optim.AdamW, torch.optim.Adam)
+OPTIMIZERS: tuple[type[LowBitOptimizer], ...] = (LowBitAdamW, LowBitLion)
+"""One for each rule."""
+REPRESENTABLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, *OPTIMIZERS)
 _UNREPRESENTABLE_OPTIONS = ("amsgrad", "differentiable")
 _IMPLEMENTATION_OPTIONS = ("foreach", "capturable", "fused")  # how torch computes; the result is the same
 
 
 def adopt(
-    optimizer: torch.optim.Optimizer,
-    exp_avg_codec: str,
-    exp_avg_sq_codec: str,
-    *,
-    quantized: Iterable[QuantizedWeight] = (),
-    seed: int = 0,
-) -> LowBitAdamW:
-    """A LowBitAdamW with the groups, hyperparameters and states of torch's Adam or AdamW, moments stored by the codecs.
+    optimizer: torch.optim.Optimizer, level: Level, *, quantized: Iterable[QuantizedWeight] = (), seed: int = 0
+) -> LowBitOptimizer:
+    """Return an optimizer with the groups, hyperparameters and states of another one, its states stored as the level says.
 
-    A group may name codecs of its own (`exp_avg_codec`, `exp_avg_sq_codec`). Raises ValueError for what cannot be represented.
+    torch's Adam and AdamW become a `LowBitAdamW`; a `LowBitAdamW` or `LowBitLion` becomes one of its own class. A group may
+    name codecs of its own (`exp_avg_codec`, `exp_avg_sq_codec`). Raises ValueError for what cannot be represented.
     """
     if type(optimizer) not in REPRESENTABLE:
-        allowed = ", ".join(f"torch.optim.{known.__name__}" for known in REPRESENTABLE)
+        allowed = ", ".join(f"{known.__module__.split('.')[0]}.optim.{known.__name__}" for known in REPRESENTABLE)
         raise ValueError(
             f"{type(optimizer).__name__} cannot hold its states in few bits; allowed: {allowed}. "
             "Use one of these, or a level that keeps fp32 states."
         )
-    groups = []
-    for group in optimizer.param_groups:
-        for option in _UNREPRESENTABLE_OPTIONS:
-            if group.get(option):
-                raise ValueError(f"{option}=True is not supported with low-bit states; allowed: False. Switch it off.")
-        dropped = (*_UNREPRESENTABLE_OPTIONS, *_IMPLEMENTATION_OPTIONS)
-        groups.append({name: value for name, value in group.items() if name not in dropped})
-    defaults = Hyperparameters(
-        decoupled_weight_decay=isinstance(optimizer, torch.optim.AdamW),
-        exp_avg_codec=exp_avg_codec,
-        exp_avg_sq_codec=exp_avg_sq_codec,
+    optimizer_class: type[LowBitOptimizer] = type(optimizer) if isinstance(optimizer, LowBitOptimizer) else LowBitAdamW
+    own: dict[str, Any] = {f"{state}_codec": getattr(level, state) for state in optimizer_class.rule.state_codecs}
+    if optimizer_class is not type(optimizer):
+        own["decoupled_weight_decay"] = isinstance(optimizer, torch.optim.AdamW)
+    adopted = optimizer_class(
+        [_own_options(group, optimizer) for group in optimizer.param_groups],
+        optimizer_class.rule.defaults(**own),
+        quantized=quantized,
+        seed=seed,
+        all_ranks_finite=getattr(optimizer, "all_ranks_finite", None),
     )
-    adopted = LowBitAdamW(groups, defaults, quantized=quantized, seed=seed)
-    if optimizer.state:
+    if any(int(state["step"]) for state in optimizer.state.values()):
         adopted.load_state_dict(optimizer.state_dict())
+        adopted.seed = seed
     return adopted
+
+
+def _own_options(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The group without options that only say how torch computes, and without codecs that it did not name itself."""
+    for option in _UNREPRESENTABLE_OPTIONS:
+        if group.get(option):
+            raise ValueError(f"{option}=True is not supported with low-bit states; allowed: False. Switch it off.")
+    dropped = {*_UNREPRESENTABLE_OPTIONS, *_IMPLEMENTATION_OPTIONS}
+    dropped |= {name for name in group if name.endswith("_codec") and group[name] == optimizer.defaults.get(name)}
+    return {name: value for name, value in group.items() if name not in dropped}

@@ -1,10 +1,11 @@
 """How an optimizer state is stored: named codecs between fp32 values and tensors of codes and scales.
 
 A codec sees a run of consecutive elements of the flattened parameter that starts at a multiple of 128. Everything is IEEE
-arithmetic that any device repeats bit for bit; no logarithm or power is taken at run time.
+arithmetic that any device repeats bit for bit; no logarithm or power is taken at run time. `api_schemas/formats.py` has the
+bytes of each.
 
-    value = codes                                              fp32, bf16-sr
-    value = codes × dequant_scale                              fp16-tensor, fp16-block, fp8-tensor, fp8-block
+    value = codes                                              fp32
+    value = codes × dequant_scale                              fp16-block
     value = sign · dequant_scale less depth(codes) · steps / 2^17 binades: fp8-dre, dynamic range expansion (see the class)
     value = sign · (codes · fp32(1 / 127))⁴ × dequant_scale    int8-companded
     value = (codes · fp32(1 / 255))⁴ × dequant_scale           uint8-companded, for second moments: values without sign
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker import kernels
-from worker.kernels.formats import BF16, BLOCK, E4M3
+from worker.kernels.formats import BLOCK, E4M3
 
 Parts = Mapping[str, Tensor]
 Draw = Callable[[range], Tensor]
@@ -33,19 +34,17 @@ TINY_BITS = 0x00800000
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a stored state; `num_elements` of the parameter share an entry, all of them where it is 0."""
+    """One tensor of a stored state; `num_elements` consecutive elements of the parameter share an entry."""
 
     dtype: torch.dtype
     num_elements: int = 1
 
     def shape(self, num_elements: int) -> tuple[int, ...]:
         """The shape of the tensor for a parameter of that many elements."""
-        return (-(-num_elements // self.num_elements),) if self.num_elements else ()
+        return (-(-num_elements // self.num_elements),)
 
     def select(self, stored: Tensor, elements: range) -> Tensor:
         """The entries for a run of elements, as a view."""
-        if self.num_elements == 0:
-            return stored
         return stored[elements.start // self.num_elements : -(-elements.stop // self.num_elements)]
 
 
@@ -65,11 +64,6 @@ class Codec(ABC):
     def encode(self, values: Tensor, random_numbers: Tensor | None) -> Parts:
         """The parts for fp32 values, 1-D. random_numbers: one per element, if the codec draws."""
 
-    @property
-    def per_tensor(self) -> bool:
-        """Whether all elements share an entry, so that they must be encoded together."""
-        return any(part.num_elements == 0 for part in self.parts.values())
-
     def num_bytes(self, num_elements: int) -> int:
         """Bytes of a stored state, scales included."""
         return sum(torch.Size(part.shape(num_elements)).numel() * part.dtype.itemsize for part in self.parts.values())
@@ -83,30 +77,15 @@ class Fp32(Codec):
         return {"codes": values}
 
 
-class Bf16(Codec):
-    """Stochastically rounded: to nearest, a second moment at beta2 = 0.999 stalls (docs/log.md)."""
-
-    draws = True
-
-    def decode(self, stored: Parts) -> Tensor:
-        return stored["codes"].float()
-
-    def encode(self, values: Tensor, random_numbers: Tensor | None) -> Parts:
-        assert random_numbers is not None
-        return {"codes": kernels.stochastic_round(values, BF16, random_numbers)}
-
-
-class Scaled(Codec):
-    """Codes at a power-of-two scale, for the whole tensor or for each block of 128; NaN where a value is not finite."""
+class Fp16(Codec):
+    """FP16 codes at a power-of-two scale for each block of 128; NaN where a value is not finite."""
 
     def decode(self, stored: Parts) -> Tensor:
         return kernels.dequantize(stored["codes"], stored["dequant_scale"])
 
     def encode(self, values: Tensor, random_numbers: Tensor | None) -> Parts:
-        dtype = self.parts["codes"].dtype
-        amax = kernels.compute_amax(values, "tensor" if self.per_tensor else "block")
-        dequant_scale = kernels.finite_or_nan(amax, dtype)
-        return {"codes": kernels.encode(values, dequant_scale, dtype), "dequant_scale": dequant_scale}
+        dequant_scale = kernels.finite_or_nan(kernels.compute_amax(values, "block"), torch.float16)
+        return {"codes": kernels.encode(values, dequant_scale, torch.float16), "dequant_scale": dequant_scale}
 
 
 class DynamicRangeExpansion(Codec):
@@ -115,9 +94,9 @@ class DynamicRangeExpansion(Codec):
     The idea is COAT's (arXiv 2410.19313); theirs is a power of the values, ours a step between codes.
 
     In E4M3, a code lies q eighths of a binade below the largest, 126; here, q steps below the block's amax (piecewise
-    linearly, as floating-point numbers are). A step is `steps` 2^17ths of a binade, and as small as the smallest element of
-    the block allows, which then gets the last code, 142 steps down: no element is lost to the gain of the others. At most
-    it is an eighth, as in E4M3 itself.
+    linearly, as floating-point numbers are). A step is `steps` 2^17ths of a binade. It is as small as the smallest element of
+    the block allows: that element gets the last code, 142 steps down, so none is lost to the gain of the others. A step is at
+    most an eighth of a binade, as in E4M3 itself.
     Integer arithmetic on the numbers' bits, so any device repeats it. Chosen by measurement (docs/log.md).
     """
 
@@ -125,7 +104,7 @@ class DynamicRangeExpansion(Codec):
     DEEPEST = 142
     UNIT = 1 << 6  # of a step, in an fp32's bits: steps fit into an INT16
     MIN_STEPS, MAX_STEPS = 514, 1 << 14  # a 255th and an eighth of a binade
-    HELD = 128 << 23  # below amax: what lies deeper is zero
+    HELD = 128 << 23  # below amax; a smaller number becomes zero
 
     def decode(self, stored: Parts) -> Tensor:
         codes = _blocks(stored["codes"].view(torch.uint8)).to(torch.int32)
@@ -157,7 +136,10 @@ class DynamicRangeExpansion(Codec):
 
 
 class Companded(Codec):
-    """Integers spaced by their fourth power: 1.6 % of the value near amax at 127 levels, and nothing but zero becomes zero."""
+    """Integers spaced by their fourth power: 1.6 % of the value near amax at 127 levels; below amax / 2^32, zero.
+
+    draws: round stochastically. To nearest, a second moment at beta2 = 0.999 stalls (docs/log.md).
+    """
 
     def __init__(self, num_levels: int, draws: bool, **parts: Part) -> None:
         super().__init__(**parts)
@@ -182,14 +164,10 @@ class Companded(Codec):
         return {"codes": levels.to(self.parts["codes"].dtype), "dequant_scale": amax.view(-1)}
 
 
-_PER_BLOCK, _PER_TENSOR = Part(torch.float32, BLOCK), Part(torch.float32, 0)
+_PER_BLOCK = Part(torch.float32, BLOCK)
 CODECS: Mapping[str, Codec] = {
     "fp32": Fp32(codes=Part(torch.float32)),
-    "bf16-sr": Bf16(codes=Part(torch.bfloat16)),
-    "fp16-tensor": Scaled(codes=Part(torch.float16), dequant_scale=_PER_TENSOR),
-    "fp16-block": Scaled(codes=Part(torch.float16), dequant_scale=_PER_BLOCK),
-    "fp8-tensor": Scaled(codes=Part(E4M3.dtype), dequant_scale=_PER_TENSOR),
-    "fp8-block": Scaled(codes=Part(E4M3.dtype), dequant_scale=_PER_BLOCK),
+    "fp16-block": Fp16(codes=Part(torch.float16), dequant_scale=_PER_BLOCK),
     "fp8-dre": DynamicRangeExpansion(codes=Part(E4M3.dtype), dequant_scale=_PER_BLOCK, steps=Part(torch.int16, BLOCK)),
     "int8-companded": Companded(127, draws=False, codes=Part(torch.int8), dequant_scale=_PER_BLOCK),
     "uint8-companded": Companded(255, draws=True, codes=Part(torch.uint8), dequant_scale=_PER_BLOCK),

@@ -1,10 +1,9 @@
-"""An optimizer step as two kernel launches for each combination of formats, on a CUDA device: `worker/kernels/cuda/adamw.py`.
+"""An optimizer step as two kernel launches for each combination of formats, on CUDA: `worker/kernels/cuda/optimizer.py`.
 
 This side builds the tables of addresses. They are sent to the device only when an address or a hyperparameter has changed,
 from pinned memory and without waiting.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from worker.fp8.gradient import Float8Gradient
-from worker.kernels.cuda import adamw
-from worker.kernels.cuda import adamw_tables as tables
-from worker.optim.update import MAX_UPDATE, ROUNDING_SLACK
+from worker.kernels.cuda import optimizer as kernel
+from worker.kernels.cuda import optimizer_tables as tables
+from worker.optim.rule import Group, Rule
 from worker.optim.weights import QuantizedWeight
 
 _PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -23,8 +22,9 @@ _Rows = Sequence[Sequence[float]]
 
 
 class Update(NamedTuple):
-    """One parameter that a step changes. codecs: of exp_avg and exp_avg_sq. stream: the first of its random streams.
+    """One parameter that a step changes.
 
+    codecs: the name of each state's codec, in the rule's order. stream: the weight's random stream.
     state: its `step` is an int64 () on the parameter's device.
     """
 
@@ -39,34 +39,44 @@ class Update(NamedTuple):
 
 @dataclass
 class FusedStep:
-    """Steps parameters; keeps what was last sent to the device, and what the replay of a CUDA graph sends again."""
+    """Steps parameters by a rule. Keeps the tables last sent to the device, and those that the replay of a CUDA graph sends."""
 
+    rule: Rule
     sent: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
     captured: list[Tensor] = field(default_factory=list)
 
-    def run(self, updates: Iterable[Update], groups: list[dict[str, Any]], finite: Tensor, seed: int) -> None:
+    def run(self, updates: Iterable[Update], groups: list[Group], finite: Tensor, seed: int) -> None:
         """One step, unless `finite`, bool () on the parameters' device, is false there. The host does not wait."""
-        launches: dict[tuple[adamw.Formats, torch.device], list[tuple[int, ...]]] = {}
+        launches: dict[tuple[kernel.Formats, torch.device], list[tuple[int, ...]]] = {}
         gradients = [(update, _contiguous(update.parameter)) for update in updates]  # a copy has to outlive the launch
         for update, gradient in gradients:
-            row = _addresses(update, gradient)
-            formats = _formats(update, gradient, groups[update.group_index], row)
+            row = _addresses(update, gradient, self.rule)
+            formats = _formats(update, gradient, self.rule, groups[update.group_index], row)
             launches.setdefault((formats, update.parameter.device), []).append(row)
         for (formats, device), rows in launches.items():
             sizes = [row[tables.NUM_ELEMENTS.value] for row in rows]
-            on_device = adamw.Tables(
+            on_device = kernel.Tables(
                 self._send((formats, "parameters"), rows, device, lambda rows: rows, torch.int64),
                 self._send_groups(groups, device),
                 self._send((formats, "chunks"), sizes, device, _chunks, torch.int32),
             )
-            adamw.launch(formats, on_device, finite.to(device), seed, slack=ROUNDING_SLACK, max_update=MAX_UPDATE)
+            kernel.launch(formats, on_device, finite.to(device), seed)
 
-    def _send_groups(self, groups: list[dict[str, Any]], device: torch.device) -> Tensor:
-        sent = self._send("groups", [_hyperparameters(group) for group in groups], device, lambda rows: rows, torch.float64)
+    def _send_groups(self, groups: list[Group], device: torch.device) -> Tensor:
+        sent = self._send(
+            "groups", [self._hyperparameters(group) for group in groups], device, lambda rows: rows, torch.float64
+        )
         for row, group in zip(sent, groups, strict=True):
             if isinstance(group["lr"], Tensor):  # copied on the device: the replay of a CUDA graph sees its new value
                 row[tables.LR.value].copy_(group["lr"])
         return sent
+
+    def _hyperparameters(self, group: Group) -> tuple[float, ...]:
+        """The group's row."""
+        lr = 0.0 if isinstance(group["lr"], Tensor) else group["lr"]
+        own = self.rule.kernel_hyperparameters(group)
+        unused = (0.0,) * (tables.MAX_RULE_HYPERPARAMETERS - len(own))
+        return (lr, *self.rule.decays(group), -1.0 if group["maximize"] else 1.0, *own, *unused)
 
     def _send(self, name: Any, content: Any, device: torch.device, rows: Callable[[Any], _Rows], dtype: torch.dtype) -> Tensor:
         known = self.sent.get((name, device))
@@ -86,7 +96,7 @@ def _contiguous(parameter: Tensor) -> Tensor:
     return gradient.contiguous()
 
 
-def _addresses(update: Update, gradient: Tensor) -> tuple[int, ...]:
+def _addresses(update: Update, gradient: Tensor, rule: Rule) -> tuple[int, ...]:
     """The parameter's row."""
     parameter, state, weight = update.parameter, update.state, update.weight
     row = dict.fromkeys(range(tables.NUM_PARAMETER_COLUMNS.value), 0)
@@ -100,10 +110,10 @@ def _addresses(update: Update, gradient: Tensor) -> tuple[int, ...]:
             row[tables.MASTER_SCALE.value] = master["dequant_scale"].data_ptr()
         elif weight.residual is not None:
             row[tables.REFINEMENT.value] = weight.residual.data_ptr()
-    for column, moment in ((tables.EXP_AVG.value, "exp_avg"), (tables.EXP_AVG_SQ.value, "exp_avg_sq")):
-        for number, name in enumerate(("codes", "dequant_scale", "steps")):
-            if name in state[moment]:
-                row[column + number] = state[moment][name].data_ptr()
+    for name, column in zip(rule.state_codecs, _state_columns(rule), strict=True):
+        for number, part in enumerate(("codes", "dequant_scale", "steps")):
+            if part in state[name]:
+                row[column + number] = state[name][part].data_ptr()
     if isinstance(gradient, Float8Gradient):
         row[tables.GRADIENT_SCALE.value] = gradient.dequant_scale.data_ptr()
         gradient = gradient.codes
@@ -114,29 +124,28 @@ def _addresses(update: Update, gradient: Tensor) -> tuple[int, ...]:
     return tuple(row.values())
 
 
-def _formats(update: Update, gradient: Tensor, group: dict[str, Any], row: tuple[int, ...]) -> adamw.Formats:
+def _state_columns(rule: Rule) -> list[int]:
+    """The column of each state's codes."""
+    return [tables.STATES.value + tables.NUM_STATE_COLUMNS.value * index for index in range(len(rule.state_codecs))]
+
+
+def _formats(update: Update, gradient: Tensor, rule: Rule, group: Group, row: tuple[int, ...]) -> kernel.Formats:
     weight = update.weight
     held = _PLAIN[update.parameter.dtype] if weight is None else "fp16-scaled"
     if weight is not None and weight.codes.dtype != torch.float16:
         held = "master" if weight.needs_master else "split"
-    if isinstance(gradient, Float8Gradient):
-        arrives = "fp8-tensor" if gradient.dequant_scale.ndim == 0 else "fp8-block"
-    else:
-        arrives = _PLAIN[gradient.dtype]
-    wide = (tables.WEIGHT, tables.REFINEMENT, tables.EXP_AVG, tables.EXP_AVG_SQ, tables.GRADIENT, tables.NUM_ELEMENTS)
-    aligned = all(row[column.value] % adamw.ALIGNMENT == 0 for column in wide)
-    l2 = bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
-    exp_avg, exp_avg_sq = update.codecs
-    return adamw.Formats(held, arrives, exp_avg, exp_avg_sq, l2, aligned)
-
-
-def _hyperparameters(group: dict[str, Any]) -> tuple[float, ...]:
-    (beta1, beta2), decay, is_decoupled = group["betas"], group["weight_decay"], group["decoupled_weight_decay"]
-    lr = 0.0 if isinstance(group["lr"], Tensor) else group["lr"]
-    logs = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
-    decays = (decay, 0.0) if is_decoupled else (0.0, decay)
-    return (lr, beta1, beta2, *logs, group["eps"], *decays, -1.0 if group["maximize"] else 1.0)
+    arrives = "fp8" if isinstance(gradient, Float8Gradient) else _PLAIN[gradient.dtype]
+    wide = (
+        tables.WEIGHT.value,
+        tables.REFINEMENT.value,
+        tables.GRADIENT.value,
+        tables.NUM_ELEMENTS.value,
+        *_state_columns(rule),
+    )
+    aligned = all(row[column] % kernel.ALIGNMENT == 0 for column in wide)
+    adds_decay = bool(rule.decays(group)[1])
+    return kernel.Formats(rule.name, held, arrives, " ".join(update.codecs), adds_decay, aligned)
 
 
 def _chunks(sizes: list[int]) -> list[tuple[int, int]]:
-    return [(row, chunk) for row, size in enumerate(sizes) for chunk in range(-(-size // adamw.CHUNK))]
+    return [(row, chunk) for row, size in enumerate(sizes) for chunk in range(-(-size // kernel.CHUNK))]

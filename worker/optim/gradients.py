@@ -1,4 +1,4 @@
-"""What the optimizer sees of a gradient: fp32 values by the run, and whether it is finite, without a wide copy of FP8 codes."""
+"""How the optimizer reads gradients: fp32 values by the run, and whether all are finite, without a wide copy of FP8 codes."""
 
 from collections.abc import Iterable
 
@@ -7,11 +7,10 @@ from torch import Tensor
 
 from worker import kernels
 from worker.fp8.gradient import Float8Gradient
-from worker.kernels.formats import BLOCK
 
 
 class GradientReader:
-    """A gradient, flattened: plain fp32, bf16 or fp16, or FP8 codes with one scale or one for each 128 elements."""
+    """A gradient, flattened: plain fp32, bf16 or fp16, or FP8 codes with one scale ()."""
 
     def __init__(self, gradient: Tensor) -> None:
         if gradient.is_sparse:
@@ -26,15 +25,13 @@ class GradientReader:
         run = self.flat[elements.start : elements.stop]
         if self.dequant_scale is None:
             return run.float()
-        if self.dequant_scale.ndim == 0:
-            return kernels.dequantize(run, self.dequant_scale)
-        return kernels.dequantize(run, self.dequant_scale[elements.start // BLOCK : -(-elements.stop // BLOCK)])
+        return kernels.dequantize(run, self.dequant_scale)
 
 
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Whether every element of every gradient is finite, as a 0-dim bool on the first one's device; no host waits.
 
-    Of FP8 gradients the scales say it. The others are read, on CUDA a whole list of them at a time.
+    FP8 gradients: read only the scales (NaN marks non-finite). Others: read the values, in one foreach call on CUDA.
     """
     scales, wide = [], []
     for gradient in gradients:

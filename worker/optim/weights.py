@@ -1,8 +1,8 @@
-"""How a weight is stored, and what the optimizer reads and writes in its place.
+"""How a weight is stored, and how the optimizer reads and writes it.
 
 An optimizer step walks over a parameter in runs of elements: it reads fp32 values, updates them and writes them back, once.
-A scale of the whole tensor has to be known before the first run is written: it comes from a bound on what the step can
-make of the largest weight (`adamw.bound_after_step`), at most one power of two above the scale of the values themselves.
+A scale of the whole tensor has to be known before the first run is written. It comes from a bound on the largest weight after
+the step (`Rule.bound_after_step`).
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from worker import kernels
 from worker.kernels.formats import E4M3, FP16, ROUNDED_FORMATS
 from worker.kernels.rounding import E4M11
-from worker.optim.codecs import Codec, Draw, Parts
+from worker.optim.codecs import Draw, Parts
 
 RUN_LENGTH = 1 << 15
 """Elements that are fp32 at a time: the temporaries of one run, about 2 MB, stay in a CPU's L2 cache."""
@@ -25,10 +25,10 @@ RUN_LENGTH = 1 << 15
 class QuantizedWeight:
     """A parameter that holds codes: `value = codes × dequant_scale`, with one fp32 scale () that is updated in place.
 
-    fp16 codes are the weight themselves. float8_e4m3fn codes need what they round away: `residual`, INT8, the value's position
-    inside the code's rounding interval, or a master weight in the optimizer. `amax`: of the values, fp32 (), updated in place;
-    it belongs to the codes and is saved and loaded with them. `initial_values`: fp32 values that the master starts from,
-    released once it exists; without them it starts from the codes.
+    fp16 codes hold all that training needs. float8_e4m3fn codes also need the digits that they round away: in `residual`,
+    INT8, the value's position inside the code's rounding interval, or in a master weight that the optimizer holds.
+    amax: of the values, fp32 (), updated in place; it belongs to the codes and is saved and loaded with them.
+    initial_values: fp32 values that the master starts from, released once it exists; without them it starts from the codes.
     """
 
     codes: nn.Parameter
@@ -67,7 +67,7 @@ def runs(num_elements: int, length: int = RUN_LENGTH) -> Iterator[range]:
 
 
 class StoredWeight(ABC):
-    """What the optimizer sees of a parameter during one step."""
+    """A parameter during one step of the optimizer: runs of fp32 values, read and written back."""
 
     def __init__(self, codes: Tensor) -> None:
         self.codes = codes.detach()
@@ -117,12 +117,12 @@ class RoundedWeight(StoredWeight):
 
 
 class ScaledWeight(StoredWeight):
-    """FP16 codes with one scale, stochastically rounded. A value that is not finite makes the scale NaN, and so all values."""
+    """FP16 codes with one scale, stochastically rounded. A value that is not finite makes the scale NaN, and so every value."""
 
     format = FP16
 
     def __init__(self, weight: QuantizedWeight, codes: Tensor, dequant_scale: Tensor, bound: Tensor, draw: Draw) -> None:
-        """codes, dequant_scale: the weight's own, or those of its master. bound: no value will be larger after the step."""
+        """codes, dequant_scale: the weight's own, or its master's. bound: no value is larger after the step."""
         super().__init__(codes)
         self.weight, self.dequant_scale, self.draw = weight, dequant_scale, draw
         self.new_scale = kernels.dequant_scale_from_amax(bound, codes.dtype, previous=dequant_scale)
@@ -138,7 +138,9 @@ class ScaledWeight(StoredWeight):
     def finish(self) -> None:
         self.dequant_scale.copy_(self.finite(self.new_scale))
         assert self.weight.amax is not None
-        unit = 2.0 ** (-126 - self.format.min_exponent)  # as exact as the rounding sees it: what kernels have at hand
+        unit = 2.0 ** (
+            -126 - self.format.min_exponent
+        )  # rounded as the kernels have it: from the bits that are stochastically rounded
         self.weight.amax.copy_(self.amax / self.new_scale * unit / unit * self.new_scale)
         super().finish()
 
@@ -172,7 +174,7 @@ class SplitWeight(ScaledWeight):
 
 
 class MasteredWeight(ScaledWeight):
-    """A master weight, FP16 codes with one scale, of which the E4M3 weight is the nearest rounding."""
+    """A master weight, FP16 codes with one scale; the E4M3 weight is its nearest rounding."""
 
     def __init__(self, weight: QuantizedWeight, master: Parts, bound: Tensor, draw: Draw) -> None:
         super().__init__(weight, master["codes"], master["dequant_scale"], bound, draw)
@@ -189,8 +191,13 @@ class MasteredWeight(ScaledWeight):
         self.weight.dequant_scale.copy_(self.finite(self.rounded_scale))
 
 
-def new_master(weight: QuantizedWeight, codec: Codec) -> dict[str, Tensor]:
-    """The master weight of E4M3 codes, from the fp32 values they were made of; these are released."""
+def new_master(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Make the master weight of E4M3 codes: flat FP16 codes with one scale, NaN where a value is not finite.
+
+    It is made from the fp32 values that the weight was encoded from, which are released, or else from the codes.
+    """
     values = weight.values() if weight.initial_values is None else weight.initial_values
     weight.initial_values = None
-    return dict(codec.encode(values.detach().float().reshape(-1), None))
+    flat = values.detach().float().reshape(-1)
+    dequant_scale = kernels.finite_or_nan(kernels.compute_amax(flat), FP16.dtype)
+    return {"codes": kernels.encode(flat, dequant_scale, FP16.dtype), "dequant_scale": dequant_scale}

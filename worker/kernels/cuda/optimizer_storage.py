@@ -1,15 +1,15 @@
-"""How `update_kernel` reads and writes weights, gradients and moments, for each of their formats.
+"""How `update_kernel` reads and writes weights, gradients and states, for each of their formats.
 
-`row` is a parameter's row of addresses, `at` the elements of a chunk (rows of 128), `rows` its blocks, `inside` and `has_row`
-what exists of both: elsewhere what is read is zero, and stays zero.
-The formats are named as in `worker/optim/codecs.py`; a chain of `if` is decided when a kernel is compiled.
+`row` is a parameter's row of addresses, `at` the elements of a chunk (rows of 128), `rows` its blocks. `inside` and `has_row`
+are masks of both: where they are false, zeros are read and nothing is written.
+The codecs of states are named as in `worker/optim/codecs.py`; a chain of `if` is decided when a kernel is compiled.
 """
 
 import triton
 import triton.language as tl
 
-from worker.kernels.cuda import adamw_tables as tables
 from worker.kernels.cuda import language
+from worker.kernels.cuda import optimizer_tables as tables
 from worker.kernels.formats import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -48,35 +48,61 @@ def weight_places(row, start, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def gradient_places(row, start, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a gradient is, and its scales."""
-    scales = place(row, start // _BLOCK if FORMAT == "fp8-block" else 0, tables.GRADIENT_SCALE, tl.float32, False)
+def gradient_place(row, start, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a gradient is."""
     if FORMAT == "fp32":
-        return place(row, start, tables.GRADIENT, tl.float32, ALIGNED), scales
+        return place(row, start, tables.GRADIENT, tl.float32, ALIGNED)
     elif FORMAT == "bf16":
-        return place(row, start, tables.GRADIENT, tl.bfloat16, ALIGNED), scales
+        return place(row, start, tables.GRADIENT, tl.bfloat16, ALIGNED)
     elif FORMAT == "fp16":
-        return place(row, start, tables.GRADIENT, tl.float16, ALIGNED), scales
+        return place(row, start, tables.GRADIENT, tl.float16, ALIGNED)
     else:
-        tl.static_assert(FORMAT == "fp8-tensor" or FORMAT == "fp8-block", "unknown format of a gradient")
-        return place(row, start, tables.GRADIENT, tl.uint8, ALIGNED), scales
+        tl.static_assert(FORMAT == "fp8", "unknown format of a gradient")
+        return place(row, start, tables.GRADIENT, tl.uint8, ALIGNED)
+
+
+@triton.constexpr_function
+def num_states(STATES):
+    """How many codecs are named, separated by spaces."""
+    return len(STATES.split())
+
+
+@triton.constexpr_function
+def codec(STATES, INDEX):
+    """One of the codecs that are named. A string and no tuple: Triton 3.6 passes no strings on from a constexpr tuple."""
+    return STATES.split()[INDEX]
+
+
+@triton.constexpr_function
+def draws(CODEC):
+    """Whether a codec rounds stochastically."""
+    return CODEC == "uint8-companded"
 
 
 @triton.jit
-def moment_places(row, start, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a moment is: codes, scales and steps."""
+def state_places(row, start, STATES: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the states are: a tuple of (codes, scales, steps)."""
+    places = (state_place(row, start, codec(STATES, 0), tables.STATES, ALIGNED),)
+    for index in tl.static_range(1, num_states(STATES)):
+        column = tables.STATES + index * tables.NUM_STATE_COLUMNS
+        next_place = (state_place(row, start, codec(STATES, index), column, ALIGNED),)
+        places = places + next_place  # type: ignore[assignment]
+    return places
+
+
+@triton.jit
+def state_place(row, start, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a state is: codes, scales and steps."""
     scales = place(row, start // _BLOCK, COLUMN + 1, tl.float32, False)
     steps = place(row, start // _BLOCK, COLUMN + 2, tl.int16, False)
     if CODEC == "fp32":
         return place(row, start, COLUMN, tl.float32, ALIGNED), scales, steps
-    elif CODEC == "bf16-sr":
-        return place(row, start, COLUMN, tl.bfloat16, ALIGNED), scales, steps
     elif CODEC == "fp16-block":
         return place(row, start, COLUMN, tl.float16, ALIGNED), scales, steps
     elif CODEC == "int8-companded":
         return place(row, start, COLUMN, tl.int8, ALIGNED), scales, steps
     else:
-        tl.static_assert(CODEC == "fp8-block" or CODEC == "fp8-dre" or CODEC == "uint8-companded", "unknown codec")
+        tl.static_assert(CODEC == "fp8-dre" or CODEC == "uint8-companded", "unknown codec")
         return place(row, start, COLUMN, tl.uint8, ALIGNED), scales, steps
 
 
@@ -101,20 +127,17 @@ def write(pointer, at, inside, codes):
 
 
 @triton.jit
-def read_gradient(places, at, rows, inside, has_row, FORMAT: tl.constexpr):
-    """fp32 values; of codes with one scale, in units of that."""
-    held, scales = places
-    if FORMAT == "fp8-tensor":
+def read_gradient(held, at, inside, FORMAT: tl.constexpr):
+    """fp32 values; those of codes in units of their scale."""
+    if FORMAT == "fp8":
         return language.decode(read(held, at, inside), "e4m3")
-    elif FORMAT == "fp8-block":
-        return language.decode(read(held, at, inside), "e4m3") * read(scales, rows, has_row)[:, None]
     else:
         return read(held, at, inside).to(tl.float32)
 
 
 @triton.jit
 def read_weight(places, at, inside, FORMAT: tl.constexpr):
-    """fp32 values; of codes, in units of their scale."""
+    """fp32 values; those of codes in units of their scale."""
     held, refinement = places
     if FORMAT == "split":
         return language.split_decode(read(held, at, inside), read(refinement, at, inside))
@@ -159,9 +182,19 @@ def sixteen_bits(values, bits, numbers, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def read_moment(places, at, rows, inside, has_row, CODEC: tl.constexpr):
+def read_states(places, at, rows, inside, has_row, STATES: tl.constexpr):
+    """A tuple of fp32 values, one for each state."""
+    values = (read_state(places[0], at, rows, inside, has_row, codec(STATES, 0)),)
+    for index in tl.static_range(1, num_states(STATES)):
+        next_values = (read_state(places[index], at, rows, inside, has_row, codec(STATES, index)),)
+        values = values + next_values  # type: ignore[assignment]
+    return values
+
+
+@triton.jit
+def read_state(places, at, rows, inside, has_row, CODEC: tl.constexpr):
     held, scales, steps = places
-    if CODEC == "fp32" or CODEC == "bf16-sr":
+    if CODEC == "fp32":
         values = read(held, at, inside).to(tl.float32)
     elif CODEC == "fp8-dre":
         step = read(steps, rows, has_row).to(tl.int32)
@@ -169,8 +202,6 @@ def read_moment(places, at, rows, inside, has_row, CODEC: tl.constexpr):
     else:
         if CODEC == "fp16-block":
             codes = read(held, at, inside).to(tl.float32)
-        elif CODEC == "fp8-block":
-            codes = language.decode(read(held, at, inside), "e4m3")
         else:
             codes = language.companded_decode(read(held, at, inside), CODEC == "int8-companded")
         values = codes * read(scales, rows, has_row)[:, None]
@@ -178,26 +209,19 @@ def read_moment(places, at, rows, inside, has_row, CODEC: tl.constexpr):
 
 
 @triton.jit
-def write_moment(places, values, numbers, at, rows, inside, has_row, CODEC: tl.constexpr, HAS_SIGN: tl.constexpr):
-    """numbers: random, one per element; looked at by the codecs that draw."""
+def write_state(places, values, numbers, at, rows, inside, has_row, CODEC: tl.constexpr, IS_SIGNED: tl.constexpr):
+    """numbers: random, one for each element; only a codec that `draws` reads them."""
     held, scales, steps = places
     if CODEC == "fp32":
         write(held, at, inside, values)
-    elif CODEC == "bf16-sr":
-        codes = sixteen_bits(values, language.roundable(values, -126), numbers, "bf16")
-        write(held.to(tl.pointer_type(tl.int16)), at, inside, codes)
     else:
-        if HAS_SIGN:
+        if IS_SIGNED:
             amax = language.amax(values, 1)
         else:
             amax = tl.max(values.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
         if CODEC == "fp16-block":
             scale = language.scale_from_amax(amax, "fp16", 0)
             write(held, at, inside, values * language.inverse(scale)[:, None])  # nothing saturates at this scale
-            scale = tl.where(amax < language.INFINITY, scale, float("nan"))
-        elif CODEC == "fp8-block":
-            scale = language.scale_from_amax(amax, "e4m3", 0)
-            write(held, at, inside, language.encode_scaled(values, language.inverse(scale)[:, None], "e4m3"))
             scale = tl.where(amax < language.INFINITY, scale, float("nan"))
         elif CODEC == "fp8-dre":
             scale = amax

@@ -2,7 +2,8 @@
 
 `prepare_kernel` makes this step's fp32 constants of each parameter's hyperparameters, step and largest weight, and counts
 the step; `update_kernel` reads and writes every byte of weight, gradient and states once. Both return at once where a
-gradient is not finite. The twin is `worker/optim/adamw.py` with `codecs.py` and `weights.py`: the same numbers, bit for bit.
+gradient is not finite. What a format stores is in `optimizer_storage.py`, what a rule computes in `optimizer_rules.py`.
+The twin is `worker/optim/optimizer.py` with its rules, `codecs.py` and `weights.py`: the same numbers, bit for bit.
 """
 
 from typing import NamedTuple
@@ -12,37 +13,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels.cuda import adamw_storage as storage
-from worker.kernels.cuda import adamw_tables as tables
 from worker.kernels.cuda import language
+from worker.kernels.cuda import optimizer_rules as rules
+from worker.kernels.cuda import optimizer_storage as storage
+from worker.kernels.cuda import optimizer_tables as tables
 from worker.kernels.formats import BLOCK
 
 CHUNK = 64 * BLOCK
 """Elements that a program updates."""
-NUM_BLOCKS = 16 if language.INTERPRETED.value else 2
-"""Of 128 elements, that it updates at a time: 8 elements a thread. The interpreter takes as long for many as for few."""
+NUM_BLOCKS = 32 if language.INTERPRETED.value else 2
+"""Blocks of 128 elements that it updates at a time, 8 elements a thread. The interpreter takes as long for many as for few."""
 NUM_TURNS = CHUNK // (NUM_BLOCKS * BLOCK)
 NUM_WARPS = 1
-"""So no barrier holds up a program: all that its threads exchange is exchanged within a warp."""
+"""One, so that no barrier holds up a program: its threads exchange values within a warp only."""
 ALIGNMENT = 16
-"""Bytes, and elements, of which addresses and sizes are multiples for 16-byte loads."""
+"""16-byte loads need addresses that are multiples of this many bytes, and sizes that are multiples of this many elements."""
 
 _BLOCK = tl.constexpr(BLOCK)
-_SMALLEST_ROOTED, _LARGEST = tl.constexpr(2.0**-100), tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def prepare_kernel(
-    table,
-    groups,
-    constants,
-    finite,
-    WEIGHT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    SLACK: tl.constexpr,
-    MAX: tl.constexpr,
-):
-    """One program per parameter. The constants are those of `adam_` and `bound_after_step`: fp64, rounded once to fp32."""
+def prepare_kernel(table, groups, constants, finite, RULE: tl.constexpr, WEIGHT: tl.constexpr, GRADIENT: tl.constexpr):
+    """One program per parameter: count the step, compute the constants of weight, gradient and rule, choose the next scales.
+
+    fp64 rounded once to fp32, as in `Rule.step_` and `Rule.bound_after_step`.
+    """
     if tl.load(finite).to(tl.int32) == 0:
         return
     row = table + tl.program_id(0) * tables.NUM_PARAMETER_COLUMNS
@@ -51,21 +46,12 @@ def prepare_kernel(
     steps = tl.load(row + tables.STEP).to(tl.pointer_type(tl.int64))
     step = tl.load(steps) + 1
     tl.store(steps, step)
-    lr, beta1, beta2 = tl.load(group + tables.LR), tl.load(group + tables.BETA1), tl.load(group + tables.BETA2)
-    power1 = tl.exp(tl.load(group + tables.LOG_BETA1) * step.to(tl.float64))
-    power2 = tl.exp(tl.load(group + tables.LOG_BETA2) * step.to(tl.float64))
-    kept = 1.0 - lr * tl.load(group + tables.DECOUPLED_DECAY)
-    unit, to_new_unit = 1.0, 1.0  # what the codes are in units of, and how many of the next are one
+    rate, largest_change = rules.prepare(group, out, step, RULE)
+    kept = 1.0 - tl.load(group + tables.LR) * tl.load(group + tables.DECOUPLED_DECAY)
+    unit, to_new_unit = 1.0, 1.0  # the scale of the codes, and the factor from it to the next scale
     if WEIGHT == "fp16-scaled" or WEIGHT == "split" or WEIGHT == "master":
-        square1 = beta1 * beta1
-        is_bounded = square1 < beta2
-        ratio = tl.where(is_bounded, square1 / beta2, 0.0)
-        ratio_power = tl.where(is_bounded, power1 * power1 / power2, 0.0)
-        corrected = tl.sqrt((1.0 - power2) / (1.0 - beta2)) * (1.0 - beta1) / (1.0 - power1)
-        update = tl.minimum(SLACK * corrected * tl.sqrt((1.0 - ratio_power) / (1.0 - ratio)), MAX)
-        update = tl.where(is_bounded, update, MAX)
         amax = tl.load(row + tables.AMAX).to(tl.pointer_type(tl.float32))
-        bound = tl.load(amax) * tl.abs(kept).to(tl.float32) + (lr * update).to(tl.float32)
+        bound = tl.load(amax) * tl.abs(kept).to(tl.float32) + largest_change.to(tl.float32)
         tl.store(amax, 0.0)  # update_kernel raises it
         scale = tl.load(row + tables.WEIGHT_SCALE).to(tl.pointer_type(tl.float32))
         if WEIGHT == "master":
@@ -80,15 +66,9 @@ def prepare_kernel(
         tl.store(out + tables.NEW_SCALE, new_unit)
     tl.store(out + tables.KEPT, kept.to(tl.float32) * (unit * to_new_unit))
     tl.store(out + tables.GRADIENT_DECAY, tl.load(group + tables.L2_DECAY).to(tl.float32) * unit)
-    tl.store(out + tables.KEPT1, beta1.to(tl.float32))
-    tl.store(out + tables.ADDED1, (1.0 - beta1).to(tl.float32))
-    tl.store(out + tables.KEPT2, beta2.to(tl.float32))
-    tl.store(out + tables.ADDED2, (1.0 - beta2).to(tl.float32))
-    tl.store(out + tables.ROOT_CORRECTION, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32))
-    tl.store(out + tables.EPSILON, tl.load(group + tables.EPS).to(tl.float32))
-    tl.store(out + tables.RATE, (lr / (1.0 - power1)).to(tl.float32) * to_new_unit)
+    tl.store(out + tables.RATE, rate.to(tl.float32) * to_new_unit)
     gradient_unit = tl.load(group + tables.SIGN).to(tl.float32)
-    if GRADIENT == "fp8-tensor":
+    if GRADIENT == "fp8":
         gradient_unit *= tl.load(tl.load(row + tables.GRADIENT_SCALE).to(tl.pointer_type(tl.float32)))
     tl.store(out + tables.GRADIENT_UNIT, gradient_unit)
 
@@ -100,16 +80,16 @@ def update_kernel(
     constants,
     finite,
     seed,
+    RULE: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr,
-    EXP_AVG: tl.constexpr,
-    EXP_AVG_SQ: tl.constexpr,
+    STATES: tl.constexpr,
     L2: tl.constexpr,
     ALIGNED: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     NUM_TURNS: tl.constexpr,
 ):
-    """One program per chunk of NUM_TURNS · NUM_BLOCKS · 128 elements. chunks: (parameter's row, which of its chunks), int32."""
+    """One program per chunk of NUM_TURNS · NUM_BLOCKS · 128 elements. chunks: int32, (parameter's row, index of the chunk)."""
     if tl.load(finite).to(tl.int32) == 0:
         return
     TURN: tl.constexpr = NUM_BLOCKS * _BLOCK
@@ -118,12 +98,11 @@ def update_kernel(
     row = table + parameter * tables.NUM_PARAMETER_COLUMNS
     places = (
         storage.weight_places(row, start, WEIGHT, ALIGNED),
-        storage.gradient_places(row, start, GRADIENT, ALIGNED),
-        storage.moment_places(row, start, EXP_AVG, tables.EXP_AVG, ALIGNED),
-        storage.moment_places(row, start, EXP_AVG_SQ, tables.EXP_AVG_SQ, ALIGNED),
+        storage.gradient_place(row, start, GRADIENT, ALIGNED),
+        storage.state_places(row, start, STATES, ALIGNED),
     )
     constant = _load_constants(constants + parameter * tables.NUM_CONSTANT_COLUMNS)
-    # Random numbers as worker/optim/adamw.py draws them: a stream for each purpose.
+    # Random numbers as worker/optim/optimizer.py draws them: the weight and each state have their own stream.
     step = tl.load(tl.load(row + tables.STEP).to(tl.pointer_type(tl.int64)))
     first_draw = (tl.load(row + tables.FIRST_ELEMENT) + start) // language.NUMBERS_PER_DRAW
     draw = (tl.cast(seed, tl.int64), step, tl.load(row + tables.STREAM), first_draw)
@@ -134,10 +113,10 @@ def update_kernel(
     num_whole = num_elements // TURN
     largest = tl.zeros((NUM_BLOCKS, _BLOCK // 8), tl.int32)
     for turn in tl.range(0, num_whole):
-        bits = _update(places, constant, draw, turn, None, WEIGHT, GRADIENT, EXP_AVG, EXP_AVG_SQ, L2, NUM_BLOCKS)
+        bits = _update(places, constant, draw, turn, None, RULE, WEIGHT, GRADIENT, STATES, L2, NUM_BLOCKS)
         largest = tl.maximum(largest, tl.max(tl.reshape(bits, (NUM_BLOCKS, _BLOCK // 8, 8)), 2))
     if num_elements % TURN > 0:
-        bits = _update(places, constant, draw, num_whole, num_elements, WEIGHT, GRADIENT, EXP_AVG, EXP_AVG_SQ, L2, NUM_BLOCKS)
+        bits = _update(places, constant, draw, num_whole, num_elements, RULE, WEIGHT, GRADIENT, STATES, L2, NUM_BLOCKS)
         largest = tl.maximum(largest, tl.max(tl.reshape(bits, (NUM_BLOCKS, _BLOCK // 8, 8)), 2))
     if WEIGHT == "fp16-scaled" or WEIGHT == "split" or WEIGHT == "master":
         amax = language.from_roundable(tl.max(tl.max(largest, 1), 0), storage.min_exponent(WEIGHT)) * constant[tables.NEW_SCALE]
@@ -165,32 +144,31 @@ def _update(
     draw,
     turn,
     num_elements,
+    RULE: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr,
-    EXP_AVG: tl.constexpr,
-    EXP_AVG_SQ: tl.constexpr,
+    STATES: tl.constexpr,
     L2: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """Step NUM_BLOCKS blocks of a chunk; the roundable bits of their weights. num_elements: of the chunk, None if all exist."""
-    weight_places, gradient_places, exp_avg_places, exp_avg_sq_places = places
+    """Step NUM_BLOCKS blocks of a chunk; returns the roundable bits of their weights.
+
+    num_elements: how many elements the chunk has, None if every element of these blocks exists.
+    """
+    weight_places, gradient_place, state_places = places
     rows = turn * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
     at = rows[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside, has_row = None, None
     if num_elements is not None:
         inside, has_row = at < num_elements, rows * _BLOCK < num_elements
     codes = storage.read_weight(weight_places, at, inside, WEIGHT)
-    gradient = storage.read_gradient(gradient_places, at, rows, inside, has_row, GRADIENT) * constant[tables.GRADIENT_UNIT]
-    average = storage.read_moment(exp_avg_places, at, rows, inside, has_row, EXP_AVG)
-    square = storage.read_moment(exp_avg_sq_places, at, rows, inside, has_row, EXP_AVG_SQ)
+    gradient = storage.read_gradient(gradient_place, at, inside, GRADIENT) * constant[tables.GRADIENT_UNIT]
+    states = storage.read_states(state_places, at, rows, inside, has_row, STATES)
 
     if L2:
         gradient += codes * constant[tables.GRADIENT_DECAY]
-    average = average * constant[tables.KEPT1] + gradient * constant[tables.ADDED1]
-    square = square * constant[tables.KEPT2] + gradient * gradient * constant[tables.ADDED2]
-    root = language.sqrt(tl.minimum(tl.maximum(square, _SMALLEST_ROOTED), _LARGEST))
-    denominator = root * constant[tables.ROOT_CORRECTION] + constant[tables.EPSILON]
-    scaled = codes * constant[tables.KEPT] - language.divide(average, denominator) * constant[tables.RATE]
+    direction, new_states = rules.advance(states, gradient, constant, RULE)
+    scaled = codes * constant[tables.KEPT] - direction * constant[tables.RATE]
     bits = language.roundable(scaled, storage.min_exponent(WEIGHT))
 
     seed, step, stream, first_draw = draw
@@ -199,48 +177,46 @@ def _update(
     if WEIGHT != "fp32":
         numbers = language.random_numbers(seed, step, stream, first_draw, NUM_BLOCKS, _BLOCK)
     storage.write_weight(weight_places, bits, scaled, constant, numbers, at, inside, WEIGHT)
-    if EXP_AVG == "bf16-sr":
-        numbers = language.random_numbers(seed, step, stream + 1, first_draw, NUM_BLOCKS, _BLOCK)
-    storage.write_moment(exp_avg_places, average, numbers, at, rows, inside, has_row, EXP_AVG, True)
-    if EXP_AVG_SQ == "bf16-sr" or EXP_AVG_SQ == "uint8-companded":
-        numbers = language.random_numbers(seed, step, stream + 2, first_draw, NUM_BLOCKS, _BLOCK)
-    storage.write_moment(exp_avg_sq_places, square, numbers, at, rows, inside, has_row, EXP_AVG_SQ, False)
+    for index in tl.static_range(storage.num_states(STATES)):
+        if storage.draws(storage.codec(STATES, index)):
+            numbers = language.random_numbers(seed, step, stream + (1 + index), first_draw, NUM_BLOCKS, _BLOCK)
+        storage.write_state(
+            state_places[index], new_states[index], numbers, at, rows, inside, has_row,
+            storage.codec(STATES, index), rules.is_signed(RULE, index),
+        )  # fmt: skip
     return bits
 
 
 class Formats(NamedTuple):
-    """What the kernels are compiled for: the formats of weight, gradient and moments, by the names in adamw_storage.py.
+    """What the kernels are compiled for: the rule, and the formats of weight, gradient and states (optimizer_storage.py).
 
-    l2: weight decay is part of the gradient. aligned: all addresses and sizes are multiples of ALIGNMENT.
+    states: the codecs of the rule's states in their order, separated by spaces. l2: weight decay is part of the gradient.
+    aligned: all addresses and sizes are multiples of ALIGNMENT.
     """
 
+    rule: str
     weight: str
     gradient: str
-    exp_avg: str
-    exp_avg_sq: str
+    states: str
     l2: bool
     aligned: bool
 
 
 class Tables(NamedTuple):
-    """On the parameters' device. parameters: int64, groups: fp64, with the columns of adamw_tables.py. chunks: int32 (n, 2)."""
+    """On the parameters' device; columns as in optimizer_tables.py. parameters: int64, groups: fp64, chunks: int32 (n, 2)."""
 
     parameters: Tensor
     groups: Tensor
     chunks: Tensor
 
 
-def launch(formats: Formats, on_device: Tables, finite: Tensor, seed: int, *, slack: float, max_update: float) -> None:
-    """One step of all parameters in the tables, which have the same formats.
-
-    finite: bool (); where it is false nothing changes.
-    slack, max_update: see worker/optim/update.py.
-    """
+def launch(formats: Formats, on_device: Tables, finite: Tensor, seed: int) -> None:
+    """Step all parameters in the tables, which share their formats. finite: bool (); where it is false nothing changes."""
     parameters, groups, chunks = on_device
     num_parameters = len(parameters)
     constants = torch.empty(num_parameters, tables.NUM_CONSTANT_COLUMNS.value, device=parameters.device)
     prepare_kernel[(num_parameters,)](
-        parameters, groups, constants, finite, formats.weight, formats.gradient, slack, max_update,
+        parameters, groups, constants, finite, formats.rule, formats.weight, formats.gradient,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     update_kernel[(len(chunks),)](

@@ -1,0 +1,298 @@
+"""The walker: an optimizer whose states, weights and gradients are held in few bits, and computed in fp32.
+
+It knows how tensors are stored and no arithmetic; a rule (`rule.py`) knows the arithmetic. Only what is stored is rounded: a
+step's update uses the states before they are rounded. A step passes over each parameter once, in runs of elements, so that no
+tensor is wide as a whole. Rounding is stochastic from a counter (seed, parameter, its step, element), so a resumed or sharded
+run draws the same bits.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from api_schemas.formats import MIN_QUANTIZED_ELEMENTS
+from worker import kernels
+from worker.kernels.rounding import NUMBERS_PER_DRAW
+from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
+from worker.optim.gradients import GradientReader, all_finite
+from worker.optim.rule import Defaults, Group, Rule
+from worker.optim.weights import (
+    MasteredWeight,
+    QuantizedWeight,
+    RoundedWeight,
+    ScaledWeight,
+    SplitWeight,
+    StoredWeight,
+    WideWeight,
+    new_master,
+    runs,
+)
+
+if TYPE_CHECKING:
+    from worker.optim.fused import FusedStep
+
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LowBitOptimizer(torch.optim.Optimizer):
+    """A torch optimizer by a rule, with a codec for each of the rule's states, by parameter group.
+
+    params: parameters or groups, as for any torch optimizer; plain fp32, bf16 and fp16 ones are trained as they are.
+    defaults: the rule's hyperparameters, where a group has none of its own.
+    quantized: parameters stored as codes × dequant_scale. E4M3 codes without a residual get an FP16 master weight.
+    all_ranks_finite: given whether this rank's gradients are finite (a 0-dim bool), tells whether those of all ranks are.
+    fused: one pass by Triton kernels, for which the host does not wait; by default on CUDA. Parameters that are not contiguous
+    are stepped by plain torch everywhere.
+
+    A step with a non-finite gradient changes nothing and is counted in `num_skipped_steps`.
+    Raises ValueError for hyperparameters or codecs that the rule does not allow, and TypeError for another rule's defaults.
+    """
+
+    rule: ClassVar[Rule]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: Defaults | None = None,
+        *,
+        quantized: Iterable[QuantizedWeight] = (),
+        seed: int = 0,
+        all_ranks_finite: Callable[[Tensor], Tensor] | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = self.rule.defaults() if defaults is None else defaults
+        if not isinstance(defaults, self.rule.defaults):
+            allowed = self.rule.defaults.__name__
+            raise TypeError(f"defaults is a {type(defaults).__name__}; allowed: {allowed}. Pass {allowed}(lr=...).")
+        self.seed = seed
+        self.all_ranks_finite = all_ranks_finite
+        self.fused = fused
+        self._num_skipped = torch.zeros((), dtype=torch.int64)
+        self._fused_step: FusedStep | None = None
+        self._quantized: dict[Tensor, QuantizedWeight] = {weight.codes: weight for weight in quantized}
+        self._origins: dict[Tensor, tuple[int, int]] = {}
+        super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group and allocate its states."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self.rule.check(group)
+        for parameter in group["params"]:
+            if parameter not in self._quantized and parameter.dtype not in PLAIN_DTYPES:
+                raise ValueError(
+                    f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}. "
+                    "Name codes, and the scale that belongs to them, in `quantized`."
+                )
+            self._origins[parameter] = (len(self._origins), 0)
+            if parameter.requires_grad:
+                self._allocate(parameter, group)
+
+    def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int) -> None:
+        """Say which elements of which parameter a shard holds, so that it draws the random bits of the whole."""
+        self._origins[parameter] = (parameter_index, first_element)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, or none if any gradient on any rank is not finite."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        finite = all_finite(parameter.grad for parameter, _ in updates)
+        if self.all_ranks_finite is not None:
+            finite = self.all_ranks_finite(finite)
+        self._num_skipped = self._num_skipped.to(finite.device).add_(~finite)
+        plain = self._step_fused(updates, finite)
+        if plain and finite:  # the one value that the host waits for
+            for parameter, group in plain:
+                self._update(parameter, group)
+        return loss
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that changed nothing because a gradient was not finite. Waits for the device."""
+        return int(self._num_skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state_dict with the seed and the number of skipped steps."""
+        return super().state_dict() | {"seed": self.seed, "num_skipped_steps": self.num_skipped_steps}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state_dict of this class, bit for bit, or of a torch optimizer with the same states.
+
+        The codecs stay those of this optimizer: a state that was stored by another codec is encoded again. A master weight
+        that was not saved stays as it is. Raises ValueError for another rule's states and for states in other parts.
+        """
+        own_codecs = [
+            {f"{name}_codec": group[f"{name}_codec"] for name in self.rule.state_codecs} for group in self.param_groups
+        ]
+        own_states = dict(self.state)
+        saved_groups = state_dict["param_groups"]
+        super().load_state_dict({"state": {}, "param_groups": saved_groups})  # torch would cast codes to the weight's dtype
+        self.seed = state_dict.get("seed", self.seed)
+        self._num_skipped.fill_(state_dict.get("num_skipped_steps", 0))
+        for group, saved_group, codecs in zip(self.param_groups, saved_groups, own_codecs, strict=True):
+            group.update(codecs)
+            for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+                if key in state_dict["state"]:
+                    saved = state_dict["state"][key]
+                    if "master_weights" in own_states.get(parameter, {}):
+                        saved = {"master_weights": own_states[parameter]["master_weights"]} | saved
+                    self._load(parameter, group, saved, saved_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold; torch's own drops every attribute that it does not know."""
+        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_quantized", "_origins"]
+        own += ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]  # a converted model follows the steps by these
+        return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_fused_step": None}
+
+    def _step_fused(self, updates: list[tuple[Tensor, Group]], finite: Tensor) -> list[tuple[Tensor, Group]]:
+        """Step the parameters that the kernels take; returns the others."""
+        fused = [(parameter, group) for parameter, group in updates if self._is_fused(parameter)]
+        if not fused:
+            return updates
+        from worker.optim.fused import FusedStep, Update  # loads Triton
+
+        self._fused_step = self._fused_step or FusedStep(self.rule)
+        group_indices = {id(group): index for index, group in enumerate(self.param_groups)}
+        self._fused_step.run(
+            [
+                Update(
+                    parameter,
+                    self.state[parameter] or self._allocate(parameter, group),
+                    self._quantized.get(parameter),
+                    tuple(_codec_name(parameter, group, name) for name in self.rule.state_codecs),
+                    group_indices[id(group)],
+                    self._first_stream(parameter),
+                    self._origins[parameter][1],
+                )
+                for parameter, group in fused
+            ],
+            self.param_groups,
+            finite,
+            self.seed,
+        )
+        return [(parameter, group) for parameter, group in updates if not self._is_fused(parameter)]
+
+    def _is_fused(self, parameter: Tensor) -> bool:
+        wanted = parameter.is_cuda if self.fused is None else self.fused
+        starts_a_draw = self._origins[parameter][1] % NUMBERS_PER_DRAW == 0  # kernels use whole draws
+        return wanted and parameter.is_contiguous() and starts_a_draw
+
+    def _new_step_count(self, parameter: Tensor, num_steps: int) -> int | Tensor:
+        """The number of steps; on the device where the kernels count them."""
+        if not self._is_fused(parameter):
+            return num_steps
+        return torch.full((), num_steps, dtype=torch.int64, device=parameter.device)
+
+    def _update(self, parameter: Tensor, group: Group) -> None:
+        assert parameter.grad is not None
+        state = self.state[parameter] or self._allocate(parameter, group)
+        state["step"] += 1
+        gradients, weight = GradientReader(parameter.grad), self._stored_weight(parameter, group)
+        stored = {name: self._stored_state(parameter, group, name) for name in self.rule.state_codecs}
+        for elements in runs(parameter.numel()):
+            values, states = weight.read(elements), {name: state.read(elements) for name, state in stored.items()}
+            self.rule.step_(values, gradients.read(elements), states, int(state["step"]), group)
+            weight.write(elements, values)
+            for name, state_values in states.items():
+                stored[name].write(elements, state_values)
+        weight.finish()
+
+    def _allocate(self, parameter: Tensor, group: Group) -> dict[str, Any]:
+        """Allocate a parameter's states: the number of steps, and dicts of plain tensors."""
+        state: dict[str, Any] = {"step": self._new_step_count(parameter, 0)}
+        for name in self.rule.state_codecs:
+            state[name] = zeros(_codec(parameter, group, name), parameter.numel(), parameter.device)
+        weight = self._quantized.get(parameter)
+        if weight is not None and weight.needs_master:
+            state["master_weights"] = new_master(weight)
+        self.state[parameter] = state
+        return state
+
+    def _load(self, parameter: Tensor, group: Group, saved: dict[str, Any], saved_group: Group) -> None:
+        """Take over a parameter's saved states."""
+        _check_states(saved, self.rule)
+        state = self.state[parameter] = {"step": self._new_step_count(parameter, int(saved["step"]))}
+        for name in self.rule.state_codecs:
+            codec, saved_codec = _codec(parameter, group, name), _codec(parameter, saved_group, name)
+            parts = saved[name] if isinstance(saved[name], dict) else {"codes": saved[name].float().reshape(-1)}
+            _check_parts(name, parts, saved_codec)
+            state[name] = _copy(parts, parameter.device)
+            if codec is not saved_codec:
+                values = saved_codec.decode(state[name])
+                state[name] = zeros(codec, parameter.numel(), parameter.device)
+                self._stored_state(parameter, group, name).write(range(parameter.numel()), values)
+        weight = self._quantized.get(parameter)
+        if weight is not None and weight.needs_master:
+            is_saved = "master_weights" in saved
+            state["master_weights"] = _copy(saved["master_weights"], parameter.device) if is_saved else new_master(weight)
+
+    def _stored_weight(self, parameter: Tensor, group: Group) -> StoredWeight:
+        draw = self._draw(parameter, self._first_stream(parameter))
+        weight = self._quantized.get(parameter)
+        if weight is None:
+            return WideWeight(parameter) if parameter.dtype == torch.float32 else RoundedWeight(parameter, draw)
+        assert weight.amax is not None
+        bound = self.rule.bound_after_step(weight.amax, int(self.state[parameter]["step"]), group)
+        if weight.needs_master:
+            return MasteredWeight(weight, self.state[parameter]["master_weights"], bound, draw)
+        if weight.residual is not None:
+            return SplitWeight(weight, bound, draw)
+        return ScaledWeight(weight, weight.codes, weight.dequant_scale, bound, draw)
+
+    def _stored_state(self, parameter: Tensor, group: Group, name: str) -> StoredState:
+        stream = self._first_stream(parameter) + 1 + list(self.rule.state_codecs).index(name)
+        return StoredState(_codec(parameter, group, name), self.state[parameter][name], self._draw(parameter, stream))
+
+    def _first_stream(self, parameter: Tensor) -> int:
+        """The random stream of the weight; each state of the rule has one of the next."""
+        return self._origins[parameter][0] * (1 + len(self.rule.state_codecs))
+
+    def _draw(self, parameter: Tensor, stream: int) -> Draw:
+        """A source of random numbers for this step of a parameter."""
+        first_element, step = self._origins[parameter][1], int(self.state[parameter]["step"])
+
+        def draw(elements: range) -> Tensor:
+            shifted = range(first_element + elements.start, first_element + elements.stop)
+            return kernels.random_bits(self.seed, step, stream, shifted, parameter.device)
+
+        return draw
+
+
+def _check_states(saved: Mapping[str, Any], rule: Rule) -> None:
+    """Reject the states of another rule."""
+    names = [name for name in saved if name not in ("step", "master_weights")]
+    if set(names) != set(rule.state_codecs):
+        raise ValueError(
+            f"the saved states are {', '.join(names)}; allowed: {', '.join(rule.state_codecs)}, the states of {rule.name}. "
+            "Continue with the optimizer that saved them, or start this one without them."
+        )
+
+
+def _check_parts(name: str, parts: Parts, codec: Codec) -> None:
+    """Reject a saved state that consists of other parts; the kernel would otherwise read a null pointer."""
+    if set(parts) != set(codec.parts):
+        raise ValueError(
+            f"the saved {name} consists of {', '.join(parts)}; allowed: {', '.join(codec.parts)}. Another version of Octet "
+            "saved it: finish the run with that version, or start a new optimizer from the saved weights."
+        )
+
+
+def _copy(parts: Parts, device: torch.device) -> dict[str, Tensor]:
+    return {name: part.to(device, copy=True) for name, part in parts.items()}
+
+
+def _codec_name(parameter: Tensor, group: Group, state: str) -> str:
+    """The codec of a parameter's state; a group of torch's own optimizers names none and has fp32."""
+    return "fp32" if parameter.numel() < MIN_QUANTIZED_ELEMENTS else group.get(f"{state}_codec", "fp32")
+
+
+def _codec(parameter: Tensor, group: Group, state: str) -> Codec:
+    return CODECS[_codec_name(parameter, group, state)]
