@@ -8,6 +8,7 @@ from torch import Tensor
 from api_schemas.levels import Level
 from worker import kernels
 from worker.fp8.recipe import E4M3
+from worker.kernels.rounding import NUM_BITS
 
 
 class EncodedWeight(NamedTuple):
@@ -30,6 +31,6 @@ def encode_weight(values: Tensor, level: Level) -> EncodedWeight | None:
     if level.master_weight != "int8-residual":
         return EncodedWeight(*kernels.quantize(values, E4M3, amax=amax), amax)
     dequant_scale = kernels.dequant_scale_from_amax(amax, E4M3)
-    halves = torch.full(values.shape, 1 << 11, dtype=torch.int32, device=values.device)
-    codes, residual = kernels.split_encode(values / dequant_scale, halves)  # 12 bits are dropped: half of them rounds
+    halves = torch.full(values.shape, 1 << (NUM_BITS - 1), dtype=torch.int32, device=values.device)
+    codes, residual = kernels.split_encode(values / dequant_scale, halves)  # half of a draw rounds to nearest
     return EncodedWeight(codes, dequant_scale, amax, residual)

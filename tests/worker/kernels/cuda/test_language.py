@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.numerics.measure import mixed_magnitudes
 from worker import kernels
-from worker.kernels import reference, rounding
+from worker.kernels import ScaleKind, reference, rounding
 from worker.kernels.cuda import language
 from worker.kernels.formats import BF16, E4M3, E5M2, FP16, Format
 
@@ -87,7 +87,7 @@ def test_encode(format: Format) -> None:
     values = hard_values(format)
     out = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
     _encode[(1,)](values, out, 4096, format is E4M3)
-    expected = reference.encode(values, torch.ones((), device=DEVICE), format.dtype)
+    expected = reference.encode(values, torch.ones((), device=DEVICE), ScaleKind.TENSOR, format.dtype)
     assert torch.equal(out, expected.view(torch.uint8))
 
 
