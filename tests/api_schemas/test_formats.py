@@ -106,6 +106,7 @@ def test_a_converted_weight(level: str, optimizer_name: OptimizerName) -> None:
         assert converted_weight_bytes(LEVELS[level], num_elements, optimizer_name) == live, num_elements
 
 
+@pytest.mark.filterwarnings("ignore:nothing was converted")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_plain_parameter(level: str) -> None:
     """An embedding, which no level converts."""
