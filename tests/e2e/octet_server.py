@@ -24,9 +24,11 @@ _COUNTING = Path(__file__).with_name("counting")  # its sitecustomize.py notes e
 class Server:
     """`octet serve` as a process that a test may kill."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, *, counts_validations: bool = False) -> None:
+        """counts_validations: note every validation of a JobSpec in the server, its Ray and its ranks."""
         self.data_dir = data_dir
         self.port = _free_port()
+        self._counts_validations = counts_validations
         self._validations_file = data_dir / "validations"
         self.client = Client(f"http://127.0.0.1:{self.port}", patience_s=30)
         self._process: subprocess.Popen[bytes] | None = None
@@ -34,8 +36,10 @@ class Server:
     def start(self) -> None:
         command = [sys.executable, "-m", "client.cli", "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        search_path = os.pathsep.join(part for part in (str(_COUNTING), os.environ.get("PYTHONPATH", "")) if part)
-        environment = os.environ | {"PYTHONPATH": search_path, "VALIDATIONS_FILE": str(self._validations_file)}
+        environment = dict(os.environ)
+        if self._counts_validations:
+            search_path = os.pathsep.join(part for part in (str(_COUNTING), os.environ.get("PYTHONPATH", "")) if part)
+            environment |= {"PYTHONPATH": search_path, "VALIDATIONS_FILE": str(self._validations_file)}
         with (self.data_dir / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         self.wait_for(self.client.is_ready, _READY_S)
