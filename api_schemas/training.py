@@ -1,4 +1,4 @@
-"""How long, how large and how fast: the loop, the optimizer and the schedule."""
+"""Length, batch sizes and learning rate of a run: the loop, the optimizer and the schedule."""
 
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerSpec(Contract):
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), eps outside the root as in torch."""
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019); eps is added outside the root, as in torch."""
 
     name: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0.0, le=10.0)
@@ -36,7 +36,7 @@ class TrainingSpec(Contract):
         default=None,
         ge=1,
         le=1_048_576,
-        description="sequences per rank and forward pass; default: the rank's whole share",
+        description="sequences per rank and forward pass; default: all sequences of the rank",
     )
     sequence_length: int = Field(default=256, ge=2, le=1_048_576)
     optimizer: OptimizerSpec = OptimizerSpec()

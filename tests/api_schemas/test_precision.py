@@ -38,9 +38,9 @@ def test_the_recipe_is_the_levels_unless_the_job_has_its_own() -> None:
         ({"level": "ao", "statistics_every": 10}, "statistics_every", "statistics_every at level te, O1"),
         ({"level": "ao", "auto_filter": False}, "auto_filter", "auto_filter at level te, O1"),
         ({"level": "fp32", "auto_filter": False}, "auto_filter", "auto_filter at level te, O1"),
-        ({"level": "O2", "statistics_every": 0, "demotion": {}}, "demotion", "demotion where statistics are sampled"),
+        ({"level": "O2", "statistics_every": 0, "demotion": {}}, "demotion", "demotion only if statistics are sampled"),
         ({"level": "ao", "recipe": {"scaling": "delayed"}}, "recipe", "what torchao has: tensorwise"),
-        ({"level": "O2", "recipe": {"scaling": "delayed", "granularity": "row"}}, "recipe.granularity", "tensor, where"),
+        ({"level": "O2", "recipe": {"scaling": "delayed", "granularity": "row"}}, "recipe.granularity", "tensor, if scaling"),
         (
             {"level": "ao", "recipe": {"granularity": "row", "format": "E4M3"}, "torchao": {"fsdp_float8_all_gather": True}},
             "torchao",
