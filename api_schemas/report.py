@@ -37,7 +37,7 @@ class StartedReport(Contract):
     world_size: Count
     num_parameters: Count
     num_layers_converted: Count
-    num_layers_filtered: Count = Field(default=0, description="skipped layers that compute in bf16 because FP8 gains nothing")
+    num_layers_filtered: Count = Field(default=0, description="converted layers in bf16 because FP8 gains nothing there")
     num_layers_skipped: Count
 
 

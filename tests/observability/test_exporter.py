@@ -113,7 +113,7 @@ def test_layers_in_bf16_are_counted_by_their_reason_after_a_resume_too(
         assert [values["octet_layers", state] for state in states] == [2, 1, 1, 1]
     (event,) = [body for body in heard.bodies if isinstance(body, EventReport)]
     assert event.type == "layers.filtered"
-    assert event.message == "layers that multiply in bf16, as FP8 gains nothing there: 1 of too small"
+    assert event.message == "layers that multiply in bf16 because FP8 gains nothing there: 1 of too small"
 
 
 def test_a_phase_inside_another_counts_once(scrape: Scrape) -> None:

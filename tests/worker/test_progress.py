@@ -28,7 +28,7 @@ def test_ten_steps_far_above_the_first_loss_are_warned_of_once() -> None:
 def test_a_hundred_such_steps_end_the_run() -> None:
     progress = Progress()
     note(progress, 5.5, *[40.0] * 99)
-    with pytest.raises(Diverged, match=r"more than 2 times that of the first step, 5\.5"):
+    with pytest.raises(Diverged, match=r"more than 2 times the loss of the first step, 5\.5"):
         note(progress, 40.0)
 
 
