@@ -1,8 +1,8 @@
-"""Time of an optimizer step per level's storage, against torch.optim.AdamW on fp32, for the parameters of a small GPT.
+"""Time an optimizer step for the storage of each level, relative to torch.optim.AdamW on fp32, on a small GPT's parameters.
 
     python -m benchmarks.optimizer_step [--hidden-size 128] [--num-layers 4] [--repeats 10] [--write]
 
-One thread. Times are medians of the thread's own CPU clock, the storages taken in turn: other processes disturb them little.
+Uses one thread. Times are medians of the thread's CPU clock; the storages take turns, so other processes disturb them little.
 """
 
 import argparse
@@ -27,7 +27,7 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Storage:
-    """How a level stores a converted layer: weight fp32, fp16, split or master; the codecs of the moments."""
+    """How a level stores a converted layer. weight: fp32, fp16, split or master; the codecs are those of the moments."""
 
     weight: str
     exp_avg_codec: str
@@ -47,7 +47,7 @@ STORAGES = {
 
 
 def layer_shapes(hidden_size: int, num_layers: int) -> list[tuple[int, ...]]:
-    """The linear layers of a GPT and their biases."""
+    """Return the shapes of a GPT's linear layers and their biases."""
     shapes: list[tuple[int, ...]] = []
     for rows, columns in ((3, 1), (1, 1), (4, 1), (1, 4)):
         shapes += [(rows * hidden_size, columns * hidden_size), (rows * hidden_size,)]
@@ -55,7 +55,7 @@ def layer_shapes(hidden_size: int, num_layers: int) -> list[tuple[int, ...]]:
 
 
 def stored_weight(values: Tensor, weight: str) -> QuantizedWeight:
-    """The values in a level's format."""
+    """Store the values in a level's format."""
     codes, dequant_scale = kernels.quantize(values, torch.float16 if weight == "fp16" else E4M3)
     parameter = nn.Parameter(codes)
     parameter.grad_dtype = torch.float32
@@ -64,7 +64,7 @@ def stored_weight(values: Tensor, weight: str) -> QuantizedWeight:
 
 
 def prepare(storage: Storage, shapes: list[tuple[int, ...]]) -> Callable[[], object]:
-    """An optimizer step on random weights and gradients, FP8 gradients for what is stored in codes."""
+    """Return an optimizer step on random weights and gradients. Weights stored in codes get FP8 gradients."""
     parameters: list[Tensor] = []
     quantized: list[QuantizedWeight] = []
     for shape in shapes:
@@ -82,7 +82,7 @@ def prepare(storage: Storage, shapes: list[tuple[int, ...]]) -> Callable[[], obj
 
 
 def prepare_torch(shapes: list[tuple[int, ...]]) -> Callable[[], object]:
-    """torch's own step on fp32."""
+    """Return torch's own optimizer step on fp32."""
     parameters = [nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape) * 1e-3
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def table(times_s: dict[str, list[float]], num_parameters: int) -> str:
-    """Milliseconds and the ratio to torch's step, in Markdown."""
+    """Format milliseconds and the ratio to torch's step as a Markdown table."""
     medians = {name: statistics.median(times[1:]) for name, times in times_s.items()}
     baseline_s = medians["torch.optim.AdamW"]
     lines = [
