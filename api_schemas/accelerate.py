@@ -2,9 +2,9 @@
 
 `precision_from_accelerate` takes an `fp8_config` block, or a whole `config.yaml`, with every key and spelling that
 Accelerate's YAML, command line, environment and keyword arguments use, or DeepSpeed's `msamp` section, and returns the
-`PrecisionSpec` that trains the same way. As in Accelerate, keys of another backend than the chosen one are checked and
-then ignored. Unknown keys are errors. Settings that Octet does not apply (sharding, compilation, engines) are named in
-`PrecisionSpec.not_applied`.
+`PrecisionSpec` that trains the same way. As in Accelerate, keys of a backend other than the chosen one are checked and
+then ignored. Unknown keys are errors. `PrecisionSpec.not_applied` names the settings that Octet does not apply (sharding,
+compilation, engines).
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ from api_schemas.recipe import GemmName, RecipeSpec
 
 GEMMS: tuple[GemmName, ...] = ("output", "grad_input", "grad_weight")
 PASSES = ("override_fprop", "override_dgrad", "override_wgrad")
-"""Transformer Engine's names of the three products, as Accelerate's environment has them."""
+"""Transformer Engine's names for the three products, as Accelerate's environment variables have them."""
 
 KEYS: dict[str, tuple[str, ...]] = {
     "te": (
@@ -52,7 +52,7 @@ NOT_APPLIED = {
     "ipex_config": "IPEX is not used",
     "downcast_bf16": "TPUs are not used",
 }
-"""Keys of a whole configuration that would change how a job trains, and why they do not."""
+"""Keys of a whole configuration that would change training elsewhere but have no effect here, each with the reason."""
 TOP_LEVEL_KEYS = frozenset(
     {
         *("command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type"),
@@ -65,13 +65,13 @@ TOP_LEVEL_KEYS = frozenset(
 
 
 def is_accelerate(document: Mapping[str, Any]) -> bool:
-    """Whether a `precision` is written in Accelerate's words rather than in ours."""
+    """Return True if a `precision` document uses Accelerate's keys rather than ours."""
     known = {"fp8_config", "mixed_precision", *_known_keys()}
     return "level" not in document and any(_spelling(key) in known for key in document)
 
 
 def precision_from_accelerate(document: Mapping[str, Any]) -> PrecisionSpec:
-    """The precision of an `fp8_config` block, or of a whole `config.yaml`. ValueError says which key to change."""
+    """Read an `fp8_config` block or a whole `config.yaml`. The ValueError names the key to change."""
     if not {"fp8_config", "mixed_precision"} & document.keys():
         return _from_fp8_config(document)
     for key in document:
@@ -87,7 +87,7 @@ def precision_from_accelerate(document: Mapping[str, Any]) -> PrecisionSpec:
 
 
 def _not_applied(document: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a whole configuration asks for beyond the precision that would change how a job trains, a line for each setting."""
+    """List the settings of a whole configuration that would change training but are not applied, one line each."""
     found = []
     for key, why in NOT_APPLIED.items():
         asked = document.get(key)
@@ -109,7 +109,7 @@ def _from_fp8_config(block: Mapping[str, Any], not_applied: tuple[str, ...] = ()
 
 
 def _precision_of(options: Mapping[str, Any]) -> tuple[PrecisionSpec, tuple[str, ...]]:
-    """The precision that the options of one backend mean, and those that are not applied."""
+    """Return the precision that one backend's options mean, and the options that are not applied."""
     match _backend(options):
         case "te":
             return PrecisionSpec(level="te", recipe=_te_recipe(options)), ()
@@ -123,7 +123,7 @@ def _precision_of(options: Mapping[str, Any]) -> tuple[PrecisionSpec, tuple[str,
 
 
 def _in_one_spelling(block: Mapping[str, Any]) -> dict[str, Any]:
-    """`--fp8_margin`, `ACCELERATE_FP8_MARGIN` and `margin` are the same key."""
+    """Bring all keys to one spelling: `--fp8_margin`, `ACCELERATE_FP8_MARGIN` and `margin` are the same key."""
     known = _known_keys()
     options: dict[str, Any] = {}
     for written, value in block.items():
@@ -147,7 +147,7 @@ def _spelling(written: object) -> str:
 
 
 def _backend(options: Mapping[str, Any]) -> str:
-    """The backend that is named; else the only one that the keys belong to; else Accelerate's first choice, torchao."""
+    """Return the named backend; else the only backend that the keys belong to; else torchao, Accelerate's first choice."""
     if options.get("backend") is not None:
         backend = str(options["backend"]).lower().replace("-", "_")
         if backend not in BACKENDS:
@@ -194,7 +194,7 @@ def _te_recipe(options: Mapping[str, Any]) -> RecipeSpec:
 
 
 def _three_booleans(options: Mapping[str, Any]) -> list[bool]:
-    """`override_linear_precision` as a list, `a,b,c` or `(a, b, c)`; or the three keys of the environment."""
+    """Read `override_linear_precision` (a list, `a,b,c` or `(a, b, c)`) or the environment's three separate keys."""
     written = options.get("override_linear_precision")
     if written is None:
         return [_boolean(options, name, False) for name in PASSES]

@@ -1,4 +1,4 @@
-"""What a job leaves behind while it runs: attempts, events, log lines, metrics, checkpoints."""
+"""The records of a running job: attempts, events, log lines, metrics, checkpoints."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from api_schemas.states import AttemptState, FailureReason
 
 
 class Attempt(Contract):
-    """One placement of a job on the cluster. `epoch` rises by one with each; a write with an older epoch is refused."""
+    """One placement of a job on the cluster. Each attempt raises `epoch` by one; writes with an older epoch are refused."""
 
     object: Literal["attempt"] = "attempt"
     id: str
@@ -62,7 +62,7 @@ class LogLine(Contract):
 
 
 class MetricPoint(Contract):
-    """One optimizer step of the job's curve. Each step is in it once, from the attempt that counts."""
+    """One optimizer step of the job's curve. The curve has each step once, from the attempt that counts."""
 
     object: Literal["metric_point"] = "metric_point"
     step: int = Field(ge=1)
@@ -80,7 +80,7 @@ class MetricPoint(Contract):
 
 
 class Checkpoint(Contract):
-    """A checkpoint written whole. Its manifest has each file's size and SHA-256; `sha256` is the manifest's."""
+    """A complete checkpoint. Its manifest lists each file's size and SHA-256; `sha256` is the hash of the manifest."""
 
     object: Literal["checkpoint"] = "checkpoint"
     id: str

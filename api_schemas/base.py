@@ -1,6 +1,6 @@
-"""What every contract has in common.
+"""Shared parts of all contracts: the base class, time stamps, and the error that names a field.
 
-Strict when a user or a peer writes (`Contract` refuses unknown fields), tolerant when we read back what
+Contracts are strict when a user or a peer writes (`Contract` refuses unknown fields) and tolerant when we read what
 we stored (`read_stored` drops fields that this version no longer knows, so an old row still loads).
 """
 
@@ -33,18 +33,18 @@ Timestamp = Annotated[AwareDatetime, AfterValidator(_in_utc), PlainSerializer(_r
 
 
 class Contract(BaseModel):
-    """Base of everything that crosses a boundary: frozen, and unknown fields are errors."""
+    """Base of everything that crosses a boundary. Instances are frozen; unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null")
 
     @classmethod
     def read_stored(cls, stored: Mapping[str, Any]) -> Self:
-        """Read a document that some version of us wrote: fields this version does not know are dropped."""
+        """Read a document that another version may have written. Fields that this version does not know are dropped."""
         return cls.model_validate(_known_fields(cls, stored))
 
 
 def refusal(field: str, *, got: Any, allowed: str, change: str) -> PydanticCustomError:
-    """The error of a rule of ours. `field` is the path to blame, seen from the model that checks."""
+    """Build the error of a cross-field rule. field: path of the field to change, relative to the model that checks."""
     context = {"field": field, "got": got, "allowed": allowed, "change": change}
     return PydanticCustomError("refused", "got {got}; allowed: {allowed}. {change}", context)
 
@@ -61,7 +61,7 @@ def _known_fields(annotation: Any, value: Any) -> Any:
 
 
 def contract_in(annotation: Any) -> type[BaseModel] | None:
-    """The one model class in an annotation such as `X`, `X | None` or `Annotated[X, …]`; None if none or several."""
+    """Return the only model class in an annotation such as `X`, `X | None` or `Annotated[X, …]`; None if none or several."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, Annotated):

@@ -1,4 +1,4 @@
-"""A job: what is asked (`JobSpec`) and what is shown (`Job`)."""
+"""A job as the user asks for it (`JobSpec`) and as the API shows it (`Job`)."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -21,13 +21,13 @@ Labels = dict[LabelKey, Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\
 
 
 class RetrySpec(Contract):
-    """How many failures that are the job's own (a rank that dies) are followed by another attempt."""
+    """How often a job is attempted again after a failure that is its own, such as a rank that dies."""
 
     max_failures: int = Field(default=0, ge=0, le=1000)
 
 
 class JobSpec(Contract):
-    """What a user asks for. Rules that tie two parts together are all in `_parts_fit`."""
+    """What a user asks for. `_parts_fit` checks all rules that tie two parts together."""
 
     name: JobName
     model: ModelSpec
@@ -43,7 +43,7 @@ class JobSpec(Contract):
     @field_validator("precision", mode="before")
     @classmethod
     def _read_accelerate(cls, precision: Any) -> Any:
-        """An Accelerate `fp8_config` block, or its whole config.yaml, is taken as it stands."""
+        """Accept an Accelerate `fp8_config` block, or its whole config.yaml, in place of a `precision`."""
         if not isinstance(precision, Mapping) or not is_accelerate(precision):
             return precision
         try:
@@ -55,24 +55,24 @@ class JobSpec(Contract):
 
     @property
     def layout(self) -> Layout:
-        """The degrees of parallelism of the job's ranks. ValueError where they do not divide."""
+        """The degrees of parallelism of the job's ranks. Raises ValueError if they do not divide the ranks."""
         return Layout(self.resources.workers, self.parallelism.tensor, self.parallelism.pipeline)
 
     @property
     def batch(self) -> BatchDivision:
-        """How an optimizer step's sequences are divided over ranks and forward passes."""
+        """The division of an optimizer step's sequences over ranks and forward passes."""
         num_data_ranks, training = self.layout.data, self.training
         micro_batch_size = training.micro_batch_size or training.global_batch_size // num_data_ranks
         return BatchDivision(training.global_batch_size, micro_batch_size, num_data_ranks)
 
     def without_effect(self) -> Unfit | None:
-        """An option that this version accepts in a library call and would ignore in a job; stored jobs may have it."""
+        """Return the option that a library call accepts but a job would ignore, or None. Stored jobs may have one."""
         torchao = self.precision.torchao
         if torchao is None or not torchao.fsdp_float8_all_gather:
             return None
         field, allowed = (
             "precision.torchao.fsdp_float8_all_gather",
-            "false: weights of jobs are not sharded, nothing is gathered",
+            "false: jobs do not shard weights, so there is nothing to gather",
         )
         return Unfit(field, True, allowed, "Remove it.")
 
@@ -90,7 +90,7 @@ class JobSpec(Contract):
             raise refusal(
                 "model.vocab_size",
                 got=sizes.vocab_size,
-                allowed=f"at least {self.data.min_vocab_size}: {self.data.source} has so many tokens",
+                allowed=f"at least {self.data.min_vocab_size}, the vocabulary of source {self.data.source}",
                 change="Raise model.vocab_size.",
             )
         self._check_division()
@@ -122,11 +122,11 @@ class JobSpec(Contract):
             )
 
 
-_RECIPE = "how the operands of FP8 products are scaled: as the spec says, or as the level does; null where none are in FP8"
+_RECIPE = "how the operands of FP8 products are scaled, from the spec or else the level; null if no product is in FP8"
 
 
 class ValidatedJob(Contract):
-    """What a spec that passed every check would run as."""
+    """What a valid spec would run as."""
 
     object: Literal["validated_job"] = "validated_job"
     spec: JobSpec = Field(description="with every default filled in")
@@ -139,14 +139,14 @@ class ValidatedJob(Contract):
 
 
 class QueuePlace(Contract):
-    """Where a queued job stands and what it waits for."""
+    """The position of a queued job, and what it waits for."""
 
     position: int = Field(description="1 is next, within the pool")
     why: str
 
 
 class Progress(Contract):
-    """The last that was heard of a job's training."""
+    """The last numbers that a job's training reported."""
 
     step: int
     steps: int
@@ -157,7 +157,7 @@ class Progress(Contract):
 
 
 class StartTimes(Contract):
-    """When each phase of the current attempt's start was reached, in the order of the fields."""
+    """When the current attempt reached each phase of its start, in the order of the fields."""
 
     accepted_at: Timestamp
     placed_at: Timestamp | None = None
@@ -168,14 +168,14 @@ class StartTimes(Contract):
 
 
 class JobSummary(Contract):
-    """The result of a job that succeeded. Losses in nats per token; bytes as counted from live tensors on rank 0."""
+    """The result of a job that succeeded. Losses are in nats per token; bytes are counted from live tensors on rank 0."""
 
     steps: int
-    final_loss: float = Field(description="mean training loss of the last tenth of the steps, 10 at least")
+    final_loss: float = Field(description="mean training loss of the last tenth of the steps, at least 10 steps")
     evaluation_loss: float
     evaluation_perplexity: float = Field(description="exp(evaluation_loss)")
     evaluation_metrics: dict[str, float] = Field(
-        default_factory=dict, description="what else the model's family measures on the evaluation data, by name"
+        default_factory=dict, description="other values that the model's family measures on the evaluation data, by name"
     )
     tokens: int
     tokens_per_s: float = Field(description="median over the steps")
@@ -183,7 +183,7 @@ class JobSummary(Contract):
     num_parameters: int
     num_converted_parameters: int
     memory_bytes: dict[str, int] = Field(description="by class, as worker.memory_report counts them")
-    converted_memory_bytes: dict[str, int] = Field(description="the same, of the converted layers' weights alone")
+    converted_memory_bytes: dict[str, int] = Field(description="as memory_bytes, for the converted layers' weights only")
     peak_memory_bytes: int | None = Field(description="device peak on cuda; null on cpu")
     data: dict[str, float] = Field(description="facts of the data: bytes, files, unigram entropy in nats per byte")
 
@@ -194,7 +194,7 @@ class Job(Contract):
     object: Literal["job"] = "job"
     id: str
     name: str
-    tenant: str = Field(default="default", description="whose API key submitted it; 'default' where keys have no names")
+    tenant: str = Field(default="default", description="tenant that owns the job; 'default' if API keys have no names")
     state: JobState
     desired_state: DesiredState
     priority: int

@@ -1,4 +1,4 @@
-"""What the dispatcher hands to a launcher and what that answers: the seam between control plane and cluster."""
+"""Orders to a launcher and its answers: the seam between control plane and cluster."""
 
 from enum import StrEnum
 
@@ -19,7 +19,7 @@ class CheckpointRef(Contract):
 
 
 class LaunchOrder(Contract):
-    """All that an attempt needs to run. The token is the attempt's alone and is never stored in clear."""
+    """Everything that an attempt needs to run. Each attempt has its own token, which is never stored in clear text."""
 
     attempt_id: str = Field(pattern=r"^att_[0-9a-z]{26}$")
     job_id: str = Field(pattern=r"^job_[0-9a-z]{26}$")
@@ -28,14 +28,14 @@ class LaunchOrder(Contract):
     spec: JobSpec
     pool: PoolConfig
     report_url: str = Field(description="base URL of the control plane, as the workers reach it")
-    job_dir: str = Field(description="the job's own folder, shared by its workers: checkpoints and spools")
+    job_dir: str = Field(description="the job's folder for checkpoints and spools, shared by its workers")
     checkpoints: tuple[CheckpointRef, ...] = Field(description="newest first; the first that passes its check is used")
     lease_s: float
     heartbeat_s: float
 
 
 class ProbeState(StrEnum):
-    """What the cluster knows of an attempt. Never taken as liveness: that is the lease."""
+    """The state of an attempt as the cluster knows it. It never proves liveness; the lease does."""
 
     ABSENT = "absent"
     PLACING = "placing"
@@ -52,7 +52,7 @@ class AttemptRef(Contract):
 
 
 class Probe(Contract):
-    """The answer to "what became of this attempt". `reason` and `message` are set once it has exited with an error."""
+    """The cluster's answer about one attempt. `reason` and `message` are set if it exited with an error."""
 
     state: ProbeState
     placed_at: Timestamp | None = None
@@ -62,7 +62,7 @@ class Probe(Contract):
 
 
 class PoolCapacity(Contract):
-    """Slots that a cluster has now for a pool: nodes may be away."""
+    """The slots that a cluster has now for a pool. There may be fewer than configured while nodes are away."""
 
     pool: str
     slots_present: int

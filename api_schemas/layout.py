@@ -1,7 +1,7 @@
-"""How ranks and batches are divided: the one place that computes with numbers of ranks.
+"""Divides ranks and batches; no other module computes with numbers of ranks.
 
 Ranks lie on named axes. `pipeline` ranks hold different layers, `data` ranks train the same layers on different sequences, and
-`tensor` ranks share each layer. The tensor index runs fastest, so that a tensor group is made of neighbours, which a
+`tensor` ranks share each layer. The tensor index runs fastest, so a tensor group consists of neighbouring ranks, which a
 launcher places on one node. `stage` joins data and tensor: all ranks that hold the same layers.
 """
 
@@ -13,7 +13,7 @@ AxisName = Literal["world", "pipeline", "data", "tensor", "stage"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The degrees of parallelism of `num_ranks` ranks; the data degree follows. ValueError where they do not divide."""
+    """The degrees of parallelism of `num_ranks` ranks. Raises ValueError if tensor x pipeline does not divide the ranks."""
 
     num_ranks: int = 1
     tensor: int = 1
@@ -28,11 +28,11 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Ranks that train the same layers on different sequences."""
+        """Data parallel degree: ranks that train the same layers on different sequences."""
         return self.num_ranks // (self.tensor * self.pipeline)
 
     def group(self, axis: AxisName, rank: int) -> tuple[int, ...]:
-        """The ranks, ascending, that lie on an axis through `rank`, itself included."""
+        """Return the ranks on the axis through `rank`, ascending, including `rank`."""
         pipeline, data, tensor = self._place(rank)
         match axis:
             case "world":
@@ -48,7 +48,7 @@ class Layout:
                 return tuple(range(first, first + self.data * self.tensor))
 
     def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
-        """Every group of an axis once, by its first rank: all ranks have to make all groups in one order."""
+        """Return every group of an axis, ordered by first rank. All ranks must create all groups in this order."""
         return sorted({self.group(axis, rank) for rank in range(self.num_ranks)})
 
     def _place(self, rank: int) -> tuple[int, int, int]:
@@ -62,10 +62,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class BatchDivision:
-    """How the samples of one optimizer step are divided over the data ranks and their micro-batches.
+    """The division of one optimizer step's samples over the data ranks and their micro-batches.
 
-    Samples are counted from the start of the stream. Data rank d reads `rank_batch_size` consecutive ones from
-    position + d · rank_batch_size on, `micro_batch_size` at a time.
+    Samples are counted from the start of the stream. Data rank d reads `rank_batch_size` consecutive samples, starting at
+    position + d · rank_batch_size, in pieces of `micro_batch_size`.
     """
 
     global_batch_size: int
@@ -83,5 +83,5 @@ class BatchDivision:
         return self.rank_batch_size // self.micro_batch_size
 
     def first_sample(self, position: int, data_rank: int, micro_batch: int) -> int:
-        """Where a micro-batch of a rank begins in the stream; position: samples read before this step."""
+        """Return the index in the stream of a micro-batch's first sample. position: samples read before this step."""
         return position + data_rank * self.rank_batch_size + micro_batch * self.micro_batch_size

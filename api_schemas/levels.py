@@ -1,8 +1,8 @@
-"""What every precision level computes and stores in what: one row per level, and nothing else decides.
+"""The table of precision levels: one row says what a level computes and stores in what format.
 
-The service prints this table (`GET /v1/levels`), the worker reads the same row. Code asks the row, never the level's
-name. `bytes_per_parameter` is the most that weight, master weight, weight gradient and both moments of a converted layer
-may take together on one rank, scales included; a test counts it from live storage.
+The service prints this table (`GET /v1/levels`), and the worker reads the same row. Code asks the row, never the level's
+name. `bytes_per_parameter` limits the bytes per parameter that weight, master weight, weight gradient and both moments of a
+converted layer take together on one rank, including scales; a test counts them from live storage.
 """
 
 from typing import Any, Literal
@@ -23,7 +23,7 @@ class Level(Contract):
     name: str
     description: str
     gemm: Literal["fp32", "fp16", "bf16", "fp8"]
-    engine: Literal["octet", "torchao"] = Field(default="octet", description="whose FP8 linear layer")
+    engine: Literal["octet", "torchao"] = Field(default="octet", description="implementation of the FP8 linear layer")
     loss_scaling: bool = Field(default=False, description="whether the loss is scaled dynamically")
     recipe: RecipeSpec | None = Field(default=None, description="how FP8 operands are scaled unless the job says otherwise")
     gradient_communication: CommunicationDtype = "fp32"
@@ -36,12 +36,12 @@ class Level(Contract):
 
     @property
     def has_own_fp8(self) -> bool:
-        """Whether FP8 products are those of our own linear layer."""
+        """True if FP8 products are computed by our own linear layer."""
         return self.gemm == "fp8" and self.engine == "octet"
 
 
 def _fp8(name: str, description: str, bytes_per_parameter: float, **columns: Any) -> Level:
-    """A level whose gradients are FP8, held and sent."""
+    """Build the row of a level that holds and sends gradients in FP8."""
     return Level(
         name=name,
         description=description,

@@ -8,7 +8,7 @@ Item = TypeVar("Item")
 
 
 class Page(Contract, Generic[Item]):
-    """A part of a list. Ask for the next part with `after=<last_id>`; it is stable while new items arrive."""
+    """A part of a list. Ask for the next part with `after=<last_id>`; paging is stable while new items arrive."""
 
     object: Literal["list"] = "list"
     data: tuple[Item, ...]

@@ -1,4 +1,4 @@
-"""In which formats a job computes and stores: a level, and what may be changed about it."""
+"""The formats in which a job computes and stores: a level, and the options that change it."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,8 +12,8 @@ LevelName = Literal["fp32", "fp16-amp", "bf16-amp", "te", "ao", "O1", "O2", "O3"
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Globs = tuple[Annotated[str, Field(min_length=1, max_length=200)], ...]
 
-SAMPLED_EVERY = 50
-"""A sample costs about half a step, so 1 % of the time."""
+DEFAULT_STATISTICS_EVERY = 50
+"""A sample costs about half a step, so sampling takes 1 % of the time."""
 
 _TORCHAO_RECIPES = {
     "tensorwise": RecipeSpec(),
@@ -23,11 +23,11 @@ _TORCHAO_RECIPES = {
 
 
 class DemotionSpec(Contract):
-    """A layer goes to bf16 for good when one of its operands breaks a limit in `patience` samples in a row."""
+    """Limits for FP8 operands. A layer computes in bf16 for good if an operand breaks a limit `patience` samples in a row."""
 
     max_overflow_ratio: Ratio = Field(default=0.01, description="share of elements clamped to the format's maximum")
     max_underflow_ratio: Ratio = Field(default=0.5, description="share of non-zero elements that became zero")
-    min_sqnr_db: float = Field(default=15.0, description="signal to quantisation noise; FP8 in range has 25 to 31 dB")
+    min_sqnr_db: float = Field(default=15.0, description="signal to quantization noise; FP8 in range has 25 to 31 dB")
     patience: int = Field(default=3, ge=1)
 
 
@@ -37,63 +37,63 @@ class TorchaoSpec(Contract):
     pad_inner_dim: bool = Field(default=False, description="pad inner dimensions to a multiple of 16 with zeros")
     fsdp_float8_all_gather: bool = Field(
         default=False,
-        description="gather sharded weights in FP8 under FSDP2; in a loop of your own only, since jobs do not shard weights",
+        description="gather sharded weights in FP8 under FSDP2; only in your own training loop, as jobs do not shard weights",
     )
 
 
 class PrecisionSpec(Contract):
-    """A row of the level table (`GET /v1/levels`) by name, how FP8 operands are scaled, and which layers are converted."""
+    """A level by name (a row of `GET /v1/levels`), how FP8 operands are scaled, and which layers are converted."""
 
     level: LevelName = "O2"
-    recipe: RecipeSpec | None = Field(default=None, description="of FP8 products; default: the level's")
+    recipe: RecipeSpec | None = Field(default=None, description="scaling of FP8 products; default: the level's recipe")
     include: Globs = Field(default=("*",), description="names of linear layers to convert, as globs")
     exclude: Globs = Field(default=(), description="names of linear layers to leave in bf16, as globs")
     convert_heads: bool = Field(default=False, description="convert classifiers and language model heads too")
     skip_first_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's start")
     skip_last_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's end")
-    strict: bool = Field(default=False, description="fail where a layer would be skipped that nothing above excludes")
+    strict: bool = Field(default=False, description="fail if a layer would be skipped that no field above excludes")
     auto_filter: bool = Field(default=True, description="leave layers in bf16 whose shapes gain nothing in FP8 on this device")
     gradient_accumulation: Literal["fp8", "fp32"] = Field(
-        default="fp8", description="between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter"
+        default="fp8", description="format between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter"
     )
     statistics_every: int | None = Field(
         default=None,
         ge=0,
-        description=f"steps between two samples of FP8 statistics; 0: none; default: {SAMPLED_EVERY} where there are any",
+        description=f"steps between two samples of FP8 statistics; 0: none; default: {DEFAULT_STATISTICS_EVERY} in our own FP8",
     )
     demotion: DemotionSpec | None = None
     torchao: TorchaoSpec | None = None
     not_applied: tuple[str, ...] = Field(
         default=(),
         max_length=64,
-        description="settings of an Accelerate configuration that have no effect here; filled in where one is read",
+        description="settings of an Accelerate configuration that have no effect here; filled in when one is read",
     )
 
     @property
     def storage(self) -> Level:
-        """What the level computes and stores in what."""
+        """The level's row: the format of everything that is computed and stored."""
         return LEVELS[self.level]
 
     @property
     def resolved_recipe(self) -> RecipeSpec | None:
-        """The recipe that the job runs with; None where no product is in FP8."""
+        """The recipe that the job runs with; None if no product is in FP8."""
         return self.recipe or self.storage.recipe
 
     @property
     def gradient_communication(self) -> CommunicationDtype:
-        """What gradients of converted layers travel in between ranks: the level's, or fp32 where they are kept in fp32."""
+        """The format in which ranks exchange gradients of converted layers: the level's, or fp32 if kept in fp32."""
         return self.storage.gradient_communication if self.gradient_accumulation == "fp8" else "fp32"
 
     @property
     def resolved_statistics_every(self) -> int:
-        """Steps between two samples of FP8 statistics; 0 where none are taken."""
+        """Steps between two samples of FP8 statistics; 0: none are taken."""
         if self.statistics_every is not None:
             return self.statistics_every
-        return SAMPLED_EVERY if self.storage.has_own_fp8 else 0
+        return DEFAULT_STATISTICS_EVERY if self.storage.has_own_fp8 else 0
 
     @property
     def torchao_recipe(self) -> str:
-        """The name of the recipe among torchao's own."""
+        """torchao's own name for the recipe."""
         return next(name for name, recipe in _TORCHAO_RECIPES.items() if recipe == self.resolved_recipe)
 
     @model_validator(mode="after")
@@ -107,13 +107,13 @@ class PrecisionSpec(Contract):
             raise self._out_of_place("torchao", "ao")
         if self.statistics_every and not row.has_own_fp8:
             raise self._out_of_place("statistics_every", own_fp8_levels)
-        if not self.auto_filter and not row.has_own_fp8:  # true says nothing: a stored spec has every field
+        if not self.auto_filter and not row.has_own_fp8:  # only false is an error: a stored spec has every field
             raise self._out_of_place("auto_filter", own_fp8_levels)
         if self.demotion is not None and not self.resolved_statistics_every:
             raise refusal(
                 "demotion",
                 got=f"level {self.level}, statistics_every: 0",
-                allowed="demotion where statistics are sampled",
+                allowed="demotion only if statistics are sampled",
                 change="Set precision.statistics_every, or remove precision.demotion.",
             )
         if row.engine == "torchao" and self.resolved_recipe not in _TORCHAO_RECIPES.values():
@@ -143,6 +143,6 @@ class PrecisionSpec(Contract):
 
 
 def _changed(recipe: RecipeSpec | None) -> str:
-    """A recipe in a user's words: what differs from the default."""
+    """Describe a recipe as a user would write it: only what differs from the default."""
     fields = recipe.model_dump(mode="json", exclude_defaults=True) if recipe else {}
     return ", ".join(f"{name} {value}" for name, value in fields.items()) or "the default"

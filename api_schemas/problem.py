@@ -1,4 +1,4 @@
-"""The one shape of every answer that is not 2xx: RFC 9457, with a stable `code` and one entry per field to change."""
+"""The one form of all error answers: RFC 9457, with a stable `code` and one entry per field to change."""
 
 import difflib
 import json
@@ -16,7 +16,7 @@ _LONGEST_ECHO = 200
 
 
 class ErrorCode(StrEnum):
-    """Stable names of what went wrong; programs branch on these."""
+    """Stable names of errors; programs branch on these."""
 
     INVALID_REQUEST = "invalid_request"
     INVALID_JSON = "invalid_json"
@@ -55,12 +55,12 @@ class Problem(Contract):
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> tuple[Violation, ...]:
-    """Say of each error in a document of type `root`: which field, what was got, what is allowed, what to change."""
+    """List the violations in a document of type `root`: which field, what was got, what is allowed, what to change."""
     return explain_details(error.errors(include_url=False), root)
 
 
 def explain_details(details: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> tuple[Violation, ...]:
-    """The same of errors as pydantic lists them, for a caller that has no exception of pydantic's."""
+    """Do the same as `explain` for errors as pydantic lists them, without its exception."""
     return tuple(_explain_one(detail, root) for detail in details)
 
 
@@ -93,9 +93,9 @@ def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
 
 
 def _locate(root: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """The path of a field as a user writes it, and the model that owns its last part (None inside a list or dict).
+    """Return a field's path as a user writes it, and the model that owns its last part (None inside a list or dict).
 
-    pydantic puts the tag of a union's member into the location, which no document has.
+    pydantic puts the tag of a union's member into the location; documents do not contain it.
     """
     path: list[str] = []
     owner: type[BaseModel] | None = None
@@ -113,7 +113,7 @@ def _locate(root: type[BaseModel], location: Sequence[str | int]) -> tuple[list[
 
 
 def _tag_field(owner: type[BaseModel] | None, path: list[str]) -> str:
-    """The field that tells apart the members of the union at `path`."""
+    """Return the field that selects the member of the union at `path`."""
     assert owner is not None
     tag_of, _ = tagged_members(annotation_of(owner.model_fields[path[-1]]))
     assert tag_of is not None
@@ -139,5 +139,5 @@ def _echo(value: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """JSON can name half a surrogate pair, which no answer can carry: show its escape."""
+    """Escape lone surrogates. JSON can contain half of a surrogate pair, but an answer in UTF-8 cannot."""
     return text.encode("utf-8", "backslashreplace").decode()

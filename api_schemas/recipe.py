@@ -1,4 +1,4 @@
-"""How the operands of FP8 products are scaled: chosen apart from the level, which says what is stored."""
+"""How the operands of FP8 products are scaled. The recipe is chosen apart from the level, which says what is stored."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -13,19 +13,19 @@ class RecipeSpec(Contract):
     """Formats and scales of the operands of a linear layer's three products."""
 
     scaling: Literal["current", "delayed"] = Field(
-        default="current", description="current: from the tensor at hand; delayed: from the largest values of past steps"
+        default="current", description="current: from the present tensor; delayed: from the largest values of past steps"
     )
     granularity: Literal["tensor", "row", "block"] = Field(
         default="tensor",
-        description="elements that share a scale; block: 1x128 of activations and gradients, 128x128 of weights",
+        description="elements that share a scale; block: 1x128 for activations and gradients, 128x128 for weights",
     )
     format: Literal["HYBRID", "E4M3"] = Field(
         default="HYBRID",
-        description="HYBRID: gradients of outputs in E5M2, the rest in E4M3; E4M3: all; the default for block scales",
+        description="HYBRID: output gradients in E5M2, the rest in E4M3; E4M3: everything, the default for block scales",
     )
     margin: Annotated[int, Field(ge=0, le=16)] = Field(default=0, description="powers of two of headroom above the amax")
     interval: Annotated[int, Field(ge=1)] = Field(default=1, description="delayed: steps between two changes of a scale")
-    amax_history_length: Annotated[int, Field(ge=1, le=65_536)] = Field(default=16, description="delayed: steps looked back")
+    amax_history_length: Annotated[int, Field(ge=1, le=65_536)] = Field(default=16, description="delayed: steps remembered")
     amax_compute_algorithm: Literal["max", "most_recent"] = "max"
     high_precision_gemms: tuple[GemmName, ...] = Field(default=(), description="products left in bf16")
     fp8_in_evaluation: bool = Field(default=True, description="false: evaluation computes in bf16")
@@ -33,7 +33,7 @@ class RecipeSpec(Contract):
     @model_validator(mode="before")
     @classmethod
     def _blocks_are_e4m3(cls, fields: Any) -> Any:
-        """A block needs no more range than E4M3 has, and cuBLASLt multiplies nothing else by block; as Transformer Engine."""
+        """Use E4M3 for block scales, as Transformer Engine does. Blocks need no larger range, and cuBLASLt accepts no other."""
         if isinstance(fields, dict) and fields.get("granularity") == "block":
             return {"format": "E4M3", **fields}
         return fields
@@ -44,13 +44,13 @@ class RecipeSpec(Contract):
             raise refusal(
                 "granularity",
                 got=self.granularity,
-                allowed="tensor, where scaling is delayed: a history keeps one amax for a tensor",
+                allowed="tensor, if scaling is delayed: a history keeps one amax per tensor",
                 change="Set recipe.granularity to tensor, or recipe.scaling to current.",
             )
         return self
 
     def __str__(self) -> str:
-        """In a line, for people."""
+        """Describe the recipe in one line, for people."""
         parts = [f"{self.format}, {self.granularity} scales, {self.scaling}"]
         if self.scaling == "delayed":
             parts[0] += f" over {self.amax_history_length} steps ({self.amax_compute_algorithm}, every {self.interval})"

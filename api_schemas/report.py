@@ -1,8 +1,8 @@
-"""What a rank tells the control plane, and what it hears back: `POST /internal/v1/attempts/{id}/reports`.
+"""Reports of a rank to the control plane and the reply: `POST /internal/v1/attempts/{id}/reports`.
 
 A rank's reports are one ordered stream. Each has a sequence number that rises by one; the control plane applies a batch
-in one transaction and skips what it has already applied, so a rank may send again whatever was not acknowledged. An
-empty batch is a heartbeat. Every reply renews the lease and carries the desired state.
+in one transaction and skips what it has already applied, so a rank may send again everything that was not acknowledged.
+An empty batch is a heartbeat. Every reply renews the lease and carries the desired state.
 """
 
 from typing import Annotated, Literal
@@ -21,14 +21,14 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class PhaseReport(Contract):
-    """A phase of the start was reached."""
+    """The start has reached a phase."""
 
     kind: Literal["phase"] = "phase"
     phase: StartPhase
 
 
 class StartedReport(Contract):
-    """Training begins after `resumed_from_step` (0: from the beginning). The job's curve after that step is dropped."""
+    """Training begins after `resumed_from_step`; 0 means from the beginning. Later steps are dropped from the job's curve."""
 
     kind: Literal["started"] = "started"
     resumed_from_step: Count
@@ -37,12 +37,12 @@ class StartedReport(Contract):
     world_size: Count
     num_parameters: Count
     num_layers_converted: Count
-    num_layers_filtered: Count = Field(default=0, description="of these, multiply in bf16, as FP8 gains nothing there")
+    num_layers_filtered: Count = Field(default=0, description="converted layers in bf16 because FP8 gains nothing there")
     num_layers_skipped: Count
 
 
 class StepReport(Contract):
-    """One optimizer step, over all ranks. A loss or norm that is not finite is null."""
+    """One optimizer step, over all ranks. A loss or norm is null if it is not finite."""
 
     kind: Literal["step"] = "step"
     step: Step
@@ -64,7 +64,7 @@ class EvaluationReport(Contract):
 
 
 class CheckpointReport(Contract):
-    """A checkpoint is complete on disk under `name`, inside the job's own folder."""
+    """A complete checkpoint on disk, in the folder `name` inside the job's own folder."""
 
     kind: Literal["checkpoint"] = "checkpoint"
     step: Step
@@ -75,7 +75,7 @@ class CheckpointReport(Contract):
 
 
 class ExporterReport(Contract):
-    """Where this rank serves its Prometheus metrics. Every rank sends it before anything else."""
+    """The address of this rank's Prometheus metrics. Every rank sends it before any other report."""
 
     kind: Literal["exporter"] = "exporter"
     address: str = Field(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-z.-]{1,253}):[0-9]{1,5}$", max_length=262, description="host:port")
@@ -90,7 +90,7 @@ class LogReport(Contract):
 
 
 class EventReport(Contract):
-    """Something a person should know: a checkpoint that failed its check, a step that was skipped."""
+    """An event that a person should know of: a checkpoint that failed its check, a step that was skipped."""
 
     kind: Literal["event"] = "event"
     type: str = Field(pattern=r"^[a-z_]+(\.[a-z_]+)*$", max_length=64)
@@ -139,7 +139,7 @@ class ReportBatch(Contract):
 
 
 class ReportReply(Contract):
-    """`lease_s` counts from when the batch was sent: a rank that hears nothing for that long stops itself."""
+    """The control plane's answer. A rank that hears nothing for `lease_s` seconds after sending a batch stops itself."""
 
     desired: DesiredState
     lease_s: float

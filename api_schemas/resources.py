@@ -1,4 +1,4 @@
-"""Where a job runs: pools of like nodes, and how much of one a job asks for."""
+"""Where a job runs: pools of similar nodes, and the share of a pool that a job asks for."""
 
 from typing import Annotated, Literal
 
@@ -12,14 +12,14 @@ LabelKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./-]{0,61}[a-z0-9])?$
 
 
 class ResourceSpec(Contract):
-    """`workers` ranks in one pool, started together or not at all; each takes one slot."""
+    """`workers` ranks in one pool. They start together or not at all, and each takes one slot."""
 
     pool: PoolName = "cpu"
     workers: int = Field(default=1, ge=1, le=65_536)
 
 
 class ParallelismSpec(Contract):
-    """How the ranks share the work. Today all of them are data parallel; the fields name what that means."""
+    """How the ranks share the work. Today all ranks are data parallel, so each field allows one value."""
 
     zero_stage: Literal[0] = 0
     tensor: Literal[1] = 1
@@ -38,14 +38,14 @@ class PoolConfig(Contract):
     accelerator: Literal["cpu", "cuda"] = "cpu"
     min_compute_capability: tuple[int, int] | None = Field(
         default=None,
-        description="a cuda worker on an older device refuses to start; (8, 9) is the first with FP8 matrix units",
+        description="a cuda worker on an older device refuses to start; (8, 9) is the first generation with FP8 matrix units",
     )
     memory_per_device_bytes: int | None = Field(default=None, ge=1)
     threads_per_worker: int = Field(default=1, ge=1, le=1024)
 
     @property
     def slot_resource(self) -> str:
-        """The countable Ray resource of the pool: a node has as many as the ranks it can run."""
+        """The countable Ray resource of the pool. A node offers one unit for each rank that it can run."""
         return f"octet_slot_{self.name}"
 
 

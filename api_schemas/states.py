@@ -1,4 +1,4 @@
-"""States of jobs and attempts, and why either ended. The flags of a state live on the enum, nowhere else."""
+"""States of jobs and attempts, and the reasons of failures. The flags of a state are methods of its enum."""
 
 from enum import StrEnum
 
@@ -18,7 +18,7 @@ class JobState(StrEnum):
 
 
 class DesiredState(StrEnum):
-    """What the user wants, kept apart from what is."""
+    """What the user wants; kept apart from the observed state."""
 
     RUN = "run"
     CANCEL = "cancel"
@@ -39,14 +39,14 @@ class AttemptState(StrEnum):
 
 
 class Blame(StrEnum):
-    """Whose budget a failure is taken from."""
+    """The budget that pays for a failure: the job's own retries, or the platform's."""
 
     JOB = "job"
     PLATFORM = "platform"
 
 
 class FailureReason(StrEnum):
-    """Why an attempt failed. `retryable`: the same spec can succeed another time. `blame`: whose budget pays for it."""
+    """Why an attempt failed. `retryable`: the same spec can succeed later. `blame`: whose retry budget pays for it."""
 
     INVALID_CONFIG = "invalid_config"
     DATA_ERROR = "data_error"
@@ -101,7 +101,7 @@ _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
     ),
     FailureReason.WORKER_ERROR: (True, Blame.JOB, "A worker raised an error; its traceback is in the logs."),
     FailureReason.STALLED: (True, Blame.JOB, "No step was finished for too long; look at the logs of all ranks."),
-    FailureReason.LAUNCH_FAILED: (True, Blame.PLATFORM, "The cluster refused the attempt; the event has its words."),
+    FailureReason.LAUNCH_FAILED: (True, Blame.PLATFORM, "The cluster refused the attempt; the event has its message."),
     FailureReason.START_TIMEOUT: (True, Blame.PLATFORM, "The workers did not come up in time; check the pool's nodes."),
     FailureReason.CLUSTER_LOST: (True, Blame.PLATFORM, "The Ray cluster that ran the attempt is gone."),
     FailureReason.LEASE_EXPIRED: (

@@ -1,4 +1,4 @@
-"""How long, how large and how fast: the loop, the optimizer and the schedule."""
+"""Length, batch sizes and learning rate of a run: the loop, the optimizer and the schedule."""
 
 from typing import Annotated, Literal, Self
 
@@ -54,7 +54,7 @@ class TrainingSpec(Contract):
         default=None,
         ge=1,
         le=1_048_576,
-        description="sequences per rank and forward pass; default: the rank's whole share",
+        description="sequences per rank and forward pass; default: all sequences of the rank",
     )
     sequence_length: int = Field(default=256, ge=2, le=1_048_576)
     optimizer: OptimizerSpec = OptimizerSpec()

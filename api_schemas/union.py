@@ -1,4 +1,4 @@
-"""Unions of contracts that one field tells apart, with a default where a document leaves that field out.
+"""Unions of contracts: one field selects the member, and a document may leave that field out.
 
 DataSpec = Annotated[Annotated[TextSpec, Tag("text")] | Annotated[TokensSpec, Tag("tokens")], by_field("source", "text")]
 """
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True)
 class FieldTag:
-    """Reads the tag of a document or of an instance. `hint`: another field, whose value up to the first "-" is the tag."""
+    """Reads the tag of a document or instance. `hint`: another field; its value up to the first "-" serves as the tag."""
 
     field: str
     default: str
@@ -29,23 +29,23 @@ class FieldTag:
 
 
 def by_field(field: str, default: str, hint: str | None = None) -> Discriminator:
-    """The metadata that makes a union of tagged contracts one that `field` tells apart."""
+    """Build the metadata with which `field` selects the member of a union of tagged contracts."""
     return Discriminator(FieldTag(field, default, hint))
 
 
 def member_for(annotation: Any, value: Any) -> Any:
-    """The member of such a union that a value belongs to, or None; any other annotation is returned as it is."""
+    """Return the member of such a union that a value belongs to, or None. Other annotations are returned unchanged."""
     tag_of, members = tagged_members(annotation)
     return annotation if tag_of is None else members.get(tag_of(value))
 
 
 def annotation_of(field: FieldInfo) -> Any:
-    """The annotation of a model's field with the metadata that pydantic takes off it."""
+    """Return the annotation of a model's field together with the metadata that pydantic separates from it."""
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
 def tagged_members(annotation: Any) -> tuple[FieldTag | None, dict[str, Any]]:
-    """How the tag is read, and the members by tag; (None, {}) for an annotation that is no such union."""
+    """Return the tag's reader and the members by tag; (None, {}) if an annotation is not such a union."""
     if get_origin(annotation) is not Annotated:
         return None, {}
     union, *metadata = get_args(annotation)

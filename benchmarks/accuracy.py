@@ -1,9 +1,9 @@
-"""Does a level train as well as fp32? The same GPT, seed and batches at every level, on the Python standard library's source.
+"""Compare the losses of all levels with fp32: the same GPT, seed and batches, on the Python standard library's source.
 
     python -m benchmarks.accuracy --steps 1000 --runs FOLDER
 
-writes a dated table (gap of the smoothed final loss to fp32, bytes per parameter) and the curves beside it, under
-benchmarks/results/. The test suite runs a short version of the same `train_curve`.
+writes to benchmarks/results/ a dated table (gap of the smoothed final loss to fp32, bytes per parameter) and a plot of the
+curves. The test suite runs a short version of the same `train_curve`.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """What one level did."""
+    """The results of one level."""
 
     level: str
     losses: list[float]
@@ -62,18 +62,18 @@ class Run:
 
     @property
     def final_loss(self) -> float:
-        """The mean over the last tenth of the steps."""
+        """Mean loss over the last tenth of the steps."""
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
 
 
 def load_source_text(sequence_length: int) -> TokenWindows:
-    """The Python source files of the standard library, as bytes."""
+    """Read the Python source files of the standard library, as bytes."""
     spec = TextSpec(path=sysconfig.get_path("stdlib"), include=("**/*.py",), exclude=("site-packages/**",))
     return open_source(spec, sequence_length, seed=0)
 
 
 def train_curve(level: str, setting: Setting, data: TokenWindows) -> Run:
-    """The training losses of one level."""
+    """Train one level and return its losses."""
     model = GPT(setting.sizes, seed=setting.seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay
@@ -97,12 +97,12 @@ def train_curve(level: str, setting: Setting, data: TokenWindows) -> Run:
 
 
 def gap(run: Run, reference: Run) -> float:
-    """Relative gap of the smoothed final loss; positive is worse."""
+    """Relative gap of the smoothed final loss to the reference; a positive gap is worse."""
     return run.final_loss / reference.final_loss - 1
 
 
 def table(runs: list[Run], setting: Setting) -> str:
-    """The report, in Markdown."""
+    """Format the report in Markdown."""
     num_parameters = GPT(setting.sizes).num_parameters
     lines = [
         f"# Accuracy of the levels, {datetime.now(UTC):%Y-%m-%d}",
@@ -126,7 +126,7 @@ def table(runs: list[Run], setting: Setting) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """The curves, and their distance from the first one's."""
+    """Plot the curves, and their relative distance from the first curve."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,7 +147,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def smooth(losses: list[float], decay: float = 0.95) -> list[float]:
-    """Exponential moving average, corrected for its start."""
+    """Exponential moving average with bias correction for the first steps."""
     average, weight, smoothed = 0.0, 0.0, []
     for loss in losses:
         average, weight = decay * average + (1 - decay) * loss, decay * weight + 1 - decay
@@ -156,12 +156,12 @@ def smooth(losses: list[float], decay: float = 0.95) -> list[float]:
 
 
 def main() -> int:
-    """Run every level, print and write the report; 1 if a gap is above its limit."""
+    """Run every level, print and write the report. Returns 1 if a gap is above its limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--levels", default=",".join(LEVELS), help="fp32 is always run, and first")
+    parser.add_argument("--levels", default=",".join(LEVELS), help="levels to run; fp32 always runs, as the first")
     parser.add_argument("--name", default=f"{datetime.now(UTC):%Y-%m-%d}-accuracy")
-    parser.add_argument("--runs", type=Path, required=True, help="folder of finished runs, which are not repeated")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of finished runs; these are not repeated")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,9 +1,9 @@
-"""What a training step at each level costs on a CPU, against fp32's: the demo's model, one thread.
+"""Time a training step of the demo's model at each level on one CPU thread, relative to fp32.
 
     python -m benchmarks.cpu_step --levels O2,O3-split --write
 
-The levels take turns step by step, so that whatever else the machine does weighs on all of them alike. O2 is to stay
-below 1.6 times fp32's step.
+The levels take turns step by step, so that other load on the machine affects all of them equally. The limit: O2 takes less
+than 1.6 times the step of fp32.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LIMIT = 1.6
 
 
 def step_of(level: str) -> Callable[[], None]:
-    """One training step of a fresh model at the level."""
+    """Return a training step of a fresh model at the level."""
     model = GPT(SIZES)
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level)
     tokens = torch.randint(0, 256, (BATCH_SIZE, SIZES.max_sequence_length + 1), generator=torch.Generator().manual_seed(0))
@@ -43,7 +43,7 @@ def step_of(level: str) -> Callable[[], None]:
 
 
 def measure(levels: list[str], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step of each level; the first rounds, which allocate, are not counted."""
+    """Return the seconds of each step of each level, without the first rounds, which allocate memory."""
     steps = {level: step_of(level) for level in levels}
     times_s: dict[str, list[float]] = {level: [] for level in levels}
     for round_number in range(num_rounds + 2):
@@ -56,7 +56,7 @@ def measure(levels: list[str], num_rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    """Print and write the table; 1 if O2 takes too long."""
+    """Print and write the table. Returns 1 if O2 is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--levels", default="O2")
     parser.add_argument("--rounds", type=int, default=15)

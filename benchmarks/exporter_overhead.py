@@ -1,11 +1,11 @@
-"""What a rank's metrics cost the training loop: steps with and without them, in turns, in one run.
+"""Measure what a rank's metrics cost the training loop: steps with and without metrics alternate in one run.
 
     python -m benchmarks.exporter_overhead
 
-In turns of a few steps: A, no metrics and nobody asks; B, metrics are written and another process scrapes the exporter every
-second, five times as often as the shipped configuration. Each pair of turns gives one ratio of processor time per step,
-of all threads of the rank, the exporter's too: on a CPU that is the step time without what other programs take. The
-median of the ratios is the figure, its spread the quartiles. Writes a dated table under benchmarks/results/.
+Turns of a few steps alternate: A without metrics or scrapes; B with metrics, while another process scrapes the exporter every
+second, five times as often as in the shipped configuration. Each pair of turns gives one ratio B/A of processor time per step,
+summed over all threads of the rank, including the exporter's. On a CPU, processor time is the step time without the time that
+other programs take. The result is the median of the ratios with its quartiles. Writes a dated table to benchmarks/results/.
 """
 
 import argparse
@@ -46,8 +46,8 @@ SIZES = {
 }
 
 
-class NoVitals(Metrics):
-    """Keeps nothing; the loop still learns how long it waited for data, as it did before there were metrics."""
+class NoMetrics(Metrics):
+    """Keeps nothing but the duration of timed phases, which the training loop reads to report its wait for data."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[Lap]:
@@ -72,7 +72,7 @@ class Silent(LogReporter):
 
 
 def scrape_when_asked(address: str, asked: Event, over: Event) -> None:
-    """The other process."""
+    """Scrape every `SCRAPE_EVERY_S` while `asked` is set, until `over`; runs in another process."""
     while not over.is_set():
         if asked.wait(0.1):
             with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
@@ -81,14 +81,17 @@ def scrape_when_asked(address: str, asked: Event, over: Event) -> None:
 
 
 def measure(level: str, size: str, statistics_every: int, num_pairs: int, turn_s: float) -> tuple[list[float], float]:
-    """statistics_every: of B. The ratio B/A of each pair of turns, and the median processor time of a step of A in seconds."""
+    """Return the ratio B/A of each pair of turns, and the median processor time of a step of A in seconds.
+
+    statistics_every: steps between two samples of FP8 statistics in B.
+    """
     metrics = Metrics()
     with tempfile.TemporaryDirectory() as folder, Exporter(metrics, "127.0.0.1") as exporter:
         context = multiprocessing.get_context("spawn")
         asked, over = context.Event(), context.Event()
         scraper = context.Process(target=scrape_when_asked, args=(exporter.address, asked, over), daemon=True)
         scraper.start()
-        plain = _trainer(level, size, 0, Path(folder), NoVitals())
+        plain = _trainer(level, size, 0, Path(folder), NoMetrics())
         observed = _trainer(level, size, statistics_every, Path(folder), metrics)
         num_steps = min(_steps_in(plain, turn_s), _steps_in(observed, turn_s))
         ratios, plain_s = [], []
@@ -105,7 +108,7 @@ def measure(level: str, size: str, statistics_every: int, num_pairs: int, turn_s
 
 
 def cost_of_the_calls(num_steps: int = 2000) -> tuple[float, float]:
-    """Seconds that one step's writing of metrics takes, and that one scrape takes; the best of five."""
+    """Return the seconds to write one step's metrics and the seconds of one scrape; each is the best of five."""
     metrics = Metrics()
     metrics.describe_work(world_size=1, samples_per_step=8, flops_per_token=6e5)
     metrics.describe_device(device_readings(torch.device("cpu")), None)
@@ -159,7 +162,7 @@ def _config(level: str, size: str, statistics_every: int) -> TrainConfig:
 
 
 def _steps_in(trainer: Trainer, turn_s: float) -> int:
-    """How many steps make a turn, after a warm-up that also counts memory and activations."""
+    """Return the number of steps in a turn, after a warm-up step that also counts memory and activations."""
     _run(trainer, 5)
     return max(5, round(turn_s / (_run(trainer, 5) / 5)))
 
@@ -202,8 +205,8 @@ def main() -> None:
         f"Alone, the calls of one step take {step_s * 1e6:.0f} µs, and a scrape {scrape_s * 1e3:.1f} ms of another thread. "
         f"With a scrape every 5 s: within {LIMIT:.0%} of any step longer than {step_s / (LIMIT - scrape_s / 5) * 1e3:.1f} ms.",
         "",
-        f"One sample of FP8 statistics (`precision.statistics_every`) costs {cost:.2f} of a step of the medium network at O2, "
-        f"its metrics included: every {math.ceil(cost / LIMIT)} steps or more seldom it takes at most {LIMIT:.0%}.",
+        f"One sample of FP8 statistics (`precision.statistics_every`), with its metrics, takes {cost:.2f} of a step of the "
+        f"medium network at O2. Sampling every {math.ceil(cost / LIMIT)} steps or less often takes at most {LIMIT:.0%}.",
     ]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-exporter_overhead.md").write_text("\n".join(lines) + "\n")

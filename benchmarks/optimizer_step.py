@@ -30,7 +30,7 @@ CASES: dict[str, tuple[type[LowBitOptimizer], Level]] = {
 
 
 def layer_shapes(hidden_size: int, num_layers: int) -> list[tuple[int, ...]]:
-    """The linear layers of a GPT and their biases."""
+    """Return the shapes of a GPT's linear layers and their biases."""
     shapes: list[tuple[int, ...]] = []
     for rows, columns in ((3, 1), (1, 1), (4, 1), (1, 4)):
         shapes += [(rows * hidden_size, columns * hidden_size), (rows * hidden_size,)]
@@ -68,7 +68,7 @@ def prepare(optimizer: type[LowBitOptimizer], level: Level, shapes: list[tuple[i
 
 
 def prepare_torch(shapes: list[tuple[int, ...]]) -> Callable[[], object]:
-    """torch's own step on fp32."""
+    """Return torch's own optimizer step on fp32."""
     parameters = [nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape) * 1e-3
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def table(times_s: dict[str, list[float]], num_parameters: int) -> str:
-    """Milliseconds and the ratio to torch's step, in Markdown."""
+    """Format milliseconds and the ratio to torch's step as a Markdown table."""
     medians = {name: statistics.median(times[1:]) for name, times in times_s.items()}
     baseline_s = medians["torch.optim.AdamW"]
     lines = [

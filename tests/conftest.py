@@ -1,4 +1,4 @@
-"""Set-up for every test: one thread per process, and no silent skips where CI is watching."""
+"""Set-up for every test: one thread per process, GPU tests skipped without a GPU, and a small job spec."""
 
 import os
 
@@ -6,10 +6,10 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Read by the OpenMP runtime when torch loads; the machine's cores are shared by ranks, servers and test processes.
+    # The OpenMP runtime reads this when torch loads. Ranks, servers and test processes share the machine's cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if not _has_fp8_gpu():  # Triton looks when it is imported: its kernels then run on CPU tensors
+    if not _has_fp8_gpu():  # Triton reads this when it is imported, and then runs its kernels on CPU tensors
         os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -29,7 +29,7 @@ def _has_fp8_gpu() -> bool:
 
 @pytest.fixture
 def spec_document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """A small job, as JSON, over text that exists: three words a line, in four files."""
+    """A small job, as JSON, over existing text: four files of repeated short lines."""
     corpus = tmp_path_factory.mktemp("corpus")
     for number in range(4):
         lines = "\n".join(f"line {line} of file {number}: the quick brown fox" for line in range(200))

@@ -1,4 +1,4 @@
-"""The layers hold: what each part may import, and what importing it may load. import-linter checks the rest (`make lint`)."""
+"""Import rules hold: what each part may import, and what an import may load. import-linter checks the rest (`make lint`)."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Size is the enemy: files and functions stay within the budgets of the style guide, and every module says what it is for."""
+"""Files and functions stay within the budgets of the style guide, and every module says what it is for."""
 
 import ast
 from collections.abc import Iterator

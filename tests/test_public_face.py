@@ -1,4 +1,4 @@
-"""`octet`, the public face: its names, where they come from, and what importing it costs."""
+"""The public package `octet`: its names, where they come from, and what importing it loads."""
 
 import subprocess
 import sys
@@ -10,20 +10,20 @@ import octet
 import worker
 
 
-def test_the_names_are_these() -> None:
+def test_the_public_names() -> None:
     assert octet.__all__ == ["Client", "fp8_statistics", "initialize", "memory_report"]
     assert dir(octet) == octet.__all__
 
 
-def test_each_name_is_the_one_of_its_home() -> None:
+def test_each_name_comes_from_its_own_package() -> None:
     assert octet.Client is client.Client
     for name in ("fp8_statistics", "initialize", "memory_report"):
         assert getattr(octet, name) is getattr(worker, name)
 
 
-def test_another_name_is_refused_with_those_that_exist() -> None:
+def test_an_unknown_name_is_refused_with_the_public_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'initialise'; public: Client, fp8_statistics, initialize"):
-        octet.initialise  # noqa: B018  the access is what is tested
+        octet.initialise  # noqa: B018  only the access is tested
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Text that the tests make themselves, so that none depends on what a machine happens to have.
+"""Text that tests generate themselves, so that no test depends on files of the machine.
 
-Sentences from a small grammar: a model learns from it that letters form words and words form sentences. The numbers behind
-it are a linear congruential generator's, the same with every Python.
+Sentences come from a small grammar: a model learns from them that letters form words and words form sentences. The numbers
+behind them come from a linear congruential generator, which is the same with every version of Python.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _LINKS = ("and", "but", "because", "while", "although")
 
 
 def write_corpus(folder: Path, num_files: int = 8, num_sentences: int = 400) -> Path:
-    """Fill a folder with `part_0.txt` … of about 50 bytes a sentence; returns the folder."""
+    """Write `part_0.txt` … of about 50 bytes per sentence to a folder; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(num_files):
         (folder / f"part_{number}.txt").write_text(text(num_sentences, seed=number), encoding="utf-8")
@@ -34,7 +34,7 @@ def write_corpus(folder: Path, num_files: int = 8, num_sentences: int = 400) -> 
 
 
 def text(num_sentences: int, seed: int = 0) -> str:
-    """Sentences, five to a line."""
+    """Generate sentences, five per line."""
     choices = _choices(seed)
     sentences = [_sentence(choices) for _ in range(num_sentences)]
     lines = [" ".join(sentences[start : start + 5]) for start in range(0, num_sentences, 5)]
@@ -64,7 +64,7 @@ def _pick(words: tuple[str, ...], choices: Iterator[int]) -> str:
 
 
 def _choices(seed: int) -> Iterator[int]:
-    """Knuth's MMIX generator; the upper bits are the good ones."""
+    """Yield numbers of Knuth's MMIX generator; only its upper bits are random enough."""
     state = 2 * seed + 1
     while True:
         state = (6364136223846793005 * state + 1442695040888963407) % 2**64

@@ -1,7 +1,7 @@
 """The runtime: one process per rank, and the library behind `from worker import initialize`.
 
-Importing this package loads nothing else; torch comes with the first use of a name below, so that the supervisor,
-which lives in this package too, starts without it.
+Importing this package loads nothing else. torch is loaded at the first use of a name below, so that the supervisor, which
+is in this package too, starts without it.
 """
 
 from typing import TYPE_CHECKING, Any

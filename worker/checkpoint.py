@@ -1,8 +1,8 @@
 """Checkpoints: plain tensors in safetensors, everything else in JSON, and a manifest written last.
 
 A checkpoint is a folder `step_0000000100` with `tensors.safetensors`, `state.json` and `manifest.json`. It is written
-under another name, synced to disk and renamed, so a folder of that name is whole. The manifest has the size and SHA-256
-of each file; the hash of the manifest itself is what the control plane keeps, and what a resume checks first.
+under another name, synced to disk and then renamed, so a folder with this name is complete. The manifest lists the size and
+SHA-256 of each file. The control plane keeps the hash of the manifest, and a resume checks it first.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ _TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.json", "manifest.jso
 
 
 class BadCheckpoint(Exception):
-    """A checkpoint's files are not what its manifest, or the control plane, says they are."""
+    """A checkpoint's files differ from its manifest, or its manifest differs from the registered hash."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What was written. `sha256` is the manifest's."""
+    """A checkpoint on disk. `sha256` is the hash of its manifest."""
 
     name: str
     num_bytes: int
@@ -66,12 +66,12 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> SavedCheckpoint:
 
 
 def load(folder: Path, ref: CheckpointRef) -> dict[str, Any]:
-    """Read a checkpoint after checking every byte of it. Raises BadCheckpoint and says which file differs."""
+    """Read a checkpoint after checking every byte. Raises BadCheckpoint, which names the file that differs."""
     path = folder / ref.name
     try:
         manifest_bytes = (path / _MANIFEST).read_bytes()
         if hashlib.sha256(manifest_bytes).hexdigest() != ref.sha256:
-            raise BadCheckpoint(f"{ref.name}/{_MANIFEST} has another SHA-256 than was registered")
+            raise BadCheckpoint(f"{ref.name}/{_MANIFEST} does not have the registered SHA-256")
         manifest = json.loads(manifest_bytes)
         for name, expected in manifest["files"].items():
             if (path / name).stat().st_size != expected["num_bytes"] or _sha256(path / name) != expected["sha256"]:
@@ -87,7 +87,7 @@ def load(folder: Path, ref: CheckpointRef) -> dict[str, Any]:
 
 
 def _take_tensors(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """The JSON form of `value`, whose tensors are moved to `tensors`. Dict keys may be int or str, so dicts become pairs."""
+    """Convert `value` to JSON and move its tensors to `tensors`. Dicts become pairs, since their keys may be int or str."""
     if isinstance(value, Tensor):
         tensors[path] = value.detach().contiguous().cpu().clone()
         return {"tensor": path}
@@ -116,7 +116,7 @@ def _put_tensors(skeleton: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def random_state() -> dict[str, Tensor]:
-    """The state of torch's own generators on this rank."""
+    """Return the state of torch's random generators on this rank."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -1,4 +1,4 @@
-"""What a rank runs, resolved once from the `JobSpec` and its place in the world. Nothing downstream defaults again."""
+"""The configuration of a rank, resolved once from the `JobSpec` and the rank's environment. Later code sets no defaults."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from api_schemas import BatchDivision, DataSpec, JobSpec, Layout, ModelSpec, Opt
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """Which rank this is, and where the ranks meet."""
+    """The rank's number, and the address where the ranks meet."""
 
     rank: int = 0
     world_size: int = 1
@@ -19,7 +19,7 @@ class RankEnv:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for all of them to whoever started the job."""
+        """True if this rank reports for all ranks to whoever started the job."""
         return self.rank == 0
 
 
@@ -50,7 +50,7 @@ class TrainConfig:
 
 
 def resolve(spec: JobSpec, env: RankEnv) -> TrainConfig:
-    """The spec as this rank runs it. Raises ValueError where the world has another size than the spec asks for."""
+    """Resolve the spec for this rank. Raises ValueError if the number of ranks differs from the spec's."""
     layout = spec.layout
     if env.world_size != layout.num_ranks:
         raise ValueError(

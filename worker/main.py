@@ -1,9 +1,9 @@
-"""One rank, from its order to its last report. Under Ray the rank's actor calls `run_rank`; without a service it is
+"""One rank, from its order to its last report. Under Ray, the rank's actor calls `run_rank`. Without a service:
 
     python -m worker.main job.yaml --job-dir runs/first                            one rank
     torchrun --nproc-per-node 2 -m worker.main job.yaml --job-dir runs/first       several
 
-torch is imported inside, so that the control plane hears of the process before that takes its seconds.
+torch is imported inside the functions, because it takes seconds and the control plane should hear of the process earlier.
 """
 
 import argparse
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: `finished` is None where it had to stop without a word (its lease was over, or it was fenced)."""
+    """How a rank ended. `finished` is None if it may not report any more (lease lost, or fenced)."""
 
     finished: FinishedReport | None
     message: str
@@ -74,7 +74,7 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank is given besides the spec and its place in the world."""
+    """The parts that a rank is given in addition to its spec and environment."""
 
     reporter: Reporter
     metrics: Metrics
@@ -84,7 +84,7 @@ class Run:
 
 
 def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
-    """Train, and say how it ended. Every error becomes an outcome here and nowhere else."""
+    """Train, and return how it ended. This is the only place that turns errors into outcomes."""
     try:
         from worker.mesh import Mesh
         from worker.metrics.device import bf16_peak, device_readings
@@ -128,7 +128,7 @@ def _reason(error: Exception) -> FailureReason:
 
 
 def _device(env: RankEnv, pool: PoolConfig | None) -> "torch.device":
-    """This rank's device, after checking that it is what the pool promises. Raises WrongNode."""
+    """Return this rank's device after checking that it is what the pool promises. Raises WrongNode."""
     import torch
 
     torch.set_num_threads(env.num_threads)
@@ -166,9 +166,9 @@ def _log_to(handler: logging.Handler) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a spec file as this process's rank. Exit status: 0 succeeded, 1 failed, 2 the spec was refused."""
+    """Run a spec file as the rank of this process. Exit status: 0 succeeded, 1 failed, 2 the spec was refused."""
     parser = argparse.ArgumentParser(prog="python -m worker.main", description="Train a job spec without a service.")
-    parser.add_argument("spec", type=Path, help="job spec, YAML or JSON; how many ranks there are overrides resources.workers")
+    parser.add_argument("spec", type=Path, help="job spec, YAML or JSON; the number of ranks overrides resources.workers")
     parser.add_argument("--job-dir", type=Path, required=True, help="folder for checkpoints and the summary")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _read_spec(path: Path, env: RankEnv) -> JobSpec | None:
-    """The spec of a file for a world of this size; None, and log lines that say why, where it is refused."""
+    """Read a spec file for a world of this size. Returns None, after logging the reasons, if the spec is refused."""
     from pydantic import ValidationError
 
     try:
@@ -202,7 +202,7 @@ def _read_spec(path: Path, env: RankEnv) -> JobSpec | None:
     if isinstance(resources, dict):
         asked = resources.get("workers", 1)
         if env.reports and asked != env.world_size:
-            logger.info("the spec asks for resources.workers %s; there are %d ranks, which decides", asked, env.world_size)
+            logger.info("the spec asks for resources.workers %s; running with %d ranks", asked, env.world_size)
         document["resources"] = resources | {"workers": env.world_size}
     try:
         return JobSpec.model_validate(document)
@@ -213,7 +213,7 @@ def _read_spec(path: Path, env: RankEnv) -> JobSpec | None:
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file. ValueError says what is wrong with it."""
+    """Read the mapping in a YAML or JSON file. Raises ValueError, which says what is wrong with the file."""
     text = path.read_text(encoding="utf-8")
     if path.suffix in {".yaml", ".yml"}:
         import yaml
@@ -230,7 +230,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _env_from_torchrun(accelerator: str, num_threads: int) -> RankEnv:
-    """torchrun's own environment; without it, the only rank of a world of one."""
+    """Read torchrun's environment variables. Without them this process is the only rank."""
     environment = os.environ
     return RankEnv(
         rank=int(environment.get("RANK", "0")),

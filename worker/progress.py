@@ -1,4 +1,4 @@
-"""Where a run is, and whether its loss still makes sense. All of it is in the checkpoint."""
+"""The progress of a run, and checks that its loss still makes sense. The checkpoint holds all of it."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from worker.errors import Diverged, NonFiniteLoss
 
 MAX_NON_FINITE_STEPS = 10
 DIVERGED_FACTOR = 2.0
-"""A step whose loss exceeds the first one's by this factor is diverging: the model is far worse than its initial values."""
+"""A step diverges if its loss exceeds the first loss by this factor: the model is far worse than its initial values."""
 WARN_AFTER_STEPS = 10
 STOP_AFTER_STEPS = 100
 _MIN_LOSSES_KEPT = 10
@@ -28,9 +28,9 @@ class Progress:
     num_diverging: int = 0
 
     def note_loss(self, loss: float, num_steps: int) -> str | None:
-        """Take the loss of a step of a run of `num_steps`. Returns a warning where one is due.
+        """Take one step's loss in a run of `num_steps`. Returns a warning when one is due, else None.
 
-        Raises NonFiniteLoss after 10 steps in a row without a finite loss, Diverged after 100 of a loss far above the first.
+        Raises NonFiniteLoss after 10 non-finite losses in a row, and Diverged after 100 losses in a row far above the first.
         """
         if not math.isfinite(loss):
             self.num_non_finite += 1
@@ -51,7 +51,7 @@ class Progress:
         return self._explain(loss) if self.num_diverging == WARN_AFTER_STEPS else None
 
     def check_end(self, evaluation_loss: float) -> None:
-        """Raise Diverged where a run that took all its steps has not trained anything."""
+        """Raise Diverged if the evaluation loss after the last step is still far above the first training loss."""
         if self._is_diverging(evaluation_loss):
             raise Diverged(self._explain(evaluation_loss))
 
@@ -60,7 +60,7 @@ class Progress:
 
     def _explain(self, loss: float) -> str:
         return (
-            f"the loss is {loss:.4g} at step {self.step}, more than {DIVERGED_FACTOR:g} times that of the first step, "
+            f"the loss is {loss:.4g} at step {self.step}, more than {DIVERGED_FACTOR:g} times the loss of the first step, "
             f"{self.first_loss:.4g}. Lower training.optimizer.learning_rate, lengthen training.schedule.warmup_steps or set "
             "training.gradient_clip."
         )

@@ -1,8 +1,8 @@
-"""One detached Ray actor per attempt: it places the ranks, watches them, and says what became of them.
+"""One detached Ray actor per attempt: it places the ranks, watches them, and reports how they ended.
 
 It holds no truth of its own: the database does. It is named after the attempt and its epoch, so launching twice finds
-the first; it outlives the dispatcher that created it, and its ranks die with it. This is the only file of the runtime that
-imports Ray, and importing it does not load torch: that happens in the ranks' own processes.
+the first actor. It outlives the dispatcher that created it, and its ranks die with it. This is the only file of the runtime
+that imports Ray. Importing it does not load torch, which happens in the ranks' own processes.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def actor_name(ref: AttemptRef) -> str:
 
 @dataclass(frozen=True)
 class RankNode:
-    """Where a rank woke up."""
+    """The node on which a rank process started."""
 
     address: str
     free_port: int
@@ -56,7 +56,7 @@ class RankActor:
         return RankNode(ray.util.get_node_ip_address(), port, labels, os.getpid())
 
     def run(self, order_json: str, env: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
-        """Run the rank; its outcome, reason and message. The runtime is looked up by name: it loads torch."""
+        """Run the rank; return its outcome, reason and message. The runtime is imported by name because it loads torch."""
         main = importlib.import_module("worker.main")
         outcome = main.run_rank(LaunchOrder.model_validate_json(order_json), RankEnv(**env), placed_at)
         finished = outcome.finished
@@ -64,7 +64,7 @@ class RankActor:
 
 
 class RankFailed(Exception):
-    """An attempt ended before its ranks did. Carries the typed reason."""
+    """An attempt failed. Carries the typed reason."""
 
     def __init__(self, reason: FailureReason, message: str) -> None:
         super().__init__(message)
@@ -72,10 +72,10 @@ class RankFailed(Exception):
 
 
 class Supervisor:
-    """The actor. The launcher calls `probe` and `stop`; everything else happens in one thread of its own."""
+    """The supervising actor. The launcher calls `probe` and `stop`; everything else happens in one thread of its own."""
 
     def __init__(self, order_json: str, pool_json: str, num_workers: int) -> None:
-        """Place and run `num_workers` ranks in the pool. The order goes to them as it is; only they parse it."""
+        """Place and run `num_workers` ranks in the pool. The order is passed on unparsed; only the ranks parse it."""
         self._order_json = order_json
         self._pool = PoolConfig.model_validate_json(pool_json)
         self._num_workers = num_workers
@@ -89,7 +89,7 @@ class Supervisor:
         return self._probe.model_dump_json()
 
     def stop(self, grace_s: float) -> None:
-        """End the ranks: at once those that have not started, after `grace_s` the others. The caller then kills this actor."""
+        """End ranks that have not started at once, the others after `grace_s`. The caller then kills this actor."""
         self._stopping.set()
         deadline = time.monotonic() + grace_s
         while self._probe.state is not ProbeState.EXITED and time.monotonic() < deadline:
@@ -108,7 +108,7 @@ class Supervisor:
             self._exit(FailureReason.LAUNCH_FAILED, f"{type(error).__name__}: {error}")
         finally:
             self._release()
-        # The dispatcher reads the outcome and kills this actor; if none comes back, do not stay for ever.
+        # The dispatcher reads the outcome and kills this actor. If no dispatcher comes back, end after a while.
         time.sleep(_LINGER_S)
         os._exit(0)
 
@@ -139,7 +139,7 @@ class Supervisor:
         self._placed_at = datetime.now(UTC)
 
     def _watch(self) -> None:
-        """Check where the ranks woke up, run them, and wait for all of them; the first loss ends the others."""
+        """Check the nodes of the ranks, run the ranks, and wait for all of them. The first failure ends the others."""
         nodes = self._nodes()
         self._check_labels(nodes)
         running = {
@@ -158,7 +158,7 @@ class Supervisor:
                 if failure is not None:
                     failures[index] = failure
             if failures:
-                # One rank's loss leaves the others in a collective: they get a moment to say why they end.
+                # A failed rank leaves the others waiting in a collective. Give them a moment to report their own reason.
                 give_up_at = min(give_up_at, time.monotonic() + _OTHER_RANKS_GRACE_S)
         if failures:
             raise _grouped(failures, len(self._ranks))
@@ -176,8 +176,8 @@ class Supervisor:
             if node.labels.get(key) != value:
                 raise RankFailed(
                     FailureReason.WRONG_NODE,
-                    f"rank {index} is on {node.address}, whose label {key} is {node.labels.get(key)!r}; pool "
-                    f"{self._pool.name} wants {value!r}. Label the node or change the pool.",
+                    f"rank {index} is on {node.address}, where label {key} is {node.labels.get(key)!r}; pool "
+                    f"{self._pool.name} needs {value!r}. Label the node or change the pool.",
                 )
 
     def _rank_env(self, index: int, nodes: list[RankNode]) -> RankEnv:
@@ -185,7 +185,7 @@ class Supervisor:
         return RankEnv(
             rank=index,
             world_size=len(nodes),
-            # Ray shows a rank only the devices that it was given.
+            # Ray shows each rank only its own devices.
             local_rank=0,
             master_address=nodes[0].address,
             master_port=nodes[0].free_port,
@@ -206,7 +206,7 @@ class Supervisor:
 
 
 def _failure_of(reference: Any) -> tuple[FailureReason, str] | None:
-    """Why a rank that ended did not end well; None where it did, or was told to stop."""
+    """Return why an ended rank failed; None if it succeeded or was told to stop."""
     try:
         outcome, reason, message = ray.get(reference, timeout=10)
     except RayActorError as error:
@@ -221,7 +221,7 @@ def _failure_of(reference: Any) -> tuple[FailureReason, str] | None:
 
 
 def _grouped(failures: dict[int, tuple[FailureReason, str]], world_size: int) -> RankFailed:
-    """One failure out of many: a lost process explains the errors of the ranks that waited for it."""
+    """Group the failures of several ranks into one. A lost process explains the errors of the ranks that waited for it."""
     by_cause: dict[tuple[FailureReason, str], list[int]] = {}
     for index, cause in sorted(failures.items()):
         by_cause.setdefault(cause, []).append(index)

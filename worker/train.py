@@ -1,7 +1,7 @@
 """The training loop of one rank, top to bottom. It runs the same under Ray, under torchrun and alone.
 
 `Trainer` declares its parts, then acts: `run` is the loop, `step` is one optimizer step. Losses are means over the global
-batch in nats. A checkpoint holds everything that the next step depends on, so a resumed run is bit-identical.
+batch, in nats. A checkpoint holds everything that the next step depends on, so a resumed run is bit-identical.
 """
 
 import logging
@@ -53,14 +53,14 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """One rank's share of one job."""
 
-    # What it was asked for
+    # Given by the caller
     config: TrainConfig
     mesh: Mesh
     reporter: Reporter
     metrics: Metrics
     folder: Path
 
-    # What it trains
+    # Created by `_prepare`
     source: Source
     model: nn.Module
     conversion: ConversionReport
@@ -86,7 +86,7 @@ class Trainer:
         self._tell(PhaseReport(phase="model_built"))
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
-        """Train to the last step, from the newest of `checkpoints` that passes its check."""
+        """Train to the last step, starting from the newest of `checkpoints` that passes its check."""
         self._resume(checkpoints)
         started_at_step = self.progress.step
         self._report_start()
@@ -107,7 +107,7 @@ class Trainer:
         return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, self.source.facts)
 
     def step(self) -> None:
-        """One optimizer step over the global batch."""
+        """Take one optimizer step over the global batch."""
         started_at = time.perf_counter()
         learning_rate = self._set_learning_rate()
         with self.metrics.timed("forward_backward"):
@@ -151,7 +151,7 @@ class Trainer:
             raise stop or Cancelled("rank 0 was told to stop")
 
     def _forward_backward(self) -> tuple[float, float]:
-        """Gradients of this rank's share, accumulated over its micro-batches; its mean loss, and seconds spent on data."""
+        """Accumulate this rank's gradients over its micro-batches. Returns its mean loss and the seconds spent on data."""
         batch = self.config.batch
         losses, data_wait_s = [], 0.0
         for index in range(batch.num_micro_batches):
@@ -167,7 +167,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The mean loss, and the family's metrics, over the evaluation samples of all data ranks."""
+        """Return the mean loss, and the family's metrics, over the evaluation samples of all data ranks."""
         self.model.eval()
         names = ("loss", *self.config.model.sizes.metrics)
         totals = dict.fromkeys((*names, "num_targets"), 0.0)
@@ -186,7 +186,7 @@ class Trainer:
         return means
 
     def save(self) -> None:
-        """Write a checkpoint from the rank that reports; the others hold the same state."""
+        """Write a checkpoint from the rank that reports. The other ranks hold the same state."""
         if not self.mesh.reports:
             return
         state = {
@@ -227,7 +227,7 @@ class Trainer:
             try:
                 state: dict[str, Any] = checkpoint.load(self.folder, ref)
             except checkpoint.BadCheckpoint as error:
-                message = f"{error}; trying the one before"
+                message = f"{error}; trying the previous checkpoint"
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
             self.model.load_state_dict(state["model"])
@@ -259,7 +259,7 @@ class Trainer:
         return learning_rate
 
     def _count_memory(self) -> None:
-        """After the first step: every state exists and the gradients are still alive."""
+        """Count memory after the first step, when every state exists and the gradients are still alive."""
         self.progress.memory_bytes = memory_report(self.model, self.optimizer)
         self.progress.converted_memory_bytes = memory_report(self.model, self.optimizer, converted_only=True)
         self.metrics.observe_memory(self.progress.memory_bytes)
@@ -281,7 +281,7 @@ class Trainer:
         self._tell(EventReport(type="layer.demoted", message=message, data={"layer": event.layer, "step": event.step}))
 
     def _tell(self, body: ReportBody) -> None:
-        """Every rank keeps the numbers for its own metrics; facts that all ranks share are reported once."""
+        """Update this rank's metrics. Only rank 0 also sends the report, since all ranks share its facts."""
         self.metrics.observe(body)
         if self.mesh.reports:
             self.reporter.send(body)

@@ -41,7 +41,7 @@ def started(config: TrainConfig, mesh: Mesh, model: nn.Module, conversion: Conve
 def conversion_events(conversion: ConversionReport) -> Iterator[EventReport]:
     """What a person should know of the conversion before the first step."""
     if conversion.filtered:
-        message = f"layers that multiply in bf16, as FP8 gains nothing there: {conversion.why_filtered}"
+        message = f"layers that multiply in bf16 because FP8 gains nothing there: {conversion.why_filtered}"
         yield EventReport(type="layers.filtered", message=message[:4096], data={"layers": len(conversion.filtered)})
     if conversion.nothing_converted:
         yield EventReport(type="layers.none_converted", message=conversion.nothing_converted[:4096])

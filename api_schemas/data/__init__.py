@@ -1,6 +1,6 @@
-"""What a job trains on: the union of all sources, by the field `source`.
+"""The data that a job trains on: the union of all sources, selected by the field `source`.
 
-To add a source: its module here, its lines in this file, and the module of the same name in `worker/data/`.
+To add a source: write its module here, add its lines in this file, and write the module of the same name in `worker/data/`.
 """
 
 from typing import Annotated

@@ -1,7 +1,7 @@
-"""What every source of data has in common: where it lies, and what can be said of it before a rank reads it.
+"""The base of all sources of data: where the data lies, and how a spec is checked before any rank reads the data.
 
-A source is a contract here (which files it selects, how they are divided, what is checked at submission) and a module of the
-same name in `worker/data/`, which reads by the same methods.
+A source has a contract here (which files it selects, how they are divided, what is checked at submission) and a module of
+the same name in `worker/data/`, which reads the files by the contract's methods.
 """
 
 from abc import abstractmethod
@@ -15,7 +15,7 @@ from api_schemas.base import Contract, refusal
 
 
 class Unfit(ValueError):
-    """A source does not hold what a job needs: the field to change, what was got, what is allowed, what to change."""
+    """A source does not hold what a job needs. Names the field, what was got, what is allowed, and what to change."""
 
     def __init__(self, field: str, got: object, allowed: str, change: str) -> None:
         super().__init__(f"{field}: got {got}; allowed: {allowed}. {change}")
@@ -24,17 +24,17 @@ class Unfit(ValueError):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job needs of its data."""
+    """The properties of a job that its data must satisfy."""
 
     sequence_length: int
     vocab_size: int
 
 
 class SourceSpec(Contract):
-    """Base of all sources that lie under a path."""
+    """Base of all sources that are files under a path."""
 
     min_vocab_size: ClassVar[int] = 1
-    """The smallest vocabulary of a model that can read this source, as far as the spec alone says it."""
+    """The smallest vocabulary of a model that can read this source, if the spec alone determines it."""
 
     source: str
     path: str = Field(min_length=1, max_length=4096, description="absolute path of a file or folder, as the workers see it")
@@ -48,7 +48,7 @@ class SourceSpec(Contract):
 
     @abstractmethod
     def check(self, path: Path, needs: Needs) -> None:
-        """Raise Unfit, or OSError, where the files under `path`, the resolved `self.path`, cannot feed the job.
+        """Raise Unfit, or OSError, if the files under `path` (the resolved `self.path`) cannot feed the job.
 
-        Reads as a rank will, but not everything: a large folder is taken to be large enough.
+        Applies the rank's own rules but does not read everything: a large folder is assumed to be large enough.
         """

@@ -1,4 +1,4 @@
-"""Text files read as bytes: which of them, in which order, which for evaluation. One rule for control plane and ranks."""
+"""Text files read as bytes: which files, in which order, and the evaluation part. Control plane and ranks share this rule."""
 
 import hashlib
 import math
@@ -25,9 +25,9 @@ class TextSpec(SourceSpec):
     """Text files read as bytes (256 tokens). Evaluation files are never trained on.
 
     `path` is a file or a folder, as the workers see it. In a folder, the files that match `include` and not `exclude`
-    are ordered by the hash of their relative path, and the first `evaluation_fraction` of them (at least one) is kept
-    for evaluation; of a single file, the last part. Left out are hidden files and folders (a name that begins with a
-    dot), links, and binary files (a zero byte in the first 8 KiB).
+    are ordered by the hash of their relative path. The first `evaluation_fraction` of them (at least one) is kept for
+    evaluation; a single file keeps its last part for evaluation. Hidden files and folders (a name that begins with a dot),
+    links, and binary files (a zero byte in the first 8 KiB) are left out.
     """
 
     min_vocab_size: ClassVar[int] = 256
@@ -47,23 +47,23 @@ class TextSpec(SourceSpec):
         return self
 
     def selects(self, relative_path: str) -> bool:
-        """Whether a file of the folder, by its path relative to `path` with '/' between the parts, is read."""
+        """Return True if a file of the folder is read. relative_path: relative to `path`, with '/' between the parts."""
         if any(part.startswith(".") for part in relative_path.split("/")):
             return False
         matches = [_pattern(glob).fullmatch(relative_path) for glob in self.include]
         return any(matches) and not any(_pattern(glob).fullmatch(relative_path) for glob in self.exclude)
 
     def selects_nothing_below(self, relative_folder: str) -> bool:
-        """Whether a folder need not be entered: it is hidden, or an exclude glob that ends in `/**` covers it."""
+        """Return True for a folder that need not be entered: it is hidden, or an exclude glob ending in `/**` covers it."""
         if relative_folder.rpartition("/")[2].startswith("."):
             return True
         covering = [glob for glob in self.exclude if glob.endswith("/**")]
         return any(_pattern(glob).fullmatch(f"{relative_folder}/") for glob in covering)
 
     def entries(self, folder: Path) -> Iterator[tuple[str, bool]]:
-        """Every entry below a folder that is looked at: its relative path, and whether it is a file to read.
+        """Yield every visited entry below a folder: its relative path, and True if it is a file to read.
 
-        Names that are not UTF-8 are in Python's surrogate escapes. Links are not followed, so nothing outside is read.
+        Names that are not UTF-8 use Python's surrogate escapes. Links are not followed, so nothing outside is read.
         """
         for parent, subfolders, files in os.walk(folder):
             relative = Path(parent).relative_to(folder)
@@ -73,22 +73,22 @@ class TextSpec(SourceSpec):
                 yield name, self.selects(name) and not path.is_symlink() and path.is_file()
 
     def divide_files(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """The files for training and those for evaluation, each in the order in which they are read."""
+        """Return the files for training and the files for evaluation, each in reading order."""
         ordered = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
         num_evaluation = min(len(ordered) - 1, math.ceil(len(ordered) * self.evaluation_fraction))
         return ordered[num_evaluation:], ordered[:num_evaluation]
 
     def divide_bytes(self, num_bytes: int) -> int:
-        """How many bytes of a single file come first and are trained on; the others are for evaluation."""
+        """Return how many bytes at the start of a single file are for training; the rest is for evaluation."""
         return num_bytes - math.ceil(num_bytes * self.evaluation_fraction)
 
     @staticmethod
     def is_binary(content: bytes) -> bool:
-        """Whether a file that begins with this is left out."""
+        """Return True if a file that begins with `content` is binary and therefore left out."""
         return b"\0" in content[:_BINARY_PROBE_BYTES]
 
     def check(self, path: Path, needs: Needs) -> None:
-        """As `SourceSpec.check`; a folder of more than `MAX_FILES_CHECKED` text files is taken to be large enough."""
+        """Check as `SourceSpec.check` says; a folder of more than `MAX_FILES_CHECKED` text files is assumed large enough."""
         if not path.is_dir():
             num_bytes = path.stat().st_size
             self._check_length(self.divide_bytes(num_bytes), num_bytes - self.divide_bytes(num_bytes), needs)
@@ -105,7 +105,7 @@ class TextSpec(SourceSpec):
         self._check_length(_joined_bytes(sizes, train), _joined_bytes(sizes, evaluation), needs)
 
     def too_few_files(self, num_files: int) -> Unfit:
-        """The refusal of a folder of which fewer than two text files are selected."""
+        """Build the error for a folder with fewer than two selected text files."""
         return Unfit(
             "data.include",
             ", ".join(self.include),
@@ -135,7 +135,7 @@ def _joined_bytes(sizes: dict[str, int], names: list[str]) -> int:
 
 @lru_cache(maxsize=1024)
 def _pattern(glob: str) -> re.Pattern[str]:
-    """`**/` any folders or none, `**` anything, `*` and `?` within one part of the path."""
+    """Translate a glob: `**/` matches any folders or none, `**` anything, `*` and `?` stay within one part of the path."""
     translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
     return re.compile("".join(translated.get(part, re.escape(part)) for part in parts))

@@ -1,4 +1,4 @@
-"""Tokens in shards on disk, described by an index: what a tokenizer made once, read without loading it into memory.
+"""Shards of tokens on disk, described by an index. A tokenizer wrote them once; ranks map them into memory.
 
 A folder holds `index.json` (`TokenIndex`) and the files that it names. A shard is a plain array of little-endian integers.
 """
@@ -23,7 +23,7 @@ class TokenShard(Contract):
 
 
 class TokenIndex(Contract):
-    """What a folder of shards holds. Each part is one run of tokens, its shards in this order."""
+    """The contents of a folder of shards. Each part is one run of tokens, stored in its shards in this order."""
 
     version: Literal[1] = 1
     dtype: Literal["uint8", "uint16", "uint32"]
@@ -33,7 +33,7 @@ class TokenIndex(Contract):
 
     @classmethod
     def read(cls, folder: Path) -> "TokenIndex":
-        """The index of a folder. Raises Unfit for one that is missing or wrong."""
+        """Read the index of a folder. Raises Unfit if the index is missing or wrong."""
         path = folder / INDEX_NAME
         if not path.is_file():
             raise Unfit("data.path", folder, f"a folder of token shards with {INDEX_NAME}", "Change data.path.")
@@ -45,7 +45,7 @@ class TokenIndex(Contract):
             raise Unfit("data.path", path, f"an index of token shards ({where}: {detail['msg']})", "Write it again.") from None
 
     def check(self, folder: Path, needs: Needs) -> None:
-        """Raise Unfit where shards are not as long as the index says, or too short or too rich for the job."""
+        """Raise Unfit if a shard's length differs from the index, a part is too short, or the vocabulary is too large."""
         for shard in (*self.train, *self.evaluation):
             expected = shard.num_tokens * BYTES_PER_TOKEN[self.dtype]
             found = (folder / shard.file).stat().st_size
@@ -54,7 +54,8 @@ class TokenIndex(Contract):
                 raise Unfit("data.path", f"{shard.file} of {found} bytes", allowed, "Write the shards again.")
         if self.vocab_size > needs.vocab_size:
             change = "Raise model.vocab_size, or train on tokens of a smaller vocabulary."
-            raise Unfit("model.vocab_size", needs.vocab_size, f"at least {self.vocab_size}, that of the tokens", change)
+            allowed = f"at least {self.vocab_size}, the vocabulary of the tokens"
+            raise Unfit("model.vocab_size", needs.vocab_size, allowed, change)
         for part, shards in (("training", self.train), ("evaluation", self.evaluation)):
             num_tokens = sum(shard.num_tokens for shard in shards)
             if num_tokens <= needs.sequence_length:
@@ -63,10 +64,10 @@ class TokenIndex(Contract):
 
 
 class TokensSpec(SourceSpec):
-    """Shards of tokens in a folder, as `worker.data.tokens.write_shards` writes them; memory-mapped by the workers."""
+    """Shards of tokens in a folder, written by `worker.data.tokens.write_shards`; the workers memory-map them."""
 
     source: Literal["tokens"] = "tokens"
 
     def check(self, path: Path, needs: Needs) -> None:
-        """As `SourceSpec.check`; sizes of files are compared with the index, tokens are not read."""
+        """Check as `SourceSpec.check` says: compare file sizes with the index, without reading tokens."""
         TokenIndex.read(path).check(path, needs)

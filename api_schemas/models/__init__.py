@@ -1,6 +1,6 @@
-"""Which network to train: the union of all families, by the field `family`; a preset's name says it too.
+"""The network to train: the union of all families, selected by the field `family` or by the preset's name.
 
-To add a family: its module here, its lines in this file, and the module of the same name in `worker/models/`.
+To add a family: write its module here, add its lines in this file, and write the module of the same name in `worker/models/`.
 """
 
 from typing import Annotated

@@ -1,7 +1,7 @@
-"""What every family of models has in common: sizes, resolved from a preset and the fields that a job sets itself.
+"""The base of all model families: sizes, resolved from a preset and the fields that a job sets.
 
-A family is a class of sizes (what they come to: parameters, operations) and a class of specs (what a job may write), in a
-module of its own beside this one; `worker/models/` has the module of the same name that builds it.
+A family is a class of sizes, which computes parameters and operations, and a class of specs, which says what a job may
+write. Both are in the family's own module in this folder; the module of the same name in `worker/models/` builds the network.
 """
 
 from abc import abstractmethod
@@ -16,10 +16,10 @@ Size = Annotated[int, Field(ge=1, le=1_048_576)]
 
 
 class FamilySizes(Contract):
-    """Every size of a network, resolved: nothing is left to default."""
+    """Every size of a network, resolved: no defaults are left to fill in."""
 
     metrics: ClassVar[tuple[str, ...]]
-    """The names of what an evaluation measures besides the loss; means over the same targets."""
+    """Names of the values that an evaluation measures besides the loss; each is a mean over the same targets."""
 
     @property
     @abstractmethod
@@ -29,14 +29,14 @@ class FamilySizes(Contract):
     @property
     @abstractmethod
     def num_block_weights(self) -> int:
-        """Elements of the weight matrices inside the blocks: what a level converts."""
+        """Elements of the weight matrices inside the blocks, which a level converts."""
 
     @abstractmethod
     def flops_per_token(self, sequence_length: int) -> float:
-        """FLOPs of the model for one token, forward and backward, nothing recomputed."""
+        """FLOPs of the model for one token, forward and backward, without recomputation."""
 
     def check(self) -> None:
-        """Refuse sizes that do not fit each other, with a `refusal` for the field to change."""
+        """Raise a `refusal` that names the field to change if the sizes do not fit each other."""
 
 
 class FamilySpec(Contract):
@@ -45,9 +45,9 @@ class FamilySpec(Contract):
     sizes_type: ClassVar[type[FamilySizes]]
     presets: ClassVar[Mapping[str, Any]]
     optional_sizes: ClassVar[Mapping[str, str]] = {}
-    """Sizes that equal another one where neither preset nor job gives them."""
+    """Sizes that default to another size: name to name of the other, for sizes set by neither preset nor job."""
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Values of sizes that neither preset nor job gives."""
+    """Default values of sizes set by neither preset nor job."""
 
     family: str
     preset: str | None = None
@@ -77,6 +77,6 @@ class FamilySpec(Contract):
 
 
 def divisors(number: int) -> str:
-    """The divisors of a size, for a message."""
+    """List the divisors of a size, for a message."""
     found = [str(divisor) for divisor in range(1, min(number, 512) + 1) if number % divisor == 0]
     return ", ".join(found)

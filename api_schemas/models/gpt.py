@@ -9,7 +9,7 @@ PresetName = Literal["gpt-tiny", "gpt-mini", "gpt-125m", "gpt-350m", "gpt-1.3b",
 
 
 class GPTSizes(FamilySizes):
-    """Every size of a GPT, resolved: nothing is left to default."""
+    """Every size of a GPT, resolved: no defaults are left to fill in."""
 
     metrics: ClassVar[tuple[str, ...]] = ("token_accuracy",)
 
@@ -30,28 +30,28 @@ class GPTSizes(FamilySizes):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the GPT: tied embedding, learned positions, biases, two LayerNorms a block and a last one."""
+        """Number of parameters: tied embedding, learned positions, biases, two LayerNorms per block and a final one."""
         width = self.hidden_size
         block = 12 * width * width + 13 * width
         return self.vocab_size * width + self.max_sequence_length * width + self.num_layers * block + 2 * width
 
     @property
     def num_block_weights(self) -> int:
-        """Elements of the weight matrices inside the blocks: what a level converts."""
+        """Elements of the weight matrices inside the blocks, which a level converts."""
         return 12 * self.hidden_size * self.hidden_size * self.num_layers
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """FLOPs of one token, forward and backward: 6 for each parameter in a product, 12·L·D·T for attention's own.
+        """FLOPs for one token, forward and backward: 6 per parameter in a product, plus 12·L·D·T for attention.
 
-        Chowdhery et al., PaLM (2022), appendix B. Causal attention is counted whole, as there. The tied head counts as the
-        product that it is, learned positions do not.
+        Formula: Chowdhery et al., PaLM (2022), appendix B. Causal attention is counted in full, as in the paper. The tied
+        head counts as a product; learned positions do not count.
         """
         num_matmul_parameters = self.num_parameters - self.max_sequence_length * self.hidden_size
         return 6.0 * num_matmul_parameters + 12.0 * self.num_layers * self.hidden_size * sequence_length
 
 
 def gpt_sizes(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, max_sequence_length: int) -> GPTSizes:
-    """The sizes in the order in which tables list them."""
+    """Build the sizes from positional values, in the order in which tables list them."""
     return GPTSizes(
         hidden_size=hidden_size,
         num_layers=num_layers,
@@ -84,5 +84,5 @@ class GPTSpec(FamilySpec):
 
     @property
     def sizes(self) -> GPTSizes:
-        """The preset's sizes with this spec's own on top."""
+        """The preset's sizes, overridden by the sizes that this spec sets."""
         return GPTSizes.model_validate(self._merged())

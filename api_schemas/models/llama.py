@@ -1,4 +1,4 @@
-"""The Llama family: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, a head of its own."""
+"""The Llama family: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, a head separate from the embedding."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -12,7 +12,7 @@ PresetName = Literal["llama-tiny", "llama-1b", "llama-3b", "llama-8b", "llama-70
 
 
 class LlamaSizes(FamilySizes):
-    """Every size of a Llama, resolved, in transformers' words."""
+    """Every size of a Llama, resolved, with transformers' names."""
 
     metrics: ClassVar[tuple[str, ...]] = ("token_accuracy",)
 
@@ -40,16 +40,16 @@ class LlamaSizes(FamilySizes):
 
     @property
     def num_block_weights(self) -> int:
-        """Elements of the weight matrices inside the blocks: what a level converts."""
+        """Elements of the weight matrices inside the blocks, which a level converts."""
         key_value_width = self.num_key_value_heads * self.head_size
         attention = self.hidden_size * (2 * self.hidden_size + 2 * key_value_width)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """FLOPs of one token, forward and backward: 6 for each parameter in a product, 12·L·D·T for attention's own.
+        """FLOPs for one token, forward and backward: 6 per parameter in a product, plus 12·L·D·T for attention.
 
-        Chowdhery et al., PaLM (2022), appendix B. Causal attention is counted whole, as there; the head is a product, looking
-        up an embedding is none.
+        Formula: Chowdhery et al., PaLM (2022), appendix B. Causal attention is counted in full, as in the paper. The head
+        counts as a product; an embedding lookup does not.
         """
         num_matmul_parameters = self.num_block_weights + self.vocab_size * self.hidden_size
         return 6.0 * num_matmul_parameters + 12.0 * self.num_layers * self.hidden_size * sequence_length
@@ -75,7 +75,7 @@ class LlamaSizes(FamilySizes):
 def llama_sizes(
     width: tuple[int, int], num_layers: int, heads: tuple[int, int], vocab_size: int, max_sequence_length: int, *, tied: bool
 ) -> LlamaSizes:
-    """The sizes as tables list them. width: of the residual stream and of the MLP. heads: of queries, of keys and values."""
+    """Build the sizes. width: residual stream, MLP. heads: query heads, key-value heads."""
     return LlamaSizes(
         hidden_size=width[0],
         intermediate_size=width[1],
@@ -117,5 +117,5 @@ class LlamaSpec(FamilySpec):
 
     @property
     def sizes(self) -> LlamaSizes:
-        """The preset's sizes with this spec's own on top."""
+        """The preset's sizes, overridden by the sizes that this spec sets."""
         return LlamaSizes.model_validate(self._merged())

@@ -1,9 +1,9 @@
-"""Does a level train as well as bf16-amp? GPT 125 M, 2,000 steps on the Python standard library's source, on one GPU.
+"""Compare the losses of levels with bf16-amp: GPT 125 M, 2,000 steps on the Python standard library's source, on one GPU.
 
     python -m benchmarks.gpu.accuracy [--out FOLDER] [--runs FOLDER] [--smoke]
 
-writes a dated table and the curves. The network's initial values, batches and their order are the same for every level.
-A level that finished is kept in --runs and not repeated. Schedule, text and smoothing are those of `benchmarks/accuracy.py`.
+writes a dated table and the curves. Initial values, batches and their order are the same for every level. Finished levels are
+kept in --runs and not repeated. Schedule, text and smoothing are those of `benchmarks/accuracy.py`.
 """
 
 import json
@@ -41,11 +41,11 @@ SMOKE = Setting(
     warmup_steps=2,
 )
 LEVEL_S = 100.0
-"""About what a level takes on an H200; with less left it is not begun."""
+"""Roughly the time of one level on an H200; a level does not start if less time is left."""
 
 
 def sections(session: Session, report: Report) -> list[Section]:
-    """One case per level; the curves last."""
+    """Return one case per level, then the curves."""
     setting = SMOKE if session.smoke else replace(SETTING, steps=session.options.steps)
     data = load_source_text(setting.sizes.max_sequence_length)
     num_tokens = setting.steps * setting.batch_size * setting.sizes.max_sequence_length
@@ -65,7 +65,7 @@ def sections(session: Session, report: Report) -> list[Section]:
 
 
 def train_curve(level: str, setting: Setting, data: TokenWindows, device: torch.device, *, compiled: bool) -> Run:
-    """The training losses of one level. The host waits for the device every 50 steps only."""
+    """Train one level and return its losses. The host waits for the device only every 50 steps."""
     model: nn.Module = GPT(setting.sizes, seed=setting.seed).to(device)
     adamw = torch.optim.AdamW(
         model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay
@@ -125,7 +125,7 @@ def _curves(report: Report, runs: list[Run]) -> Iterator[Row]:
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--runs", type=Path, default=Path("build/gpu-accuracy"), help="folder of finished levels")
-    arguments.add_argument("--levels", default="O2,O3-split", help=f"{REFERENCE} is always run, and first")
+    arguments.add_argument("--levels", default="O2,O3-split", help=f"levels to run; {REFERENCE} always runs, as the first")
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--eager", action="store_true", help="do not compile the blocks")
     return run("accuracy", "Loss against bf16-amp on one GPU", arguments.parse_args(), sections)

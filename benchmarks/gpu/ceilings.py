@@ -1,4 +1,4 @@
-"""The two rates that no kernel exceeds, measured in the same run: a large copy, and a large bf16 matrix product."""
+"""Measure two rates that no kernel exceeds, in the same run: a large copy, and a large bf16 matrix product."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ GEMM_SIZE = 8192
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second, read and written ones counted; floating-point operations per second of bf16 on random data."""
+    """Bytes per second of a copy (read plus written), and bf16 floating-point operations per second, on random data."""
 
     copy_bytes_per_s: float
     gemm_flops_per_s: float
 
     def share_of_copy(self, num_bytes: float, timing: Timing) -> float:
-        """Of the copy's rate, by work that must move that many bytes."""
+        """Return the bandwidth of work that must move `num_bytes`, as a share of the copy's bandwidth."""
         return num_bytes / timing.median_s / self.copy_bytes_per_s
 
     def __str__(self) -> str:
@@ -26,7 +26,7 @@ class Ceilings:
 
 
 def measure_ceilings(timer: Timer, *, smoke: bool) -> Ceilings:
-    """Both on random data; smoke: at a size that takes no time."""
+    """Measure both rates on random data. smoke: use a size that takes almost no time."""
     num_bytes, size = (1 << 16, 64) if smoke else (COPY_BYTES, GEMM_SIZE)
     return Ceilings(_copy_bytes_per_s(timer, num_bytes), _gemm_flops_per_s(timer, size))
 

@@ -1,8 +1,8 @@
-"""A GPU that has no memory and computes nothing: tensors are fake, kernels are not launched, all else runs as on CUDA.
+"""A fake GPU without memory or arithmetic: tensors are fake and kernels are not launched; everything else runs as on CUDA.
 
-torch's fake tensors have shapes, dtypes and storages without bytes. Where torch is built without CUDA, autograd refuses fake
-CUDA tensors, so they are on a device of torch's own making ("gpu"), and what asks for CUDA is answered yes. The host's side
-of our Triton kernels runs as it is and allocates what it allocates.
+torch's fake tensors have shapes, dtypes and storages without bytes. If torch is built without CUDA, autograd refuses fake
+CUDA tensors. They are therefore on a device type that torch lets us define ("gpu"), and checks for CUDA return true. The host
+code of our Triton kernels runs unchanged and allocates what it allocates on a GPU.
 """
 
 import functools
@@ -30,7 +30,7 @@ HOPPER, CUDA_VERSION = (9, 0), (13, 0)
 
 
 class _Fakes(FakeTensorMode):
-    """`torch.tensor` is not to touch the device first, as for CUDA where there is none."""
+    """Keep `torch.tensor` from initializing the device first, as torch does for fake CUDA tensors."""
 
     avoid_device_init = True  # type: ignore[assignment]
 
@@ -42,7 +42,7 @@ class _Backend(_DummyBackendModule):
 
 @functools.cache
 def device() -> torch.device:
-    """The device. Making it known is for the rest of the process."""
+    """Register and return the device. The registration lasts for the rest of the process."""
     _setup_privateuseone_for_python_backend(DEVICE_TYPE, _Backend())
     library.run_triton_on("PrivateUse1")
     return torch.device(DEVICE_TYPE, 0)
@@ -50,12 +50,12 @@ def device() -> torch.device:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Within it tensors are fake, on whatever device."""
+    """Make all tensors inside the context fake, on whatever device."""
     with ExitStack() as stack:
         for owner, name, replacement in (
             (Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
             (nn.Module, "to_empty", _to_empty),
-            (nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_options: tensor),  # draws until the host likes it
+            (nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_options: tensor),  # it loops on the drawn values
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(_Fakes())
@@ -64,9 +64,9 @@ def fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def fake_gpu() -> Iterator[torch.device]:
-    """Within it tensors are fake, and those on the device that it yields are taken for CUDA's."""
+    """Make all tensors inside the context fake; treat those on the yielded device as CUDA tensors."""
     if knobs.runtime.interpret:
-        raise RuntimeError("Triton interprets its kernels; here none is to run. Unset TRITON_INTERPRET.")
+        raise RuntimeError("Triton is set to interpret kernels, but here kernels must not run. Unset TRITON_INTERPRET.")
     fake = device()
     with ExitStack() as stack:
         for owner, name, replacement in (
@@ -83,14 +83,14 @@ def fake_gpu() -> Iterator[torch.device]:
 
 
 def see_within(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """For `LiveBytes`: our own ops run as on a device, and what the host reads is answered; all else is torch's."""
+    """Handle ops for `LiveBytes`: run our own ops as on a device, answer reads by the host, leave the rest to torch."""
     if func.namespace == "octet":
         return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **options)
     return answer_host(func, args, options)
 
 
 def answer_host(func: Any, args: tuple[Any, ...], _options: dict[str, Any]) -> Any:
-    """What the host reads of a fake tensor is true, or one."""
+    """Return True or 1 when the host reads a value of a fake tensor."""
     if func is not aten._local_scalar_dense.default:
         return NotImplemented
     return args[0].dtype == torch.bool or 1
@@ -105,7 +105,7 @@ def attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """What torch runs for it on CUDA: flash attention in 16 bits without a mask, else the memory-efficient one."""
+    """Run what torch runs on CUDA: flash attention for 16 bits without a mask, else memory-efficient attention."""
     scale = options.get("scale")
     if attn_mask is None and query.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
@@ -118,7 +118,7 @@ def attention(
 
 
 def _send(step: FusedStep, name: Any, content: Any, on: torch.device, rows: Callable[[Any], Any], dtype: torch.dtype) -> Tensor:
-    """The table on the device, of the right size; the first one stays."""
+    """Allocate the table on the device with its right size. Later calls return the first table."""
     if (name, on) not in step.sent:
         table = rows(content)
         step.sent[name, on] = (None, torch.empty(len(table), len(table[0]), dtype=dtype, device=on))
@@ -126,7 +126,7 @@ def _send(step: FusedStep, name: Any, content: Any, on: torch.device, rows: Call
 
 
 def _to_empty(model: nn.Module, *, device: torch.device) -> nn.Module:
-    """As torch's own, which cannot put one fake tensor in another's place."""
+    """Do as torch's `to_empty`, which cannot swap one fake tensor for another."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))

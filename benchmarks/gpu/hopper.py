@@ -1,8 +1,8 @@
-"""Every kernel of `worker/kernels/cuda`, compiled for compute capability 9.0, which needs no GPU.
+"""Compile every kernel of `worker/kernels/cuda` for compute capability 9.0, without a GPU.
 
-The interpreter checks no types and knows no device's instructions. Arguments are those of a bf16 matrix whose sizes and
-strides are multiples of 16, as in training. As a program it prints what `test_compiles.py` looks at, for each kernel: how
-many loads and stores are 16 bytes wide, and what a kernel should do without.
+Triton's interpreter checks no types and knows no device's instructions; the compiler does. The arguments are those of a bf16
+matrix whose sizes and strides are multiples of 16, as in training. Run as a program, it prints what `test_compiles.py`
+checks for each kernel: how many loads and stores are 16 bytes wide, and instructions that a kernel should avoid.
 """
 
 import json
@@ -19,7 +19,7 @@ from api_schemas.levels import LEVELS
 from worker.kernels.cuda import amax, gemm, gradients, optimizer, quantization, rescale, transpose
 from worker.optim import OPTIMIZERS
 
-TYPES = {  # of arguments, by name, in all kernels
+TYPES = {  # argument types by name, equal in all kernels
     "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
     "amax": "*fp32", "row_amax": "*fp32", "column_amax": "*fp32", "new_amax": "*fp32", "by_row": "*i32", "by_column": "*i32",
     "dequant_scale": "*fp32", "row_scale": "*fp32", "column_scale": "*fp32", "stride": "i32", "num_elements": "i32",
@@ -33,7 +33,7 @@ UNALIGNED = {"unless", "seed", "step", "stream", "alpha"}
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """(name, kernel, constants) of each; a constant of None is a pointer that is not given."""
+    """Yield (name, kernel, constants) of each kernel. A constant of None is a pointer that is not passed."""
     tile = {"FORMAT": "e4m3", "MARGIN": 0, "TILE_M": 128, "TILE_N": 128}
     for kind in ("tensor", "row", "block 1x128", "block 128x128"):
         given = {} if kind in ("tensor", "row") else {"row_amax": None, "column_amax": None}
@@ -108,7 +108,7 @@ def num_warps(name: str) -> int:
 
 
 def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> Any:
-    """Triton's compiled kernel: its `asm` has PTX and the cubin."""
+    """Compile a kernel with Triton. The `asm` of the result has the PTX and the cubin."""
     types = types_of(name)
     arguments = kernel.arg_names
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in arguments}
@@ -124,7 +124,7 @@ def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> Any
 
 
 def accesses(ptx: str) -> dict[str, int]:
-    """Counts of what matters to a kernel's speed."""
+    """Count the instructions in PTX that decide a kernel's speed."""
     return {
         "loads": len(re.findall(r"ld\.global", ptx)),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg", ptx)),

@@ -1,10 +1,11 @@
-"""What each kernel executes for each element, counted in its machine code for Hopper: no GPU is needed, and none confirms it.
+"""Count the instructions that each kernel executes per element in its machine code for Hopper. No GPU is used or needed.
 
     python -m benchmarks.gpu.instructions [--out FOLDER] [--kernels quantize,update]
 
-A multiprocessor issues 128 lanes of an instruction in a cycle: 128 of fp32 arithmetic, 64 of integers, comparisons, selections
-and conversions ("ALU"), 16 of roots and reciprocals. An element takes as long as the most loaded of these, or all together.
-Where a kernel has a loop, its longest is counted; loads wait, and no kernel issues in every cycle, so the share is a bound.
+A multiprocessor issues 128 lanes of instructions per cycle: up to 128 lanes of fp32 arithmetic, 64 of integers, comparisons,
+selections and conversions ("ALU"), and 16 of roots and reciprocals. The time per element is that of the most loaded pipe, or
+of all instructions together if that is longer. If a kernel has loops, its longest loop is counted. The resulting share is an
+upper bound: in reality loads wait, and no kernel issues in every cycle.
 """
 
 import argparse
@@ -28,12 +29,12 @@ from worker.kernels.formats import BLOCK
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 LANES = {"fp32": 128, "ALU": 64, "special": 16}
-FP32 = {"FFMA", "FMUL", "FADD", "HADD2", "HFMA2", "HMUL2", "IMAD"}  # IMAD: half of that pipe
+FP32 = {"FFMA", "FMUL", "FADD", "HADD2", "HFMA2", "HMUL2", "IMAD"}  # IMAD: runs on half of the fp32 pipe
 SPECIAL = {"MUFU", "F2I", "I2F", "F2F", "FRND"}
 ELSEWHERE = {"LDG", "STG", "LDS", "STS", "LDC", "ATOMG", "RED", "SHFL", "BAR", "BRA", "EXIT", "NOP", "S2R", "R2UR", "WARPSYNC"}
 ISSUED = 128
 SMS, CYCLES_PER_S, COPY_BYTES_PER_S = 132, 1.83e9, 4.3e12
-"""Of an H200: seen there, 1.98 GHz at most and 4.3 TB/s; the clock under load is a guess between that and 1.70."""
+"""An H200: measured 1.98 GHz at most and 4.3 TB/s. The clock under load is a guess between 1.70 and 1.98 GHz."""
 
 WEIGHT_BYTES = {"fp32": 8, "bf16": 4, "fp16": 4, "fp16-scaled": 4, "split": 4, "master": 5}
 STATE_BYTES = {"fp32": 8.0, "fp8-dre": 2 + 12 / BLOCK, "fp16-block": 4 + 8 / BLOCK, "int8-companded": 2 + 8 / BLOCK}
@@ -41,7 +42,7 @@ STATE_BYTES["uint8-companded"] = STATE_BYTES["int8-companded"]
 
 
 def num_bytes(name: str, constants: dict[str, Any]) -> float | None:
-    """That the kernel must move for an element; None for those that are no bottleneck."""
+    """Return the bytes that a kernel must move per element; None for kernels that are no bottleneck."""
     kind = name.split()[0]
     if kind == "update":
         gradient = 4 if constants["GRADIENT"] == "fp32" else 1
@@ -54,7 +55,7 @@ def num_bytes(name: str, constants: dict[str, Any]) -> float | None:
 
 
 def num_elements(name: str, constants: dict[str, Any]) -> int:
-    """Of a program, or of a turn of its loop."""
+    """Return the number of elements that one program, or one turn of its loop, processes."""
     if name.startswith("update"):
         return int(constants["NUM_BLOCKS"]) * BLOCK
     if name.startswith("amax_flat"):
@@ -65,7 +66,7 @@ def num_elements(name: str, constants: dict[str, Any]) -> int:
 
 
 def instructions(cubin: bytes) -> list[str]:
-    """The opcodes, without their options, of the longest loop, or of all where there is none."""
+    """Return the opcodes, without options, of the longest loop; of the whole kernel if it has no loop."""
     opcodes: list[str] = []
     labels: dict[str, int] = {}
     longest = range(0)
@@ -75,13 +76,13 @@ def instructions(cubin: bytes) -> list[str]:
         elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)\S*\s*([^;]*);", line):
             opcodes.append(found[1])
             back = re.search(r"`\((\.L_\w+)\)", found[2]) if found[1] == "BRA" else None
-            if back and back[1] in labels and len(opcodes) - labels[back[1]] > len(longest) + 1:  # not the one at the end
+            if back and back[1] in labels and len(opcodes) - labels[back[1]] > len(longest) + 1:  # skips the loop at the end
                 longest = range(labels[back[1]], len(opcodes))
     return [opcodes[index] for index in longest] or opcodes
 
 
 def registers(cubin: bytes) -> int:
-    """Of a thread."""
+    """Return the number of registers per thread."""
     text = _said("cuobjdump", "--dump-resource-usage", cubin)
     found = re.search(r"REG:(\d+)", text)
     assert found is not None, text
@@ -89,7 +90,7 @@ def registers(cubin: bytes) -> int:
 
 
 def _said(tool: str, option: str, cubin: bytes) -> str:
-    """What one of the tools that Triton brings says of machine code."""
+    """Run one of the tools that come with Triton on machine code, and return its output."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -97,7 +98,7 @@ def _said(tool: str, option: str, cubin: bytes) -> str:
 
 
 def rows(wanted: tuple[str, ...]) -> Iterator[Row]:
-    """Of the kernels whose names begin with one of those wanted."""
+    """Yield a row for each kernel whose name begins with one of `wanted`."""
     for name, kernel, constants in kernels():
         moved = num_bytes(name, constants)
         if moved is None or not name.startswith(wanted):
@@ -111,7 +112,7 @@ def rows(wanted: tuple[str, ...]) -> Iterator[Row]:
         counts = ", ".join(f"{pipe} {pipes[pipe] * per_element:.1f}" for pipe in LANES)
         yield Row(
             name,
-            f"{len(executed) * per_element:.1f} for an element: {counts}",
+            f"{len(executed) * per_element:.1f} per element: {counts}",
             f"{moved:.2f} bytes",
             share,
             note=f"{cycles:.3f} cycles; {registers(cubin)} registers, {executed.count('BAR')} barriers",
@@ -129,12 +130,12 @@ def _pipe(opcode: str) -> str:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
-    arguments.add_argument("--kernels", default="", help="beginnings of the names of those to count, by comma; default: all")
+    arguments.add_argument("--kernels", default="", help="beginnings of kernel names, separated by commas; default: all")
     options = arguments.parse_args()
     header = [
         "Counted in machine code for compute capability 9.0, not measured: `python -m benchmarks.gpu.instructions`, "
         f"Triton {triton.__version__}, torch {torch.__version__}. Ratio: the share of an H200's copy bandwidth that arithmetic "
-        "alone would leave (above 1: memory is the bound)."
+        "alone would allow (above 1: memory is the limit)."
     ]
     report = Report("Instructions of the kernels", options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-instructions.md", header)
     for row in rows(tuple(options.kernels.split(","))):

@@ -1,9 +1,9 @@
-"""Kernels on one GPU: quantization, AdamW, gradients and linear layers, each as a ratio to what bounds or rivals it.
+"""Benchmark kernels on one GPU: quantization, AdamW, gradients and linear layers, each relative to its bound or its rivals.
 
     python -m benchmarks.gpu.kernels [--out FOLDER] [--sections quantize,adamw] [--smoke]
 
-writes a dated table, and `speedups.json`, by which layers are left in bf16. Every section runs as long as its share of
---budget-s lasts.
+writes a dated table and `speedups.json`, which decides which layers stay in bf16. Every section stops when its share of
+--budget-s is used up.
 """
 
 from benchmarks.gpu.linear import linear_cases
@@ -15,7 +15,7 @@ from benchmarks.gpu.speedups import speedup_cases
 
 
 def sections(session: Session, _report: Report) -> list[Section]:
-    """In the order in which they run."""
+    """Return the sections in the order in which they run."""
     return [
         Section("Quantize", quantize_cases(session), share=0.17),
         Section("AdamW step", optimizer_cases(session), share=0.24),

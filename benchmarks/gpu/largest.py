@@ -1,8 +1,8 @@
-"""The largest GPT that trains on the card: by layers of hidden size 4096, each try in a process of its own.
+"""Find the largest GPT that trains on the card, by adding layers of hidden size 4096. Each try is a process of its own.
 
     python -m benchmarks.gpu.largest --level O2 --layers 40
 
-is one try: three steps, and a line of JSON with the peak of the memory, or null where it did not suffice.
+runs one try: three steps. It prints a line of JSON with the peak memory, or null if memory did not suffice.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.gpu.report import Row, Target, first_line
 from benchmarks.gpu.session import Case, Session
 
 WAYS = {"bf16-amp": BF16_AMP, "O2": O2}
-BYTES_PER_PARAMETER = {"bf16-amp": 20, "O2": 8}  # about, activations included: where the search begins
+BYTES_PER_PARAMETER = {"bf16-amp": 20, "O2": 8}  # rough, including activations; the search starts from it
 TRY_S = 25.0
 SMOKE_LIMIT_BYTES = 830_000
 TARGET = Target(2.0, 2.5)
@@ -31,16 +31,16 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def largest_cases(session: Session) -> list[Case]:
-    """bf16-amp, then O2, which is compared with it."""
+    """Return the cases: bf16-amp, then O2, which is compared with it."""
     most: dict[str, int] = {}
     return [Case(f"largest GPT, {level}", partial(_largest, session, level, most), 3 * TRY_S) for level in WAYS]
 
 
 def search(peak_of: Callable[[int], int | None], start: int, capacity: int, may_try: Callable[[], bool]) -> tuple[int, int]:
-    """The largest number of layers that was seen to fit, and the smallest that was not; 0 where there is none.
+    """Return the largest number of layers known to fit, and the smallest known not to fit; 0 if there is none.
 
-    peak_of: a try, in bytes; None where memory did not suffice. Peaks grow by the layer, so each that fits tells about how many
-    more would. Ends within 2.5 % or when may_try says so.
+    peak_of: runs a try and returns its peak in bytes; None if memory did not suffice. The peak grows with each layer, so a
+    try that fits predicts how many more layers would. Ends when the two are within 2.5 %, or when may_try returns False.
     """
     fits, fails, candidate = 0, 0, start
     while (not fails or fails - fits > max(1, fits // 40)) and may_try():
@@ -59,14 +59,14 @@ def search(peak_of: Callable[[int], int | None], start: int, capacity: int, may_
 
 
 def sizes(num_layers: int, *, smoke: bool) -> GPTSizes:
-    """The network that is tried."""
+    """Return the sizes of the network to try."""
     if smoke:
         return gpt_sizes(64, num_layers, 2, 256, 32)
     return gpt_sizes(4096, num_layers, 32, VOCABULARY, SEQUENCE_LENGTH)
 
 
 def _largest(session: Session, level: str, most: dict[str, int]) -> Iterator[Row]:
-    """most: receives the parameters that bf16-amp may have at most, as far as was tried: it is O2 that has to prove itself."""
+    """Search one level. most: receives an upper limit for the parameters of bf16-amp, so the comparison favours bf16-amp."""
     session.timer.release()
     capacity = SMOKE_LIMIT_BYTES
     if not session.smoke:
@@ -88,8 +88,8 @@ def _largest(session: Session, level: str, most: dict[str, int]) -> Iterator[Row
     if level == "bf16-amp" or "bf16-amp" not in most:
         yield Row(figure, measured, note=note)
         return
-    beside = most["bf16-amp"]
-    yield Row(figure, measured, f"bf16-amp at most {beside / 1e9:.2f} B", num_parameters / beside, TARGET, note)
+    reference = most["bf16-amp"]
+    yield Row(figure, measured, f"bf16-amp at most {reference / 1e9:.2f} B", num_parameters / reference, TARGET, note)
 
 
 def _num_parameters(num_layers: int, session: Session) -> int:

@@ -1,7 +1,7 @@
-"""Cases: forward and backward of one linear layer, quantization included, beside the same layer in bf16 and torchao's.
+"""Cases: forward and backward of one linear layer, including quantization, compared with bf16 and with torchao's layer.
 
-All hold a bf16 weight and take bf16 inputs and output gradients; FP8 layers are compiled, as they are in training. Layers are
-timed with inputs in turns and without anything left of the call before.
+All layers hold a bf16 weight and take bf16 inputs and output gradients. FP8 layers are compiled, as in training. Layers are
+timed with alternating inputs, and nothing is left over from the previous call.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ SAME_SCALES = {"tensor": "torchao tensorwise", "row": "torchao rowwise"}
 
 
 def linear_cases(session: Session) -> list[Case]:
-    """By shape: bf16, torchao's, ours."""
+    """Return the cases by shape: bf16, torchao's layer, our layer."""
     cases = []
     for shape in SMALL if session.smoke else SHAPES:
         taken: dict[str, Timing] = {}
@@ -47,8 +47,8 @@ def _in_bf16(session: Session, shape: tuple[int, int, int], taken: dict[str, Tim
     flops_per_s = _flops(shape) / taken["bf16"].median_s
     ceiling = session.ceilings.gemm_flops_per_s
     figure = f"linear {_text(shape)}, bf16"
-    beside = f"bf16 GEMM {ceiling / 1e12:.0f} TFLOP/s"
-    yield Row(figure, f"{taken['bf16']}, {flops_per_s / 1e12:.0f} TFLOP/s", beside, flops_per_s / ceiling)
+    reference = f"bf16 GEMM {ceiling / 1e12:.0f} TFLOP/s"
+    yield Row(figure, f"{taken['bf16']}, {flops_per_s / 1e12:.0f} TFLOP/s", reference, flops_per_s / ceiling)
 
 
 def _in_fp8(session: Session, shape: tuple[int, int, int], name: str, taken: dict[str, Timing]) -> Iterator[Row]:
@@ -78,7 +78,7 @@ def _layer(session: Session, shape: tuple[int, int, int]) -> nn.Linear:
 
 
 def time_layer(timer: Timer, layer: nn.Module, shape: tuple[int, int, int]) -> Timing:
-    """Forward and backward on random bf16 inputs and output gradients."""
+    """Time forward and backward on random bf16 inputs and output gradients."""
     rows, in_features, out_features = shape
     inputs = [torch.randn(rows, in_features, device=timer.device).bfloat16().requires_grad_() for _ in range(NUM_SETS)]
     grad_outputs = [torch.randn(rows, out_features, device=timer.device).bfloat16() for _ in range(NUM_SETS)]
@@ -91,7 +91,7 @@ def time_layer(timer: Timer, layer: nn.Module, shape: tuple[int, int, int]) -> T
         layer(inputs[number]).backward(grad_outputs[number])
 
     timing = timer.measure(forward_and_backward, NUM_SETS)
-    assert all(tensor.grad is not None for tensor in parameters), "the layer made no gradient of its weight"
+    assert all(tensor.grad is not None for tensor in parameters), "the layer made no gradient for its weight"
     return timing
 
 

@@ -1,7 +1,7 @@
-"""Bytes of live tensors during a piece of work, op by op: the peak, when it is reached, and what lives at that moment.
+"""Count the bytes of live tensors during a piece of work, op by op: the peak, its moment, and what is alive then.
 
 Every storage counts from the op that returns it until nothing refers to it, rounded up as CUDA's caching allocator does.
-What an op allocates and gives back within itself is not seen, unless its implementation is ours (`see_within`).
+Memory that an op allocates and frees internally is counted only if the implementation is ours (`see_within`).
 """
 
 import re
@@ -23,12 +23,12 @@ from worker.metrics.memory import held_tensors
 
 GRANULE = 512  # bytes: kMinBlockSize of CUDACachingAllocator.cpp
 TRANSIENT = {"build": "inputs", "forward": "activations", "backward": "backward", "update": "update"}
-"""The class of what neither model nor optimizer hold, by the phase of the step in which it was made."""
+"""Class of tensors that neither model nor optimizer hold, by the phase of the step that made them."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A live storage. origin: the op and where it ran, numbers of layers left out."""
+    """A live storage. origin: the op and the module in which it ran, without layer numbers."""
 
     num_bytes: int
     phase: str
@@ -37,14 +37,14 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Bytes of all that lives at one moment: by class, and of what nobody holds for longer than the step, by origin."""
+    """Bytes of everything alive at one moment: by class, and by origin for what is freed within the step."""
 
     by_class: Counter[str]
     by_origin: Counter[str]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts within its context. `see_within` runs an op whose own allocations count, or returns NotImplemented."""
+    """Counts bytes inside its context. see_within: runs an op and counts its own allocations, or returns NotImplemented."""
 
     def __init__(self, granule: int = GRANULE, see_within: Callable[..., Any] = lambda *_: NotImplemented) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class LiveBytes(TorchDispatchMode):
         self._at: tuple[int, Callable[[], None]] | None = None
 
     def restart(self, at: tuple[int, Callable[[], None]] | None = None) -> None:
-        """Count ops and the peak from here. at: the number of an op, and what to do when it has run."""
+        """Start counting ops and the peak. at: number of an op, and a function to call after that op."""
         self.num_ops = self.peak_op = 0
         self.peak_bytes, self._at = self.num_bytes, at
         self.phase = "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Float8Gradient) for kind in types):
-            return NotImplemented  # it does what it does with plain tensors, which come here
+            return NotImplemented  # the subclass runs on plain tensors, and these come back here
         with self:
             result = self.see_within(func, args, kwargs or {})
         if result is NotImplemented:
@@ -93,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def named(self, model: nn.Module) -> Iterator[None]:
-        """Know in which module of the model an op of the forward pass runs."""
+        """Record inside the context in which module of the model each op of the forward pass runs."""
         names = {module: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, module in model.named_modules()}
 
         def enter(module: nn.Module, _inputs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The networks that are trained, built on the device itself, and their training step, at a level of ours or another's."""
+"""The benchmarked networks, built on the device itself, and their training step at a level of ours or of others."""
 
 import importlib
 import math
@@ -25,7 +25,7 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: a level with its options, and whose optimizer. own_optimizer: false is torch's fused fp32 AdamW."""
+    """A way to train: a level and its options. own_optimizer: Octet's optimizer; False means torch's fused fp32 AdamW."""
 
     name: str
     level: str
@@ -34,7 +34,7 @@ class Way:
 
     @property
     def package(self) -> str | None:
-        """What it needs beyond torch."""
+        """The package that this way needs in addition to torch."""
         return "torchao" if self.level == "ao" else None
 
 
@@ -44,16 +44,16 @@ AO_TENSORWISE = Way("torchao tensorwise", "ao", own_optimizer=False)
 AO_ROWWISE = Way("torchao rowwise", "ao", own_optimizer=False, options={"recipe": ROWWISE})
 FP16_AMP, TE, O1, O2, O3_SPLIT = (Way(name, name) for name in ("fp16-amp", "te", "O1", "O2", "O3-split"))
 O2_ALL_FP8 = Way("O2 all in FP8", "O2", options={"auto_filter": False})
-"""Without the filter by speed, for memory: a layer in bf16 keeps its input in bf16 for the backward pass."""
+"""O2 without the filter by speed, to save memory: a layer in bf16 keeps its input in bf16 for the backward pass."""
 
 
 def in_fp8(level: str) -> dict[str, Any]:
-    """Options with which every layer of a level multiplies in FP8, for what is to be measured of FP8 itself."""
+    """Return options with which every layer of a level multiplies in FP8, for measurements of FP8 itself."""
     return {"auto_filter": False} if LEVELS[level].has_own_fp8 else {}
 
 
 def build_gpt(config: GPTSizes, device: torch.device) -> GPT:
-    """A GPT with GPT-2's initial values, drawn on the device: the model's own, drawn by the host, take a minute at 6.7 B."""
+    """Build a GPT whose initial values are drawn on the device. Drawn by the host, they take a minute at 6.7 B."""
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device=device)
@@ -69,9 +69,9 @@ def build_gpt(config: GPTSizes, device: torch.device) -> GPT:
 
 
 def prepare(model: nn.Module, way: Way, tokens: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and an optimizer, converted. FP8 is not sampled: by default one step in fifty is, and takes longer.
+    """Convert the model and return it with an optimizer. FP8 statistics are off; sampled steps would take longer.
 
-    tokens: of a forward pass, by which shapes that gain nothing in FP8 are told.
+    tokens: tokens per forward pass; they decide which shapes gain nothing in FP8.
     """
     if way.own_optimizer:
         adamw = torch.optim.AdamW(model.parameters())
@@ -84,7 +84,7 @@ def prepare(model: nn.Module, way: Way, tokens: int | None = None) -> tuple[nn.M
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor]) -> Step:
-    """One step of training: backward, clip, update."""
+    """Return one training step: forward, backward, clip, update."""
 
     def step() -> Tensor:
         loss = loss_of()
@@ -98,9 +98,9 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callabl
 
 
 def gpt_step(config: GPTSizes, way: Way, batch_size: int, device: torch.device, *, compiled: str | None) -> tuple[Step, Any]:
-    """The step of a GPT on random tokens, and (model, optimizer). compiled: the backend for its blocks, None for eager.
+    """Return the step of a GPT on random tokens, and (model, optimizer). compiled: backend for its blocks, None for eager.
 
-    Blocks are compiled one by one, as all have the same graph: in seconds, where a whole network takes minutes.
+    Blocks are compiled one by one, since all have the same graph. This takes seconds; a whole network takes minutes.
     """
     model, optimizer = prepare(build_gpt(config, device), way, batch_size * config.max_sequence_length)
     if compiled is not None:
@@ -118,19 +118,19 @@ def gpt_step(config: GPTSizes, way: Way, batch_size: int, device: torch.device, 
 
 
 def vision_step(family: str, way: Way, device: torch.device, *, smoke: bool) -> tuple[Step, Any]:
-    """The step of Swin-1.0B or ViT-1.2B on random images, and (model, optimizer)."""
+    """Return the step of Swin-1.0B or ViT-1.2B on random images, and (model, optimizer)."""
     with device:
         model = vision_model(family, smoke=smoke)
     batch_size, num_pixels, num_classes = (2, 32, 10) if smoke else (16 if family == "Swin" else 64, 224, 1000)
     images = torch.randn(batch_size, 3, num_pixels, num_pixels, device=device)
     labels = torch.randint(0, num_classes, (batch_size,), device=device)
-    tokens_per_image = {"Swin": 14 * 14, "ViT": 14 * 14 + 1}[family]  # Swin: of the stage that has 18 of its 24 blocks
+    tokens_per_image = {"Swin": 14 * 14, "ViT": 14 * 14 + 1}[family]  # Swin: tokens of the stage with 18 of its 24 blocks
     converted, optimizer = prepare(model, way, batch_size * tokens_per_image)
     return step_of(converted, optimizer, lambda: converted(pixel_values=images, labels=labels).loss), (converted, optimizer)
 
 
 def vision_model(family: str, *, smoke: bool) -> nn.Module:
-    """From transformers' own classes, on the default device, with random weights. The number of parameters is checked."""
+    """Build a network from transformers' classes, on the default device, with random weights. Checks its parameters."""
     transformers = importlib.import_module("transformers")
     if family == "Swin":
         sizes: dict[str, Any] = {"embed_dim": 448, "depths": [2, 2, 18, 2], "num_heads": [14, 28, 56, 112], "window_size": 7}
@@ -147,12 +147,13 @@ def vision_model(family: str, *, smoke: bool) -> nn.Module:
     model = getattr(transformers, f"{family}ForImageClassification")(config)
     held = sum(parameter.numel() for parameter in model.parameters())
     if not smoke and held != num_parameters:
-        raise ValueError(f"{family} has {held:,} parameters; expected {num_parameters:,}. transformers builds another network.")
+        change = "Install another version of transformers."
+        raise ValueError(f"{family} has {held:,} parameters; expected {num_parameters:,}. {change}")
     return model
 
 
 def peak_bytes_of(step: Step, held: Any, device: torch.device) -> int:
-    """The most memory that two steps take after one that allocates the states; on a CPU what model and optimizer hold."""
+    """Return the peak memory of two steps, after one that allocates the states. On a CPU: bytes of model and optimizer."""
     step()
     if device.type != "cuda":
         step()
@@ -164,5 +165,5 @@ def peak_bytes_of(step: Step, held: Any, device: torch.device) -> int:
         loss = step()
     torch.cuda.synchronize(device)
     if not math.isfinite(loss.item()):
-        raise ValueError(f"the loss is {loss.item()} after three steps; what was measured is no training.")
+        raise ValueError(f"the loss is {loss.item()} after three steps; this measurement is not of a training run.")
     return torch.cuda.max_memory_allocated(device)

@@ -1,7 +1,7 @@
 """Cases: the AdamW step of a GPT of 1e9 parameters at each level, Lion's at O2, and other projects' steps on the same tensors.
 
-The bytes a step must move are counted from the tensors that exist: weights and states are read and written once, gradients
-read once, and an E4M3 weight that has a master weight is only written.
+The bytes that a step must move are counted from the existing tensors: weights and states are read and written once,
+gradients are read once, and an E4M3 weight with a master weight is only written.
 """
 
 import importlib
@@ -25,7 +25,7 @@ SIZES = gpt_sizes(2048, 20, 16, 256, 2048)
 SMALL = gpt_sizes(64, 2, 2, 256, 64)
 SHARE, FASTER = Target(0.80, 0.90), Target(2.0, 2.4, style=".2f")
 TORCH = "torch AdamW, fused, fp32"
-PEERS = {  # by what their row is called: the package, module and class
+PEERS = {  # by the name of their row: package, module and class
     "torchao AdamWFp8": ("torchao", "torchao.optim", "AdamWFp8"),
     "bitsandbytes AdamW8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
 }
@@ -34,7 +34,7 @@ LEVELS = ("O2", "O3-split", "O1", "O3", "O2-8bit", "O3-split-8bit")
 
 
 def optimizer_cases(session: Session) -> list[Case]:
-    """The others first: each level's step is compared with what they took."""
+    """Return the cases, peers first: each level's step is compared with their times."""
     taken: dict[str, Timing] = {}
     return [
         Case(TORCH, partial(_step_of_torch, session, taken)),
@@ -86,7 +86,7 @@ def _step_of_lion(session: Session, taken: dict[str, Timing]) -> Iterator[Row]:
 
 def _time(session: Session, name: str, model: Any, optimizer: torch.optim.Optimizer, taken: dict[str, Timing]) -> Row:
     _give_gradients(model)
-    optimizer.step()  # states exist now
+    optimizer.step()  # creates the states
     timing = taken[name] = session.timer.measure(lambda _: optimizer.step())
     num_bytes, num_parameters = _bytes_to_move(model, optimizer), model.num_parameters
     return Row(

@@ -1,4 +1,4 @@
-"""The peak memory of training steps on a GPU, predicted without one: `networks.py` and `largest.py` on fake tensors.
+"""Predict the peak memory of training steps on a GPU without one: `networks.py` and `largest.py` run on fake tensors.
 
     python -m benchmarks.gpu.predicted_memory [--out FOLDER] [--sections gpt,vision,largest] [--smoke]
 
@@ -47,16 +47,16 @@ CAPACITIES = {"H200": 139 * GIB, "H100": 78 * GIB}
 SMOKE_CAPACITY = {"tiny": 8 << 20}
 NUM_ORIGINS = 4
 HEADER = (
-    "Predictions, not measurements: no GPU was there. The step of `benchmarks/gpu/networks.py` ran, eager, on torch's fake "
-    "tensors, which have sizes and no bytes; live storages were counted op by op, rounded up to 512 bytes. Not in it: "
+    "Predictions, not measurements: no GPU was used. The step of `benchmarks/gpu/networks.py` ran, eager, on torch's fake "
+    "tensors, which have sizes and no bytes. Live storages were counted op by op, rounded up to 512 bytes. Not included: "
     "fragmentation, what torch's own kernels and cuBLAS allocate and free within an op, the CUDA context. torch.compile keeps "
-    "other activations: docs/benchmarks.md. torch {torch}."
+    "other activations, see docs/benchmarks.md. torch {torch}."
 )
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most that a step takes once the states exist, and what lives at that moment."""
+    """The peak of a step once the states exist, and what is alive at that moment."""
 
     peak_bytes: int
     at_peak: Snapshot
@@ -66,14 +66,17 @@ class Prediction:
 
     @property
     def note(self) -> str:
-        """What it consists of, in GiB."""
+        """The parts of the peak, in GiB."""
         classes = [f"{kind} {_gib(held)}" for kind, held in self.at_peak.by_class.most_common() if held >= GIB / 200]
         origins = [f"{origin} {_gib(held)}" for origin, held in self.at_peak.by_origin.most_common(NUM_ORIGINS)]
-        return f"{', '.join(classes)}. Most of what is not kept: {'; '.join(origins)}"
+        return f"{', '.join(classes)}. Largest parts that are freed within the step: {'; '.join(origins)}"
 
 
 def predict(make_step: Callable[[torch.device], tuple[Step, Any]]) -> Prediction:
-    """Of what make_step makes on a device: a step, and (model, optimizer). The second step finds the peak, the third looks."""
+    """Predict a step. make_step: builds a step and (model, optimizer) on a device.
+
+    The second step finds the peak, the third looks at what is alive there.
+    """
     gc.collect()
     snapshots: list[Snapshot] = []
     with fake_gpu() as device, LiveBytes(see_within=see_within) as live:
@@ -86,7 +89,7 @@ def predict(make_step: Callable[[torch.device], tuple[Step, Any]]) -> Prediction
             live.restart(at=(peak_op, lambda: snapshots.append(live.snapshot(model, optimizer))))
             step()
         if live.peak_bytes != peak_bytes:
-            raise RuntimeError(f"two steps peak at {peak_bytes} and {live.peak_bytes} bytes; the same was expected.")
+            raise RuntimeError(f"two steps peak at {peak_bytes} and {live.peak_bytes} bytes; expected equal peaks.")
     return Prediction(peak_bytes, snapshots[0])
 
 
@@ -118,14 +121,14 @@ def vision_rows(smoke: bool) -> Iterator[Row]:
                 yield Row(f"{name}, {way.name}", str(predicted), note=predicted.note)
                 continue
             saved = 1 - predicted.peak_bytes / found[FP16_AMP.name].peak_bytes
-            beside, target = f"fp16-amp {found[FP16_AMP.name]}", SAVED[family] if way in (O2, O2_ALL_FP8) else None
-            yield Row(f"{name}, {way.name}: saved", str(predicted), beside, saved, target, predicted.note, style=".0%")
+            reference, target = f"fp16-amp {found[FP16_AMP.name]}", SAVED[family] if way in (O2, O2_ALL_FP8) else None
+            yield Row(f"{name}, {way.name}: saved", str(predicted), reference, saved, target, predicted.note, style=".0%")
 
 
 def largest_rows(smoke: bool) -> Iterator[Row]:
-    """As `largest.py`: O2 as far as it was seen to fit, against one layer less than bf16-amp was seen not to."""
+    """Compare as `largest.py` does: the largest O2 that fits with bf16-amp one layer below the smallest that does not fit."""
     for card, capacity in SMOKE_CAPACITY.items() if smoke else CAPACITIES.items():
-        beside = 0
+        reference = 0
         for level, way in largest.WAYS.items():
             per_layer = largest.BYTES_PER_PARAMETER[level] * 12 * largest.sizes(1, smoke=smoke).hidden_size ** 2
             start = max(1, capacity // per_layer)
@@ -134,11 +137,11 @@ def largest_rows(smoke: bool) -> Iterator[Row]:
             figure = f"largest GPT of hidden size 4096 within {capacity / GIB:.0f} GiB ({card}), {level}"
             measured, note = f"{num_parameters / 1e9:.2f} B parameters, {fits} layers", f"{fails} layers did not fit"
             if level == BF16_AMP.name:
-                beside = _num_parameters(fails - 1, smoke)
+                reference = _num_parameters(fails - 1, smoke)
                 yield Row(figure, measured, note=note)
             else:
-                ratio = num_parameters / beside
-                yield Row(figure, measured, f"bf16-amp at most {beside / 1e9:.2f} B", ratio, largest.TARGET, note)
+                ratio = num_parameters / reference
+                yield Row(figure, measured, f"bf16-amp at most {reference / 1e9:.2f} B", ratio, largest.TARGET, note)
 
 
 SECTIONS = {"GPT step": gpt_rows, "Vision models": vision_rows, "Largest GPT": largest_rows}
@@ -166,8 +169,8 @@ def _gib(num_bytes: int) -> str:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
-    arguments.add_argument("--sections", default="", help="beginnings of the names of those to run, by comma; default: all")
-    arguments.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
+    arguments.add_argument("--sections", default="", help="beginnings of section names, separated by commas; default: all")
+    arguments.add_argument("--smoke", action="store_true", help="use tiny sizes, only to check that everything runs")
     options = arguments.parse_args()
     wanted = tuple(word.strip().lower() for word in options.sections.split(","))
     path = options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-memory{'-smoke' if options.smoke else ''}.md"

@@ -1,7 +1,7 @@
-"""Cases: quantizing bf16 to E4M3, and work on FP8 gradients, as shares of the copy bandwidth.
+"""Cases: quantization of bf16 to E4M3, and work on FP8 gradients, as shares of the copy bandwidth.
 
-The bytes are those that must be moved: the input read once, twice where the scale of an element depends on others that do
-not fit on the chip (a tensor's amax; columns' amaxes), and each output written once.
+The bytes counted are those that must be moved. The input is read once, or twice if an element's scale depends on elements
+that do not fit on the chip together (the amax of a tensor or of columns). Each output is written once.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ SHARE = Target(0.80, 0.90)
 NUM_SETS = 3
 NUM_RANKS = 8
 LARGEST_ERROR = 0.05
-"""Of codes, relative to the values: E4M3 has 2 to 3 % on random data."""
+"""Largest relative error of codes; E4M3 has 2 to 3 % on random data."""
 
 # name, kind of scale, bytes per element for rows alone and for both sides, without scales
 Way = tuple[str, ScaleKind, int, int]
@@ -34,7 +34,7 @@ WAYS: tuple[Way, ...] = (
 
 
 def quantize_cases(session: Session) -> list[Case]:
-    """Quantize, and quantize with the transposed codes."""
+    """Return the cases: quantize, and quantize with the transposed codes."""
     shapes = [(256, 256)] if session.smoke else [(32768, 16384), (16384, 4096)]
     return [
         Case(f"{'quantize+transpose' if both else 'quantize'} {way[0]}, {shape[0]}×{shape[1]}",
@@ -44,7 +44,7 @@ def quantize_cases(session: Session) -> list[Case]:
 
 
 def gradient_cases(session: Session) -> list[Case]:
-    """What is done to gradients that are held in FP8."""
+    """Return the cases for operations on gradients that are held in FP8."""
     size = 1 << (16 if session.smoke else 28)
     return [
         Case("norm of FP8 gradients", partial(_norm, session, size)),
@@ -78,12 +78,12 @@ def _quantize(session: Session, way: Way, shape: tuple[int, int], both: bool) ->
 
 
 def _check(x: Tensor, quantized: ScaledCodes) -> None:
-    """Nothing is timed that does not compute what it should. A part of the rows shows it."""
+    """Raise ValueError if the codes are wrong, so that no wrong kernel is timed. Checks some of the rows."""
     num_rows = min(x.shape[0], 1024)
     values, expected = kernels.values_of(quantized.rows(0, num_rows)), x[:num_rows].float()
     error = float((values - expected).norm() / expected.norm())
     if not error < LARGEST_ERROR:
-        raise ValueError(f"the codes are off by {error:.1%}; at most {LARGEST_ERROR:.0%} is rounding. This kernel is wrong.")
+        raise ValueError(f"the codes are off by {error:.1%}; rounding causes at most {LARGEST_ERROR:.0%}. Fix this kernel.")
 
 
 def _norm(session: Session, size: int) -> Iterator[Row]:

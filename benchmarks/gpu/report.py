@@ -1,4 +1,4 @@
-"""The dated table of a run, in Markdown: written anew after every row, so that what was measured outlives what comes after."""
+"""The dated table of a run, in Markdown. It is written after every row, so that a later crash loses no measurement."""
 
 import platform
 import re
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-COLUMNS = ("figure", "measured", "beside it, in the same run", "ratio", "ship", "ahead", "met", "note")
+COLUMNS = ("figure", "measured", "compared with, in the same run", "ratio", "ship", "ahead", "met", "note")
 PACKAGES = ("triton", "torchao", "transformers", "bitsandbytes")
 NOT_REACHED, ERROR, MISSING = "not reached", "error", "missing"
 
 
 @dataclass(frozen=True)
 class Target:
-    """The ratio at which a figure may ship, and the one that is ahead of the others'."""
+    """Two ratios: at `ship` a figure is good enough to release, at `ahead` it is better than the alternatives."""
 
     ship: float
     ahead: float
@@ -24,7 +24,7 @@ class Target:
     style: str = ".2f"
 
     def met(self, ratio: float) -> str:
-        """Which of the two a ratio reaches."""
+        """Return the name of the better target that a ratio meets, or "no"."""
         for name, limit in (("ahead", self.ahead), ("ship", self.ship)):
             if ratio <= limit if self.lower_is_better else ratio >= limit:
                 return name
@@ -33,31 +33,31 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what was measured, what stands beside it, and the ratio of the two that the target speaks of."""
+    """One line: a measurement, the reference that it is compared with, and the ratio of the two, which the target limits."""
 
     figure: str
     measured: str
-    beside: str = ""
+    reference: str = ""
     ratio: float | None = None
     target: Target | None = None
     note: str = ""
     style: str = ".2f"
 
     def cells(self) -> tuple[str, ...]:
-        """As many as COLUMNS."""
+        """Return one cell for each of COLUMNS."""
         style = self.target.style if self.target else self.style
         ratio = "" if self.ratio is None else format(self.ratio, style)
         limits, met = ("", ""), ""
         if self.target is not None:
             limits = (format(self.target.ship, style), format(self.target.ahead, style))
             met = "" if self.ratio is None else self.target.met(self.ratio)
-        cells = (self.figure, self.measured, self.beside, ratio, *limits, met, self.note)
+        cells = (self.figure, self.measured, self.reference, ratio, *limits, met, self.note)
         return tuple(" ".join(cell.replace("|", "¦").split()) for cell in cells)
 
 
 @dataclass
 class Report:
-    """Sections of rows below a header. path: of the file, which is replaced at every `write`."""
+    """Sections of rows below a header. path: the file, which every `write` replaces."""
 
     title: str
     path: Path
@@ -74,7 +74,7 @@ class Report:
         self.path.write_text(str(self))
 
     def rows(self, measured: str | None = None) -> list[Row]:
-        """All of them, or those in which `measured` says this."""
+        """Return all rows, or those with the given text in `measured`."""
         return [row for rows in self.sections.values() for row in rows if measured in (None, row.measured)]
 
     def __str__(self) -> str:
@@ -99,18 +99,18 @@ def describe_machine(device: torch.device) -> str:
 
 
 def describe_versions() -> str:
-    """Of torch, what may stand beside it, and Python."""
+    """List the versions of torch, of the packages compared with, and of Python."""
     versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
     return f"torch {torch.__version__}, {versions}, Python {platform.python_version()}"
 
 
 def missing_packages() -> list[str]:
-    """Those of PACKAGES that are not installed."""
+    """Return the names in PACKAGES that are not installed."""
     return [package for package in PACKAGES if _version(package) == MISSING]
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, on one line, without folders of this machine."""
+    """Return an error's first line, without folders of this machine."""
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     without_folders = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
     return f"{type(error).__name__}: {without_folders}"[:240]

@@ -1,7 +1,7 @@
-"""A run of a benchmark: its options, its sections within their budgets of time, and the table that comes of them.
+"""Run a benchmark: its options, its sections within their time budgets, and the resulting table.
 
-A section is a list of cases; each case makes rows. What raises is a row with the error, and the run goes on and ends with
-status 1; what no time was left for is a row that says so.
+A section is a list of cases, and each case makes rows. If a case raises, its row has the error, the run continues and the
+exit status is 1. If no time is left for a case, its row says so.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from benchmarks.gpu.timing import Timer
 
 RESULTS = Path(__file__).parent.parent / "results"
 DEFAULT_BUDGET_S = 440.0
-"""Of a run that has to end within eight minutes, the start of Python and a last case that takes longer included."""
+"""For a run that has to end within eight minutes, including Python's start and a last case that overruns."""
 
 
 class OutOfTime(BaseException):
-    """Raised inside a case; no Exception, so that nothing that tries alternatives takes it for a failure of one."""
+    """Raised inside a case whose time is up. It is no Exception, so that code that tries alternatives does not catch it."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What makes some rows. expected_s: a case is not begun with less than that left."""
+    """A function that makes some rows. expected_s: the case does not start with less time left."""
 
     name: str
     run: Callable[[], Iterable[Row]]
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Section:
-    """share: of the budget; what a section leaves, the next may use."""
+    """A named list of cases. share: part of the time budget; the next section may use what is left over."""
 
     name: str
     cases: list[Case]
@@ -50,7 +50,7 @@ class Section:
 
 @dataclass
 class Session:
-    """What the cases share: the device, its timer and its ceilings."""
+    """The objects that all cases share: the options, the device, its timer and its ceilings."""
 
     options: argparse.Namespace
     device: torch.device
@@ -64,23 +64,23 @@ class Session:
 
     @property
     def left_s(self) -> float:
-        """Seconds that the present section still has."""
+        """Seconds that the present section has left."""
         return self.ends_at - time.monotonic()
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
+    """Build the argument parser with the options of all benchmarks."""
     arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
-    arguments.add_argument("--budget-s", type=float, default=DEFAULT_BUDGET_S, help="seconds for all sections, by their shares")
-    arguments.add_argument("--sections", default="", help="beginnings of the names of those to run, by comma; default: all")
+    arguments.add_argument("--budget-s", type=float, default=DEFAULT_BUDGET_S, help="seconds for all sections together")
+    arguments.add_argument("--sections", default="", help="beginnings of section names, separated by commas; default: all")
     arguments.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, or cpu with --smoke")
-    arguments.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
+    arguments.add_argument("--smoke", action="store_true", help="use tiny sizes, only to check that everything runs")
     return arguments
 
 
 def run(name: str, title: str, options: argparse.Namespace, sections: Callable[[Session, Report], list[Section]]) -> int:
-    """Run the sections and write the table; 1 if anything raised."""
+    """Run the sections and write the table. Returns 1 if anything raised."""
     began = time.monotonic()
     device = torch.device(options.device or ("cpu" if options.smoke else "cuda"))
     if device.type == "cpu":
@@ -98,26 +98,26 @@ def run(name: str, title: str, options: argparse.Namespace, sections: Callable[[
         _run_section(section, session, report, max(0.0, left_s) * section.share / shares)
     missing = ", ".join(missing_packages())
     report.closing += [f"Not installed: {missing}.", ""] if missing else []
-    report.closing += [f"The run took {time.monotonic() - began:.0f} s of the {options.budget_s:.0f} s it was given."]
+    report.closing += [f"The run took {time.monotonic() - began:.0f} s of its {options.budget_s:.0f} s budget."]
     report.write()
     sys.stdout.write(str(report))
     return int(bool(report.rows(ERROR)))
 
 
 def _header(name: str, session: Session) -> list[str]:
-    smoke = ["Smoke: tiny sizes, whatever the figures are called. All it shows is that everything runs.", ""]
+    smoke = ["Smoke run: tiny sizes, whatever the figures are called. It only shows that everything runs.", ""]
     return [
         *(smoke if session.smoke else []),
         f"`{' '.join([f'python -m benchmarks.gpu.{name}', *shown(sys.argv[1:])])}`",
         "",
         describe_machine(session.device),
-        f"Ceilings, measured in this run: {session.ceilings}. Times are medians by the device's events, ± the distance "
+        f"Ceilings, measured in this run: {session.ceilings}. Times are medians of device events, ± the distance "
         "between quartiles; all data is random.",
     ]
 
 
 def shown(words: list[str]) -> list[str]:
-    """The arguments without folders, which are this machine's."""
+    """Return the arguments without folders, which are specific to a machine."""
     kept, skips = [], False
     for word in words:
         takes_folder = word.split("=")[0] in ("--out", "--runs")
@@ -128,7 +128,7 @@ def shown(words: list[str]) -> list[str]:
 
 
 def missing(figure: str, package: str) -> Row:
-    """The row of a peer that cannot be imported."""
+    """Build the row of a peer whose package cannot be imported."""
     return Row(figure, MISSING, note=f"{package} is not installed here")
 
 
@@ -155,19 +155,19 @@ def _run_section(section: Section, session: Session, report: Report, budget_s: f
                     report.add(section.name, row)
         except OutOfTime:
             report.add(section.name, Row(case.name, NOT_REACHED, note=f"stopped after {left_s:.0f} s"))
-        except Exception as error:  # noqa: BLE001  the other cases are still worth their time
+        except Exception as error:  # noqa: BLE001  the remaining cases shall still run
             report.add(section.name, Row(case.name, ERROR, note=first_line(error)))
         session.timer.release()
 
 
 def _allocated_gib(device: torch.device) -> float:
-    """Before a case there should be next to nothing: what a case leaves behind counts in the next one's peak."""
+    """Return the allocated GiB. Before a case it should be near zero: leftovers of a case add to the next case's peak."""
     return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the body when it takes longer."""
+    """Raise OutOfTime in the body if it takes longer."""
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise OutOfTime

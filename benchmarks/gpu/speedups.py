@@ -1,8 +1,8 @@
-"""Cases: which shapes gain in FP8, for the table by which `auto_filter` leaves layers in bf16.
+"""Cases: which shapes gain in FP8. The resulting table decides which layers `auto_filter` leaves in bf16.
 
-A layer's forward and backward pass by the device's clock, eager, with FP8 products over the same layer with bf16 products: as
-a layer of bf16-amp for fp32 weights (level te), with a decoded weight for codes (level O2). What is measured is written to
-`speedups.json` beside the report; put in the place of `worker/fp8/speedups.json` it takes effect.
+Compares a layer's forward and backward pass with FP8 products to the same layer with bf16 products, by the device's clock,
+eager. fp32 weights are compared with a layer of bf16-amp (level te), codes with a decoded weight (level O2). The measurements
+are written to `speedups.json` next to the report; copy it over `worker/fp8/speedups.json` to use it.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,16 @@ from worker.fp8.speedups import KINDS, WEIGHTS, SpeedupTable, load_tables
 SMALL_TOKENS, SMALL_FEATURES = (32, 64), (16, 32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"opt_level": "te"},
-    "scaled": {"opt_level": "O2", "gradient_accumulation": "fp32"},  # gradients are quantized after both alike
+    "scaled": {"opt_level": "O2", "gradient_accumulation": "fp32"},  # both quantize gradients afterwards
 }
 SHAPES_S = 8.0
-"""What the shapes at one number of tokens may take."""
+"""Time limit for all shapes at one number of tokens."""
 
 Speedups = dict[str, dict[str, list[Any]]]
 
 
 def speedup_cases(session: Session) -> list[Case]:
-    """By tokens; the table last."""
+    """Return the cases by number of tokens, then the one that writes the table."""
     speedups: Speedups = {weights: {kind: [] for kind in KINDS} for weights in WEIGHTS}
     tokens, features = (SMALL_TOKENS, SMALL_FEATURES) if session.smoke else (TOKENS, FEATURES)
     timer = session.timer if session.smoke else Timer(session.device, repeats=5, warmup=2)
@@ -72,7 +72,7 @@ def _seconds(timer: Timer, shape: tuple[int, int, int], weights: str, kind: str,
 
 
 def _write(session: Session, tokens: tuple[int, ...], features: tuple[int, ...], speedups: Speedups) -> Iterator[Row]:
-    """The measured table in the place of that of the same compute capability."""
+    """Write the measured table in place of the table of the same compute capability."""
     if any(len(grid) < len(tokens) for by_kind in speedups.values() for grid in by_kind.values()):
         yield Row("speedups.json", NOT_REACHED, note="not all shapes were measured; --sections speedup has the whole time")
         return
@@ -85,4 +85,4 @@ def _write(session: Session, tokens: tuple[int, ...], features: tuple[int, ...],
     path = session.options.out / ("speedups-smoke.json" if session.smoke else "speedups.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(as_text((load_tables() | {capability: measured}).values()))
-    yield Row("speedups.json", path.name, note="to take effect: in the place of worker/fp8/speedups.json")
+    yield Row("speedups.json", path.name, note="to use it, copy it over worker/fp8/speedups.json")

@@ -1,8 +1,8 @@
-"""Times of work on a device: CUDA events, medians, several sets of inputs; the processor's clock on a CPU.
+"""Time work on a device: CUDA events, medians, several sets of inputs. On a CPU, time by the processor's clock.
 
-A call of a few small kernels takes the host longer to enqueue than the device to run. Before each timed call the device is
-given copies that last longer than the host needs, so that what is timed is the device's work alone; the host's time is
-kept beside it.
+The host takes longer to enqueue a few small kernels than the device takes to run them. Before each timed call, the device
+therefore gets copies that last longer than the host needs. The events then time the device's work alone; the host's time is
+kept separately.
 """
 
 import gc
@@ -19,12 +19,12 @@ FILLER_BYTES = 1 << 29
 LONGEST_FILLER_S = 0.25
 
 Mark = torch.cuda.Event | float
-"""A moment on a device, or on the host."""
+"""A moment on a device or on the host."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: on the device, and on the host to enqueue it. spread: between quartiles, over the median."""
+    """Seconds of one call on the device, and of the host to enqueue it. spread: quartile distance over the median."""
 
     median_s: float
     host_s: float
@@ -43,7 +43,7 @@ class Timer:
         self._filler_s = 0.0
 
     def measure(self, call: Callable[[int], object], num_sets: int = 1) -> Timing:
-        """call: given the number of the input set to use, which takes turns."""
+        """Time a call. call: takes the number of the input set to use; the sets alternate."""
         for number in range(max(self.warmup, num_sets)):
             call(number % num_sets)
         self.synchronize()
@@ -56,7 +56,7 @@ class Timer:
         return Timing(statistics.median(times_s), host_s, _spread(times_s))
 
     def consecutive(self, step: Callable[[], object]) -> Timing:
-        """Of steps that follow one another, as in training: what the host takes too long for counts."""
+        """Time steps that follow one another, as in training. Here delays by the host count."""
         for _ in range(self.warmup):
             step()
         self.synchronize()
@@ -74,7 +74,7 @@ class Timer:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Give back the memory of the copies, and all that nothing refers to any more."""
+        """Free the memory of the copies, and all memory that nothing refers to."""
         self._filler = None
         gc.collect()
         if self.device.type == "cuda":

@@ -1,8 +1,9 @@
-"""Training steps on one GPU: speed and peak memory of GPTs, the largest that trains, the memory of Swin-1.0B and ViT-1.2B.
+"""Time training steps on one GPU: speed and peak memory of GPTs, the largest that trains, the memory of vision models.
 
     python -m benchmarks.gpu.train [--out FOLDER] [--sections gpt,memory] [--smoke]
 
-writes a dated table. Every way to train has the same network, batch and loop; blocks are compiled.
+writes a dated table. Every way to train has the same network, batch and loop; blocks are compiled. The vision models are
+Swin-1.0B and ViT-1.2B.
 """
 
 import importlib.util
@@ -37,17 +38,17 @@ from benchmarks.gpu.report import Report, Row, Target
 from benchmarks.gpu.session import Case, Section, Session, missing, parser, run
 from benchmarks.gpu.timing import Timer, Timing
 
-FP16_BESIDE = ("1.3 B", "tiny")  # the sizes of which the memory has a target
+SIZES_WITH_MEMORY_TARGET = ("1.3 B", "tiny")
 NUM_STEPS = 12
 WARMUP_STEPS = 4
-OOM_BATCHES = 2  # how often a batch is halved where bf16-amp runs out of memory
+OOM_BATCHES = 2  # how often a batch is halved when bf16-amp runs out of memory
 AGAINST_AO, MEMORY = Target(1.0, 1.1), Target(0.60, 0.50, lower_is_better=True)
 SAVED = {"Swin": Target(0.44, 0.55, style=".0%"), "ViT": Target(0.26, 0.40, style=".0%")}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT; how many sequences a step has; the speed that O2 is to reach over bf16-amp."""
+    """A GPT, its sequences per step, and O2's target speed relative to bf16-amp."""
 
     name: str
     config: GPTSizes
@@ -57,7 +58,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a way of training took."""
+    """The measurements of one way to train."""
 
     timing: Timing
     tokens_per_s: float
@@ -97,11 +98,11 @@ Found = dict[tuple[str, str], Measured]
 
 
 def sections(session: Session, _report: Report) -> list[Section]:
-    """What has targets comes first; the other levels take what time is left."""
+    """Return the sections. Ways with targets come first; the other levels use the remaining time."""
     wanted = tuple(word.strip() for word in session.options.sizes.split(","))
     sizes, found = (SMALL if session.smoke else [size for size in SIZES if size.name.startswith(wanted)]), Found()
     first = [(size, way) for size in sizes for way in (BF16_AMP, AO_TENSORWISE, AO_ROWWISE, FP16_AMP, O2)]
-    first = [(size, way) for size, way in first if way != FP16_AMP or size.name in FP16_BESIDE]
+    first = [(size, way) for size, way in first if way != FP16_AMP or size.name in SIZES_WITH_MEMORY_TARGET]
     others = [(size, way) for size in sizes for way in ((O3_SPLIT,) if session.smoke else (O3_SPLIT, TE, O1))]
     return [
         Section("GPT step", [_gpt_case(session, size, way, found) for size, way in first], share=0.45),
@@ -143,10 +144,10 @@ def _gpt(session: Session, size: Size, way: Way, found: Found) -> Iterator[Row]:
     for peer in (BF16_AMP, FP16_AMP):
         other = found.get((size.name, peer.name))
         if other and peer != way:
-            target = MEMORY if is_ours and size.name in FP16_BESIDE else None
+            target = MEMORY if is_ours and size.name in SIZES_WITH_MEMORY_TARGET else None
             ratio = measured.peak_bytes / other.peak_bytes
-            beside = f"{peer.name} {_gib(other.peak_bytes)}"
-            yield Row(f"{figure}: peak memory", _gib(measured.peak_bytes), beside, ratio, target)
+            reference = f"{peer.name} {_gib(other.peak_bytes)}"
+            yield Row(f"{figure}: peak memory", _gib(measured.peak_bytes), reference, ratio, target)
 
 
 def _measure_gpt(session: Session, size: Size, way: Way, batch_size: int) -> Measured:
@@ -169,7 +170,7 @@ def _measure_steps(session: Session, size: Size, way: Way, batch_size: int, time
         timing = timer.consecutive(step)
         peak_bytes = peak_bytes_of(step, held, session.device)
     finally:
-        torch.compiler.reset()  # what is compiled may hold the network
+        torch.compiler.reset()  # compiled code may hold the network
     tokens_per_s = batch_size * size.config.max_sequence_length / timing.median_s
     return Measured(timing, tokens_per_s, peak_bytes, batch_size)
 
@@ -204,7 +205,7 @@ def _gib(num_bytes: int) -> str:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--sizes", default="1.3,350,6.7", help="beginnings of the GPTs' names, by comma")
+    arguments.add_argument("--sizes", default="1.3,350,6.7", help="beginnings of the GPTs' names, separated by commas")
     return run("train", "Training steps on one GPU", arguments.parse_args(), sections)
 
 

@@ -1,4 +1,4 @@
-"""An Accelerate configuration as a job's precision: every option and alias, and what a wrong one is told."""
+"""An Accelerate configuration is read as a job's precision: every option, every alias, and the messages for wrong ones."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_a_whole_config_is_taken_as_it_stands_and_echoed_resolved() -> None:
 
 
 @pytest.mark.parametrize("value", ["(false, false, false)", "false,false,false", [False, False, False], (False, False, False)])
-def test_override_in_each_of_its_spellings(value: Any) -> None:
+def test_override_is_read_in_each_spelling(value: Any) -> None:
     recipe = job({"backend": "te", "override_linear_precision": value}).precision.recipe
     assert recipe is not None
     assert recipe.high_precision_gemms == ()
@@ -90,7 +90,7 @@ def test_backends_and_mixed_precision(block: dict[str, Any], level: str) -> None
         ({"backend": "TE", "use_mxfp8_block_scaling": True}, "Blackwell"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_change(block: dict[str, Any], says: str) -> None:
+def test_a_wrong_option_is_refused_with_what_to_change(block: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError) as caught:
         job(block)
     (violation,) = explain(caught.value, JobSpec)

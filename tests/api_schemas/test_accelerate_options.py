@@ -1,4 +1,4 @@
-"""Every option that an Accelerate user can set, in every spelling, becomes a precision of ours or a clear refusal."""
+"""Every option of an Accelerate user, in every spelling, becomes a precision of ours or a clear refusal."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from api_schemas.accelerate import precision_from_accelerate
 from api_schemas.precision import PrecisionSpec, TorchaoSpec
 from api_schemas.recipe import RecipeSpec
 
-# accelerate/examples and the wizard write it like this (YAML, read).
+# Written as accelerate/examples and the wizard write it, after parsing the YAML.
 WHOLE_CONFIG: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
@@ -36,7 +36,7 @@ WHOLE_CONFIG: dict[str, Any] = {
 
 
 def te(**changes: Any) -> PrecisionSpec:
-    """What Accelerate's TE backend does by default, with changes."""
+    """Build the precision that equals the defaults of Accelerate's TE backend, with changes."""
     defaults = {
         "scaling": "delayed",
         "amax_history_length": 1024,
@@ -110,7 +110,7 @@ def test_options_of_torchao() -> None:
     assert precision_from_accelerate(options) == PrecisionSpec(level="ao", torchao=TorchaoSpec(), **skipping)
 
 
-def test_what_has_no_effect_is_named_in_the_answer() -> None:
+def test_options_without_effect_are_named_in_the_answer() -> None:
     sharded = WHOLE_CONFIG | {
         "distributed_type": "FSDP",
         "num_processes": 8,
@@ -164,6 +164,6 @@ def test_keys_of_other_backends_are_ignored_as_accelerate_does() -> None:
         ({"enabled": False}, "Remove the msamp section"),
     ],
 )
-def test_what_cannot_be_run_is_refused_with_what_to_change(document: dict[str, Any], complaint: str) -> None:
+def test_an_option_that_cannot_run_is_refused_with_what_to_change(document: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint.replace("?", r"\?").replace(".", r"\.")):
         precision_from_accelerate(document)

@@ -1,4 +1,4 @@
-"""What a spec may be: the documented example, every cross-field rule, and what a refusal says."""
+"""Rules of a job spec: the documented example is valid, and every broken cross-field rule is refused with a clear message."""
 
 import copy
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def test_a_bad_spec_is_refused_with_field_got_and_allowed(
     assert says in f"{violation.allowed} {violation.message}"
 
 
-def test_what_we_stored_is_read_back_even_with_fields_of_another_version() -> None:
+def test_a_stored_document_with_fields_of_another_version_is_read() -> None:
     spec = JobSpec.model_validate(EXAMPLE)
     stored = spec.model_dump(mode="json")
     stored["from_the_future"] = 1

@@ -1,4 +1,4 @@
-"""Ranks and batches are divided without loss or overlap, whatever the degrees."""
+"""Ranks and batches are divided without loss or overlap, for all degrees of parallelism."""
 
 from collections import Counter
 

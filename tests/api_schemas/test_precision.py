@@ -1,4 +1,4 @@
-"""A precision is a row of the table, and what may be changed about it."""
+"""A precision is a row of the table with options; options that do not fit the level are refused."""
 
 from typing import Any, get_args
 
@@ -11,12 +11,12 @@ from api_schemas.problem import explain
 from api_schemas.recipe import RecipeSpec
 
 
-def test_the_names_of_the_schema_are_those_of_the_table() -> None:
+def test_schema_and_table_have_the_same_level_names() -> None:
     assert get_args(LevelName) == tuple(LEVELS)
     assert all(row.name == name for name, row in LEVELS.items())
 
 
-def test_the_table_promises_what_numerics_md_does() -> None:
+def test_the_table_equals_the_one_in_numerics_md() -> None:
     promised = {name: row.bytes_per_parameter for name, row in LEVELS.items() if row.bytes_per_parameter != 16}
     assert promised == {"O1": 11.1, "O2": 6.2, "O3": 7.2, "O3-split": 6.2, "O2-8bit": 5.2, "O3-split-8bit": 5.2}
     assert all((row.recipe is not None) == (row.gemm == "fp8") for row in LEVELS.values())
@@ -38,9 +38,9 @@ def test_the_recipe_is_the_levels_unless_the_job_has_its_own() -> None:
         ({"level": "ao", "statistics_every": 10}, "statistics_every", "statistics_every at level te, O1"),
         ({"level": "ao", "auto_filter": False}, "auto_filter", "auto_filter at level te, O1"),
         ({"level": "fp32", "auto_filter": False}, "auto_filter", "auto_filter at level te, O1"),
-        ({"level": "O2", "statistics_every": 0, "demotion": {}}, "demotion", "demotion where statistics are sampled"),
+        ({"level": "O2", "statistics_every": 0, "demotion": {}}, "demotion", "demotion only if statistics are sampled"),
         ({"level": "ao", "recipe": {"scaling": "delayed"}}, "recipe", "what torchao has: tensorwise"),
-        ({"level": "O2", "recipe": {"scaling": "delayed", "granularity": "row"}}, "recipe.granularity", "tensor, where"),
+        ({"level": "O2", "recipe": {"scaling": "delayed", "granularity": "row"}}, "recipe.granularity", "tensor, if scaling"),
         (
             {"level": "ao", "recipe": {"granularity": "row", "format": "E4M3"}, "torchao": {"fsdp_float8_all_gather": True}},
             "torchao",

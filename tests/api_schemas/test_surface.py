@@ -1,4 +1,4 @@
-"""The contracts are frozen: a change of a public name or of a schema shows here first. `make snapshots` writes them anew."""
+"""The contracts are frozen: a changed public name or schema fails here first. `make snapshots` writes new snapshots."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def test_every_public_name_exists_and_none_is_missing() -> None:
     assert public == set(api_schemas.__all__)
 
 
-def test_schemas_are_those_of_the_snapshot() -> None:
+def test_schemas_equal_the_snapshot() -> None:
     schemas = {
         contract.__name__: contract.model_json_schema()
         for contract in (JobSpec, LaunchOrder, Problem, ReportBatch, ReportReply)

@@ -1,4 +1,4 @@
-"""The GPU benchmarks run to their end at tiny sizes, on the CPU and on a GPU; what they write is a table, a failure a row."""
+"""The GPU benchmarks run to the end at tiny sizes, on the CPU and on a GPU. They write a table; a failure becomes a row."""
 
 import argparse
 import os
@@ -52,7 +52,7 @@ def test_a_benchmark_fills_every_section_of_its_table(name: str, device: str, tm
         assert (path.with_suffix(".png")).stat().st_size > 10_000
 
 
-def test_what_raises_and_what_is_not_reached_are_rows_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_errors_and_unreached_cases_become_rows_and_the_run_continues(tmp_path: Path) -> None:
     cases = [Case("broken", partial(broken, "/some/folder/file.py is broken\nand more")), Case("sound", sound)]
     late = [Case("slow", slow), Case("never", sound)]
     status = session.run("kernels", "A table", options(tmp_path, budget_s=8.0), sections_of(cases, late))
@@ -128,7 +128,7 @@ def slow() -> Iterator[Row]:
 
 
 def read_tables(text: str) -> dict[str, list[list[str]]]:
-    """The cells of each section's rows; every line of a table has as many as the head."""
+    """Return the cells of each section's rows. Every line of a table must have as many cells as its head."""
     tables: dict[str, list[list[str]]] = {}
     for part in text.split("\n## ")[1:]:
         name, *lines = part.splitlines()

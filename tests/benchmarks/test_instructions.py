@@ -1,4 +1,4 @@
-"""The count of instructions counts, and the optimizer's step at O2 stays within what an H200's memory leaves time for."""
+"""Instructions are counted, and memory stays the limit of the O2 optimizer step on an H200."""
 
 import os
 import re
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_the_o2_step_leaves_memory_the_bound(tmp_path: Path) -> None:
-    """In a process of its own, without Triton's interpreter."""
+    """Runs in a process of its own, without Triton's interpreter."""
     command = [sys.executable, "-m", "benchmarks.gpu.instructions", "--out", str(tmp_path), "--kernels"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
@@ -36,6 +36,6 @@ def test_the_o2_step_leaves_memory_the_bound(tmp_path: Path) -> None:
 
 
 def per_element(row: list[str]) -> float:
-    found = re.match(r"([\d.]+) for an element", row[1])
+    found = re.match(r"([\d.]+) per element", row[1])
     assert found is not None, row
     return float(found[1])

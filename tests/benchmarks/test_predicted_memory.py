@@ -1,4 +1,4 @@
-"""Predicted memory is the real one: fake tensors peak where real ones do, and what is counted is what the allocator gives."""
+"""Predicted memory equals real memory: fake tensors peak where real ones do, and the count equals the allocator's."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from benchmarks.gpu.networks import BF16_AMP, FP16_AMP, O1, O2, O3_SPLIT, TE, St
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = gpt_sizes(64, 2, 2, 256, 32)
-HOST_SCALARS = 64  # bytes: Python's numbers, which torch wraps in tensors of their own within an op
+HOST_SCALARS = 64  # bytes: Python numbers that torch wraps in tensors of their own inside an op
 
 
 @pytest.mark.parametrize("way", [BF16_AMP, FP16_AMP, TE, O1, O2, O3_SPLIT], ids=lambda way: way.name)
@@ -30,7 +30,7 @@ def test_a_step_on_fake_tensors_peaks_at_the_byte_of_a_real_one(way: Way) -> Non
 
 
 def peak_and_rest(way: Way, live: LiveBytes) -> tuple[int, int]:
-    """The peak of a second step on the CPU, and what lives after it."""
+    """Return the peak of a second step on the CPU, and the bytes alive after it."""
     with live:
         step, _held = gpt_step(SMALL, way, 2, torch.device("cpu"), compiled=None)
         step()
@@ -39,7 +39,7 @@ def peak_and_rest(way: Way, live: LiveBytes) -> tuple[int, int]:
     return live.peak_bytes, live.num_bytes
 
 
-def test_what_is_counted_is_what_the_allocator_gives() -> None:
+def test_the_count_equals_what_the_allocator_gives() -> None:
     with LiveBytes(granule=1) as live:
         step = plain_step()
         step()
@@ -62,7 +62,7 @@ def test_what_is_counted_is_what_the_allocator_gives() -> None:
 
 
 def plain_step() -> Step:
-    """Of layers whose kernels allocate nothing but their results on a CPU."""
+    """Return a step of layers whose kernels allocate only their results on a CPU."""
     model = nn.Sequential(nn.Embedding(50, 64), nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.randint(0, 50, (32,))
 
@@ -94,7 +94,7 @@ def test_a_moment_is_explained_by_class_and_by_origin() -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_fills_its_table(tmp_path: Path) -> None:
-    """In a process of its own: the device that it makes known stays known."""
+    """Runs in a process of its own, because the registered device stays registered."""
     command = [sys.executable, "-m", "benchmarks.gpu.predicted_memory", "--smoke", "--out", str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False)

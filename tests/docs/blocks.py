@@ -1,4 +1,4 @@
-"""What the documents show: the fenced blocks of a language, and the commands of their `sh` blocks one by one."""
+"""Read the fenced blocks of a language from a document, and the commands in its `sh` blocks one by one."""
 
 import re
 import shlex
@@ -9,12 +9,12 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT))
 
 
 def blocks(document: str, language: str) -> list[str]:
-    """The text of each block of a language, in order."""
+    """Return the text of each block of a language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def commands(document: str) -> list[str]:
-    """Each command of the `sh` blocks without its comment. One that goes on over several lines is one command."""
+    """Return each command of the `sh` blocks without its comment. A command over several lines is one command."""
     found: list[str] = []
     for block in blocks(document, "sh"):
         pending = ""
@@ -30,7 +30,7 @@ def commands(document: str) -> list[str]:
 
 
 def _goes_on(text: str) -> bool:
-    """Whether the next line belongs to the command: it ends with a backslash or inside quotes."""
+    """Return True if the next line belongs to the command: it ends with a backslash or inside quotes."""
     try:
         shlex.split(text)
     except ValueError:

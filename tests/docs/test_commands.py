@@ -1,7 +1,7 @@
-"""Every command that README, CONTRIBUTING and docs show is executed: by this file, or by what `ELSEWHERE` names.
+"""Every command in README, CONTRIBUTING and docs is executed: by this file, or by the file that `ELSEWHERE` names.
 
-The commands run as they stand, in a scratch folder that has what they name: `.venv/bin` with this Python's programs, and a copy
-of the example with few steps over a small text. Only the server's port, the ids of jobs and scratch paths are put in.
+The commands run unchanged in a scratch folder that has what they need: `.venv/bin` with this Python's programs, and a copy
+of the example with few steps over a small text. Only the server's port, job ids and scratch paths are filled in.
 """
 
 import json
@@ -39,7 +39,7 @@ RUN_HERE = (
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The file that executes a command and the words in it that do. `needs`: what the machine of `make test` lacks."""
+    """The file that executes a command, and the words in it that do. needs: requirement that `make test` does not have."""
 
     file: str
     words: str
@@ -66,12 +66,12 @@ ELSEWHERE = {
     r"docker build .*": Elsewhere("docker-compose.yml", "dockerfile: deploy/docker/Dockerfile", "Docker"),
     r"key=.*|kubectl .*": _CLUSTER,
     r"make test-gpu.*|make bench-gpu-kernels .*": Elsewhere("tests/benchmarks/test_gpu_benchmarks.py", '"--smoke"', "a GPU"),
-    r"python -m benchmarks\.gpu\.kernels --sections gain .*": Elsewhere(
-        "tests/benchmarks/test_gpu_benchmarks.py", '"Gain by shape"', "a GPU"
+    r"python -m benchmarks\.gpu\.kernels --sections speedup .*": Elsewhere(
+        "tests/benchmarks/test_gpu_benchmarks.py", '"Speedup by shape"', "a GPU"
     ),
-    r"python -m benchmarks\.gpu\.roofline .*": Elsewhere("tests/worker/fp8/test_gains.py", "as_text([computed_table()])"),
+    r"python -m benchmarks\.gpu\.roofline .*": Elsewhere("tests/worker/fp8/test_speedups.py", "as_text([computed_table()])"),
 }
-"""Commands by regular expression."""
+"""Commands executed elsewhere, by regular expression."""
 
 
 def shown() -> list[tuple[str, str]]:
@@ -90,7 +90,7 @@ def test_a_command_is_executed_somewhere(document: str, command: str) -> None:
         assert where.words in (ROOT / where.file).read_text(), f"{where.file} does not execute {command}"
 
 
-def test_no_table_has_what_no_document_shows() -> None:
+def test_every_command_in_a_table_is_in_a_document() -> None:
     texts = [command for _, command in shown()]
     stale = [pattern for pattern in ELSEWHERE if not any(re.fullmatch(pattern, text, re.DOTALL) for text in texts)]
     assert stale == []
@@ -126,7 +126,7 @@ class Scratch:
         }
 
     def run(self, command: str, job_id: str = "") -> str:
-        """What the command prints on standard output. It has to exit with 0."""
+        """Run a command and return its standard output. It must exit with 0."""
         text = command.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{self.port}").replace("job_…", job_id)
         text = text.replace("/usr/share/doc", str(self.folder / "text")).replace("/tmp/site", f"{self.folder}/site")
         text = text.replace('"steps": 200', f'"steps": {STEPS}, "eval_batches": 1')
@@ -158,7 +158,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
 
 @pytest.fixture(scope="module")
 def served(scratch: Scratch) -> Iterator[Scratch]:
-    """README's own server, stopped at the end."""
+    """Start README's own server, and stop it at the end."""
     assert SERVE in commands("README.md")
     command = [*shlex.split(SERVE.removesuffix("&")), "--port", str(scratch.port)]
     with (scratch.folder / "server.log").open("wb") as log:
@@ -225,7 +225,7 @@ def test_the_library_snippet_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_wheels_that_were_carried_along_are_installed(scratch: Scratch) -> None:
+def test_wheels_from_a_folder_are_installed(scratch: Scratch) -> None:
     (command,) = [text for text in commands("docs/benchmarks.md") if "--no-index" in text]
     (scratch.folder / ".whl").mkdir()
     with zipfile.ZipFile(scratch.folder / ".whl/carried-1.0-py3-none-any.whl", "w") as wheel:

@@ -1,4 +1,4 @@
-"""One job for everybody: README shows the file in `examples/`, and its text is a data root wherever Octet is deployed."""
+"""One example job works everywhere: README shows the file in `examples/`, and every deployment lets jobs read its text."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_kubernetes_lets_jobs_read_its_text() -> None:
 
 
 def test_its_text_is_in_every_image() -> None:
-    """Debian's slim images leave /usr/share/doc out, but for the copyright files, which the licences demand."""
+    """Debian's slim images remove /usr/share/doc except the copyright files, which the licences require."""
     assert spec().data.selects("libc6/copyright")
     dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text()
     assert "FROM python:3.11-slim-bookworm AS base" in dockerfile

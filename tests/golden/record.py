@@ -1,8 +1,8 @@
 """Record what runs produce: `python -m tests.golden.record` writes golden.json.
 
-Losses, states and the parts of a checkpoint of 20 steps for each level and for recipes of each kind, on one rank and on
-two, and hashes of what quantizers and the optimizer store. A change of golden.json is a change of the numbers: say why in
-the commit.
+It has losses, states and the parts of a checkpoint after 20 steps, for each level and each kind of recipe, on one rank and
+on two, and hashes of what quantizers and the optimizer store. A change of golden.json is a change of the numbers: give the
+reason in the commit.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ RUNS: dict[str, dict[str, Any]] = {name: {"level": name} for name in LEVELS} | {
 
 
 def document(precision: dict[str, Any], corpus: Path, workers: int) -> dict[str, Any]:
-    """The job of every golden run."""
+    """Return the job spec of a golden run."""
     return {
         "name": "golden",
         "model": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 64},
@@ -70,14 +70,14 @@ def _samples(precision: dict[str, Any]) -> bool:
 
 
 def machine() -> str:
-    """A hash of some arithmetic: matrix products and exponentials of different processors differ in their last bits."""
+    """Hash some arithmetic: on other processors, matrix products and exponentials may differ in their last bits."""
     x = uneven(96, 64)
     results = (x @ x.t(), functional.gelu(x, approximate="tanh"), x.softmax(-1), functional.layer_norm(x, (64,)), x.exp())
     return digest(list(results))
 
 
 def train(name: str, env: RankEnv, corpus: Path, folder: Path) -> dict[str, Any]:
-    """What came of a golden job on one rank."""
+    """Train a golden job on one rank and return its results."""
     torch.set_num_threads(1)
     config = resolve(JobSpec.model_validate(document(RUNS[name], corpus, env.world_size)), env)
     recorder = Recorder()
@@ -102,13 +102,13 @@ def train_on_rank(rank: int, ports: list[int], corpus: str, folder: str) -> None
 
 
 def train_on_two_ranks(corpus: Path, folder: Path) -> list[dict[str, dict[str, Any]]]:
-    """The results of each rank, by run. Two processes for all runs: starting them takes longer than a run."""
+    """Return the results of each rank, by run. Two processes do all runs, since starting them takes longer than a run."""
     mp.spawn(train_on_rank, ([free_port() for _ in RUNS], str(corpus), str(folder)), nprocs=2)
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
 
 
 def parts_of(checkpoint: Path) -> dict[str, str]:
-    """The tensors of a checkpoint: dtype and shape by name."""
+    """Return dtype and shape of the tensors in a checkpoint, by name."""
     with safe_open(checkpoint / "tensors.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
         slices = {name: file.get_slice(name) for name in sorted(file.keys())}
         return {name: f"{part.get_dtype()} {part.get_shape()}" for name, part in slices.items()}
@@ -122,7 +122,7 @@ def uneven(*shape: int, seed: int = 0) -> Tensor:
 
 
 def hard_matrix() -> Tensor:
-    """257 x 260, with tiles of zeros, one huge element and three that are not finite."""
+    """Return a matrix, 257 x 260, with tiles of zeros, one huge element and three that are not finite."""
     x = uneven(257, 260)
     x[:130, :130] = 0
     x[3, 140] = torch.finfo(torch.float32).max
@@ -131,7 +131,7 @@ def hard_matrix() -> Tensor:
 
 
 def quantizer_hashes(kernels: Any = reference) -> dict[str, str]:
-    """Codes and scales of each quantizer, for each kind of scale and format. kernels: the module that computes them."""
+    """Hash codes and scales of each quantizer, for each kind of scale and format. kernels: module that computes them."""
     found: dict[str, str] = {}
     for label, x in (("uneven", uneven(130, 257)), ("hard", hard_matrix())):
         for kind in ScaleKind:
@@ -156,7 +156,7 @@ def quantizer_hashes(kernels: Any = reference) -> dict[str, str]:
 
 
 def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
-    """What three steps of the optimizer leave for each level that stores less than fp32."""
+    """Hash the tensors after three optimizer steps, for each level that stores less than fp32."""
     from worker.fp8.weights import encode_weight
     from worker.optim import QuantizedWeight
 
@@ -183,7 +183,7 @@ def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """One hash of all tensors in nested dicts and lists; every NaN counts as the same."""
+    """Hash all tensors in nested dicts and lists to one value. All NaNs count as equal."""
     found = hashlib.sha256()
     entries = sorted(value.items(), key=lambda item: str(item[0])) if isinstance(value, dict) else enumerate(value)
     for name, part in entries:

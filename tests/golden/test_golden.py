@@ -1,4 +1,4 @@
-"""The numbers are those of golden.json, bit for bit, and two ranks train what one trains."""
+"""The numbers equal those of golden.json, bit for bit, and two ranks train what one rank trains."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from worker.kernels.cuda import language
 Result = dict[str, Any]
 
 ON_ANOTHER_MACHINE = 2e-2
-"""Relative, of a loss: where fp32 products differ in their last bits, FP8 codes flip and 20 steps carry that on."""
+"""Relative tolerance of a loss. If fp32 products differ in their last bits, FP8 codes flip, and 20 steps amplify that."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,13 +39,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(corpus: Path) -> Callable[[str], Result]:
-    """What one rank makes of a run; each is trained once."""
+    """Return a function that trains a run on one rank; each run is trained once."""
     return cache(lambda name: record.train(name, RankEnv(), corpus, corpus.parent))
 
 
 @pytest.fixture(scope="module")
 def together(corpus: Path) -> list[dict[str, Result]]:
-    """What each of two ranks makes of all runs."""
+    """Return the results of all runs on two ranks, one dict per rank."""
     return record.train_on_two_ranks(corpus, corpus.parent)
 
 
@@ -64,7 +64,7 @@ def test_one_rank(golden: Result, alone: Callable[[str], Result], name: str) -> 
     assert_golden(alone(name), golden["trained"]["rank0of1"][name], golden)
 
 
-@pytest.mark.timeout(900)  # of the fixture, on a machine that has much else to do
+@pytest.mark.timeout(900)  # for the fixture, on a machine under load
 @pytest.mark.parametrize("name", list(record.RUNS))
 def test_two_ranks(golden: Result, together: list[dict[str, Result]], name: str) -> None:
     assert_golden(together[0][name], golden["trained"]["rank0of2"][name], golden)
@@ -76,7 +76,7 @@ def test_two_ranks(golden: Result, together: list[dict[str, Result]], name: str)
 def test_two_ranks_train_what_one_trains(alone: Callable[[str], Result], together: list[dict[str, Result]], name: str) -> None:
     losses, losses_of_two = alone(name)["losses"], together[0][name]["losses"]
     assert len(losses) == 20
-    # The first loss is of equal weights. After that FP8 gradients were rounded at other places: E4M3 keeps 3 bits.
+    # The first loss comes from equal weights. After that FP8 gradients are rounded at other places: E4M3 keeps 3 bits.
     assert losses_of_two[0] == pytest.approx(losses[0], rel=1e-5 if name == "fp32" else 2e-3)
     assert losses_of_two == pytest.approx(losses, rel=2e-2)
 
@@ -85,7 +85,7 @@ def test_quantizers(golden: Result) -> None:
     assert record.quantizer_hashes() == golden["quantizers"]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns in the interpreter
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
 def test_quantizers_in_triton(golden: Result) -> None:
     assert record.quantizer_hashes(cuda) == golden["quantizers"]

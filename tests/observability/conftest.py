@@ -1,4 +1,4 @@
-"""One live run for all tests that ask Prometheus, and the programs that they need."""
+"""One live run for all tests that query Prometheus, and the programs that they need."""
 
 import os
 import shutil

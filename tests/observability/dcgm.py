@@ -1,8 +1,8 @@
-"""What a DCGM exporter serves, as far as our panels may rely on it.
+"""The metrics of a DCGM exporter that our panels may rely on.
 
-Names and types of NVIDIA/dcgm-exporter's shipped lists of counters (release 4: etc/default-counters.csv, which it loads unless
-told otherwise, and the profiling metrics that etc/dcp-metrics-included.csv has beyond it), and the labels of every GPU's line
-(its internal/pkg/rendermetrics). None is `job_id` or `rank`: an exporter watches GPUs and knows nothing of jobs.
+Names and types come from NVIDIA/dcgm-exporter's lists of counters (release 4): etc/default-counters.csv, which it loads by
+default, and the additional profiling metrics in etc/dcp-metrics-included.csv. The labels are those of every GPU's line (its
+internal/pkg/rendermetrics). There is no `job_id` or `rank`: an exporter watches GPUs and knows nothing of jobs.
 """
 
 DEFAULT_COUNTERS = {

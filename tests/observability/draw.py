@@ -1,7 +1,7 @@
-"""`make dashboards`: draw every board from a live run into docs/dashboards: `python -m tests.observability.draw`.
+"""Draw every dashboard from a live run into docs/dashboards: `make dashboards`, or `python -m tests.observability.draw`.
 
-The levels are compared like with like: one model, one text and two ranks each. The layers are so large that O2 holds 6.1 bytes
-for a parameter of a converted layer, where bf16-amp holds 16; a step has so many tokens that products take most of its time.
+All levels train the same model and text on two ranks each. The layers are so large that O2 holds 6.1 bytes per parameter of a
+converted layer, and bf16-amp 16. A step has so many tokens that products take most of its time.
 """
 
 import shutil
@@ -21,7 +21,7 @@ DRAWN = Run(hidden_size=128, steps=100, sequence_length=256, statistics_every=20
 
 
 def ask(live: Live, job_id: str, expr: str) -> list[dict[str, Any]]:
-    """Return the series of the run; those of a GPU come from the stand-in."""
+    """Return the series of the run; series of a GPU come from the stand-in."""
     of = "gpu" if "octet_gpu_" in expr or "utilization_ratio" in expr else job_id
     return live.prometheus.range(live.filled_in(expr, of), live.start, live.end)
 

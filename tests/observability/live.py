@@ -1,7 +1,7 @@
-"""A real Prometheus over a real `octet serve` with real jobs: what the dashboards and rules are executed against.
+"""A real Prometheus that watches a real `octet serve` with real jobs. Dashboards and rules are tested against it.
 
-`make dashboards` draws the boards from such a run too. A CPU machine has no series of GPUs; they come from a small exporter: a
-rank's own code over readings that a GPU could have given, and lines as DCGM's exporter writes them.
+`make dashboards` draws the boards from such a run too. A CPU machine has no GPU series. A small exporter serves them: a rank's
+own code over readings that a GPU could give, and lines in the form of DCGM's exporter.
 """
 
 import json
@@ -42,7 +42,7 @@ DCGM = {
 
 @dataclass(frozen=True)
 class Run:
-    """The jobs to run: O2 on two ranks, then the other levels; one model, one text, so many steps."""
+    """The jobs to run: O2 on two ranks, then the other levels, with the same model, text and number of steps."""
 
     hidden_size: int = 64
     num_layers: int = 2
@@ -52,9 +52,9 @@ class Run:
     statistics_every: int = 5
     other_levels: tuple[str, ...] = ("bf16-amp",)
     other_workers: int = 1
-    """One, so that jobs share the slots and end sooner. What is compared for speed needs two, as O2 has."""
+    """Ranks of each other job. One rank lets jobs share the slots; a comparison of speed needs two, as O2 has."""
     demotes: bool = True
-    """Whether another job demotes a layer."""
+    """True to run another job, which demotes a layer."""
 
     def spec(self, corpus: Path, level: str, *, workers: int) -> dict[str, Any]:
         precision = {"level": level} | ({"statistics_every": self.statistics_every} if LEVELS[level].gemm == "fp8" else {})
@@ -79,11 +79,11 @@ class Run:
 
 
 class Missing(Exception):
-    """Prometheus is not installed here. The message says what to do."""
+    """Prometheus is not installed. The message says what to install."""
 
 
 class Prometheus:
-    """One process, scraping every second into a folder of its own."""
+    """One Prometheus process, which scrapes every second into a folder of its own."""
 
     def __init__(self, folder: Path, octet_port: int, gpu_address: str) -> None:
         for program in ("prometheus", "promtool"):
@@ -96,7 +96,7 @@ class Prometheus:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _configured(self, octet_port: int, gpu_address: str) -> dict[str, Any]:
-        """The committed configuration with faster scrapes, this server's port and the stand-in for a GPU."""
+        """Return the committed configuration with faster scrapes, this server's port and the stand-in for a GPU."""
         text = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
         config: dict[str, Any] = yaml.safe_load(text.replace("127.0.0.1:8000", f"127.0.0.1:{octet_port}"))
         config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
@@ -130,14 +130,14 @@ class Prometheus:
         return self._get("query_range", query=expr, start=start, end=end, step=step_s)
 
     def wait_for(self, expr: str, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """Until the expression has a value."""
+        """Wait until the expression has a value, and return it."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 if found := self.instant(expr):
                     return found
             except OSError:
-                pass  # it is not up yet
+                pass  # Prometheus is not up yet
             if time.monotonic() > deadline:
                 log = (self._folder / "prometheus.log").read_text()[-2000:]
                 raise AssertionError(f"no value within {timeout_s:g} s: {expr}\n{log}")
@@ -155,7 +155,7 @@ class Prometheus:
 
 
 class Live:
-    """What ran: job ids by what they are for, the time in which they ran, what the exporters said in the middle."""
+    """The results of a run: job ids by purpose, start and end times, and what the exporters served in the middle."""
 
     def __init__(self, prometheus: Prometheus, server: Server, start: float) -> None:
         self.prometheus, self.server, self.start, self.end = prometheus, server, start, start
@@ -163,7 +163,7 @@ class Live:
         self.exposed: dict[str, str] = {}
 
     def run_jobs(self, corpus: Path, run: Run) -> None:
-        """Run O2, which has all slots; then the others, one that demotes a layer and one whose text has gone by then."""
+        """Run O2, which takes all slots; then the others, one that demotes a layer, and one whose text has been removed."""
         gone = corpus.with_name("gone")
         shutil.copytree(corpus, gone)
         self.jobs["O2"] = self.server.client.submit(run.spec(corpus, "O2", workers=2)).id
@@ -182,12 +182,12 @@ class Live:
         self.exposed["api"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
         for job_id in self.jobs.values():
             self.server.finish(job_id, timeout_s=600)
-        time.sleep(3 * SCRAPE_S)  # the last values are scraped, and the rules have seen them
+        time.sleep(3 * SCRAPE_S)  # lets Prometheus scrape the last values and evaluate the rules on them
         self.exposed["api at the end"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
         self.end = time.time()
 
     def filled_in(self, expr: str, job_id: str) -> str:
-        """A panel's expression as Grafana would send it."""
+        """Return a panel's expression as Grafana would send it."""
         macros = {
             "$__rate_interval": "15s",
             "$__interval": "1s",
@@ -203,7 +203,7 @@ class Live:
 
 @contextmanager
 def running(folder: Path, corpus: Path, run: Run | None = None) -> Iterator[Live]:
-    """Serve and train while Prometheus scrapes; when the block begins, the jobs are over and everything is still up."""
+    """Serve and train while Prometheus scrapes. When the block begins, the jobs are over and all services are up."""
     server = Server(folder / "octet")
     with gpu_stand_in() as gpu_address, Prometheus(folder, server.port, gpu_address) as prometheus:
         server.start()
@@ -217,7 +217,7 @@ def running(folder: Path, corpus: Path, run: Run | None = None) -> Iterator[Live
 
 
 class GpuNode(Collector):
-    """What the exporters of a GPU node would say."""
+    """Serves what the exporters of a GPU node would serve."""
 
     def collect(self) -> Iterator[Metric]:
         metrics = Metrics()

@@ -1,4 +1,4 @@
-"""The dashboards as files: up to date, whole, and valid against Grafana's schema (schemas/README.md)."""
+"""The dashboard files are up to date, complete, and valid against Grafana's schema (schemas/README.md)."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_uids_never_change() -> None:
 
 
 def problem(dashboard: dict[str, Any]) -> str:
-    """What Grafana's schema has against it; empty where nothing."""
+    """Return the first violation of Grafana's schema; empty if there is none."""
     error = best_match(Draft7Validator(SCHEMA).iter_errors(dashboard))
     return f"{error.json_path}: {error.message}" if error else ""
 
@@ -61,7 +61,7 @@ def test_the_json_fits_grafanas_schema(board: Board) -> None:
     assert problem(document(board)) == ""
 
 
-def test_the_schema_is_that_of_the_grafana_we_ship() -> None:
+def test_the_schema_has_the_version_of_the_grafana_that_we_ship() -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     assert compose["services"]["grafana"]["image"] == f"grafana/grafana:{GRAFANA_VERSION}"
 
@@ -141,20 +141,20 @@ DCGM_PANELS = [panel for board in BOARDS for panel in board.panels if "DCGM_" in
 
 
 @pytest.mark.parametrize("panel", DCGM_PANELS, ids=lambda panel: panel.title)
-def test_a_dcgm_panel_asks_for_what_the_exporter_serves(panel: Panel) -> None:
+def test_a_dcgm_panel_queries_a_metric_that_the_exporter_serves(panel: Panel) -> None:
     (query,) = panel.queries
     labels, name = re.fullmatch(r"max by \(([\w, ]+)\) \((\w+)\)", query.expr).groups()  # type: ignore[union-attr]
     assert set(labels.split(", ")) == set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= set(LABELS)
     assert (DEFAULT_COUNTERS | PROFILING_COUNTERS)[name] == "gauge", "a counter would need a rate"
-    assert (name in DEFAULT_COUNTERS) != (name in panel.description), "what is not served by default: the panel says so"
+    assert (name in DEFAULT_COUNTERS) != (name in panel.description), "a panel must name metrics not served by default"
 
 
-def test_the_stand_in_for_dcgm_serves_what_the_panels_ask_for() -> None:
+def test_the_stand_in_for_dcgm_serves_the_metrics_of_the_panels() -> None:
     assert {name for panel in DCGM_PANELS for name in re.findall(r"DCGM_\w+", panel.queries[0].expr)} == set(DCGM)
 
 
 def test_loss_by_step_is_a_curve_for_each_level() -> None:
-    """Grafana gives the curves the first number of a row as x and the second as y: the order of the queries matters."""
+    """Grafana takes the first number of a row as x and the second as y, so the order of the queries matters."""
     panel = a_panel(json.loads((FOLDER / "octet-levels.json").read_text()), "xychart")
     assert [target["expr"].partition(") (")[2].partition(")")[0] for target in panel["targets"]] == [
         "octet_job_step",

@@ -1,4 +1,4 @@
-"""What a device says of itself, on the CPU for real and on a GPU as far as a machine without one can show."""
+"""Readings of a device: real ones on the CPU; on a GPU, with torch and NVML replaced, since the machine has none."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -18,7 +18,7 @@ class NVMLError(Exception):
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """torch and NVML as they answer on an H200; the units are NVML's own: mW, MHz, percent."""
+    """Replace torch and NVML by what they answer on an H200. The units are NVML's own: mW, MHz, percent."""
     nvml = ModuleType("pynvml")
     answers = {
         "NVMLError": NVMLError,
@@ -72,7 +72,7 @@ def test_without_nvml_torch_still_tells_the_memory(cuda: ModuleType, monkeypatch
     }  # fmt: skip
 
 
-def test_what_a_gpu_does_not_support_is_left_out(cuda: ModuleType) -> None:
+def test_readings_that_a_gpu_does_not_support_are_left_out(cuda: ModuleType) -> None:
     def refuse(gpu: str) -> None:
         raise NVMLError("not supported")
 

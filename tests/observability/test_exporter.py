@@ -1,4 +1,4 @@
-"""A rank's metrics: what they say of a real run, what they cost in series, where they are served."""
+"""A rank's metrics: their values in a real run, their number of series, and the address where they are served."""
 
 import math
 import urllib.request
@@ -27,7 +27,7 @@ Scrape = Callable[[Metrics], dict[tuple[str, str], float]]
 
 @pytest.fixture(scope="module")
 def scrape() -> Scrape:
-    """What Prometheus would get of these metrics, over HTTP: values by name and label value."""
+    """Return a function that scrapes metrics over HTTP, as Prometheus does: values by name and label value."""
 
     def over_http(metrics: Metrics) -> dict[tuple[str, str], float]:
         with Exporter(metrics, "127.0.0.1") as exporter:
@@ -66,12 +66,12 @@ def test_a_real_run_fills_the_metrics(spec_document: dict[str, object], tmp_path
     assert values["octet_train_evaluation_loss", ""] == pytest.approx(summary.evaluation_loss)
     assert values["octet_checkpoints_total", ""] == 1
     assert {name: values["octet_memory_bytes", name] for name in summary.memory_bytes} == summary.memory_bytes
-    # One micro-batch keeps at least the input of each of the 4 linear layers of a block: 4*32 tokens, 32 or 128 wide, fp32.
+    # One micro-batch keeps at least the inputs of the 4 linear layers of each block: 4*32 tokens, 32 or 128 wide, fp32.
     assert values["octet_memory_bytes", "activations"] > 4 * 32 * (3 * 32 + 128) * 4
     phases = {phase: values["octet_train_seconds_total", phase] for phase in PHASES}
     steps_s = sum(phases.values()) - phases["evaluation"] - phases["checkpoint"]
     assert steps_s == pytest.approx(summary.train_time_s, rel=0.2, abs=0.02)
-    # 6 for each parameter in a product, of which learned positions are none, and attention's own products.
+    # 6 FLOPs per parameter in a product (learned positions are in none), plus the products of attention.
     flops = 6 * (summary.num_parameters - 64 * 32) + 12 * 32 * 32
     assert values["octet_train_flops_total", ""] == pytest.approx(flops * summary.tokens)
 
@@ -95,10 +95,10 @@ def test_an_fp8_run_tells_how_well_the_codes_hold(spec_document: dict[str, objec
 def test_layers_in_bf16_are_counted_by_their_reason_after_a_resume_too(
     spec_document: dict[str, object], tmp_path: Path, scrape: Scrape
 ) -> None:
-    """What a GPU's table and samples decide, decided here by hand: of 4 converted layers one is filtered, one demoted."""
+    """Set by hand what a GPU's table and samples would decide: of 4 converted layers, one is filtered and one demoted."""
     config = resolve(JobSpec.model_validate(spec_document | {"precision": {"level": "O2"}}), RankEnv())
     states = ("converted", "filtered", "demoted", "skipped")
-    metrics, heard, vitals_resumed = Metrics(), Heard(), Metrics()
+    metrics, heard, resumed_metrics = Metrics(), Heard(), Metrics()
     with Mesh(config.env, torch.device("cpu")) as mesh:
         trainer = Trainer(config, mesh, heard, tmp_path, metrics)
         trainer.model.blocks[0].mlp.up.fallback = Fallback.FILTERED
@@ -106,14 +106,14 @@ def test_layers_in_bf16_are_counted_by_their_reason_after_a_resume_too(
         trainer.conversion = replace(trainer.conversion, filtered=(FilteredLayer("blocks.0.mlp.up", "too small"),))
         trainer.run()
         (saved,) = [body for body in heard.bodies if isinstance(body, CheckpointReport)]
-        resumed = Trainer(config, mesh, LogReporter(), tmp_path, vitals_resumed)
+        resumed = Trainer(config, mesh, LogReporter(), tmp_path, resumed_metrics)
         resumed.run((CheckpointRef(step=saved.step, name=saved.name, sha256=saved.sha256),))
-    for each in (metrics, vitals_resumed):
+    for each in (metrics, resumed_metrics):
         values = scrape(each)
         assert [values["octet_layers", state] for state in states] == [2, 1, 1, 1]
     (event,) = [body for body in heard.bodies if isinstance(body, EventReport)]
     assert event.type == "layers.filtered"
-    assert event.message == "layers that multiply in bf16, as FP8 gains nothing there: 1 of too small"
+    assert event.message == "layers that multiply in bf16 because FP8 gains nothing there: 1 of too small"
 
 
 def test_a_phase_inside_another_counts_once(scrape: Scrape) -> None:
@@ -138,7 +138,7 @@ def test_a_loss_that_is_not_a_number_is_seen_and_counted(scrape: Scrape) -> None
     assert values["octet_train_non_finite_steps_total", ""] == 1
 
 
-def test_fp8_health_is_that_of_the_worst_layer(scrape: Scrape) -> None:
+def test_fp8_health_shows_the_worst_layer(scrape: Scrape) -> None:
     metrics = Metrics()
     metrics.observe_fp8(
         [
@@ -151,8 +151,8 @@ def test_fp8_health_is_that_of_the_worst_layer(scrape: Scrape) -> None:
     assert values["octet_fp8_sqnr_decibels", "input"] == 20.0
 
 
-def full_vitals() -> Metrics:
-    """Every family with every value of its label that the code can give it."""
+def full_metrics() -> Metrics:
+    """Return metrics with every family, and every value of its label that the code can set."""
     labels = {
         "octet_train_seconds_total": PHASES,
         "octet_memory_bytes": (
@@ -171,13 +171,13 @@ def full_vitals() -> Metrics:
     return metrics
 
 
-def test_everything_a_rank_can_say_fits_its_budget(scrape: Scrape) -> None:
-    values = scrape(full_vitals())
+def test_all_series_of_a_rank_fit_the_budget(scrape: Scrape) -> None:
+    values = scrape(full_metrics())
     assert len(values) <= MAX_SERIES
     assert values[DROPPED, ""] == 0
 
 
-def test_what_is_over_the_budget_is_left_out_whole_and_counted() -> None:
+def test_a_family_over_the_budget_is_left_out_and_counted() -> None:
     metrics = Metrics()
     metrics.observe(step(1))
     for number in range(20):

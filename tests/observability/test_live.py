@@ -1,4 +1,4 @@
-"""Every expression of every panel, annotation and rule, executed by a real Prometheus that watched real jobs."""
+"""Every expression of every panel, annotation and rule is executed by a real Prometheus that watched real jobs."""
 
 import math
 import re
@@ -76,8 +76,8 @@ def test_an_alert_is_over_series_that_exist_and_is_quiet_here(live: Live, rule: 
     assert live.prometheus.instant(f'ALERTS{{alertname="{rule["alert"]}", alertstate="firing"}}') == []
 
 
-def test_what_panels_and_rules_name_is_what_the_code_has(live: Live) -> None:
-    """Both ways: nothing is shown that nobody measures, and nothing is measured that nobody is shown."""
+def test_panels_and_rules_name_exactly_the_exposed_metrics(live: Live) -> None:
+    """Both ways: a panel or rule shows only exposed metrics, and every exposed metric is shown."""
     exposed = {line.partition("{")[0].split()[0] for text in live.exposed.values() for line in samples(text)}
     known = exposed | {family.name for family in FAMILIES} | {DROPPED} | FROM_PROMETHEUS | set(DCGM)
     known |= {rule["record"] for rule in RULES if "record" in rule}
@@ -89,11 +89,11 @@ def test_what_panels_and_rules_name_is_what_the_code_has(live: Live) -> None:
     named = {name for expr in expressions for name in metrics_in(expr)}
     assert named - known == set(), "named in a panel or rule, and nothing exposes it"
     unused = known - named - set(UNUSED_ON_PURPOSE) - FROM_PROMETHEUS
-    unused = {name for name in unused if not name.endswith("_created")}  # prometheus-client's own, beside every counter
+    unused = {name for name in unused if not name.endswith("_created")}  # prometheus-client adds one to every counter
     assert unused == set(), "exposed, and no panel or rule shows it"
 
 
-def test_the_rank_told_everything_that_a_cpu_can_tell(live: Live) -> None:
+def test_a_rank_on_a_cpu_exposes_all_its_metrics(live: Live) -> None:
     told = {line.partition("{")[0].split()[0] for line in samples(live.exposed["rank"])}
     assert told == {family.name for family in FAMILIES} - GPU_ONLY | {DROPPED}
     assert len(list(samples(live.exposed["rank"]))) <= MAX_SERIES
@@ -132,7 +132,7 @@ def test_series_of_an_ended_job_are_gone(live: Live) -> None:
 
 
 @pytest.mark.parametrize("exporter", ["rank", "api", "api at the end"])
-def test_promtool_has_nothing_to_say_about_the_metrics(live: Live, promtool: str, exporter: str) -> None:
+def test_promtool_accepts_the_metrics(live: Live, promtool: str, exporter: str) -> None:
     answer = subprocess.run([promtool, "check", "metrics"], input=live.exposed[exporter], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     assert answer.stderr == ""
@@ -143,14 +143,14 @@ def samples(text: str) -> Iterator[str]:
 
 
 def has_data(live: Live, expr: str) -> bool:
-    """Whether the expression has a number at some moment of the run."""
+    """Return True if the expression has a number at some moment of the run."""
     found = live.prometheus.range(expr, live.start, live.end + 2)
     values = [float(value) for series in found for _, value in series["values"]]
     return any(not math.isnan(value) for value in values)
 
 
 def metrics_in(expr: str) -> set[str]:
-    """Names of metrics: words that are not functions, keywords, labels or inside quotes, braces, or grouping."""
+    """Return the names of metrics: words that are no function, keyword or label, outside quotes, braces and grouping."""
     bare = re.sub(r'"[^"]*"', "", expr)
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", bare)
     bare = re.sub(r"\b(by|on|group_left|without|ignoring)\s*\([^)]*\)", " ", bare)

@@ -1,4 +1,4 @@
-"""The rules as promtool sees them, and that a person finds what to do for every alert."""
+"""The rules pass promtool, and every alert leads to a runbook that says what to do."""
 
 import subprocess
 from typing import Any

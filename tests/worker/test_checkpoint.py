@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, and a damaged one is never used."""
+"""Checkpoints are loaded bit for bit as they were saved, and a damaged checkpoint is never used."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Averaging gradients over real ranks (gloo): wide ones exactly, FP8 ones with one rounding whatever the number of ranks."""
+"""Gradients are averaged over real ranks (gloo): wide ones exactly, FP8 ones with one rounding for any number of ranks."""
 
 import socket
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_the_mean_is_right_and_the_same_on_every_rank(tmp_path: Path, world_size
             continue
         sent = [kernels.dequantize(*kernels.quantize(gradient, torch.float8_e4m3fn)) for gradient in sent]
         exact = torch.stack(sent).mean(0)
-        # E4M3 keeps 3 bits: half a unit in the last env is 2^-4 of the value, or 2^-10 of the scale below its normals.
+        # E4M3 keeps 3 bits: half a unit in the last place is 2^-4 of the value, or 2^-10 of the scale below its normals.
         error = (mean - exact).abs()
         amax = exact.abs().amax()
         assert bool((error <= exact.abs() * 2**-4 + amax * 2**-17).all())

@@ -1,4 +1,4 @@
-"""`worker.initialize`: what it returns works in an ordinary loop, at every level."""
+"""`worker.initialize` returns a model and an optimizer that work in an ordinary loop, at every level."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ def make(level: str, **options: object) -> tuple[GPT, torch.optim.Optimizer]:
 
 
 def batch(step: int, num_sequences: int = 4) -> dict[str, Tensor]:
-    """Sequences that count upwards from a random token: something a small model learns at once."""
+    """Sequences that count upwards from a random token, which a small model learns at once."""
     start = torch.randint(0, 64, (num_sequences, 1), generator=torch.Generator().manual_seed(step))
     tokens = (start + torch.arange(33)) % 64
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -162,7 +162,7 @@ def test_tokens_are_counted_from_one(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("level", ["te", "O2", "O3-split"])
-def test_which_layers_are_filtered_is_resumed_whatever_the_table_says_by_then(level: str) -> None:
+def test_filtered_layers_are_resumed_even_if_the_table_has_changed(level: str) -> None:
     model, optimizer = make(level)
     model.blocks[0].mlp.up.fallback = Fallback.FILTERED
     train(model, optimizer, range(2))

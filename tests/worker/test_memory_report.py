@@ -1,4 +1,4 @@
-"""Bytes are counted from live storage: by class, once each, and within what the level's row promises."""
+"""Bytes are counted from live storage, by class and once each, and stay within what the level's row promises."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ FOUR_LAYERS = GPTSizes(hidden_size=128, num_layers=4, num_heads=4, vocab_size=25
 
 @pytest.fixture(scope="module", params=LEVELS)
 def trained(request: pytest.FixtureRequest) -> tuple[str, GPT, torch.optim.Optimizer]:
-    """A 4-layer GPT after one step, with its gradients alive."""
+    """Return a 4-layer GPT after one step, with its gradients still alive."""
     model = GPT(FOUR_LAYERS)
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=request.param)
     tokens_BT = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
@@ -40,18 +40,18 @@ def test_converted_layers_hold_what_the_row_promises(trained: tuple[str, GPT, to
 def test_no_level_holds_more_than_bf16_amp(trained: tuple[str, GPT, torch.optim.Optimizer]) -> None:
     _, model, optimizer = trained
     num_bytes = sum(memory_report(model, optimizer).values()) - num_history_bytes(model)
-    assert num_bytes <= 16 * model.num_parameters + 24  # the state of loss scaling
+    assert num_bytes <= 16 * model.num_parameters + 24  # 24 bytes: the state of loss scaling
 
 
 def num_history_bytes(model: nn.Module) -> int:
-    """Of delayed scaling's windows: 3 operands of (1024 + 4) numbers a layer, whatever the layer's size."""
+    """Count the bytes of delayed scaling's windows: 3 operands of (1024 + 4) numbers per layer, for any layer size."""
     scalings = [module for module in model.modules() if isinstance(module, OperandScaling)]
     return sum(buffer.untyped_storage().nbytes() for scaling in scalings for buffer in scaling.buffers())
 
 
 @pytest.mark.parametrize("level", [name for name, row in LEVELS.items() if row.weight_gradient == "fp8"])
 def test_nothing_holds_more_than_two_layers_for_a_moment(level: str) -> None:
-    """Forward and backward; tests/worker/optim does the same for the optimizer's step."""
+    """Covers forward and backward; tests/worker/optim covers the optimizer's step."""
     num_layers, layer = 16, 256 * 256
     two_layers = 2 * layer * LEVELS[level].bytes_per_parameter
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(num_layers)))
@@ -82,7 +82,7 @@ def test_classes_of_torchs_own_optimizer() -> None:
 
 
 def test_a_sample_costs_a_fixed_amount_of_memory() -> None:
-    """However large the operand: what is measured of it is measured a million elements at a time."""
+    """Holds for operands of any size, because an operand is measured a million elements at a time."""
     values = torch.randn(8192, 1024)
     quantized = ScaledCodes(*quantize(values, torch.float8_e4m3fn), ScaleKind.TENSOR)
     assert peak_bytes(lambda: measure(values, quantized)) <= 10 * 4 * CHUNK_ELEMENTS

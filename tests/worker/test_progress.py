@@ -1,4 +1,4 @@
-"""A run whose loss makes no sense any more is warned of, and ends with a reason that says what to change."""
+"""A run whose loss makes no sense causes a warning and then ends with a reason that says what to change."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_ten_steps_far_above_the_first_loss_are_warned_of_once() -> None:
 def test_a_hundred_such_steps_end_the_run() -> None:
     progress = Progress()
     note(progress, 5.5, *[40.0] * 99)
-    with pytest.raises(Diverged, match=r"more than 2 times that of the first step, 5\.5"):
+    with pytest.raises(Diverged, match=r"more than 2 times the loss of the first step, 5\.5"):
         note(progress, 40.0)
 
 
@@ -48,7 +48,7 @@ def test_a_run_that_ends_far_above_its_first_loss_has_failed() -> None:
     progress.check_end(4.0)
 
 
-def test_losses_that_are_not_finite_end_the_run_after_ten() -> None:
+def test_ten_non_finite_losses_end_the_run() -> None:
     progress = Progress()
     note(progress, 5.5, *[float("nan")] * 9, 5.5, *[float("inf")] * 9)
     with pytest.raises(NonFiniteLoss, match="10 steps in a row, up to step 21"):

@@ -1,4 +1,4 @@
-"""A rank's line to the control plane: order, delivery after an outage, the lease, cancellation, fencing."""
+"""A rank's connection to the control plane: order, delivery after an outage, the lease, cancellation, fencing."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ from worker.reporting.reporter import HttpReporter
 
 
 class ControlPlane:
-    """What a reporter talks to: applies batches in order, and can be away, cancel, or fence."""
+    """A control plane for the reporter: applies batches in order, and can be away, cancel, or fence."""
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
@@ -125,7 +125,7 @@ def test_a_rank_that_is_not_heard_for_its_lease_stops(
 ) -> None:
     assert control_plane.heard.wait(10)
     control_plane.away = True
-    time.sleep(0.6)  # A request that was already on its way may still renew the lease.
+    time.sleep(0.6)  # a request that is already on its way may still renew the lease
     clock.now += 61
     with pytest.raises(LeaseLost):
         reporter.check()

@@ -1,4 +1,4 @@
-"""The queue of reports keeps order through memory and disk, whatever the interleaving."""
+"""The queue of reports keeps its order in memory and on disk, for any sequence of operations."""
 
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The text stream: disjoint parts, every window once an epoch, one number to resume from, the same for any world size."""
+"""The text stream: disjoint parts, every window once per epoch, resume from one number, equal for any world size."""
 
 import math
 from pathlib import Path

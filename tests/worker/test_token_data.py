@@ -1,4 +1,4 @@
-"""Token shards: the same stream as one run of tokens, mapped and not loaded, checked at submission and in the rank."""
+"""Token shards: the same stream as one run of tokens, memory-mapped, checked at submission and in the rank."""
 
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def test_a_token_outside_the_vocabulary_leaves_no_index(tmp_path: Path) -> None:
         (lambda folder: None, Needs(20_000, 256), "training.sequence_length", "20000 tokens"),
     ],
 )
-def test_what_cannot_feed_a_job_is_refused(folder: Path, spoil: Any, needs: Needs, field: str, allowed: str) -> None:
+def test_shards_that_cannot_feed_a_job_are_refused(folder: Path, spoil: Any, needs: Needs, field: str, allowed: str) -> None:
     spoil(folder)
     with pytest.raises(Unfit) as raised:
         TokensSpec(path=str(folder)).check(folder, needs)

@@ -43,13 +43,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, forward: object, n
     return losses
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.parametrize(
     "level",
     ["O2", *(pytest.param(level, marks=pytest.mark.slow) for level in ("te", "O3-split", "fp16-amp"))],
 )
 def test_compiles_without_a_graph_break(level: str) -> None:
-    """aot_eager runs what Inductor would be given; the compiler's own rounding is not ours to test."""
+    """aot_eager runs the graph that Inductor would get, without the compiler's own rounding."""
     recipe = {"recipe": DELAYED} if LEVELS[level].gemm == "fp8" else {}
     compiled = [make(level, **recipe) for _ in range(2)]
     (eager, eager_optimizer), (model, optimizer) = compiled

@@ -1,4 +1,4 @@
-"""The loop: it learns, resumes to the bit at every level, accumulates, and passes over a damaged checkpoint."""
+"""The training loop learns, resumes bit-identically at every level, accumulates, and skips a damaged checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from worker.train import Trainer
 
 
 class Recorder:
-    """A reporter that keeps what it is told, and tells to stop after a step of the test's choice."""
+    """A reporter that keeps all reports and can stop the run after a chosen step."""
 
     def __init__(self, stop_after_step: int | None = None, stop: type[Stopped] = Cancelled) -> None:
         self.reports: list[ReportBody] = []

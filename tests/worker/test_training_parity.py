@@ -1,6 +1,6 @@
-"""Every level learns text as fp32 does: 150 steps from the same start on the same batches.
+"""Every level learns text as well as fp32: 150 steps from the same start on the same batches.
 
-The thousand-step version, with curves, is benchmarks/accuracy.py.
+benchmarks/accuracy.py is the version with a thousand steps and curves.
 """
 
 import math
@@ -35,7 +35,7 @@ def test_the_reference_learns(reference: Run, text: TokenWindows) -> None:
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "fp32"])
-def test_the_final_loss_is_that_of_fp32(level: str, reference: Run, text: TokenWindows) -> None:
+def test_the_final_loss_equals_that_of_fp32(level: str, reference: Run, text: TokenWindows) -> None:
     run = train_curve(level, SETTING, text)
     assert abs(gap(run, reference)) <= LIMITS.get(level, DEFAULT_LIMIT), (run.final_loss, reference.final_loss)
     assert run.losses != reference.losses

@@ -1,4 +1,4 @@
-"""Models that people have: transformers' Swin, DeiT and RoBERTa, from a configuration, in an ordinary loop."""
+"""Real models train in an ordinary loop: transformers' Swin, DeiT and RoBERTa, each built from a configuration."""
 
 from typing import Any
 

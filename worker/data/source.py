@@ -1,4 +1,4 @@
-"""What the training loop needs of its data: batches by position, the same from any rank of any world."""
+"""The training loop's view of its data: batches by position, equal on any rank of any world."""
 
 from collections.abc import Iterator, Mapping
 from typing import Protocol
@@ -6,22 +6,22 @@ from typing import Protocol
 from torch import Tensor
 
 Batch = Mapping[str, Tensor]
-"""Tensors by name, the first dimension counts samples. Text: "tokens" and "targets", int64 (B sequences, T tokens)."""
+"""Tensors by name; the first dimension counts samples. Text: "tokens" and "targets", int64 (B sequences, T tokens)."""
 
 
 class Source(Protocol):
-    """Training samples in epochs, evaluation samples from the front; disjoint.
+    """Training samples in epochs, and evaluation samples from the front; the two are disjoint.
 
-    A position is the number of samples read so far over all ranks: any rank finds its own from it, and that one number
-    resumes the stream exactly.
+    A position is the number of samples read so far over all ranks. Any rank computes its own samples from it, and this one
+    number resumes the stream exactly.
     """
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """Numbers that describe the data, for the job's summary."""
+        """Return numbers that describe the data, for the job's summary."""
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
-        """The `batch_size` samples that follow `position` in the stream of epochs."""
+        """Return the `batch_size` samples that follow `position` in the stream of epochs."""
 
     def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
-        """This part's share of the first `num_batches` × `batch_size` evaluation samples, spread over the whole set."""
+        """Yield this part's share of the first `num_batches` × `batch_size` evaluation samples, spread over the whole set."""

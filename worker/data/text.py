@@ -1,4 +1,4 @@
-"""Text as bytes, read as its contract selects and divides it (`api_schemas/data/text.py`)."""
+"""Text as bytes; the contract selects and divides the files (`api_schemas/data/text.py`)."""
 
 from pathlib import Path
 
@@ -20,12 +20,12 @@ class ByteTokens:
         return self._text.numel()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The bytes of a range, int64 (stop - start,)."""
+        """Return the bytes of a range, int64 (stop - start,)."""
         return self._text[start:stop].to(torch.int64)
 
 
 def open_source(spec: TextSpec, sequence_length: int, seed: int) -> TokenWindows:
-    """Read the corpus. Raises DataError where there is nothing to read or a part is shorter than one sequence."""
+    """Read the corpus. Raises DataError if it cannot be read or a part is shorter than one sequence."""
     root = Path(spec.path)
     try:
         train, evaluation, counts = _read_folder(root, spec) if root.is_dir() else _read_file(root, spec)
@@ -42,7 +42,7 @@ def open_source(spec: TextSpec, sequence_length: int, seed: int) -> TokenWindows
 
 
 def unigram_entropy_nats(text: bytes) -> float:
-    """Entropy of the distribution of single bytes, in nats per byte: what a model that ignores context can reach at best."""
+    """Entropy of the distribution of single bytes, in nats per byte: the best loss of a model that ignores context."""
     if not text:
         return 0.0
     counts = torch.bincount(ByteTokens(text).read(0, len(text)), minlength=256).double()

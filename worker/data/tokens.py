@@ -1,4 +1,4 @@
-"""Token shards, memory-mapped, as their index describes them (`api_schemas/data/tokens.py`); and writing them."""
+"""Memory-mapped token shards, as their index describes them (`api_schemas/data/tokens.py`), and a function to write them."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ SMALLEST_DTYPES = (("uint8", 1 << 8), ("uint16", 1 << 16), ("uint32", 1 << 32))
 
 
 class ShardedTokens:
-    """A run of tokens over several files, of which only what is read comes into memory."""
+    """A run of tokens over several files. Only the tokens that are read come into memory."""
 
     def __init__(self, folder: Path, shards: Sequence[TokenShard], dtype: str) -> None:
         self._arrays = [np.memmap(folder / shard.file, dtype=f"<{np.dtype(dtype).str[1:]}", mode="r") for shard in shards]
@@ -28,7 +28,7 @@ class ShardedTokens:
         return self._ends[-1]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The tokens of a range, int64 (stop - start,)."""
+        """Return the tokens of a range, int64 (stop - start,)."""
         parts, shard = [], bisect_right(self._ends, start)
         while start < stop:
             first = self._ends[shard] - len(self._arrays[shard])
@@ -39,7 +39,7 @@ class ShardedTokens:
 
 
 def open_source(spec: TokensSpec, sequence_length: int, seed: int) -> TokenWindows:
-    """Map the shards. Raises DataError where they are missing, too short, or not what the index says."""
+    """Map the shards. Raises DataError if they are missing, too short, or differ from the index."""
     folder = Path(spec.path)
     try:
         index = TokenIndex.read(folder)
@@ -57,9 +57,9 @@ def open_source(spec: TokensSpec, sequence_length: int, seed: int) -> TokenWindo
 def write_shards(
     folder: Path, vocab_size: int, train: Iterable[Sequence[int]], evaluation: Iterable[Sequence[int]]
 ) -> TokenIndex:
-    """Write one shard for each run of tokens, in the smallest dtype that holds the vocabulary, and the index last.
+    """Write one shard for each run of tokens, in the smallest dtype that holds the vocabulary, then the index.
 
-    Raises ValueError for a token outside the vocabulary, before the index is written: a folder without one is no source.
+    Raises ValueError for a token outside the vocabulary. It does so before the index is written, so no source is left behind.
     """
     dtype = next(name for name, limit in SMALLEST_DTYPES if vocab_size <= limit)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""A run of tokens cut into windows, in an order that depends on (seed, epoch) alone.
+"""A run of tokens cut into windows, in an order that depends only on (seed, epoch).
 
-An epoch is a permutation of the training windows. So any rank of any world size finds its sequences from the position, and
-that one number resumes the stream exactly.
+An epoch is a permutation of the training windows. Any rank of any world size computes its sequences from the position, and
+this one number resumes the stream exactly.
 
 Shape suffixes: B sequences, T tokens.
 """
@@ -23,12 +23,12 @@ class Tokens(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The tokens of a range, int64 (stop - start,)."""
+        """Return the tokens of a range, int64 (stop - start,)."""
 
 
 @dataclass
 class TokenWindows:
-    """A `Source` of windows of `sequence_length` tokens, each with the token that follows every one of its own."""
+    """A `Source` of windows of `sequence_length` tokens. Each token's target is the token that follows it."""
 
     train: Tokens = field(repr=False)
     evaluation: Tokens = field(repr=False)
@@ -39,20 +39,20 @@ class TokenWindows:
 
     @property
     def num_train_windows(self) -> int:
-        """Windows of an epoch."""
+        """Number of windows in one epoch."""
         return num_windows(self.train, self.sequence_length)
 
     @property
     def num_evaluation_windows(self) -> int:
-        """Windows that there are for evaluation."""
+        """Number of windows for evaluation."""
         return num_windows(self.evaluation, self.sequence_length)
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
-        """The `batch_size` sequences that follow `position` in the stream of epochs."""
+        """Return the `batch_size` sequences that follow `position` in the stream of epochs."""
         return self._gather(self.train, [self._window_at(position + offset) for offset in range(batch_size)])
 
     def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
-        """This part's share of the first `num_batches` × `batch_size` windows, spread over the whole text."""
+        """Yield this part's share of the first `num_batches` × `batch_size` windows, spread over the whole text."""
         wanted = min(batch_size * num_batches, self.num_evaluation_windows)
         indices = [position * self.num_evaluation_windows // wanted for position in range(wanted)]
         mine = indices[part::num_parts]
@@ -76,7 +76,7 @@ class TokenWindows:
 
 
 def num_windows(tokens: Tokens, sequence_length: int) -> int:
-    """Whole windows in a run of tokens; the last one needs a token that follows."""
+    """Count the whole windows in a run of tokens. The last window needs one token after it."""
     return max(0, len(tokens) - 1) // sequence_length
 
 

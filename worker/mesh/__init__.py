@@ -1,4 +1,4 @@
-"""The ranks that train one model together: named axes, their collectives, and FP8 codes over an axis."""
+"""The ranks that train one model together: named axes, collectives on an axis, and FP8 codes averaged over an axis."""
 
 from worker.mesh.axis import Axis
 from worker.mesh.codes import average_codes

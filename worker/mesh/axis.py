@@ -1,6 +1,6 @@
 """One group of ranks and its collectives. A group of one needs no process group: every collective is the identity.
 
-Codes travel as bytes: gloo refuses float8. What a collective sends is counted where it is called, and nowhere else.
+Codes travel as bytes because gloo refuses float8. Each collective counts the bytes that it sends; nothing else counts them.
 
 Shape suffixes: R ranks of the axis, S elements of one rank's share.
 """
@@ -13,22 +13,22 @@ from torch import Tensor
 
 
 class Axis:
-    """The ranks on one axis of a mesh, seen from one of them. `rank` is the place among them, from 0 on."""
+    """The ranks on one axis of a mesh, as one of them sees it. `rank` is its index on the axis, from 0."""
 
     def __init__(self, name: str, size: int, rank: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """group: of the ranks of this axis; None for the whole world, or where there is one rank."""
+        """group: the ranks of this axis; None for the whole world or for a single rank."""
         self.name, self.size, self.rank, self.device = name, size, rank, device
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
-        """Bytes of tensors that this rank sent, by collective and by the dtype that they mean."""
+        """Bytes of tensors that this rank sent, by collective and by the dtype of the values."""
         self._group = group
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first on the axis."""
+        """True if this rank is the first on the axis."""
         return self.rank == 0
 
     def sum(self, *numbers: float) -> list[float]:
-        """Each number summed over the ranks, in float64."""
+        """Sum each number over the ranks, in float64."""
         if self.size == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -39,12 +39,12 @@ class Axis:
         """Replace a tensor by its sum over the ranks, in the order that the backend chooses."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
-            # Each rank sends all shares but one twice: to where they are summed, and the sums to the others.
+            # Each rank sends all shares but its own twice: first to the ranks that sum them, then the sum to all others.
             self._count("sum", tensor.dtype, 2 * tensor.nbytes * (self.size - 1) // self.size)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Replace a tensor by its maximum over the ranks. NaN counts as infinity, which wins on every rank alike."""
+        """Replace a tensor by its maximum over the ranks. NaN counts as infinity, so all ranks get the same result."""
         tensor.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
@@ -52,7 +52,7 @@ class Axis:
         return tensor
 
     def exchange(self, parts_RS: Tensor) -> Tensor:
-        """Send row r to rank r. Returns what the ranks have sent here, by rank, in the same shape and dtype."""
+        """Send row r to rank r. Returns the received rows, ordered by rank, in the same shape and dtype."""
         if self.size == 1:
             return parts_RS
         received_RS = torch.empty_like(parts_RS)
@@ -61,7 +61,7 @@ class Axis:
         return received_RS
 
     def gather(self, own_S: Tensor) -> Tensor:
-        """The shares of all ranks, by rank: (R, S)."""
+        """Gather the shares of all ranks, ordered by rank: (R, S)."""
         if self.size == 1:
             return own_S.unsqueeze(0)
         gathered_RS = own_S.new_empty((self.size, *own_S.shape))
@@ -70,7 +70,7 @@ class Axis:
         return gathered_RS
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
-        """Replace a tensor by the first rank's, bit for bit."""
+        """Replace a tensor by the first rank's tensor, bit for bit."""
         if self.size > 1:
             first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
             dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=first, group=self._group)

@@ -1,7 +1,8 @@
-"""The mean of FP8 codes over an axis. FP8 is never added in FP8, which would lose accuracy with every rank.
+"""The mean of FP8 codes over an axis. Sums are never kept in FP8, which would lose accuracy with every rank.
 
-Each rank receives all ranks' codes of its own share (exchange), sums them in fp32, quantizes the mean once and gathers the
-others' shares. The same bytes travel as in an FP8 all-reduce, with one rounding instead of one for each rank.
+Each rank receives the codes of its own share from all ranks (exchange), sums them in fp32, quantizes the mean once and
+gathers the other shares. The bytes on the wire equal those of an FP8 all-reduce, with one rounding in total instead of one
+per rank.
 
 Shape suffixes: R ranks, S elements of one rank's share, G tensors.
 """
@@ -18,9 +19,9 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def average_codes(axis: Axis, codes: Sequence[Tensor], dequant_scales: Sequence[Tensor]) -> None:
-    """Replace E4M3 codes, of any shapes, and their fp32 scales () by those of their means over the ranks, in place.
+    """Replace E4M3 codes, of any shapes, and their fp32 scales () by the codes and scales of their means, in place.
 
-    A scale becomes NaN on every rank where a value of any rank is not finite.
+    A scale becomes NaN on every rank if any rank has a value that is not finite.
     """
     if axis.size == 1:
         return

@@ -1,4 +1,4 @@
-"""The mesh of ranks: who meets whom on which axis, who reports, who owns the loss."""
+"""The mesh of ranks: which ranks meet on which axis, which rank reports, which ranks own a loss."""
 
 from collections import Counter
 from datetime import timedelta
@@ -16,10 +16,11 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 class Mesh:
-    """A context: process groups exist inside it. With one rank there are none, and every collective is the identity.
+    """A context manager: process groups exist inside it. A single rank has no group, and every collective is the identity.
 
-    world: all ranks; they stop together. data: train the same layers on different sequences; average gradients. tensor: share
-    each layer. pipeline: hold consecutive layers. stage: data and tensor together; agree on what scaling remembers.
+    world: all ranks; they stop together. data: ranks that train the same layers on different sequences and average
+    gradients. tensor: ranks that share each layer. pipeline: ranks that hold consecutive layers. stage: data and tensor
+    together; these ranks agree on the state of FP8 scaling.
     """
 
     world: Axis
@@ -29,7 +30,7 @@ class Mesh:
     stage: Axis
 
     def __init__(self, env: RankEnv, device: torch.device, layout: Layout | None = None) -> None:
-        """layout: by default all ranks are data parallel."""
+        """layout: degrees of parallelism; by default all ranks are data parallel."""
         self.device = device
         self._env = env
         self._layout = layout or Layout(env.world_size)
@@ -55,24 +56,24 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # After an error the other ranks may be gone: leaving the group would wait for them.
+        # After an error the other ranks may be gone, and leaving the group would wait for them.
         if self._env.world_size > 1 and error is None:
             dist.barrier()
             dist.destroy_process_group()
 
     @property
     def reports(self) -> bool:
-        """Whether this rank tells the control plane what all ranks share, and writes what they share."""
+        """True if this rank reports and writes what all ranks share."""
         return self.world.is_first
 
     @property
     def owns_loss(self) -> bool:
-        """Whether this rank's loss counts: once for each share of the batch, in the last stage of the pipeline."""
+        """True if this rank's loss counts: one rank for each share of the batch, in the last stage of the pipeline."""
         return self.pipeline.rank == self.pipeline.size - 1 and self.tensor.is_first
 
     @property
     def sent_bytes(self) -> Counter[str]:
-        """Bytes of tensors that this rank sent, over all axes, by the dtype that they mean."""
+        """Bytes of tensors that this rank sent, over all axes, by the dtype of the values."""
         total: Counter[str] = Counter()
         for axis in (self.world, self.pipeline, self.data, self.tensor, self.stage):
             for (_, dtype), num_bytes in axis.sent_bytes.items():
@@ -80,7 +81,7 @@ class Mesh:
         return total
 
     def _axis(self, name: AxisName) -> Axis:
-        """The axis through this rank. Every rank makes every group, as torch asks; the world's own group serves all of it."""
+        """Create the axis through this rank. torch requires that every rank creates every group; a world axis needs none."""
         ranks, group = self._layout.group(name, self._env.rank), None
         if 1 < len(ranks) < self._layout.num_ranks:
             made = {members: dist.new_group(list(members)) for members in self._layout.groups(name)}

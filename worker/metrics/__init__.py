@@ -1,1 +1,1 @@
-"""What a rank measures of itself: the table of its metrics, memory, its device, and how Prometheus reads them."""
+"""What a rank measures: its table of metrics, its memory and its device, and their export to Prometheus."""

@@ -1,4 +1,4 @@
-"""How many bytes a forward pass keeps for its backward pass: counted once from what autograd really saves."""
+"""The bytes that a forward pass keeps for its backward pass, counted once from the tensors that autograd saves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from worker.metrics.table import Metrics
 
 
 class ActivationCount:
-    """Bytes of distinct storages that were saved, without those of parameters and buffers."""
+    """Counts the bytes of distinct storages that autograd saves, except those of parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         tensors = (*model.parameters(), *model.buffers())
@@ -27,7 +27,7 @@ class ActivationCount:
 
 @contextmanager
 def activations_counted_once(model: nn.Module, metrics: Metrics) -> Iterator[None]:
-    """Around every forward pass. The first one's saved tensors are counted into `metrics`; they stay what they are."""
+    """Wrap a forward pass. The first pass counts its saved tensors into `metrics`; the tensors stay unchanged."""
     if metrics.knows("octet_memory_bytes", "activations"):
         yield
         return

@@ -1,4 +1,4 @@
-"""What a rank's device says of itself: memory in use and at its peak, and on CUDA power, clock and temperature from NVML.
+"""Readings of a rank's device: memory in use and at its peak; on CUDA also power, clock and temperature from NVML.
 
 Read when Prometheus asks, not by the training loop.
 """
@@ -20,11 +20,11 @@ PEAK_FLOPS = {
     "H100 PCIe": 756.5e12,
     "A100": 312e12,
 }
-"""Dense bf16 peaks by a part of the device's name, from the vendor's data sheets; ratios are always of these, also in FP8."""
+"""Dense bf16 peaks by a part of the device's name, from vendors' data sheets. Ratios refer to these, also in FP8."""
 
 
 def device_readings(device: torch.device) -> Callable[[], Readings]:
-    """What to call at each scrape for this device: names of `worker.metrics.table` families and their values."""
+    """Return the function to call at each scrape; it yields names of `worker.metrics.table` families and their values."""
     if device.type == "cpu":
         return _read_process
     gpu = _open_nvml(device)
@@ -32,7 +32,7 @@ def device_readings(device: torch.device) -> Callable[[], Readings]:
 
 
 def bf16_peak(device: torch.device) -> float | None:
-    """FLOP/s that this device can do at most in dense bf16; None where we do not know."""
+    """Return the device's peak in dense bf16 FLOP/s; None if it is not known."""
     if device.type == "cpu":
         return None
     name = torch.cuda.get_device_name(device)
@@ -40,7 +40,7 @@ def bf16_peak(device: torch.device) -> float | None:
 
 
 def _read_process() -> Readings:
-    """Resident memory of this process, and the smaller of its control group's limit and the machine's memory."""
+    """Read this process's resident memory, and its memory limit: the smaller of control group and machine."""
     status = Path("/proc/self/status").read_text()
     yield "octet_memory_used_bytes", _kilobytes(status, "VmRSS")
     yield "octet_memory_peak_bytes", _kilobytes(status, "VmHWM")
@@ -60,7 +60,7 @@ def _read_cuda(device: torch.device, gpu: Any | None) -> Readings:
 
 
 def _read_nvml(gpu: Any) -> Readings:
-    """What this GPU supports of it: a MIG slice, for one, has no utilization of its own."""
+    """Read those NVML values that this GPU supports. A MIG slice, for one, has no utilization of its own."""
     import pynvml
 
     readings: dict[str, Callable[[], float]] = {
@@ -75,7 +75,7 @@ def _read_nvml(gpu: Any) -> Readings:
 
 
 def _open_nvml(device: torch.device) -> Any | None:
-    """NVML's handle of the device; None where the package or the library is missing: torch's own readings remain."""
+    """Open the device in NVML. Returns None if package or library are missing; torch's own readings remain."""
     try:
         import pynvml
     except ImportError:

@@ -1,8 +1,8 @@
-"""Serves a rank's metrics to Prometheus, on a port of its own, and tells the control plane where.
+"""Serve a rank's metrics to Prometheus on a port of its own, and report the address to the control plane.
 
-It listens only on the address by which the rank reaches the control plane: whoever runs beside that, Prometheus too,
-reaches the rank by it, and on one machine it is the loopback. A scrape costs the training loop nothing but its share of
-the processor: `benchmarks/exporter_overhead.py` measures it.
+The server listens only on the address from which the rank reaches the control plane. Prometheus runs next to the control
+plane and reaches the rank by that address; on a single machine it is the loopback. A scrape costs the training loop only
+processor time, which `benchmarks/exporter_overhead.py` measures.
 """
 
 import socket
@@ -29,7 +29,7 @@ _POLL_S = 0.05
 
 
 class MetricsCollector(Collector):
-    """Metrics in Prometheus' words, at most `max_series` of them: a family that does not fit whole is left out and counted."""
+    """Converts metrics to Prometheus' form, at most `max_series`. A family that does not fit is left out and counted."""
 
     def __init__(self, metrics: Metrics, max_series: int = MAX_SERIES) -> None:
         self._metrics = metrics
@@ -41,7 +41,7 @@ class MetricsCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        num_left = self._max_series - 1  # one is the count of those left out
+        num_left = self._max_series - 1  # the counter of dropped series takes one
         num_dropped = 0
         for metric in self._families():
             if len(metric.samples) > num_left:
@@ -64,7 +64,7 @@ class MetricsCollector(Collector):
 
 
 class Exporter:
-    """A context: inside it, `http://{address}/metrics` answers. Raises OSError where nothing can listen on `host`."""
+    """A context manager: inside it, `http://{address}/metrics` answers. Raises OSError if it cannot listen on `host`."""
 
     def __init__(self, metrics: Metrics, host: str, port: int = 0) -> None:
         registry = CollectorRegistry()
@@ -86,7 +86,7 @@ class Exporter:
 
 @contextmanager
 def exported(metrics: Metrics, send: Callable[[ReportBody], None], report_url: str) -> Iterator[None]:
-    """Serve the metrics and report the address by `send`. A rank that cannot serve them trains all the same, and says so."""
+    """Serve the metrics and report the address by `send`. If serving fails, send an event and let the rank train."""
     try:
         exporter = Exporter(metrics, local_address_towards(report_url))
     except OSError as error:
@@ -99,7 +99,7 @@ def exported(metrics: Metrics, send: Callable[[ReportBody], None], report_url: s
 
 
 def local_address_towards(url: str) -> str:
-    """This machine's address on the way to `url`. Nothing is sent. Raises OSError where there is no way."""
+    """Return this machine's address on the route to `url`, without sending anything. Raises OSError without a route."""
     parts = urlsplit(url)
     port = parts.port or 80
     family, kind, protocol, _, peer = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
@@ -110,7 +110,7 @@ def local_address_towards(url: str) -> str:
 
 class _Server(ThreadingWSGIServer):
     def server_bind(self) -> None:
-        """As the parents do, without asking the name service for this machine's name, which can take seconds."""
+        """Bind as the parents do, but do not ask the name service for this machine's name, which can take seconds."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()

@@ -1,6 +1,6 @@
-"""Bytes that a model and its optimizer hold, by class, counted from live storage and not from a table.
+"""The bytes that a model and its optimizer hold, by class, counted from live storage.
 
-Every storage counts once, whatever number of tensors see it, and in full, whatever part of it they see.
+Every storage counts once and in full, however many tensors see it and whatever part of it they see.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "s
 def memory_report(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, converted_only: bool = False
 ) -> dict[str, int]:
-    """Bytes by class: weights, master_weights, gradients, exp_avg, exp_avg_sq, scales, other.
+    """Return bytes by class: weights, master_weights, gradients, exp_avg, exp_avg_sq, scales, other.
 
-    `scales` are all dequant_scales, of weights, gradients and states alike; `other` is what remains of buffers and states.
-    `converted_only`: of the weights that `initialize` converted and what belongs to them, without biases.
+    `scales` are all dequant_scales of weights, gradients and states; `other` is the rest of buffers and states.
+    converted_only: count only weights that `initialize` converted and the tensors that belong to them, without biases.
     """
     num_bytes = dict.fromkeys(CLASSES, 0)
     seen: set[int] = set()
     for kind, tensor in held_tensors(model, optimizer, converted_only=converted_only):
         storage = tensor.untyped_storage()
-        if storage._cdata not in seen:  # and not by address, which a fake tensor has none of
+        if storage._cdata not in seen:  # not the address: fake tensors have none
             seen.add(storage._cdata)
             num_bytes[kind] += storage.nbytes()
     return num_bytes
@@ -35,7 +35,7 @@ def memory_report(
 def held_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, converted_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every plain tensor that model and optimizer hold, with its class, as `memory_report` counts them."""
+    """Yield every plain tensor that model and optimizer hold, with its class, as `memory_report` counts them."""
     parameters, buffers = _converted(model) if converted_only else (model.parameters(), model.named_buffers())
     for parameter in parameters:
         yield from _parts("weights", parameter)
@@ -61,7 +61,7 @@ def _buffer_class(name: str) -> str:
 
 
 def _parts(kind: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors of a value: of a wrapper, a dataclass or a dict; those called scale are of the class `scales`."""
+    """Yield the plain tensors inside a wrapper, dataclass or dict. A part with "scale" in its name has class `scales`."""
     is_wrapper = is_traceable_wrapper_subclass(value)
     if isinstance(value, Tensor) and not is_wrapper:
         yield kind, value

@@ -1,7 +1,7 @@
-"""What a rank knows of its own health: the table of its metrics, and the values they have now.
+"""The table of a rank's metrics, and their present values.
 
 The training loop only writes numbers into `Metrics`; `worker.metrics.exporter` formats them when Prometheus asks, on another
-thread. Loads no torch. Labels that tell ranks apart (job, attempt, rank, pool, tenant, level) come from service discovery.
+thread. Loads no torch. Labels that identify ranks (job, attempt, rank, pool, tenant, level) come from service discovery.
 """
 
 import threading
@@ -19,7 +19,7 @@ OPERANDS = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True)
 class Family:
-    """One metric: its name, and what its values mean."""
+    """One metric: its name, its help text and the name of its label."""
 
     name: str
     help: str
@@ -40,7 +40,7 @@ FAMILIES = (
     Family("octet_train_steps_total", "optimizer steps taken by this process"),
     Family("octet_train_tokens_total", "tokens this rank trained on; the sum over ranks is the job's"),
     Family("octet_train_samples_total", "sequences this rank trained on; the sum over ranks is the job's"),
-    Family("octet_train_flops_total", "model FLOPs of this rank's tokens, forward and backward, nothing recomputed"),
+    Family("octet_train_flops_total", "model FLOPs of this rank's tokens, forward and backward, without recomputation"),
     Family("octet_train_non_finite_steps_total", "steps whose loss or gradient norm was NaN or infinite"),
     Family(
         "octet_train_seconds_total",
@@ -50,35 +50,33 @@ FAMILIES = (
     Family("octet_train_flops_utilization_ratio", "model FLOP/s of the last step over the peak that the label names", "peak"),
     Family("octet_train_evaluation_loss", "loss of the last evaluation, nats per token"),
     Family("octet_memory_bytes", "bytes of live tensors at the end of the first step's backward pass, by class", "class"),
-    Family("octet_memory_used_bytes", "in use now: on cuda of the whole device, on cpu resident in this process"),
-    Family("octet_memory_peak_bytes", "the most so far: on cuda allocated by torch, on cpu resident in this process"),
-    Family(
-        "octet_memory_limit_bytes", "what there is: on cuda the device's memory, on cpu the control group's or the machine's"
-    ),
-    Family("octet_layers", "linear layers that compute in FP8, and those left as they were, filtered or demoted", "state"),
+    Family("octet_memory_used_bytes", "memory in use now: on cuda by the whole device, on cpu by this process (resident)"),
+    Family("octet_memory_peak_bytes", "highest use so far: on cuda allocated by torch, on cpu resident in this process"),
+    Family("octet_memory_limit_bytes", "memory available: on cuda the device's, on cpu the control group's or the machine's"),
+    Family("octet_layers", "linear layers by state: converted to FP8, skipped, filtered or demoted", "state"),
     Family("octet_fp8_amax", "largest magnitude in the last sample, over the layers", "operand"),
     Family("octet_fp8_dequant_scale", "largest dequant_scale in the last sample, over the layers", "operand"),
     Family("octet_fp8_overflow_ratio", "share of elements clamped to the format's maximum, worst layer", "operand"),
     Family("octet_fp8_underflow_ratio", "share of non-zero elements that became zero, worst layer", "operand"),
-    Family("octet_fp8_sqnr_decibels", "signal to quantisation noise, worst layer", "operand"),
+    Family("octet_fp8_sqnr_decibels", "signal to quantization noise, worst layer", "operand"),
     Family(
         "octet_wire_sent_bytes_total",
-        "bytes of gradients, codes and scales this rank sent to others, by the dtype they travel in",
+        "bytes of gradients, codes and scales that this rank sent to others, by dtype on the wire",
         "dtype",
     ),
     Family("octet_checkpoints_total", "checkpoints written by this process"),
     Family("octet_checkpoint_bytes", "size of the last checkpoint"),
     Family("octet_checkpoint_last_success_timestamp_seconds", "when the last checkpoint was complete, unix time"),
-    Family("octet_gpu_power_watts", "draw of this rank's GPU, from NVML"),
-    Family("octet_gpu_sm_clock_hertz", "clock of its multiprocessors, from NVML"),
-    Family("octet_gpu_temperature_celsius", "its temperature, from NVML"),
+    Family("octet_gpu_power_watts", "power draw of this rank's GPU, from NVML"),
+    Family("octet_gpu_sm_clock_hertz", "multiprocessor clock of this rank's GPU, from NVML"),
+    Family("octet_gpu_temperature_celsius", "temperature of this rank's GPU, from NVML"),
     Family("octet_gpu_utilization_ratio", "share of the last sample period in which a kernel ran, from NVML"),
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
 
 
 class OperandSample(Protocol):
-    """What is read of `worker.fp8.statistics.OperandSample`."""
+    """The fields of `worker.fp8.statistics.OperandSample` that are read here."""
 
     @property
     def operand(self) -> str: ...
@@ -95,7 +93,7 @@ class OperandSample(Protocol):
 
 
 class Lap:
-    """How long a timed phase took; known when it is over."""
+    """The duration of a timed phase, known when the phase is over."""
 
     seconds = 0.0
 
@@ -115,7 +113,7 @@ class Metrics:
         self._read_device: Callable[[], Iterable[tuple[str, float]]] = tuple
 
     def read(self) -> list[tuple[Family, str, float]]:
-        """Every value that is known, in the order of the table: its family, the value of its label, the value."""
+        """Return every known value in the table's order: family, value of its label, value."""
         with self._lock:
             values = dict(self._values)
         values |= {(name, ""): value for name, value in self._read_device()}
@@ -139,7 +137,7 @@ class Metrics:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[Lap]:
-        """Count the time spent inside towards `phase`; a phase inside another is not counted in the outer one too."""
+        """Add the time spent inside to `phase`. Time in a nested phase is not counted in the outer phase."""
         assert phase in PHASES, phase
         lap = Lap()
         outer_inner_s, self._inner_s = self._inner_s, 0.0
@@ -152,18 +150,18 @@ class Metrics:
             self._inner_s = outer_inner_s + lap.seconds
 
     def describe_work(self, *, world_size: int, samples_per_step: int, flops_per_token: float) -> None:
-        """What a step is, over all ranks. flops_per_token: of the model, forward and backward."""
+        """Describe a step over all ranks. flops_per_token: FLOPs of the model, forward and backward."""
         self._world_size = world_size
         self._samples_per_step = samples_per_step
         self._flops_per_token = flops_per_token
 
     def describe_device(self, read: Callable[[], Iterable[tuple[str, float]]], peak_flops: float | None) -> None:
-        """`read` is called at each scrape; `peak_flops` is the device's FLOP/s in dense bf16, if it is known."""
+        """Describe the device. read: called at each scrape. peak_flops: dense bf16 FLOP/s of the device, None if unknown."""
         self._read_device = read
         self._peak_flops = peak_flops
 
     def observe(self, body: ReportBody) -> None:
-        """Take over what a report says. Every rank does, also those that do not send it."""
+        """Take the numbers from a report. Every rank calls this, also ranks that do not send the report."""
         match body:
             case StartedReport():
                 self.set("octet_train_step", body.resumed_from_step)
@@ -183,7 +181,7 @@ class Metrics:
                 pass  # phases, logs and events are not numbers
 
     def observe_demotion(self) -> None:
-        """One layer less computes in FP8."""
+        """Count one layer fewer in FP8 and one more demoted."""
         self.add("octet_layers", -1, "converted")
         self.add("octet_layers", 1, "demoted")
 
@@ -192,12 +190,12 @@ class Metrics:
             self.set("octet_memory_bytes", value, kind)
 
     def observe_wire(self, sent_bytes: Mapping[str, int]) -> None:
-        """`sent_bytes`: by dtype, since the process started."""
+        """Set the bytes sent since the process started. sent_bytes: by dtype."""
         for dtype, value in sent_bytes.items():
             self.set("octet_wire_sent_bytes_total", value, dtype)
 
     def observe_fp8(self, samples: Sequence[OperandSample]) -> None:
-        """The layers of one sample taken together, an operand at a time: the worst of each number."""
+        """Set each operand's worst value of each number over the layers of one sample."""
         if samples is self._last_samples:
             return
         self._last_samples = samples

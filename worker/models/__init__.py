@@ -9,6 +9,6 @@ __all__ = ["Losses", "TrainedModel", "build_model"]
 
 
 def build_model(spec: FamilySpec, seed: int) -> TrainedModel:
-    """The network that a spec names, on the CPU in fp32, with initial values that depend on `seed` alone."""
+    """Build the network that a spec names, on the CPU in fp32. Initial values depend only on `seed`."""
     model: TrainedModel = import_module(f"worker.models.{spec.family}").build(spec, seed)
     return model

@@ -1,8 +1,8 @@
 """The mean cross entropy of a language model's logits, without fp32 copies of them.
 
-torch's own holds, of the logits in fp32, the log-softmax and two gradients at once: 12 bytes for each logit beside the 2 of
-bf16, and that while every activation is still alive. At 8192 tokens of 50304 logits that was 4.6 GiB of a step's peak of 23.
-Here a few rows are wide at a time, and the gradient takes the logits' place.
+torch's own cross entropy holds the log-softmax and two gradients in fp32 at once: 12 bytes per logit in addition to the 2 of
+bf16, while every activation is still alive. At 8192 tokens and 50304 logits that was 4.6 GiB of a step's peak of 23 GiB.
+Here only a few rows are in fp32 at a time, and the gradient overwrites the logits.
 Shape suffixes: N tokens, V vocabulary.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that are fp32 at a time: 64 MiB."""
+"""Logits that are in fp32 at the same time: 64 MiB."""
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Mean in nats over the tokens, computed in fp32. Its backward pass overwrites the logits, and so runs once."""
+    """Mean cross entropy in nats over the tokens, computed in fp32. Backward overwrites the logits, so it runs only once."""
     loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N)
     return loss
 
@@ -35,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        logits_NV, targets_N, log_sums_N = ctx.saved_tensors  # torch refuses a second time: the logits have changed
+        logits_NV, targets_N, log_sums_N = ctx.saved_tensors  # torch raises on a second call: the logits have changed
         grad_of_token = (grad_output / len(logits_NV)).float()
         for rows in _chunks(logits_NV):
             grad_nV = (logits_NV[rows].float() - log_sums_N[rows, None]).exp_().mul_(grad_of_token)

@@ -1,7 +1,7 @@
 """A GPT: learned positions, pre-LayerNorm blocks, causal attention, a 4x GELU MLP, and a head tied to the embedding.
 
-Plain PyTorch modules and nothing about precision: a level converts the `nn.Linear`s from outside (`worker.initialize`).
-Initial values are GPT-2's (Radford et al. 2019): N(0, 0.02), with 0.02 / sqrt(2 * num_layers) for what writes to the
+Plain PyTorch modules that know nothing of precision: a level converts the `nn.Linear`s from outside (`worker.initialize`).
+Initial values are GPT-2's (Radford et al. 2019): N(0, 0.02), and 0.02 / sqrt(2 * num_layers) for layers that write to the
 residual stream.
 
 Shape suffixes: B sequences, T tokens, D hidden, H heads, V vocabulary.
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class GPT(TrainedModel):
-    """Tokens in, logits of the next token out."""
+    """Maps tokens to logits of the next token."""
 
     def __init__(self, sizes: GPTSizes, seed: int = 0) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class GPT(TrainedModel):
         return self.head(self.final_norm(hidden_BTD))
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
-        """Mean cross entropy in nats per token, computed in fp32. Its backward pass runs once."""
+        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
         return next_token_losses(self(batch["tokens"]), batch["targets"], with_metrics=not self.training)
 
     @property
@@ -112,5 +112,5 @@ class GPT(TrainedModel):
 
 
 def build(spec: GPTSpec, seed: int) -> GPT:
-    """The GPT that a job asks for."""
+    """Build the GPT that a job asks for."""
     return GPT(spec.sizes, seed)

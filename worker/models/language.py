@@ -7,9 +7,9 @@ from worker.models.model import Losses
 
 
 def next_token_losses(logits_BTV: Tensor, targets_BT: Tensor, *, with_metrics: bool) -> Losses:
-    """Mean cross entropy in nats, and on request `token_accuracy`, the share of targets with the largest logit.
+    """Return the mean cross entropy in nats and, if requested, `token_accuracy`: the share of targets with the top logit.
 
-    The backward pass overwrites the logits, and so runs once.
+    The backward pass overwrites the logits, so it can run only once.
     """
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
     metrics = {"token_accuracy": (logits_NV.argmax(-1) == targets_N).float().mean()} if with_metrics else {}

@@ -1,9 +1,9 @@
 """A Llama: rotary positions, pre-RMSNorm blocks, causal attention with grouped queries, a SwiGLU MLP, no biases.
 
-Plain PyTorch modules and nothing about precision: a level converts the `nn.Linear`s from outside (`worker.initialize`).
-Rotation pairs element i of a head with element i + half, as transformers' Llama does (Su et al. 2021, arXiv 2104.09864).
-RMSNorm is Zhang and Sennrich's (2019), SwiGLU Shazeer's (2020). Initial values are N(0, 0.02), with
-0.02 / sqrt(2 * num_layers) for what writes to the residual stream.
+Plain PyTorch modules that know nothing of precision: a level converts the `nn.Linear`s from outside (`worker.initialize`).
+Rotation pairs element i of a head with element i + d/2, as transformers' Llama does (Su et al. 2021, arXiv 2104.09864).
+RMSNorm follows Zhang and Sennrich (2019), SwiGLU Shazeer (2020). Initial values are N(0, 0.02), and
+0.02 / sqrt(2 * num_layers) for layers that write to the residual stream.
 
 Shape suffixes: B sequences, T tokens, D hidden, H heads, d elements of a head, V vocabulary.
 """
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Llama(TrainedModel):
-    """Tokens in, logits of the next token out."""
+    """Maps tokens to logits of the next token."""
 
     def __init__(self, sizes: LlamaSizes, seed: int = 0) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Llama(TrainedModel):
         return self.head(self.final_norm(hidden_BTD))
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
-        """Mean cross entropy in nats per token, computed in fp32. Its backward pass runs once."""
+        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
         return next_token_losses(self(batch["tokens"]), batch["targets"], with_metrics=not self.training)
 
     @torch.no_grad()
@@ -115,14 +115,14 @@ class Llama(TrainedModel):
 
 
 def rotation(num_tokens: int, head_size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, fp32 (T, d), of the angles by which position t turns each pair: t · theta^(-2i / d)."""
+    """Return cosines and sines, fp32 (T, d), of the angle that turns each pair at position t: t · theta^(-2i / d)."""
     frequencies = theta ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size)
     angles_Td = torch.outer(torch.arange(num_tokens, device=device, dtype=torch.float32), frequencies).repeat(1, 2)
     return angles_Td.cos(), angles_Td.sin()
 
 
 def rotate(heads_BHTd: Tensor, rotation_Td: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + d/2) of a head by its position's angle; the dtype stays."""
+    """Turn each pair (i, i + d/2) of a head by the angle of its position. The dtype stays."""
     cosines_Td, sines_Td = rotation_Td
     first, second = heads_BHTd.float().chunk(2, dim=-1)
     turned = heads_BHTd.float() * cosines_Td + torch.cat((-second, first), dim=-1) * sines_Td
@@ -130,5 +130,5 @@ def rotate(heads_BHTd: Tensor, rotation_Td: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def build(spec: LlamaSpec, seed: int) -> Llama:
-    """The Llama that a job asks for."""
+    """Build the Llama that a job asks for."""
     return Llama(spec.sizes, seed)

@@ -1,4 +1,4 @@
-"""What the training loop needs of a network: the loss of a batch, and what else an evaluation measures."""
+"""The training loop's view of a network: the loss of a batch, and the further values of an evaluation."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class Losses(NamedTuple):
-    """What a model says of one batch.
+    """The results of a model for one batch.
 
-    loss: the mean over the batch's targets in nats, fp32 (). num_targets: how many the means are over. metrics: means over the
-    same targets by the names of the family's contract, fp32 (); empty while training.
+    loss: mean over the batch's targets in nats, fp32 (). num_targets: number of targets in the means. metrics: further means
+    over the same targets, fp32 (), with the names of the family's contract; empty while training.
     """
 
     loss: Tensor
@@ -20,8 +20,8 @@ class Losses(NamedTuple):
 
 
 class TrainedModel(nn.Module):
-    """Base of the networks that a job can train. They know nothing of precision: a level converts their layers from outside."""
+    """Base of the networks that a job can train. They know nothing of precision: a level converts layers from outside."""
 
     @abstractmethod
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
-        """The loss of a batch of the source's tensors. Its backward pass runs once."""
+        """Return the losses of a batch from the source. The backward pass can run only once."""

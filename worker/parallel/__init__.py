@@ -1,4 +1,4 @@
-"""Strategies by which ranks train one model together. Today: data parallel, with gradients averaged once per step."""
+"""Strategies for training one model on several ranks. Today: data parallel, with gradients averaged once per step."""
 
 from worker.parallel.data_parallel import average_gradients, broadcast_parameters
 from worker.parallel.scaling import share_scaling

@@ -1,6 +1,6 @@
 """Data parallel: every rank holds the whole model, and gradients are averaged once per optimizer step.
 
-What a level's gradients travel in is a column of its row, `PrecisionSpec.gradient_communication`: codes are averaged as codes
+`PrecisionSpec.gradient_communication` says in which format gradients travel: FP8 codes are averaged as codes
 (`worker/mesh/codes.py`), everything else is summed in fp32 by the backend.
 """
 
@@ -20,16 +20,16 @@ _BUCKET_ELEMENTS = 64 * 1024 * 1024
 
 
 def broadcast_parameters(model: nn.Module, data: Axis) -> None:
-    """Make every data rank's parameters and buffers those of the first, bit for bit."""
+    """Give every data rank the parameters and buffers of the first rank, bit for bit."""
     for tensor in (*model.parameters(), *model.buffers()):
         data.broadcast_(tensor)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], data: Axis, communication: CommunicationDtype) -> None:
-    """Replace every gradient by its mean over the data ranks, in the format that it is stored in.
+    """Replace every gradient by its mean over the data ranks, in the format in which it is stored.
 
-    communication: what gradients of converted layers travel in. "fp8" sends codes as they are; under "fp32" a gradient in
-    codes is decoded, summed and quantized again. All other gradients travel in fp32.
+    communication: the format in which gradients of converted layers travel. "fp8" sends codes unchanged; "fp32" decodes,
+    sums and quantizes them again. All other gradients travel in fp32.
     """
     if data.size == 1:
         return

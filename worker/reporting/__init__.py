@@ -1,1 +1,1 @@
-"""A rank's line to the control plane: reports out, in order and each once; the lease and the desired state back."""
+"""A rank's connection to the control plane: sends reports in order and once each; receives lease and desired state."""

@@ -1,8 +1,8 @@
-"""A rank's line to the control plane: an ordered stream of reports out, the lease and the desired state back.
+"""A rank's connection to the control plane: an ordered stream of reports out, the lease and the desired state back.
 
-Training never waits for the network: `send` queues, one thread delivers. While the control plane is away the queue grows
-on disk and training goes on until the lease is over; then `check` raises and the rank stops itself, because by then
-another attempt may be started. Nothing of torch is imported here: a rank reports before it has loaded torch.
+Training never waits for the network: `send` queues a report and one thread delivers it. While the control plane is away,
+the queue grows on disk and training continues until the lease ends. Then `check` raises and the rank stops itself, because
+another attempt may be started from then on. This module loads no torch: a rank reports before it has loaded torch.
 """
 
 import logging
@@ -41,17 +41,17 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
-    """What the training loop needs of a reporter."""
+    """The part of a reporter that the training loop uses."""
 
     def send(self, body: ReportBody, at: datetime | None = None) -> None:
-        """Queue a report; `at` is now unless given."""
+        """Queue a report. at: time of the report, by default now."""
 
     def check(self) -> None:
-        """Raise Cancelled, LeaseLost or Fenced where this rank has to stop."""
+        """Raise Cancelled, LeaseLost or Fenced if this rank has to stop."""
 
 
 class LogReporter:
-    """The reporter of a run without a control plane: reports become log lines and nobody can stop the run."""
+    """The reporter of a run without a control plane. It logs reports, and nobody can stop the run."""
 
     def send(self, body: ReportBody, at: datetime | None = None) -> None:
         if not isinstance(body, LogReport):
@@ -98,7 +98,7 @@ class HttpReporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Deliver what is queued, for up to 15 minutes while the control plane is away, then close."""
+        """Deliver what is queued, waiting up to 15 minutes for an absent control plane, then close."""
         self._closing.set()
         self._wake.set()
         self._thread.join()
@@ -117,12 +117,12 @@ class HttpReporter:
             raise Fenced(self._fenced)
         if self._desired is DesiredState.CANCEL:
             raise Cancelled("the job was cancelled")
-        # Only rank 0 holds the lease; the others end with it, through the supervisor.
+        # Only rank 0 holds the lease. The supervisor ends the other ranks with rank 0.
         if self._rank == 0 and self._clock() > self._lease_ends:
-            raise LeaseLost(f"the control plane was not heard for {self._order.lease_s:g} s")
+            raise LeaseLost(f"the control plane did not answer for {self._order.lease_s:g} s")
 
     def _deliver_forever(self) -> None:
-        """Send a batch when there are reports, at most every 0.25 s, and an empty one as heartbeat; back off on failure."""
+        """Send queued reports at most every 0.25 s, and an empty batch as heartbeat. Back off after a failure."""
         failures = 0
         give_up_at = math.inf
         while self._fenced is None:
@@ -158,7 +158,7 @@ class HttpReporter:
             answer.raise_for_status()
             reply = ReportReply.model_validate_json(answer.content)
         except (httpx.HTTPError, ValueError) as error:
-            logger.warning("reports are not delivered, %d wait: %s", len(self._spool), error)
+            logger.warning("cannot deliver reports, %d are queued: %s", len(self._spool), error)
             return False
         self._lease_ends = sent_at + reply.lease_s
         self._desired = reply.desired
@@ -174,7 +174,7 @@ class ReportHandler(logging.Handler):
         self._reporter = reporter
 
     def emit(self, record: logging.LogRecord) -> None:
-        # The reporter's own complaints about delivery stay on this machine, or they would feed themselves.
+        # Warnings about delivery stay on this machine; each would otherwise cause the next.
         if record.name == __name__ or record.name.startswith("http"):
             return
         line = LogReport(level=record.levelname, message=self.format(record)[:16_384])

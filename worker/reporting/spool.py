@@ -1,4 +1,4 @@
-"""An ordered queue of reports that is as long as the disk: the newest in memory when they are few, else in a file."""
+"""An ordered queue of reports, limited only by the disk: the head is in memory, the rest in a file."""
 
 import json
 from collections import deque
@@ -12,10 +12,10 @@ _MAX_IN_MEMORY = 4096
 
 
 class Spool:
-    """First in, first out; `append` from any thread, `peek` and `drop` from the sender's.
+    """First in, first out. Any thread may call `append`; only the sender's thread calls `peek` and `drop`.
 
-    The head of the queue is in memory. Once it is full, what follows goes to the file until the file has been read to its
-    end, so order is kept. The file is the attempt's own and is removed when the queue is closed.
+    The head of the queue is in memory. Once memory is full, later reports go to the file until the file has been read to
+    its end, so the order is kept. Each attempt has its own file, which is removed when the queue is closed.
     """
 
     def __init__(self, path: Path, max_in_memory: int = _MAX_IN_MEMORY) -> None:
@@ -45,13 +45,13 @@ class Spool:
             self._num_in_file += 1
 
     def peek(self, count: int) -> list[Report]:
-        """The oldest reports, at most `count`; they stay until `drop`."""
+        """Return the oldest reports, at most `count`. They stay in the queue until `drop`."""
         with self._lock:
             self._refill()
             return [self._head[index] for index in range(min(count, len(self._head)))]
 
     def drop(self, acknowledged_seq: int) -> None:
-        """Forget the reports up to this sequence number."""
+        """Remove the reports up to this sequence number."""
         with self._lock:
             self._refill()
             while self._head and self._head[0].seq <= acknowledged_seq:

@@ -37,7 +37,7 @@ class CountingFinder(importlib.abc.MetaPathFinder):
 
 
 def count_validations(model: Any) -> None:
-    """Wrap a rule of the model that runs once for each spec that was parsed, and again where the parsed one is passed through."""
+    """Wrap a rule that runs once for each spec that is parsed, and again where a parsed one is passed through."""
     file, check = Path(os.environ["VALIDATIONS_FILE"]), model._check_division
     parsed: dict[int, Any] = {}  # holds the specs, so that no id comes back
 

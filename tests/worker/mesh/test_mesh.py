@@ -1,4 +1,4 @@
-"""Collectives over the axes of a mesh of real ranks (gloo): who meets whom, what arrives, what is counted."""
+"""Collectives over the axes of a mesh of real ranks (gloo): the ranks of each axis, the results, the counted bytes."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_axes_have_the_ranks_of_the_layout(results: list[dict[str, object]]) -> 
     assert [result["sums"] for result in results] == [[6, 2, 1, 6], [6, 4, 1, 6], [6, 2, 5, 6], [6, 4, 5, 6]]
 
 
-def test_what_is_not_a_number_wins_on_every_rank(results: list[dict[str, object]]) -> None:
+def test_nan_wins_a_maximum_on_every_rank(results: list[dict[str, object]]) -> None:
     assert [result["max"].tolist() for result in results] == [[2, 0], [3, torch.inf], [2, 0], [3, torch.inf]]  # type: ignore[attr-defined]
 
 
@@ -62,7 +62,7 @@ def test_one_rank_reports_and_one_of_each_tensor_group_owns_the_loss(results: li
 
 
 def test_bytes_are_counted_by_the_dtype_that_they_mean(results: list[dict[str, object]]) -> None:
-    """Of two ranks: half of what is exchanged, what is gathered once, a maximum there and back; the broadcast from rank 0."""
+    """Each of two ranks sends half of an exchange, its own share of a gather, a maximum twice; rank 0 sends the broadcast."""
     assert results[2]["sent"] == {"float8_e4m3fn": 4, "float32": 8 + 12}
     assert results[0]["sent"] == {"float8_e4m3fn": 4, "float32": 8 + 12 + 12}
 

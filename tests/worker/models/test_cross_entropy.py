@@ -1,4 +1,4 @@
-"""The cross entropy is torch's own, in loss and gradient, whatever number of rows is wide at a time."""
+"""The cross entropy equals torch's in loss and gradient, for any number of rows in fp32 at a time."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_loss_and_gradient_are_torchs(dtype: torch.dtype, num_rows_at_once: int,
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 50 * num_rows_at_once)
     torch.manual_seed(0)
     values, targets = (5 * torch.randn(7, 50)).to(dtype), torch.randint(0, 50, (7,))
-    values[2, targets[2]] = 60.0  # a sure and right guess: its gradient is next to nothing
+    values[2, targets[2]] = 60.0  # a confident and correct prediction: its gradient is close to zero
     expected_of, got_of = values.clone().requires_grad_(), values.clone().requires_grad_()
     expected, got = functional.cross_entropy(expected_of.float(), targets), cross_entropy(got_of * 1, targets)
     (3 * expected).backward()

@@ -1,4 +1,4 @@
-"""The GPT: its sizes, its causality, its tie, its start."""
+"""The GPT: its size, its causality, its tied head, its initial values."""
 
 import math
 
@@ -16,7 +16,7 @@ def test_the_parameter_count_is_the_one_the_contract_predicts() -> None:
     assert GPT(GPTSizes(**sizes.model_dump())).num_parameters == sizes.num_parameters
 
 
-def test_a_token_sees_only_what_came_before_it() -> None:
+def test_a_token_sees_only_earlier_tokens() -> None:
     model = GPT(TINY)
     tokens_BT = torch.arange(16).reshape(1, 16)
     changed_BT = tokens_BT.clone()

@@ -1,4 +1,4 @@
-"""Our Llama computes what transformers' does, has the published sizes, and trains at every level as a job."""
+"""Our Llama computes what transformers' Llama does, has the published sizes, and trains as a job at every level."""
 
 from pathlib import Path
 from typing import Any
