@@ -110,7 +110,7 @@ def measure(level: str, size: str, statistics_every: int, num_pairs: int, turn_s
 def cost_of_the_calls(num_steps: int = 2000) -> tuple[float, float]:
     """Return the seconds to write one step's metrics and the seconds of one scrape; each is the best of five."""
     metrics = Metrics()
-    metrics.describe_work(world_size=1, samples_per_step=8, flops_per_token=6e5)
+    metrics.describe_work(rank_share=1.0, samples_per_step=8, flops_per_token=6e5)
     metrics.describe_device(device_readings(torch.device("cpu")), None)
     for family in FAMILIES:
         for label in OPERANDS if family.label else ("",):

@@ -1,6 +1,7 @@
 """Import rules hold: what each part may import, and what an import may load. import-linter checks the rest (`make lint`)."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,3 +52,10 @@ def test_importing_loads_no_stranger(module: str, must_not_load: list[str]) -> N
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
+
+
+def test_the_reading_list_is_ten_files_of_1500_lines() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    files = [ROOT / name for name in re.findall(r"^\d+\. `([^`]+)`", page, re.MULTILINE)]
+    assert len(files) == 10
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 1500

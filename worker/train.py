@@ -240,7 +240,7 @@ class Trainer:
     def _report_start(self) -> None:
         self.metrics.observe_memory(self.progress.memory_bytes)
         self.metrics.describe_work(
-            world_size=self.mesh.world.size,
+            rank_share=1 / self.mesh.world.size,
             samples_per_step=self.config.batch.global_batch_size,
             flops_per_token=self.config.model.sizes.flops_per_token(self.config.sequence_length),
         )

@@ -28,6 +28,8 @@ def submit(
     terminal = Terminal()
     with connect(url) as client:
         job = client.submit(spec)
+        for setting in job.spec.precision.not_applied:
+            terminal.complain(f"Not applied: {setting}.")
         if not watch:
             next_step = Text(f"{job.id} is {job.state.value}. Watch it with: octet watch {job.id}")
             terminal.show_json(job) if as_json else terminal.show(next_step)
@@ -55,11 +57,10 @@ def validate(file: JobFile, settings: Settings = None, url: Url = DEFAULT_URL, a
     if as_json:
         terminal.show_json(valid)
     else:
-        micro_batches = spec.training.global_batch_size // (valid.micro_batch_size * spec.resources.workers)
         terminal.show(
             Text(
                 f"{file} is a valid job: {valid.num_parameters:,} parameters, {valid.num_block_weights:,} of them in block "
-                f"weights; {valid.tokens_per_step:,} tokens a step in {micro_batches} micro-batches of "
+                f"weights; {valid.tokens_per_step:,} tokens a step in {spec.batch.num_micro_batches} micro-batches of "
                 f"{valid.micro_batch_size} sequences on each of {spec.resources.workers} workers. Level {spec.precision.level}"
                 f"{'' if valid.recipe is None else f': {valid.recipe}'}."
             )

@@ -73,6 +73,9 @@ def _quantities(summaries: Sequence[JobSummary]) -> Iterator[tuple[str, list[str
     yield "final training loss", [number(summary.final_loss) for summary in summaries]
     yield "evaluation loss", [number(summary.evaluation_loss) for summary in summaries]
     yield "evaluation perplexity", [number(summary.evaluation_perplexity, ".3f") for summary in summaries]
+    for name in summaries[0].evaluation_metrics:
+        values = [summary.evaluation_metrics.get(name) for summary in summaries]
+        yield f"evaluation {name.replace('_', ' ')}", [number(value, ".3f") for value in values]
     yield "tokens/s", [number(summary.tokens_per_s, ",.0f") for summary in summaries]
     yield "training time", [duration(summary.train_time_s) for summary in summaries]
     yield "bytes per parameter", ["" for _ in summaries]

@@ -86,6 +86,13 @@ def test_a_failed_job_says_why_and_what_to_do(make_job: MakeJob) -> None:
     assert shown["attempts"] == "1, failed 1 of at most 0 retried"
 
 
+def test_settings_that_are_not_applied_are_named(make_job: MakeJob) -> None:
+    job = make_job()
+    sharded = job.spec.precision.model_copy(update={"not_applied": ("fsdp_config: fsdp_version: weights are not sharded",)})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"precision": sharded})})
+    assert facts(job)["not applied"] == "fsdp_config: fsdp_version: weights are not sharded"
+
+
 def test_results_of_a_job(make_job: MakeJob, make_summary: MakeSummary) -> None:
     checkpoint = {"id": "ckpt_1", "job_id": "job_1", "attempt_id": "att_1", "created_at": AT, "sha256": "0" * 64}
     newest = [Checkpoint.model_validate(checkpoint | {"step": s, "num_bytes": 2_000_000, "loss": 1.5}) for s in (50, 100, 75)]

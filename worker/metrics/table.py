@@ -105,7 +105,7 @@ class Metrics:
         self._values: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
         self._inner_s = 0.0
-        self._world_size = 1
+        self._rank_share = 1.0
         self._samples_per_step = 0
         self._flops_per_token = 0.0
         self._last_samples: Sequence[OperandSample] = ()
@@ -149,9 +149,9 @@ class Metrics:
             self.add("octet_train_seconds_total", lap.seconds - self._inner_s, phase)
             self._inner_s = outer_inner_s + lap.seconds
 
-    def describe_work(self, *, world_size: int, samples_per_step: int, flops_per_token: float) -> None:
+    def describe_work(self, *, rank_share: float, samples_per_step: int, flops_per_token: float) -> None:
         """Describe a step over all ranks. flops_per_token: FLOPs of the model, forward and backward."""
-        self._world_size = world_size
+        self._rank_share = rank_share
         self._samples_per_step = samples_per_step
         self._flops_per_token = flops_per_token
 
@@ -217,11 +217,11 @@ class Metrics:
         self.set("octet_train_step_duration_seconds", body.step_time_s)
         self.set("octet_train_last_step_timestamp_seconds", time.time())
         self.add("octet_train_steps_total", 1)
-        self.add("octet_train_tokens_total", body.tokens / self._world_size)
-        self.add("octet_train_samples_total", self._samples_per_step / self._world_size)
-        self.add("octet_train_flops_total", self._flops_per_token * body.tokens / self._world_size)
+        self.add("octet_train_tokens_total", body.tokens * self._rank_share)
+        self.add("octet_train_samples_total", self._samples_per_step * self._rank_share)
+        self.add("octet_train_flops_total", self._flops_per_token * body.tokens * self._rank_share)
         if self._peak_flops:
-            achieved = self._flops_per_token * body.tokens / self._world_size / body.step_time_s
+            achieved = self._flops_per_token * body.tokens * self._rank_share / body.step_time_s
             peak = f"{self._peak_flops / 1e12:.0f} TFLOP/s dense bf16"
             self.set("octet_train_flops_utilization_ratio", achieved / self._peak_flops, peak)
         if body.loss is None or body.gradient_norm is None:
