@@ -21,13 +21,13 @@ Labels = dict[LabelKey, Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\
 
 
 class RetrySpec(Contract):
-    """How often a job is attempted again after a failure that is its own, such as a rank that dies."""
+    """The number of further attempts after failures that are the job's own, such as a rank that dies."""
 
     max_failures: int = Field(default=0, ge=0, le=1000)
 
 
 class JobSpec(Contract):
-    """What a user asks for. `_parts_fit` checks all rules that tie two parts together."""
+    """The document that a user submits. `_parts_fit` checks all rules that tie two parts together."""
 
     name: JobName
     model: ModelSpec
@@ -126,7 +126,7 @@ _RECIPE = "how the operands of FP8 products are scaled, from the spec or else th
 
 
 class ValidatedJob(Contract):
-    """What a valid spec would run as."""
+    """A valid spec, resolved to what a job would run."""
 
     object: Literal["validated_job"] = "validated_job"
     spec: JobSpec = Field(description="with every default filled in")
@@ -157,7 +157,7 @@ class Progress(Contract):
 
 
 class StartTimes(Contract):
-    """When the current attempt reached each phase of its start, in the order of the fields."""
+    """The times at which the current attempt reached each phase of its start; the fields are in order."""
 
     accepted_at: Timestamp
     placed_at: Timestamp | None = None

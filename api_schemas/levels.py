@@ -24,7 +24,7 @@ class Level(Contract):
     description: str
     gemm: Literal["fp32", "fp16", "bf16", "fp8"]
     engine: Literal["octet", "torchao"] = Field(default="octet", description="implementation of the FP8 linear layer")
-    loss_scaling: bool = Field(default=False, description="whether the loss is scaled dynamically")
+    loss_scaling: bool = Field(default=False, description="scale the loss dynamically")
     recipe: RecipeSpec | None = Field(default=None, description="how FP8 operands are scaled unless the job says otherwise")
     gradient_communication: CommunicationDtype = "fp32"
     weight: Literal["fp32", "fp16+scale", "fp8"] = "fp32"

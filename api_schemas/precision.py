@@ -52,7 +52,7 @@ class PrecisionSpec(Contract):
     skip_first_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's start")
     skip_last_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's end")
     strict: bool = Field(default=False, description="fail if a layer would be skipped that no field above excludes")
-    auto_filter: bool = Field(default=True, description="leave layers in bf16 whose shapes gain nothing in FP8 on this device")
+    auto_filter: bool = Field(default=True, description="leave layers in bf16 if their shapes gain nothing in FP8 here")
     gradient_accumulation: Literal["fp8", "fp32"] = Field(
         default="fp8", description="format between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter"
     )

@@ -1,4 +1,4 @@
-"""Where a job runs: pools of similar nodes, and the share of a pool that a job asks for."""
+"""Pools of similar nodes, and the share of a pool that a job asks for."""
 
 from typing import Annotated, Literal
 

@@ -18,7 +18,7 @@ class JobState(StrEnum):
 
 
 class DesiredState(StrEnum):
-    """What the user wants; kept apart from the observed state."""
+    """The state that the user wants; kept apart from the observed state."""
 
     RUN = "run"
     CANCEL = "cancel"
@@ -46,7 +46,7 @@ class Blame(StrEnum):
 
 
 class FailureReason(StrEnum):
-    """Why an attempt failed. `retryable`: the same spec can succeed later. `blame`: whose retry budget pays for it."""
+    """The reason of a failed attempt. `retryable`: the same spec can succeed later. `blame`: the retry budget that pays."""
 
     INVALID_CONFIG = "invalid_config"
     DATA_ERROR = "data_error"

@@ -113,7 +113,7 @@ class LlamaSpec(FamilySpec):
     vocab_size: Size | None = None
     max_sequence_length: Size | None = None
     rope_theta: float | None = Field(default=None, gt=0, description="base of the rotary frequencies; default: 10000")
-    tie_embeddings: bool | None = Field(default=None, description="whether the head is the embedding; default: false")
+    tie_embeddings: bool | None = Field(default=None, description="use the embedding's weight for the head; default: false")
 
     @property
     def sizes(self) -> LlamaSizes:

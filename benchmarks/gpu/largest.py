@@ -115,7 +115,7 @@ def _try(session: Session, level: str, num_layers: int) -> int | None:
 
 
 def main() -> int:
-    """One try."""
+    """Run one try and print its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", choices=WAYS, required=True)
     parser.add_argument("--layers", type=int, required=True)

@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
-        """Of this moment."""
+        """Describe everything that is alive at this moment."""
         held = {tensor.untyped_storage()._cdata: kind for kind, tensor in held_tensors(model, optimizer)}
         by_class, by_origin = Counter[str](), Counter[str]()
         for key, allocation in self.live.items():

@@ -86,7 +86,7 @@ class Report:
 
 
 def describe_machine(device: torch.device) -> str:
-    """Device and versions."""
+    """Describe the device, and the versions that `describe_versions` lists, in one line."""
     name = "CPU"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -41,7 +41,7 @@ def speedup_cases(session: Session) -> list[Case]:
     timer = session.timer if session.smoke else Timer(session.device, repeats=5, warmup=2)
     measure = partial(_measure, timer, features, speedups)
     cases = [
-        Case(f"gain at {number} tokens, {weights} weights", partial(measure, number, weights), SHAPES_S)
+        Case(f"speedup at {number} tokens, {weights} weights", partial(measure, number, weights), SHAPES_S)
         for number in tokens
         for weights in WEIGHTS
     ]
@@ -55,8 +55,8 @@ def _measure(timer: Timer, features: tuple[int, ...], speedups: Speedups, tokens
         found = {shape: bf16_s[shape] / _seconds(timer, shape, weights, kind, Fallback.NONE) for shape in shapes}
         speedups[weights][kind].append([[round(found[tokens, k, n], 3) for n in features] for k in features])
         slower = [f"{k}→{n} {ratio:.2f}" for (_, k, n), ratio in found.items() if ratio < 1]
-        figure = f"gain at {tokens} tokens, {weights} weights, {kind}"
-        measured = f"{len(shapes) - len(slower)} of {len(shapes)} shapes gain"
+        figure = f"speedup at {tokens} tokens, {weights} weights, {kind}"
+        measured = f"{len(shapes) - len(slower)} of {len(shapes)} shapes are faster in FP8"
         note = f"ratio: the median; slower: {', '.join(slower) or 'none'}"
         yield Row(figure, measured, "the same layers in bf16", median(found.values()), note=note)
     timer.release()

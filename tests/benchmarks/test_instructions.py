@@ -24,7 +24,7 @@ def test_the_o2_step_leaves_memory_the_bound(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     (table,) = tmp_path.glob("*-gpu-instructions.md")
-    rows = [line.strip("| ").split(" | ") for line in table.read_text().splitlines() if "for an element" in line]
+    rows = [line.strip("| ").split(" | ") for line in table.read_text().splitlines() if " per element" in line]
     names = [row[0] for row in rows]
     assert names == ["update fp16-scaled fp8-dre fp16-block", "norm"]
     step, norm = rows

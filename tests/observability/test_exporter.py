@@ -203,7 +203,7 @@ class Heard(LogReporter):
 def test_the_control_plane_is_told_where_and_nothing_listens_afterwards() -> None:
     reporter, metrics = Heard(), Metrics()
     metrics.observe(step(7))
-    with exported(metrics, reporter, "http://127.0.0.1:8000"):
+    with exported(metrics, reporter.send, "http://127.0.0.1:8000"):
         (body,) = reporter.bodies
         assert isinstance(body, ExporterReport)
         assert body.address.startswith("127.0.0.1:")
@@ -214,7 +214,7 @@ def test_the_control_plane_is_told_where_and_nothing_listens_afterwards() -> Non
 
 def test_a_rank_without_a_way_to_the_control_plane_still_runs_and_says_so() -> None:
     reporter = Heard()
-    with exported(Metrics(), reporter, "http://no-such-host.invalid:8000"):
+    with exported(Metrics(), reporter.send, "http://no-such-host.invalid:8000"):
         (body,) = reporter.bodies
     assert isinstance(body, EventReport)
     assert body.type == "exporter.failed"

@@ -56,5 +56,5 @@ def test_a_damaged_file_is_found(tmp_path: Path, name: str, damage: str) -> None
 
 def test_a_whole_checkpoint_that_is_not_the_registered_one_is_refused(tmp_path: Path) -> None:
     ref = save(tmp_path)
-    with pytest.raises(checkpoint.BadCheckpoint, match="another SHA-256"):
+    with pytest.raises(checkpoint.BadCheckpoint, match="not have the registered SHA-256"):
         checkpoint.load(tmp_path, ref.model_copy(update={"sha256": "0" * 64}))

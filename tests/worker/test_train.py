@@ -46,7 +46,7 @@ class Recorder:
         return [report.loss for report in self.of(StepReport)]
 
     def checkpoints(self) -> tuple[CheckpointRef, ...]:
-        """Newest first."""
+        """Return the checkpoints that were reported, newest first."""
         found = [CheckpointRef(step=r.step, name=r.name, sha256=r.sha256) for r in self.of(CheckpointReport)]
         return tuple(reversed(found))
 

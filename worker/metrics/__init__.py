@@ -1,1 +1,1 @@
-"""What a rank measures: its table of metrics, its memory and its device, and their export to Prometheus."""
+"""A rank's metrics: the table, memory and device readings, and the export to Prometheus."""

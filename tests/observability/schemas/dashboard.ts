@@ -1,5 +1,5 @@
-// What a dashboard of Octet's is made of, in the types that Grafana 12.2 publishes in @grafana/schema: each kind of panel with the
-// options of its plugin. dashboard.schema.json is generated from this; README.md says how.
+// The parts of an Octet dashboard, in the types that Grafana 12.2 publishes in @grafana/schema: each kind of panel has the
+// options of its plugin. The JSON schema is generated from this file; README.md says how.
 import type * as common from '@grafana/schema';
 import type * as core from '@grafana/schema/dist/types/raw/dashboard/x/dashboard_types.gen';
 import type * as bargauge from '@grafana/schema/dist/types/raw/composable/bargauge/panelcfg/x/BarGaugePanelCfg_types.gen';
