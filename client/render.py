@@ -72,7 +72,7 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
     if job.recipe is not None:
         yield "recipe", str(job.recipe)
     for setting in spec.precision.not_applied:
-        yield "not applied", setting
+        yield "ignored", setting
     yield "model", f"{spec.model.preset or spec.model.family}, {spec.model.sizes.num_parameters:,} parameters"
     yield "data", spec.data.path
     yield "pool", f"{spec.resources.pool}, {spec.resources.workers} worker{'s' if spec.resources.workers > 1 else ''}"

@@ -29,7 +29,7 @@ def submit(
     with connect(url) as client:
         job = client.submit(spec)
         for setting in job.spec.precision.not_applied:
-            terminal.complain(f"Not applied: {setting}.")
+            terminal.complain(f"Ignored: {setting}.")
         if not watch:
             next_step = Text(f"{job.id} is {job.state.value}. Watch it with: octet watch {job.id}")
             terminal.show_json(job) if as_json else terminal.show(next_step)

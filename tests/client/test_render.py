@@ -90,7 +90,7 @@ def test_settings_that_are_not_applied_are_named(make_job: MakeJob) -> None:
     job = make_job()
     sharded = job.spec.precision.model_copy(update={"not_applied": ("fsdp_config: fsdp_version: weights are not sharded",)})
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"precision": sharded})})
-    assert facts(job)["not applied"] == "fsdp_config: fsdp_version: weights are not sharded"
+    assert facts(job)["ignored"] == "fsdp_config: fsdp_version: weights are not sharded"
 
 
 def test_results_of_a_job(make_job: MakeJob, make_summary: MakeSummary) -> None:

@@ -39,7 +39,7 @@ class StepKeeper:
         """Close the step that the optimizer has just taken or skipped."""
         self._collect()
         for layer in self.layers.values():
-            if layer.fallback is not Fallback.FILTERED:  # a filtered layer quantises nothing
+            if layer.fallback is not Fallback.FILTERED:  # a filtered layer quantizes nothing
                 for scaling in layer.scalings().values():
                     scaling.advance()
             layer.start_step(layer.num_steps + 1)
@@ -59,7 +59,7 @@ class StepKeeper:
         ]
         for *_, sample in taken:
             sample.fill_(torch.nan)
-        samples = [sample for sample in samples if not math.isnan(sample.dequant_scale)]  # NaN: nothing was quantised
+        samples = [sample for sample in samples if not math.isnan(sample.dequant_scale)]  # NaN: nothing was quantized
         if not samples:
             return
         self.samples = samples

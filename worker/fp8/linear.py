@@ -7,7 +7,7 @@
 Each may be left in bf16 by the recipe. What waits for the backward pass is the input's FP8 codes and scale, not the input
 itself (unless grad_weight is left in bf16). A layer that has taken over the activation before it keeps neither: the
 activation's input is kept for its own derivative anyway, and all else is made of it once more. A weight that is not held in
-FP8 is quantised, or decoded to bf16, again in the backward pass: cheaper than a second copy of every weight in between.
+FP8 is quantized, or decoded to bf16, again in the backward pass: cheaper than a second copy of every weight in between.
 
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
@@ -118,7 +118,7 @@ class Float8Linear(nn.Module):
         return kernels.split_dequantize(self.weight.detach(), self.weight_residual, self.weight_dequant_scale, dtype)
 
     def weight_operand(self, *, transposed: bool = False) -> ScaledCodes:
-        """The weight in FP8, (N, K), or transposed, (K, N): as it is held, or quantised from what is held."""
+        """The weight in FP8, (N, K), or transposed, (K, N): as it is held, or quantized from what is held."""
         as_held = transposed == self.is_transposed
         if self.weight.dtype == E4M3 and not self.recipe.weight.kind.is_blockwise:
             stored = self._stored_weight()

@@ -34,7 +34,7 @@ class OperandScaling(nn.Module):
         super().__init__()
         self.recipe = recipe
         self.format = format
-        self.is_sampled = False  # whether to measure what is quantised next
+        self.is_sampled = False  # whether to measure what is quantized next
         # What was measured since the last optimizer step, NaN if nothing was. Written in place, as a compiled graph can.
         self.register_buffer("sample", torch.full((NUM_MEASURES,), torch.nan, device=device), persistent=False)
         if recipe.amax_history_length:
@@ -55,7 +55,7 @@ class OperandScaling(nn.Module):
     ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
         """Codes of x for products over its rows, and codes of x.T for products over its columns; None if not wanted.
 
-        One read of x makes both. unit: what is quantised is x * unit, where x are themselves codes and unit (), a power of
+        One read of x makes both. unit: what is quantized is x * unit, where x are themselves codes and unit (), a power of
         two, is their scale. amax: of x * unit, where it is known; of use where the tensor has one scale. transposed_later:
         columns may be a view of the rows' codes, where the scale transposes with them; the product that takes them transposes
         them then.

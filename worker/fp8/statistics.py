@@ -1,4 +1,4 @@
-"""Measure how well FP8 holds a tensor, where it is quantised; the numbers are read later, so that no device is waited for."""
+"""Measure how well FP8 holds a tensor, where it is quantized; the numbers are read later, so that no device is waited for."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class OperandSample:
     """One operand of one layer in one optimizer step.
 
     overflow_ratio: share of elements clamped to the format's maximum. underflow_ratio: share of non-zero elements that
-    became zero. sqnr_db: signal to quantisation noise; 31.5 dB for E4M3 and 25.5 dB for E5M2 where nothing is out of range.
+    became zero. sqnr_db: signal to quantization noise; 31.5 dB for E4M3 and 25.5 dB for E5M2 where nothing is out of range.
     dequant_scale: the largest, where there are several.
     """
 

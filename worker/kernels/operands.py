@@ -50,7 +50,7 @@ def quantize_operand(
     amax: Tensor | None = None,
     uses_amax: Tensor | None = None,
 ) -> QuantizedOperand:
-    """x (M, N), a matrix, quantised for products over its "rows", over its "columns", or "both", from one read of x.
+    """x (M, N), a matrix, quantized for products over its "rows", over its "columns", or "both", from one read of x.
 
     Codes are contiguous and scales laid out as a GEMM takes them.
     amax: fp32 (), to scale by, for a scale of the tensor; x is then not looked through. uses_amax: a bool (), whether to

@@ -61,7 +61,7 @@ def run(layer: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("level", ["te", "O2", "O3", "O3-split"])
 @pytest.mark.parametrize("name", SPECS)
 def test_products_are_those_of_the_other_layout(name: str, level: str) -> None:
-    """A weight is quantised the same either way: kinds by row follow the product, not the layout."""
+    """A weight is quantized the same either way: kinds by row follow the product, not the layout."""
     linear, conv = twins()
     expected, actual = (
         run(Float8Linear(module, Recipe.resolve(SPECS[name]), encode_weight(module.weight, LEVELS[level])))

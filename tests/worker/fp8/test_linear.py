@@ -173,7 +173,7 @@ class RecordsProducts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_codes_are_quantised_by_the_amax_that_the_optimizer_keeps(transposed: bool) -> None:
+def test_codes_are_quantized_by_the_amax_that_the_optimizer_keeps(transposed: bool) -> None:
     """No step reads a weight once more to find it: told that it is four times as large, the layer believes it."""
     layer = convert(make_linear(), "O2")
     assert layer.weight_amax is not None

@@ -16,7 +16,7 @@ def make(**recipe: object) -> OperandScaling:
 
 
 def scale_of(scaling: OperandScaling, amax: float) -> float:
-    """The dequant_scale with which a tensor of that amax is quantised now."""
+    """The dequant_scale with which a tensor of that amax is quantized now."""
     codes, _ = scaling.quantize(torch.tensor([[0.0, amax]]))
     assert codes is not None
     return codes.dequant_scale.item()
