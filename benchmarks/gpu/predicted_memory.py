@@ -41,10 +41,12 @@ from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
 GIB = 1 << 30
 BF16_AMP_OURS, O2_8BIT = Way("bf16-amp, our AdamW", "bf16-amp"), Way("O2-8bit", "O2-8bit")
 WAYS = (BF16_AMP, BF16_AMP_OURS, FP16_AMP, TE, O1, O2, O2_ALL_FP8, O3_SPLIT, O2_8BIT)
+VISION_WAYS = (FP16_AMP, BF16_AMP, TE, O1, O2, O2_ALL_FP8, O3_SPLIT, O2_8BIT)
+SMOKE_WAYS = (FP16_AMP, BF16_AMP, O2)
 PEERS = (BF16_AMP, FP16_AMP)
 WITH_TARGET = ("1.3 B", "tiny")
 CAPACITIES = {"H200": 139 * GIB, "H100": 78 * GIB}
-SMOKE_CAPACITY = {"tiny": 8 << 20}
+SMOKE_CAPACITY = {"tiny": 4 << 20}
 NUM_ORIGINS = 4
 HEADER = (
     "Predictions, not measurements: no GPU was used. The step of `benchmarks/gpu/networks.py` ran, eager, on torch's fake "
@@ -96,7 +98,7 @@ def predict(make_step: Callable[[torch.device], tuple[Step, Any]]) -> Prediction
 def gpt_rows(smoke: bool) -> Iterator[Row]:
     for size in SMALL if smoke else SIZES:
         found: dict[str, Prediction] = {}
-        for way in WAYS:
+        for way in SMOKE_WAYS if smoke else WAYS:
             found[way.name] = predicted = predict(partial(_gpt_step, size, way))
             figure = f"GPT {size.name}, {size.batch_size} × {size.config.max_sequence_length} tokens, {way.name}"
             if way in PEERS:
@@ -114,7 +116,7 @@ def gpt_rows(smoke: bool) -> Iterator[Row]:
 def vision_rows(smoke: bool) -> Iterator[Row]:
     for family in SAVED:
         found: dict[str, Prediction] = {}
-        for way in (FP16_AMP, BF16_AMP, TE, O1, O2, O2_ALL_FP8, O3_SPLIT, O2_8BIT):
+        for way in SMOKE_WAYS if smoke else VISION_WAYS:
             found[way.name] = predicted = predict(partial(vision_step, family, way, smoke=smoke))
             name = {"Swin": "Swin-1.0B at batch 16", "ViT": "ViT-1.2B at batch 64"}[family]
             if way == FP16_AMP:

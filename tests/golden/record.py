@@ -1,8 +1,8 @@
 """Record what runs produce: `python -m tests.golden.record` writes golden.json.
 
-It has losses, states and the parts of a checkpoint after 20 steps, for each level and each kind of recipe, on one rank and
-on two, and hashes of what quantizers and the optimizer store. A change of golden.json is a change of the numbers: give the
-reason in the commit.
+It has losses, states and the parts of a checkpoint after 20 steps, for each level and each kind of recipe on one rank, for
+each level on two, and hashes of what quantizers and the optimizer store. A change of golden.json is a change of the
+numbers: give the reason in the commit.
 """
 
 import hashlib
@@ -95,15 +95,15 @@ def train(name: str, env: RankEnv, corpus: Path, folder: Path) -> dict[str, Any]
 
 
 def train_on_rank(rank: int, ports: list[int], corpus: str, folder: str) -> None:
-    """Run every golden job as one of two ranks."""
+    """Run the golden job of each level as one of two ranks."""
     envs = [RankEnv(rank=rank, world_size=2, master_port=port) for port in ports]
-    results = {name: train(name, env, Path(corpus), Path(folder)) for name, env in zip(RUNS, envs, strict=True)}
+    results = {name: train(name, env, Path(corpus), Path(folder)) for name, env in zip(LEVELS, envs, strict=True)}
     Path(folder, f"rank{rank}of2.json").write_text(json.dumps(results))
 
 
 def train_on_two_ranks(corpus: Path, folder: Path) -> list[dict[str, dict[str, Any]]]:
     """Return the results of each rank, by run. Two processes do all runs, since starting them takes longer than a run."""
-    mp.spawn(train_on_rank, ([free_port() for _ in RUNS], str(corpus), str(folder)), nprocs=2)
+    mp.spawn(train_on_rank, ([free_port() for _ in LEVELS], str(corpus), str(folder)), nprocs=2)
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from api_schemas.levels import LEVELS
 from tests.golden import record
 from tests.text import write_corpus
 from worker.config import RankEnv
@@ -65,14 +66,14 @@ def test_one_rank(golden: Result, alone: Callable[[str], Result], name: str) -> 
 
 
 @pytest.mark.timeout(900)  # for the fixture, on a machine under load
-@pytest.mark.parametrize("name", list(record.RUNS))
+@pytest.mark.parametrize("name", list(LEVELS))
 def test_two_ranks(golden: Result, together: list[dict[str, Result]], name: str) -> None:
     assert_golden(together[0][name], golden["trained"]["rank0of2"][name], golden)
     assert together[0][name]["state"] == together[1][name]["state"]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", list(record.RUNS))
+@pytest.mark.parametrize("name", list(LEVELS))
 def test_two_ranks_train_what_one_trains(alone: Callable[[str], Result], together: list[dict[str, Result]], name: str) -> None:
     losses, losses_of_two = alone(name)["losses"], together[0][name]["losses"]
     assert len(losses) == 20
