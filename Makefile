@@ -35,8 +35,9 @@ install: $(STAMP)
 demo: $(RUNTIME)
 	$(BIN)/octet demo
 
+# Four processes on two cores: the tests of the service wait for Ray, for a lease, for Prometheus, while those of the kernels compute.
 test: install prometheus $(OTHER_TRITON)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 4 --dist loadfile
 
 $(OTHER_TRITON): | install
 	$(PIP) --no-deps --target $@.part triton==$(patsubst build/triton-%,%,$@)
