@@ -10,8 +10,8 @@ from torch import nn
 from api_schemas import JobSpec, OptimizerSpec
 from tests.worker.test_train import Recorder
 from worker.config import RankEnv, resolve
+from worker.mesh import Mesh
 from worker.optim import LowBitLion, build_optimizer
-from worker.parallel import Ranks
 from worker.train import Trainer
 
 SPEC = {"learning_rate": 2e-3, "weight_decay": 0.2, "betas": (0.8, 0.9)}
@@ -37,14 +37,14 @@ def test_a_job_with_lion(spec_document: dict[str, Any], level: str, tmp_path: Pa
     document = spec_document | {"precision": {"level": level}}
     document["training"] |= {"steps": 12, "checkpoint_every": 8, "optimizer": {"name": "lion", "learning_rate": 5e-3}}
     config = resolve(JobSpec.model_validate(document), RankEnv())
-    with Ranks(config.env, torch.device("cpu")) as ranks:
+    with Mesh(config.env, torch.device("cpu")) as mesh:
         whole, resumed = Recorder(), Recorder()
-        trainer = Trainer(config, ranks, whole, tmp_path)
+        trainer = Trainer(config, mesh, whole, tmp_path)
         trainer.run()
         assert isinstance(trainer.optimizer, LowBitLion)
         assert trainer.progress.memory_bytes["exp_avg_sq"] == 0
         at_step_8 = tuple(ref for ref in whole.checkpoints() if ref.step == 8)
-        Trainer(config, ranks, resumed, tmp_path).run(at_step_8)
+        Trainer(config, mesh, resumed, tmp_path).run(at_step_8)
     losses = whole.losses()
     assert losses[-1] < losses[0] - 1.0
     assert resumed.losses() == losses[8:]
