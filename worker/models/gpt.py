@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from api_schemas import GPTSizes, GPTSpec
-from worker.models.language import next_token_losses
+from worker.models.language import checked_length, next_token_losses
 from worker.models.model import Losses, TrainedModel
 
 
@@ -77,12 +77,7 @@ class GPT(TrainedModel):
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        num_tokens = tokens_BT.shape[1]
-        if num_tokens > self.sizes.max_sequence_length:
-            raise ValueError(
-                f"got {num_tokens} tokens; at most max_sequence_length {self.sizes.max_sequence_length}. "
-                "Shorten the sequences or raise max_sequence_length."
-            )
+        num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
         positions_T = torch.arange(num_tokens, device=tokens_BT.device)
         hidden_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_T)
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""The losses of models that predict the next token."""
+"""What models that predict the next token have in common."""
 
 from torch import Tensor
 
@@ -14,3 +14,14 @@ def next_token_losses(logits_BTV: Tensor, targets_BT: Tensor, *, with_metrics: b
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
     metrics = {"token_accuracy": (logits_NV.argmax(-1) == targets_N).float().mean()} if with_metrics else {}
     return Losses(cross_entropy(logits_NV, targets_N), targets_N.numel(), metrics)
+
+
+def checked_length(tokens_BT: Tensor, max_sequence_length: int) -> int:
+    """Return the number of tokens in each sequence. Raises ValueError for more than the model has positions."""
+    num_tokens = tokens_BT.shape[1]
+    if num_tokens > max_sequence_length:
+        raise ValueError(
+            f"got {num_tokens} tokens; at most max_sequence_length {max_sequence_length}. "
+            "Shorten the sequences or raise max_sequence_length."
+        )
+    return num_tokens

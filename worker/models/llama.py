@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from api_schemas.models.llama import LlamaSizes, LlamaSpec
-from worker.models.language import next_token_losses
+from worker.models.language import checked_length, next_token_losses
 from worker.models.model import Losses, TrainedModel
 
 
@@ -87,12 +87,7 @@ class Llama(TrainedModel):
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        num_tokens = tokens_BT.shape[1]
-        if num_tokens > self.sizes.max_sequence_length:
-            raise ValueError(
-                f"got {num_tokens} tokens; at most max_sequence_length {self.sizes.max_sequence_length}. "
-                "Shorten the sequences or raise max_sequence_length."
-            )
+        num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
         hidden_BTD = self.token_embedding(tokens_BT)
         rotation_Td = rotation(num_tokens, self.sizes.head_size, self.sizes.rope_theta, hidden_BTD.device)
         for block in self.blocks:
