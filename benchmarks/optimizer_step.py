@@ -45,7 +45,7 @@ def stored_weight(values: Tensor, level: Level) -> QuantizedWeight | None:
     parameter = nn.Parameter(encoded.codes)
     parameter.grad_dtype = torch.float32
     initial = values if level.master_weight == "fp16+scale" else None
-    return QuantizedWeight(parameter, encoded.dequant_scale, encoded.residual, encoded.amax, initial)
+    return QuantizedWeight.of(parameter, encoded.dequant_scale, encoded.residual, encoded.amax, initial)
 
 
 def prepare(optimizer: type[LowBitOptimizer], level: Level, shapes: list[tuple[int, ...]]) -> Callable[[], object]:

@@ -22,6 +22,7 @@ from api_schemas.levels import LEVELS, Level
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import explain
 from worker.fp8.bf16 import HalfLinear
+from worker.fp8.casts import guard_casts
 from worker.fp8.convert import (
     ConversionReport,
     filter_layers,
@@ -33,7 +34,7 @@ from worker.fp8.convert import (
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
-from worker.fp8.loss_scaling import LossScaling, scale_losses
+from worker.fp8.loss_scaling import STATE_BUFFER, LossScaling, scale_losses
 from worker.fp8.recipe import Recipe
 from worker.fp8.speedups import DEFAULT_TOKENS
 from worker.fp8.statistics import OperandSample
@@ -116,6 +117,9 @@ def prepare(
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
         optimizer = adopt(optimizer, precision.storage, quantized=conversion.quantized, seed=seed)
     health = _follow_health(conversion.model, optimizer, precision, on_event)
+    keep = (STATE_BUFFER,) if precision.storage.loss_scaling else ()
+    if precision.storage.gemm == "fp8" or isinstance(optimizer, LowBitOptimizer) or keep:
+        guard_casts(conversion.model, keep)
     if precision.storage.loss_scaling:
         scaling = scale_losses(conversion.model)
         if optimizer is not None:
@@ -226,18 +230,12 @@ def _float8_converter(precision: PrecisionSpec, seed: int) -> Callable[[nn.Linea
 
 def _quantized_weights(model: nn.Module, originals: dict[nn.Parameter, Tensor]) -> list[QuantizedWeight]:
     """originals: fp32 values of weights that need a master."""
-    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    return [
-        QuantizedWeight(
-            layer.weight,
-            layer.weight_dequant_scale,
-            layer.weight_residual,
-            layer.weight_amax,
-            initial_values=originals.pop(layer.weight, None),
-        )
-        for layer in layers
-        if layer.weight_dequant_scale is not None
+    layers = [
+        module for module in model.modules() if isinstance(module, Float8Linear) and module.weight_dequant_scale is not None
     ]
+    for layer in layers:
+        layer.initial_values = originals.pop(layer.weight, None)
+    return [QuantizedWeight(layer) for layer in layers]
 
 
 def _follow_health(

@@ -65,7 +65,7 @@ def test_a_weight_and_its_gradient_of_any_size(level: str) -> None:
         if encoded is not None:
             initial = values if row.master_weight == "fp16+scale" else None
             parameter.data = encoded.codes
-            quantized = [QuantizedWeight(parameter, encoded.dequant_scale, encoded.residual, encoded.amax, initial)]
+            quantized = [QuantizedWeight.of(parameter, encoded.dequant_scale, encoded.residual, encoded.amax, initial)]
             live["scales"] += num_bytes(encoded.dequant_scale)
             live["other"] += num_bytes(encoded.amax)
             live["master_weights"] += num_bytes(encoded.residual)

@@ -170,7 +170,7 @@ def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
         parameter = nn.Parameter(stored.codes)
         parameter.grad_dtype = torch.float32
         initial = values if row.master_weight == "fp16+scale" else None
-        weight = QuantizedWeight(parameter, stored.dequant_scale, stored.residual, stored.amax, initial)
+        weight = QuantizedWeight.of(parameter, stored.dequant_scale, stored.residual, stored.amax, initial)
         options = Hyperparameters(lr=1e-2, exp_avg_codec=row.exp_avg, exp_avg_sq_codec=row.exp_avg_sq)
         optimizer = LowBitAdamW([parameter], options, quantized=[weight], seed=5, fused=fused)
         for step in range(3):

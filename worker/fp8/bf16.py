@@ -5,11 +5,14 @@ gradients are rounded to 16 bits but multiplied and stored in fp32: the values a
 native bf16 products run from 4x faster to 6x slower than fp32 depending on the CPU.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.fp8.layout import layout_of
+from worker.fp8.stored import drop_history, read_weight
 
 
 class HalfLinear(nn.Module):
@@ -30,6 +33,12 @@ class HalfLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         weight_NK = self.weight.t() if self.is_transposed else self.weight
         return half_linear(input, weight_NK, self.bias, self.compute_dtype)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Read what a layer of any level has saved."""
+        read_weight(self, state_dict, prefix)
+        drop_history(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, gemm={self.compute_dtype}"

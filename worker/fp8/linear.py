@@ -12,6 +12,7 @@ FP8 is quantized, or decoded to bf16, again in the backward pass: cheaper than a
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
 
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -22,11 +23,13 @@ from torch.autograd.function import once_differentiable
 from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
+from worker.fp8.casts import KeepsDtypes
 from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8, open_port
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
-from worker.fp8.weights import EncodedWeight
+from worker.fp8.stored import name_codes, read_weight
+from worker.fp8.weights import EncodedWeight, encode_values
 from worker.kernels import ScaledCodes, ScaleKind
 
 
@@ -38,7 +41,7 @@ class Fallback(IntEnum):
     FILTERED = 2  # its shape gains nothing in FP8
 
 
-class Float8Linear(nn.Module):
+class Float8Linear(KeepsDtypes):
     """Takes over the parameters of an `nn.Linear` or a `Conv1D` and multiplies in FP8.
 
     `weight` holds values, or codes with `value = weight * weight_dequant_scale`; its gradient is that of the value. It is
@@ -76,6 +79,9 @@ class Float8Linear(nn.Module):
         self.gradient_position = gradient_position
         self.statistics_every = statistics_every
         self.activation: str | None = None  # applied to the input; one of kernels' ACTIVATIONS
+        self.initial_values: Tensor | None = None  # fp32, where the optimizer makes a master weight of them
+        self.has_master = False  # the optimizer has made one
+        self.has_new_codes = False  # loaded since the optimizer's last step
         self.num_breaches = 0  # samples in a row that broke a limit
         self.fallback = Fallback.NONE
         self.register_buffer("weight_dequant_scale", None)
@@ -96,7 +102,9 @@ class Float8Linear(nn.Module):
                 weight_NK = self.weight.t() if self.is_transposed else self.weight
                 return half_linear(input, weight_NK, self.bias, torch.bfloat16).to(output_dtype)
             input_TK = input.reshape(-1, self.in_features)
-            weight = self._gradient_port if torch.compiler.is_compiling() and self.weight.requires_grad else self.weight
+            weight: Tensor = self.weight
+            if torch.compiler.is_compiling() and self.weight.requires_grad and self._gradient_port is not None:
+                weight = self._gradient_port
             bias_N = self.bias if "output" in wide else None  # a bf16 product adds it on the way out
             output_TN = Float8Products.apply(input_TK, weight, bias_N, self.weight_dequant_scale, output_dtype, self)
         if self.bias is not None and bias_N is None:
@@ -181,24 +189,44 @@ class Float8Linear(nn.Module):
             keep_gradient_in_fp8(self.weight, self.gradient_position)
 
     def _open_port(self) -> None:
-        self._gradient_port = self.weight if self.weight_dequant_scale is None else open_port(self.weight)
+        self._gradient_port = None if self.weight_dequant_scale is None else open_port(self.weight)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what a copied or unpickled parameter loses: the dtype of its gradient and the hook."""
         super().__setstate__(state)
         self._prepare_gradient()
 
+    def plain_tensors(self) -> Iterator[Tensor | None]:
+        plain = [self.bias] if self.weight_dequant_scale is not None else [self.weight, self.bias]
+        for parameter in plain:
+            yield from () if parameter is None else (parameter, parameter.grad)
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
-        """Move to another device. A cast is refused: codes in another dtype are other values."""
-        probe = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
-        if self.weight_dequant_scale is not None and fn(probe).dtype != probe.dtype:
-            raise ValueError(
-                f"a converted layer holds its weight as {probe.dtype} codes and cannot be cast; allowed: another "
-                "device. Cast the model before worker.initialize."
-            )
+        """Move to another device, or cast what is plain."""
         super()._apply(fn, recurse)
         self._open_port()
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name_codes(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
+    ) -> None:
+        """Read what a layer of any level, or a plain one, has saved."""
+        holds_codes = self.weight_dequant_scale is not None
+        came_as_values = read_weight(self, state_dict, prefix, self._encode if holds_codes else None)
+        self.has_new_codes = self.has_new_codes or prefix + "weight" in state_dict
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        if came_as_values:
+            missing[:] = [name for name in missing if name != prefix + "_extra_state"]
+
+    def _encode(self, values: Tensor) -> EncodedWeight:
+        """Values as the layer holds its weight; those of a master weight wait for the optimizer."""
+        if self.has_master and values.shape == self.weight.shape:
+            self.initial_values = values.detach().to(self.weight.device, torch.float32, copy=True)
+        return encode_values(values, self.weight.dtype, has_residual=self.weight_residual is not None)
 
 
 class Float8Products(torch.autograd.Function):

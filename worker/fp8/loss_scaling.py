@@ -6,7 +6,6 @@ true ones. After a step with a non-finite gradient the scale is halved; after `g
 (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,20 +13,28 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 LARGEST_SCALE = 2.0**32
+STATE_BUFFER = "octet_loss_scaling_state"
 
 
 class LossScaling:
     """The scale, a power of two so that scaling rounds nothing, and how long it has been good.
 
     `state` holds the scale, the good steps in a row and the skipped steps seen; it is a buffer of the model, and so in its
-    `state_dict`.
+    `state_dict`. It is read from the model each time: a move to another device replaces it.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], initial_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+    def __init__(self, model: nn.Module, initial_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         self.growth_interval = growth_interval
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.state = torch.tensor([initial_scale, 0.0, 0.0], dtype=torch.float64, device=self.parameters[0].device)
+        self.model = model
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        state = torch.tensor([initial_scale, 0.0, 0.0], dtype=torch.float64, device=self.parameters[0].device)
+        model.register_buffer(STATE_BUFFER, state)
         self._hook_parameters()
+
+    @property
+    def state(self) -> Tensor:
+        """fp64, (3)."""
+        return self.model.get_buffer(STATE_BUFFER)
 
     @property
     def loss_scale(self) -> Tensor:
@@ -65,8 +72,7 @@ class LossScaling:
 
 def scale_losses(model: nn.Module) -> LossScaling:
     """Scale what comes back from a model's outputs. The state is a buffer of the model, so that checkpoints hold it."""
-    scaling = LossScaling(model.parameters())
-    model.register_buffer("octet_loss_scaling_state", scaling.state)
+    scaling = LossScaling(model)
     model.register_forward_hook(scaling.scale_gradients_of_outputs)
     return scaling
 

@@ -5,10 +5,13 @@ micro-batches of a step the largest value collects in one slot, and `advance`, c
 into the window. Until the window is full the scale is exact; a non-finite amax restarts it; evaluation leaves no trace.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from worker import kernels
+from worker.fp8.casts import KeepsDtypes
 from worker.fp8.recipe import OperandFormat, Recipe
 from worker.fp8.statistics import NUM_MEASURES, measure
 from worker.kernels import ScaledCodes, ScaleKind
@@ -20,7 +23,11 @@ def product(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fas
     return kernels.matmul(a_MK, b_NK, out_dtype, fast_accumulation=fast_accumulation and has_tensor_scales)
 
 
-class OperandScaling(nn.Module):
+REMEMBERED = ("step_amax", "amax_history", "window_amax", "num_finite_steps")
+"""The buffers of delayed scaling."""
+
+
+class OperandScaling(KeepsDtypes):
     """The scaling of one operand of one layer. What it remembers is in `state_dict`."""
 
     sample: Tensor
@@ -102,6 +109,20 @@ class OperandScaling(nn.Module):
         self.amax_history.copy_(history)
         self.num_finite_steps.copy_(num_steps)
         self.step_amax.zero_()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Start afresh where the state dict, of a plain model or another recipe, remembers nothing or in another shape."""
+        own = dict(self.named_buffers())
+        remembered = {name: state_dict[prefix + name] for name in REMEMBERED if prefix + name in state_dict}
+        fits = remembered.keys() == own.keys() - {"sample"} and all(
+            value.shape == own[name].shape for name, value in remembered.items()
+        )
+        if not fits:
+            for name in remembered:
+                del state_dict[prefix + name]
+            for name in own.keys() - {"sample"}:
+                state_dict[prefix + name] = torch.zeros_like(own[name])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _quantize(self, x: Tensor, sides: str, amax: Tensor | None, uses_amax: Tensor | None) -> kernels.QuantizedOperand:
         dtype, kind, margin = self.format.dtype, self.format.kind, self.recipe.margin

@@ -24,12 +24,16 @@ def encode_weight(values: Tensor, level: Level) -> EncodedWeight | None:
     """The weight as the level holds it, rounded to nearest; None where it stays as it is."""
     if level.weight == "fp32":
         return None
+    dtype = torch.float16 if level.weight == "fp16+scale" else E4M3
+    return encode_values(values, dtype, has_residual=level.master_weight == "int8-residual")
+
+
+def encode_values(values: Tensor, dtype: torch.dtype, *, has_residual: bool = False) -> EncodedWeight:
+    """Codes of FP16 or E4M3 with one scale, rounded to nearest; has_residual: E4M3 codes refined by an INT8 residual."""
     values = values.detach().float()
     amax = kernels.compute_amax(values)
-    if level.weight == "fp16+scale":
-        return EncodedWeight(*kernels.quantize(values, torch.float16, amax=amax), amax)
-    if level.master_weight != "int8-residual":
-        return EncodedWeight(*kernels.quantize(values, E4M3, amax=amax), amax)
+    if not has_residual:
+        return EncodedWeight(*kernels.quantize(values, dtype, amax=amax), amax)
     dequant_scale = kernels.dequant_scale_from_amax(amax, E4M3)
     halves = torch.full(values.shape, 1 << (NUM_BITS - 1), dtype=torch.int32, device=values.device)
     codes, residual = kernels.split_encode(values / dequant_scale, halves)  # half of a draw rounds to nearest

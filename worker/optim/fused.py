@@ -102,7 +102,6 @@ def _addresses(update: Update, gradient: Tensor, rule: Rule) -> tuple[int, ...]:
     row = dict.fromkeys(range(tables.NUM_PARAMETER_COLUMNS.value), 0)
     row[tables.WEIGHT.value] = parameter.data_ptr()
     if weight is not None:
-        assert weight.amax is not None
         row[tables.WEIGHT_SCALE.value], row[tables.AMAX.value] = weight.dequant_scale.data_ptr(), weight.amax.data_ptr()
         if weight.needs_master:
             master = state["master_weights"]

@@ -27,6 +27,7 @@ from worker.optim.weights import (
     SplitWeight,
     StoredWeight,
     WideWeight,
+    is_stale,
     new_master,
     runs,
 )
@@ -83,10 +84,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self.rule.check(group)
         for parameter in group["params"]:
             if parameter not in self._quantized and parameter.dtype not in PLAIN_DTYPES:
-                raise ValueError(
-                    f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}. "
-                    "Name codes, and the scale that belongs to them, in `quantized`."
-                )
+                raise ValueError(f"{_wrong_dtype(parameter)} Name codes, and the scale that belongs to them, in `quantized`.")
             self._origins[parameter] = (len(self._origins), 0)
             if parameter.requires_grad:
                 self._allocate(parameter, group)
@@ -103,6 +101,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         updates = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, _ in updates:
+            self._follow(parameter)
         finite = all_finite(parameter.grad for parameter, _ in updates)
         if self.all_ranks_finite is not None:
             finite = self.all_ranks_finite(finite)
@@ -142,8 +142,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
                     saved = state_dict["state"][key]
-                    if "master_weights" in own_states.get(parameter, {}):
-                        saved = {"master_weights": own_states[parameter]["master_weights"]} | saved
+                    if "master_weights" in saved and parameter in self._quantized:
+                        self._quantized[parameter].holder.initial_values = None
+                    elif "master_weights" in own_states.get(parameter, {}):
+                        saved = saved | {"master_weights": own_states[parameter]["master_weights"]}
                     self._load(parameter, group, saved, saved_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,6 +153,26 @@ class LowBitOptimizer(torch.optim.Optimizer):
         own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_quantized", "_origins"]
         own += ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]  # a converted model follows the steps by these
         return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_fused_step": None}
+
+    def _follow(self, parameter: Tensor) -> None:
+        """Let the states follow a parameter that was moved or loaded since the last step. ValueError if it was cast."""
+        weight, state = self._quantized.get(parameter), self.state.get(parameter)
+        if weight is None and parameter.dtype not in PLAIN_DTYPES:
+            raise ValueError(_wrong_dtype(parameter))
+        if weight is not None and weight.codes is not parameter:
+            raise ValueError(
+                "a layer holds another parameter than the optimizer: it was replaced after initialize, as load_state_dict("
+                "assign=True) and to_empty do. Call initialize after what replaces parameters."
+            )
+        if not state:
+            return
+        if weight is not None and weight.needs_master and is_stale(state["master_weights"], weight):
+            state["master_weights"] = new_master(weight)
+        if state[next(iter(self.rule.state_codecs))]["codes"].device != parameter.device:
+            for name, value in state.items():
+                if isinstance(value, dict):
+                    state[name] = _copy(value, parameter.device)
+            state["step"] = self._new_step_count(parameter, int(state["step"]))
 
     def _step_fused(self, updates: list[tuple[Tensor, Group]], finite: Tensor) -> list[tuple[Tensor, Group]]:
         """Step the parameters that the kernels take; returns the others."""
@@ -239,7 +261,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
         weight = self._quantized.get(parameter)
         if weight is None:
             return WideWeight(parameter) if parameter.dtype == torch.float32 else RoundedWeight(parameter, draw)
-        assert weight.amax is not None
         bound = self.rule.bound_after_step(weight.amax, int(self.state[parameter]["step"]), group)
         if weight.needs_master:
             return MasteredWeight(weight, self.state[parameter]["master_weights"], bound, draw)
@@ -274,6 +295,10 @@ def _check_states(saved: Mapping[str, Any], rule: Rule) -> None:
             f"the saved states are {', '.join(names)}; allowed: {', '.join(rule.state_codecs)}, the states of {rule.name}. "
             "Continue with the optimizer that saved them, or start this one without them."
         )
+
+
+def _wrong_dtype(parameter: Tensor) -> str:
+    return f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}."
 
 
 def _check_parts(name: str, parts: Parts, codec: Codec) -> None:

@@ -8,6 +8,7 @@ the step (`Rule.bound_after_step`).
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,31 @@ RUN_LENGTH = 1 << 15
 """Elements that are fp32 at a time: the temporaries of one run, about 2 MB, stay in a CPU's L2 cache."""
 
 
+class WeightHolder(Protocol):
+    """What holds a weight as codes: a layer. Its tensors may be replaced at any time: a move to another device does so."""
+
+    weight: nn.Parameter
+    weight_dequant_scale: Tensor | None
+    weight_residual: Tensor | None
+    weight_amax: Tensor | None
+    initial_values: Tensor | None
+    has_master: bool
+    has_new_codes: bool
+
+
+@dataclass(eq=False)
+class HeldTensors:
+    """A holder that is no layer; fields as in `QuantizedWeight`."""
+
+    weight: nn.Parameter
+    weight_dequant_scale: Tensor | None
+    weight_residual: Tensor | None = None
+    weight_amax: Tensor | None = None
+    initial_values: Tensor | None = None
+    has_master: bool = False
+    has_new_codes: bool = False
+
+
 @dataclass(eq=False)
 class QuantizedWeight:
     """A parameter that holds codes: `value = codes × dequant_scale`, with one fp32 scale () that is updated in place.
@@ -29,13 +55,23 @@ class QuantizedWeight:
     INT8, the value's position inside the code's rounding interval, or in a master weight that the optimizer holds.
     amax: of the values, fp32 (), updated in place; it belongs to the codes and is saved and loaded with them.
     initial_values: fp32 values that the master starts from, released once it exists; without them it starts from the codes.
+
+    All are read from the holder each time, so that the optimizer steps what the layer computes with.
     """
 
-    codes: nn.Parameter
-    dequant_scale: Tensor
-    residual: Tensor | None = None
-    amax: Tensor | None = None
-    initial_values: Tensor | None = None
+    holder: WeightHolder
+
+    @classmethod
+    def of(
+        cls,
+        codes: nn.Parameter,
+        dequant_scale: Tensor,
+        residual: Tensor | None = None,
+        amax: Tensor | None = None,
+        initial_values: Tensor | None = None,
+    ) -> "QuantizedWeight":
+        """A weight whose tensors belong to no layer."""
+        return cls(HeldTensors(codes, dequant_scale, residual, amax, initial_values))
 
     def __post_init__(self) -> None:
         if self.codes.dtype not in (FP16.dtype, E4M3.dtype):
@@ -44,8 +80,26 @@ class QuantizedWeight:
             raise ValueError(
                 f"a residual refines float8_e4m3fn codes by int8; got {self.codes.dtype} and {self.residual.dtype}."
             )
-        if self.amax is None:
-            self.amax = kernels.compute_amax(self.values())
+        if self.holder.weight_amax is None:
+            self.holder.weight_amax = kernels.compute_amax(self.values())
+
+    @property
+    def codes(self) -> nn.Parameter:
+        return self.holder.weight
+
+    @property
+    def dequant_scale(self) -> Tensor:
+        assert self.holder.weight_dequant_scale is not None
+        return self.holder.weight_dequant_scale
+
+    @property
+    def residual(self) -> Tensor | None:
+        return self.holder.weight_residual
+
+    @property
+    def amax(self) -> Tensor:
+        assert self.holder.weight_amax is not None
+        return self.holder.weight_amax
 
     @property
     def needs_master(self) -> bool:
@@ -137,7 +191,6 @@ class ScaledWeight(StoredWeight):
 
     def finish(self) -> None:
         self.dequant_scale.copy_(self.finite(self.new_scale))
-        assert self.weight.amax is not None
         unit = 2.0 ** (
             -126 - self.format.min_exponent
         )  # rounded as the kernels have it: from the bits that are stochastically rounded
@@ -196,8 +249,20 @@ def new_master(weight: QuantizedWeight) -> dict[str, Tensor]:
 
     It is made from the fp32 values that the weight was encoded from, which are released, or else from the codes.
     """
-    values = weight.values() if weight.initial_values is None else weight.initial_values
-    weight.initial_values = None
+    values = weight.values() if weight.holder.initial_values is None else weight.holder.initial_values
+    weight.holder.initial_values, weight.holder.has_master, weight.holder.has_new_codes = None, True, False
     flat = values.detach().float().reshape(-1)
     dequant_scale = kernels.finite_or_nan(kernels.compute_amax(flat), FP16.dtype)
     return {"codes": kernels.encode(flat, dequant_scale, FP16.dtype), "dequant_scale": dequant_scale}
+
+
+def is_stale(master: Parts, weight: QuantizedWeight) -> bool:
+    """Whether the codes were loaded since the master was made or loaded, and are not its rounding."""
+    if weight.holder.initial_values is not None:
+        return True
+    if not weight.holder.has_new_codes:
+        return False
+    weight.holder.has_new_codes = False
+    held, exact = weight.values().reshape(-1), kernels.dequantize(master["codes"], master["dequant_scale"])
+    one_code = float(weight.dequant_scale) * 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
+    return not torch.allclose(held, exact, rtol=2.0**-E4M3.mantissa_bits, atol=one_code, equal_nan=True)

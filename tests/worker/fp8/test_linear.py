@@ -273,11 +273,3 @@ def test_a_copy_trains_like_the_original() -> None:
     assert isinstance(twin.weight.grad, Float8Gradient)
     assert twin.gradient_position is not layer.gradient_position
     assert torch.equal(twin.weight.grad.codes.view(torch.uint8), layer.weight.grad.codes.view(torch.uint8))
-
-
-def test_casting_codes_is_refused_and_moving_is_not() -> None:
-    layer = convert(make_linear())
-    for cast in (nn.Module.bfloat16, nn.Module.double, nn.Module.float):
-        with pytest.raises(ValueError, match="cannot be cast"):
-            cast(layer)
-    assert layer.to("cpu").weight.dtype == torch.float16

@@ -50,7 +50,7 @@ def test_the_scale_falls_until_steps_succeed_and_then_trains() -> None:
 
 
 def test_the_scale_doubles_after_good_steps_only() -> None:
-    scaling = LossScaling(nn.Linear(1, 1).parameters(), initial_scale=8.0, growth_interval=3)
+    scaling = LossScaling(nn.Linear(1, 1), initial_scale=8.0, growth_interval=3)
     scales = []
     for num_skipped in (0, 0, 1, 1, 1, 1, 1):
         scaling.update(num_skipped)

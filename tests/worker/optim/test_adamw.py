@@ -214,7 +214,7 @@ class TestLoading:
         torch_optimizer.step()
         codes, dequant_scale = kernels.quantize(values, torch.float8_e4m3fn)
         wide.data = codes
-        weight = QuantizedWeight(wide, dequant_scale, initial_values=values)
+        weight = QuantizedWeight.of(wide, dequant_scale, initial_values=values)
         master = adopt(torch_optimizer, LEVELS["O3"], quantized=[weight]).state[wide]["master_weights"]
         decoded = kernels.dequantize(master["codes"], master["dequant_scale"]).view(64, 128)
         assert float((decoded - values).norm() / values.norm()) < 3e-4
@@ -318,9 +318,9 @@ class TestRefusals:
     def test_what_a_quantized_weight_cannot_be(self) -> None:
         scale = torch.ones(())
         with pytest.raises(ValueError, match=r"dtype torch\.float32; allowed: float16, float8_e4m3fn"):
-            QuantizedWeight(nn.Parameter(torch.zeros(16)), scale)
+            QuantizedWeight.of(nn.Parameter(torch.zeros(16)), scale)
         with pytest.raises(ValueError, match="a residual refines float8_e4m3fn codes by int8"):
-            QuantizedWeight(nn.Parameter(torch.zeros(16).half()), scale, torch.zeros(16, dtype=torch.int8))
+            QuantizedWeight.of(nn.Parameter(torch.zeros(16).half()), scale, torch.zeros(16, dtype=torch.int8))
 
     def test_optimizers_that_cannot_be_represented_by_name(self) -> None:
         model = small_model()

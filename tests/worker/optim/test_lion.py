@@ -74,7 +74,7 @@ def quantized(values: Tensor, kind: str) -> QuantizedWeight:
     parameter = nn.Parameter(codes)
     parameter.grad_dtype = torch.float32
     residual = torch.zeros(values.shape, dtype=torch.int8) if kind == "split" else None
-    return QuantizedWeight(parameter, dequant_scale, residual, initial_values=values if kind == "master" else None)
+    return QuantizedWeight.of(parameter, dequant_scale, residual, initial_values=values if kind == "master" else None)
 
 
 @pytest.mark.parametrize("kind", ["fp16", "split", "master"])

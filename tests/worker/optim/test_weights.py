@@ -21,19 +21,19 @@ GPT_LAYER = ((384, 128), (128, 128), (512, 128), (128, 512))
 
 def fp16(values: Tensor) -> QuantizedWeight:
     codes, dequant_scale = kernels.quantize(values, torch.float16)
-    return QuantizedWeight(parameter(codes), dequant_scale)
+    return QuantizedWeight.of(parameter(codes), dequant_scale)
 
 
 def split(values: Tensor) -> QuantizedWeight:
     codes, dequant_scale = kernels.quantize(values, E4M3)
     numbers = kernels.random_bits(0, 0, 0, range(values.numel()), values.device).view_as(values)
     codes, residual = kernels.split_encode(values / dequant_scale, numbers)
-    return QuantizedWeight(parameter(codes), dequant_scale, residual=residual)
+    return QuantizedWeight.of(parameter(codes), dequant_scale, residual=residual)
 
 
 def mastered(values: Tensor) -> QuantizedWeight:
     codes, dequant_scale = kernels.quantize(values, E4M3)
-    return QuantizedWeight(parameter(codes), dequant_scale, initial_values=values)
+    return QuantizedWeight.of(parameter(codes), dequant_scale, initial_values=values)
 
 
 def parameter(codes: Tensor) -> nn.Parameter:
@@ -105,7 +105,7 @@ class TestQuantizedWeight:
         step(weight, optimizer, seed=1)
         saved = copy.deepcopy((weight.codes.data, weight.dequant_scale, weight.residual, optimizer.state_dict()))
         step(weight, optimizer, seed=2)
-        resumed_weight = QuantizedWeight(parameter(saved[0]), saved[1], saved[2])
+        resumed_weight = QuantizedWeight.of(parameter(saved[0]), saved[1], saved[2])
         resumed = LowBitAdamW([resumed_weight.codes], quantized=[resumed_weight])
         resumed.load_state_dict(saved[3])
         step(resumed_weight, resumed, seed=2)
@@ -167,7 +167,7 @@ class TestMaster:
         weight = mastered(values)
         optimizer = LowBitAdamW([weight.codes], quantized=[weight])
         assert relative_error(best_values(weight, optimizer), values) < 3e-4
-        assert weight.initial_values is None
+        assert weight.holder.initial_values is None
 
     def test_weight_is_the_nearest_rounding_of_the_master(self) -> None:
         weight = mastered(gaussian(130, 100))

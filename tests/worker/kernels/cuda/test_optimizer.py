@@ -67,7 +67,7 @@ class Model:
         parameter = nn.Parameter(codes)
         parameter.grad_dtype = torch.float32
         initial = values if self.held == "master" else None
-        self.quantized.append(QuantizedWeight(parameter, dequant_scale, residual, initial_values=initial))
+        self.quantized.append(QuantizedWeight.of(parameter, dequant_scale, residual, initial_values=initial))
         return parameter
 
     def step(self, arrives: str, seed: int, bad: float | None = None) -> None:

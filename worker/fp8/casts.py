@@ -1,0 +1,80 @@
+"""What `.half()`, `.to(dtype)`, `.cuda()` and the like do to a converted model.
+
+Plain values follow. Codes, and the scales, histories and counters that belong to codes, move to another device and keep their
+dtype: codes in another dtype are other values. A cast that some layer or the optimizer cannot follow is refused before
+anything has changed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Change = Callable[[Tensor], Tensor]
+"""What `nn.Module._apply` is given: makes the tensor that takes a tensor's place."""
+
+ALLOWED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the plain parameters of a converted model."""
+
+
+class KeepsDtypes(nn.Module):
+    """A module whose tensors keep their dtypes, except those that `plain_tensors` yields."""
+
+    def plain_tensors(self) -> Iterator[Tensor | None]:
+        """Yield the tensors that are values, and follow a cast."""
+        yield from ()
+
+    def _apply(self, fn: Change, recurse: bool = True) -> Any:
+        check_cast(self, fn)
+        plain = {id(tensor) for tensor in self.plain_tensors()}
+        return super()._apply(lambda tensor: fn(tensor) if id(tensor) in plain else _move(tensor, fn), recurse)
+
+
+class GuardedApply:
+    """Takes the place of one module's `_apply`: checks the whole tree before its first leaf is changed."""
+
+    def __init__(self, module: nn.Module, keep: Iterable[str] = ()) -> None:
+        """keep: names of the module's own buffers that keep their dtype."""
+        self.module, self.keep = module, frozenset(keep)
+
+    def __call__(self, fn: Change, recurse: bool = True) -> nn.Module:
+        check_cast(self.module, fn)
+        kept = {id(self.module._buffers[name]) for name in self.keep}
+        return type(self.module)._apply(
+            self.module, lambda tensor: _move(tensor, fn) if id(tensor) in kept else fn(tensor), recurse
+        )
+
+
+def guard_casts(model: nn.Module, keep: Iterable[str] = ()) -> None:
+    """Check casts of a model and of each part that holds others before they change anything.
+
+    keep: names of the model's own buffers that keep their dtype.
+    """
+    model._apply = GuardedApply(model, keep)  # type: ignore[method-assign]
+    for module in model.modules():
+        if module is not model and any(True for _ in module.children()):
+            module._apply = GuardedApply(module)  # type: ignore[method-assign]
+
+
+def check_cast(module: nn.Module, fn: Change) -> None:
+    """Raise ValueError if `fn` gives a plain parameter of the module a dtype that no step could train."""
+    held = {
+        id(tensor) for part in module.modules() if isinstance(part, KeepsDtypes) for tensor in part.parameters(recurse=False)
+    }
+    held -= {id(tensor) for part in module.modules() if isinstance(part, KeepsDtypes) for tensor in part.plain_tensors()}
+    kinds = {(parameter.dtype, parameter.device) for parameter in module.parameters() if id(parameter) not in held}
+    for dtype, device in kinds:
+        result = fn(torch.empty(0, dtype=dtype, device=device)).dtype
+        if result != dtype and result not in ALLOWED_DTYPES:
+            raise ValueError(
+                f"the model was initialized at a precision level and cannot be cast to {result}; allowed: "
+                f"{', '.join(map(str, ALLOWED_DTYPES))}. Nothing was changed. Cast the model before "
+                "initialize."
+            )
+
+
+def _move(tensor: Tensor, fn: Change) -> Tensor:
+    """Apply what a change does apart from the dtype."""
+    changed = fn(tensor)
+    return changed if changed.dtype == tensor.dtype else tensor.to(changed.device)
