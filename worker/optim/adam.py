@@ -5,6 +5,9 @@
     exp_avg_sq = beta2 · exp_avg_sq + (1 - beta2) · gradient²
     weight    -= lr / (1 - beta1^t) · exp_avg / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
 
+Where a codec of few bits has rounded a second moment to 0 and the first survives, the quotient has no meaning; it is clamped to
+the largest that exact moments can have. Exact moments never reach the bound.
+
 Kingma and Ba 2015, algorithm 1; Loshchilov and Hutter 2019, algorithm 2.
 """
 
@@ -68,21 +71,25 @@ class Adam(Rule):
         exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
         exp_avg_sq.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
         denominator = kernels.sqrt(exp_avg_sq.clamp(*ROOTED)).mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
-        return exp_avg / denominator, group["lr"] / (1 - beta1**step)
+        direction, largest = exp_avg / denominator, self._largest_update(step, group) * (1 - beta1**step)
+        return direction.clamp_(-largest, largest), group["lr"] / (1 - beta1**step)
 
     def largest_change(self, step: int, group: Group) -> float | Tensor:
-        """lr in the first step, up to 7.3 lr later (at betas of 0.9 and 0.999), times ROUNDING_SLACK.
+        """The largest update, or MAX_UPDATE if that is smaller, times lr."""
+        return group["lr"] * min(self._largest_update(step, group), MAX_UPDATE)
+
+    def _largest_update(self, step: int, group: Group) -> float:
+        """1 in the first step, up to 7.3 later (at betas of 0.9 and 0.999), times ROUNDING_SLACK.
 
         |exp_avg| <= (1 - beta1) / sqrt(1 - beta2) · sqrt(sum of (beta1² / beta2)^i, i < step) · sqrt(exp_avg_sq), by the
-        Cauchy-Schwarz inequality over the gradients that both moments sum. There is no such bound where beta1² >= beta2.
+        Cauchy-Schwarz inequality over the gradients that both moments sum. There is no such bound where beta1² >= beta2: Inf.
         """
         beta1, beta2 = group["betas"]
-        update = MAX_UPDATE
-        if beta1**2 < beta2:
-            ratio = beta1**2 / beta2
-            corrected = ((1 - beta2**step) / (1 - beta2)) ** 0.5 * (1 - beta1) / (1 - beta1**step)
-            update = min(update, ROUNDING_SLACK * corrected * ((1 - ratio**step) / (1 - ratio)) ** 0.5)
-        return group["lr"] * update
+        if beta1**2 >= beta2:
+            return math.inf
+        ratio = beta1**2 / beta2
+        corrected = ((1 - beta2**step) / (1 - beta2)) ** 0.5 * (1 - beta1) / (1 - beta1**step)
+        return ROUNDING_SLACK * corrected * ((1 - ratio**step) / (1 - ratio)) ** 0.5
 
     def kernel_hyperparameters(self, group: Group) -> tuple[float, ...]:
         """The betas, their logarithms, eps, and the two constants of the bound."""

@@ -329,3 +329,24 @@ class TestRefusals:
             adopt(torch.optim.SGD(model.parameters(), lr=0.1), LEVELS["fp32"])
         with pytest.raises(ValueError, match="amsgrad=True is not supported"):
             adopt(torch.optim.AdamW(model.parameters(), amsgrad=True), LEVELS["O2"])
+
+
+@pytest.mark.parametrize("codecs", [("int8-companded", "uint8-companded"), ("fp8-dre", "fp16-block"), ("fp32", "fp32")])
+@pytest.mark.parametrize(("betas", "largest"), [((0.9, 0.999), 9.2), ((0.9, 0.95), 3.7)])
+def test_no_update_exceeds_what_exact_moments_allow(
+    codecs: tuple[str, str], betas: tuple[float, float], largest: float
+) -> None:
+    """In a block that spans 1 to 1e-6 an 8-bit second moment rounds to 0 where the first survives: the quotient was 30,000."""
+    scales = torch.logspace(0, -6, 64)
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    options = Hyperparameters(lr=1e-3, betas=betas, weight_decay=0.0, exp_avg_codec=codecs[0], exp_avg_sq_codec=codecs[1])
+    optimizer = LowBitAdamW([parameter], options)
+    generator = torch.Generator().manual_seed(0)
+    updates = []
+    for _ in range(60):
+        parameter.grad = torch.randn(64, 64, generator=generator) * scales * 1000
+        before = parameter.detach().clone()
+        optimizer.step()
+        updates.append(((parameter.detach() - before) / 1e-3).abs().max())
+    assert updates[0] <= 1.25 * 1.001, "the first update is lr, and the slack for rounding"
+    assert max(updates) <= largest

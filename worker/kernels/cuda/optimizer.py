@@ -133,7 +133,7 @@ def _load_constants(pointer):
     return (
         tl.load(pointer + 0), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3),
         tl.load(pointer + 4), tl.load(pointer + 5), tl.load(pointer + 6), tl.load(pointer + 7),
-        tl.load(pointer + 8), tl.load(pointer + 9), tl.load(pointer + 10), tl.load(pointer + 11),
+        tl.load(pointer + 8), tl.load(pointer + 9), tl.load(pointer + 10), tl.load(pointer + 11), tl.load(pointer + 12),
     )  # fmt: skip
 
 

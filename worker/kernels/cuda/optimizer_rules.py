@@ -21,6 +21,7 @@ _KEPT1, _ADDED1 = tl.constexpr(tables.CONSTANT_RULE.value), tl.constexpr(tables.
 _KEPT2, _ADDED2 = tl.constexpr(tables.CONSTANT_RULE.value + 2), tl.constexpr(tables.CONSTANT_RULE.value + 3)
 _ROOT_CORRECTION = tl.constexpr(tables.CONSTANT_RULE.value + 4)
 _EPSILON = tl.constexpr(tables.CONSTANT_RULE.value + 5)
+_LARGEST_DIRECTION = tl.constexpr(tables.CONSTANT_RULE.value + 6)
 
 
 @triton.constexpr_function
@@ -46,14 +47,15 @@ def prepare(group, out, step, RULE: tl.constexpr):
         power2 = tl.exp(tl.load(group + _LOG_BETA2) * step.to(tl.float64))
         tl.store(out + _ROOT_CORRECTION, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32))
         tl.store(out + _EPSILON, tl.load(group + _EPS).to(tl.float32))
-        square1, most = beta1 * beta1, tl.load(group + _MAX_UPDATE)
+        square1 = beta1 * beta1
         is_bounded = square1 < beta2
         ratio = tl.where(is_bounded, square1 / beta2, 0.0)
         ratio_power = tl.where(is_bounded, power1 * power1 / power2, 0.0)
         corrected = tl.sqrt((1.0 - power2) / (1.0 - beta2)) * (1.0 - beta1) / (1.0 - power1)
         update = tl.load(group + _SLACK) * corrected * tl.sqrt((1.0 - ratio_power) / (1.0 - ratio))
-        update = tl.where(is_bounded, tl.minimum(update, most), most)
-        return lr / (1.0 - power1), lr * update
+        update = tl.where(is_bounded, update, float("inf"))
+        tl.store(out + _LARGEST_DIRECTION, (update * (1.0 - power1)).to(tl.float32))
+        return lr / (1.0 - power1), lr * tl.minimum(update, tl.load(group + _MAX_UPDATE))
     else:
         tl.static_assert(RULE == "lion", "unknown rule")
         return lr, lr
@@ -68,7 +70,8 @@ def advance(states, gradient, constant, RULE: tl.constexpr):
         square = square * constant[_KEPT2] + gradient * gradient * constant[_ADDED2]
         root = language.sqrt(tl.minimum(tl.maximum(square, _SMALLEST_ROOTED), _LARGEST))
         denominator = root * constant[_ROOT_CORRECTION] + constant[_EPSILON]
-        return language.divide(average, denominator), (average, square)
+        direction, largest = language.divide(average, denominator), constant[_LARGEST_DIRECTION]
+        return tl.clamp(direction, -largest, largest, propagate_nan=tl.PropagateNan.ALL), (average, square)
     else:
         tl.static_assert(RULE == "lion", "unknown rule")
         (average,) = states

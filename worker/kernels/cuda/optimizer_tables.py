@@ -41,4 +41,4 @@ GRADIENT_UNIT = tl.constexpr(3)  # the sign, times the scale of the codes where 
 NEW_SCALE = tl.constexpr(4)
 ROUNDED_SCALE = tl.constexpr(5)  # of an E4M3 weight that has a master
 CONSTANT_RULE = tl.constexpr(6)
-NUM_CONSTANT_COLUMNS = tl.constexpr(12)
+NUM_CONSTANT_COLUMNS = tl.constexpr(13)
