@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
-from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8, open_port
+from worker.fp8.gradient import RoundingPosition
+from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
