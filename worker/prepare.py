@@ -115,6 +115,8 @@ def prepare(
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens)
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
         optimizer = adopt(optimizer, precision.storage, quantized=conversion.quantized, seed=seed)
+        for weight in conversion.quantized:  # masters exist now; a layer that is not trained, or not yet, has none
+            weight.initial_values = None
     health = _follow_health(conversion.model, optimizer, precision, on_event)
     if precision.storage.loss_scaling and any(parameter.requires_grad for parameter in model.parameters()):
         scaling = scale_losses(conversion.model)
