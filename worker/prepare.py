@@ -41,7 +41,7 @@ from worker.fp8.statistics import OperandSample
 from worker.fp8.torchao_linear import torchao_converter
 from worker.fp8.weights import encode_weight
 from worker.metrics.memory import memory_report
-from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt
+from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt, check_adoptable
 
 MIN_COMPUTE_CAPABILITY = (8, 9)
 
@@ -88,8 +88,8 @@ def initialize(
     options that do not exist or do not fit the level, for an optimizer that the level cannot represent, and for surprises
     under `strict`. Warns where nothing was converted.
     """
-    if hasattr(model, "octet_report"):
-        raise ValueError("the model is initialized already. Build a new one to train it at another level.")
+    if any(hasattr(module, "octet_report") for module in model.modules()):
+        raise ValueError("the model, or a part of it, is initialized already. Build a new one to train it at another level.")
     prepared = prepare(model, optimizer, _read_options(opt_level, options), seed=seed, tokens=tokens, on_event=on_event)
     if prepared.report.nothing_converted:
         warnings.warn(prepared.report.nothing_converted, stacklevel=2)
@@ -112,15 +112,18 @@ def prepare(
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}; allowed: 1 or more. Give batch size times sequence length, or leave it out.")
     if optimizer is not None:
-        _check_optimizer(optimizer, precision.storage)
+        _check_optimizer(optimizer, model, precision.storage)
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens)
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
         optimizer = adopt(optimizer, precision.storage, quantized=conversion.quantized, seed=seed)
+    for weight in conversion.quantized:  # masters exist now; a layer that is not trained, or not yet, has none
+        weight.holder.initial_values = None
     health = _follow_health(conversion.model, optimizer, precision, on_event)
-    keep = (STATE_BUFFER,) if precision.storage.loss_scaling else ()
+    scales_losses = precision.storage.loss_scaling and any(parameter.requires_grad for parameter in model.parameters())
+    keep = (STATE_BUFFER,) if scales_losses else ()
     if precision.storage.gemm == "fp8" or isinstance(optimizer, LowBitOptimizer) or keep:
         guard_casts(conversion.model, keep)
-    if precision.storage.loss_scaling:
+    if scales_losses:
         scaling = scale_losses(conversion.model)
         if optimizer is not None:
             optimizer.register_step_post_hook(partial(_rescale, scaling))
@@ -181,13 +184,28 @@ def _read_options(opt_level: str | PrecisionSpec, options: dict[str, Any]) -> Pr
         raise ValueError("\n".join(complaints)) from None
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, level: Level) -> None:
-    """Refuse an optimizer that the level cannot represent, before anything is changed."""
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, level: Level) -> None:
+    """Refuse an optimizer that the level cannot represent, or of another model, before anything is changed."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}; allowed: a torch.optim.Optimizer, or None.")
+    _check_ownership(optimizer, model)
     if type(optimizer) not in REPRESENTABLE and not _takes_any_optimizer(level):
         others = ", ".join(name for name, row in LEVELS.items() if _takes_any_optimizer(row))
         raise ValueError(
             f"level {level.name} cannot hold the states of {type(optimizer).__name__}; allowed: "
             f"{', '.join(known.__name__ for known in REPRESENTABLE)}. Use one of these, or a level of {others}."
+        )
+    if type(optimizer) in REPRESENTABLE:
+        check_adoptable(optimizer, level)
+
+
+def _check_ownership(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    known = set(model.parameters())
+    foreign = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in known]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} of the optimizer's parameters are not of the model, the first of shape {tuple(foreign[0].shape)}; "
+            "allowed: parameters of the model. Make the optimizer from model.parameters(), and another for the rest."
         )
 
 

@@ -1,8 +1,10 @@
 """Bytes are counted from live storage, by class and once each, and stay within what the level's row promises."""
 
+import gc
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
@@ -86,3 +88,64 @@ def test_a_sample_costs_a_fixed_amount_of_memory() -> None:
     values = torch.randn(8192, 1024)
     quantized = ScaledCodes(*quantize(values, torch.float8_e4m3fn), ScaleKind.TENSOR)
     assert peak_bytes(lambda: measure(values, quantized)) <= 10 * 4 * CHUNK_ELEMENTS
+
+
+class ThreeLayers(nn.Module):
+    """A layer that is trained, one that is frozen, and one that is in no optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen, self.unused = (nn.Linear(128, 128, bias=False) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unused(self.frozen(self.trained(x)))
+
+
+def live_storages() -> dict[int, int]:
+    """The bytes of every storage that a tensor in this process sees, by address."""
+    gc.collect()
+    tensors = [tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter)]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_report_counts_all_that_is_alive(level: str) -> None:
+    before = live_storages()
+    model = ThreeLayers()
+    optimizer = torch.optim.AdamW([*model.trained.parameters(), *model.frozen.parameters()])
+    model, optimizer = initialize(model, optimizer, opt_level=level, tokens=16)
+    model(torch.ones(16, 128)).sum().backward()
+    optimizer.step()
+    model.zero_grad()
+    ports_and_counter = 8 + 4 * (3 if LEVELS[level].weight != "fp32" else 0)
+    alive = sum(num_bytes for address, num_bytes in live_storages().items() if address not in before)
+    assert alive == sum(memory_report(model, optimizer).values()) + ports_and_counter
+
+
+@pytest.mark.parametrize("level", ["O3", "O3-split", "O2"])
+def test_a_layer_that_is_not_trained_holds_its_codes_alone(level: str) -> None:
+    model = ThreeLayers()
+    optimizer = torch.optim.AdamW([*model.trained.parameters(), *model.frozen.parameters()])
+    weights = [model.frozen.weight.detach().clone(), model.unused.weight.detach().clone()]
+    model, optimizer = initialize(model, optimizer, opt_level=level)
+    layer, row = 128 * 128, LEVELS[level]
+    report = memory_report(model, optimizer)
+    assert report["weights"] == 3 * layer * model.trained.weight.itemsize
+    assert report["master_weights"] == layer * {"O3": 2, "O3-split": 3, "O2": 0}[level]
+    for converted, values in zip((model.frozen, model.unused), weights, strict=True):
+        torch.testing.assert_close(converted.weight_values(), values, rtol=2**-4, atol=2**-10)
+    assert (optimizer.state[model.trained.weight].keys() >= {"master_weights"}) == (row.master_weight == "fp16+scale")
+    assert model.frozen.weight not in optimizer.state
+
+
+def test_a_layer_that_is_thawed_starts_its_master_from_the_codes() -> None:
+    model = ThreeLayers()
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), opt_level="O3")
+    model.frozen.requires_grad_(True)
+    before = model.frozen.weight_values()
+    model(torch.ones(16, 128)).sum().backward()
+    optimizer.step()
+    assert "master_weights" in optimizer.state[model.frozen.weight]
+    change = model.frozen.weight_values() - before
+    assert 0 < change.abs().max() <= 2e-2

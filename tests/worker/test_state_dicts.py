@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from api_schemas.levels import LEVELS
 from tests.worker.small import FP8_LEVELS, LEVELS_OF_CODES, Small, make, values_of_weights
+from worker import initialize
+from worker.fp8.linear import Float8Linear
 
 LEVEL_PAIRS = [(source, target) for source in FP8_LEVELS for target in ("te", "O2", "O3", "O3-split-8bit", "bf16-amp", "fp32")]
 CODE_ERROR = {"fp32": 0.0, "fp16+scale": 2.0**-11, "fp8": 2.0**-4}
@@ -163,3 +165,10 @@ def test_another_shape_is_named() -> None:
         model.load_state_dict(plain_values() | {"first.weight": torch.zeros(3, 3)})
     assert model.first.initial_values is None or model.first.initial_values.shape == (64, 32)
     assert isinstance(model.first, nn.Module)
+
+
+def test_a_model_without_an_optimizer_keeps_no_wide_values() -> None:
+    model, _ = initialize(Small(), None, "O3", convert_heads=True)
+    assert all(layer.initial_values is None for layer in model.modules() if isinstance(layer, Float8Linear))
+    model.load_state_dict(plain_values())
+    assert all(layer.initial_values is None for layer in model.modules() if isinstance(layer, Float8Linear))

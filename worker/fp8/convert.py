@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 from api_schemas.levels import LEVELS
@@ -26,6 +27,8 @@ MIN_FEATURES = 16
 
 HEADS = ("head", "*.head", "*lm_head*", "*classifier*", "score", "*.score", "*predictions*", "*qa_outputs")
 """What torchvision, timm and transformers call the layer that makes the logits."""
+
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -208,14 +211,12 @@ def _why_not_wanted(name: str, rules: PrecisionSpec, ends: frozenset[str]) -> st
 
 
 def _why_not_possible(name: str, linear: nn.Module, model: nn.Module, rules: PrecisionSpec, num_users: int) -> str | None:
-    layout, weight = layout_of(linear), linear.get_parameter("weight")
+    layout = layout_of(linear)
     assert layout is not None
     if num_users > 1:
         return "its weight is shared with another module"
     if min(layout.in_features, layout.out_features) < MIN_FEATURES:
         return f"{layout.in_features} -> {layout.out_features} features; FP8 products need at least {MIN_FEATURES}"
-    if not weight.is_floating_point() or weight.itemsize == 1:
-        return f"its weight is already {weight.dtype}"
     if layout.is_transposed and rules.storage.engine == "torchao":
         return f"{type(linear).__name__} stores its weight as (in, out); torchao converts nn.Linear alone"
     return _why_opaque(name, linear, model)
@@ -228,6 +229,9 @@ def _why_opaque(name: str, linear: nn.Module, model: nn.Module) -> str | None:
         return f"{type(linear).__name__} is a subclass of {base} that may compute something else"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return "it has hooks, which would be lost"
+    dtype = linear.get_parameter("weight").dtype
+    if dtype not in TRAINABLE_DTYPES:
+        return f"its weight is {dtype}; only {', '.join(map(str, TRAINABLE_DTYPES))} are converted"
     owner = model.get_submodule(name.rpartition(".")[0]) if name else model
     if type(owner).__module__.startswith("torch.nn.modules") and not isinstance(owner, (nn.Linear, *CONTAINERS)):
         return f"its owner, torch's {type(owner).__name__}, reads the weight itself"

@@ -24,7 +24,8 @@ from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
 from worker.fp8.casts import KeepsDtypes
-from worker.fp8.gradient import RoundingPosition, keep_gradient_in_fp8, open_port
+from worker.fp8.gradient import RoundingPosition
+from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
@@ -244,6 +245,12 @@ class Float8Products(torch.autograd.Function):
     ) -> Tensor:
         """bias_N: only where the output is computed in bf16."""
         wide, given_TK = layer.high_precision, input_TK
+        # Autograd wants a bf16 gradient for a bf16 parameter: the product rounds to it, which spares a pass over an fp32 one.
+        ctx.grad_weight_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        ctx.is_empty = input_TK.shape[0] == 0
+        if ctx.is_empty:  # nothing to multiply, and nothing that a scale or a window should learn from
+            ctx.shapes, ctx.input_dtype = (input_TK.shape, weight.shape), input_TK.dtype
+            return input_TK.new_empty((0, layer.out_features), dtype=output_dtype)
         if layer.activation is not None:
             input_TK = kernels.ACTIVATIONS[layer.activation].forward(given_TK)
         input_rows, input_columns = layer.input_scaling.quantize(
@@ -258,8 +265,6 @@ class Float8Products(torch.autograd.Function):
             saved = (given_TK, None)
         ctx.save_for_backward(*saved, weight, weight_dequant_scale)
         ctx.layer, ctx.high_precision, ctx.input_dtype = layer, wide, input_TK.dtype
-        # Autograd wants a bf16 gradient for a bf16 parameter: the product rounds to it, which spares a pass over an fp32 one.
-        ctx.grad_weight_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
         if "output" in wide:
             assert input_half is not None
             return half_linear(input_half, layer.half_weight(), bias_N, torch.bfloat16).to(output_dtype)
@@ -269,6 +274,8 @@ class Float8Products(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_empty:
+            return _zeros_like_gradients(ctx, grad_output_TN)
         input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
         layer, wide = ctx.layer, ctx.high_precision
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -299,3 +306,18 @@ class Float8Products(torch.autograd.Function):
             grad_input_TK = kernels.ACTIVATIONS[layer.activation].backward(grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
         return grad_input_TK, grad_weight, grad_bias_N, None, None, None
+
+
+def _zeros_like_gradients(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of an empty batch: zeros, as autograd gives them for an `nn.Linear`."""
+    input_shape, weight_shape = ctx.shapes
+    shapes_and_dtypes = (
+        (input_shape, ctx.input_dtype),
+        (weight_shape, ctx.grad_weight_dtype),
+        (grad_output_TN.shape[1:], torch.float32),
+    )
+    zeros = [
+        grad_output_TN.new_zeros(shape, dtype=dtype) if is_needed else None
+        for is_needed, (shape, dtype) in zip(ctx.needs_input_grad[:3], shapes_and_dtypes, strict=True)
+    ]
+    return (*zeros, None, None, None)

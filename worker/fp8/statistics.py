@@ -38,14 +38,16 @@ class OperandSample:
 def measure(x: Tensor, quantized: ScaledCodes, unit: Tensor | None = None) -> Tensor:
     """The five numbers of an `OperandSample` of a matrix x, or of x * unit, as an fp32 tensor (5,) on x's device.
 
-    quantized: x in codes. Rows are taken a few at a time: a sample costs a fixed amount of memory, whatever the size of the
-    operand.
+    quantized: x in codes. Where x has no element, all five are NaN. Rows are taken a few at a time: a sample costs a fixed
+    amount of memory, whatever the size of the operand.
     """
     measured: Tensor = _measure_op(x, quantized, unit)
     return measured
 
 
 def _measure(x: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor:
+    if x.numel() == 0:
+        return torch.full((NUM_MEASURES,), torch.nan, device=x.device)
     largest = SCALED_FORMATS[quantized.codes.dtype].max
     sums = torch.zeros(4, dtype=torch.float64, device=x.device)
     amax, one = torch.zeros((), device=x.device), torch.ones((), device=x.device)

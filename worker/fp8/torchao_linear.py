@@ -20,7 +20,8 @@ def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callabl
             f"level {precision.level} needs torchao, which is not installed: pip install --no-deps torchao==0.18.0"
         )
     from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
+
+    from worker.fp8.torchao_layer import TorchaoLinear
 
     options = precision.torchao or TorchaoSpec()
     config = replace(
@@ -29,4 +30,4 @@ def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callabl
         enable_fsdp_float8_all_gather=options.fsdp_float8_all_gather,
         emulate=device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9),
     )
-    return lambda linear: Float8Linear.from_float(linear, config)
+    return lambda linear: TorchaoLinear.from_float(linear, config)

@@ -3,6 +3,7 @@
 from worker.optim.adam import Hyperparameters, LowBitAdamW
 from worker.optim.adopt import OPTIMIZERS, REPRESENTABLE, adopt
 from worker.optim.build import build_optimizer
+from worker.optim.check import check_adoptable
 from worker.optim.lion import LionHyperparameters, LowBitLion
 from worker.optim.optimizer import LowBitOptimizer
 from worker.optim.weights import QuantizedWeight
@@ -18,4 +19,5 @@ __all__ = [
     "QuantizedWeight",
     "adopt",
     "build_optimizer",
+    "check_adoptable",
 ]

@@ -26,10 +26,10 @@ def sum_of_squares_kernel(codes, partial, num_elements, CHUNK: tl.constexpr):
 
 
 def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor]) -> list[Tensor]:
-    """See the reference. A launch for each, and three for all of them."""
+    """See the reference. A launch for each, and four for all of them."""
     partials = [_sums_of_squares(each) for each in codes]
     roots = torch._foreach_sqrt(torch._foreach_norm(partials, 1))
-    return list(torch._foreach_mul(roots, list(dequant_scales)))
+    return list(torch._foreach_abs(torch._foreach_mul(roots, list(dequant_scales))))  # mul_(-1) leaves a negative scale
 
 
 def _sums_of_squares(codes: Tensor) -> Tensor:

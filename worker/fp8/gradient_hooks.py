@@ -1,0 +1,41 @@
+"""How a gradient reaches a parameter that is held in few bits: the hook that quantizes it, and the port of compiled graphs."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from worker.fp8.gradient import Float8Gradient, RoundingPosition
+
+
+def keep_gradient_in_fp8(parameter: nn.Parameter, position: RoundingPosition) -> None:
+    """Make a parameter hold each gradient that arrives as a `Float8Gradient`."""
+    parameter.register_post_accumulate_grad_hook(partial(_quantize_gradient, position=position))
+
+
+def open_port(parameter: nn.Parameter) -> Tensor:
+    """An fp32 leaf of the parameter's shape (and 4 bytes) through which a compiled graph sends the parameter's gradient.
+
+    A graph of torch.compile casts each gradient to the dtype of the tensor it belongs to, whatever `grad_dtype` says: one
+    of codes would be rounded as if it were codes.
+    """
+    port = torch.zeros((), device=parameter.device).expand(parameter.shape).requires_grad_()
+    port.register_post_accumulate_grad_hook(partial(_deliver, parameter=parameter))
+    return port
+
+
+def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
+    """Do with the gradient what autograd does with one that comes straight to the parameter."""
+    gradient, port.grad = port.grad, None
+    assert gradient is not None
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
+
+
+def _quantize_gradient(parameter: Tensor, position: RoundingPosition) -> None:
+    if parameter.grad is not None and not isinstance(parameter.grad, Float8Gradient):  # None: there was no gradient
+        parameter.grad = Float8Gradient.quantize(parameter.grad, position)

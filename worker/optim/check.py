@@ -1,0 +1,31 @@
+"""Check that `adopt` will be able to take over an optimizer, before a model is converted for it."""
+
+from dataclasses import fields
+
+import torch
+
+from api_schemas.levels import Level
+from worker.optim.adam import LowBitAdamW
+from worker.optim.adopt import _own_options
+from worker.optim.optimizer import PLAIN_DTYPES, LowBitOptimizer, _check_states
+
+
+def check_adoptable(optimizer: torch.optim.Optimizer, level: Level) -> None:
+    """Raise ValueError for options, hyperparameters, dtypes or states that `adopt` refuses. Changes nothing.
+
+    optimizer: of a class in REPRESENTABLE.
+    """
+    rule = type(optimizer).rule if isinstance(optimizer, LowBitOptimizer) else LowBitAdamW.rule
+    defaults = rule.defaults(**{f"{state}_codec": getattr(level, state) for state in rule.state_codecs})
+    own = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+    for group in optimizer.param_groups:
+        rule.check(own | _own_options(group, optimizer))
+        for parameter in group["params"]:
+            if parameter.dtype not in PLAIN_DTYPES:
+                raise ValueError(
+                    f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}. "
+                    "Cast the model, or give this parameter an optimizer of its own."
+                )
+    for state in optimizer.state.values():
+        if state:
+            _check_states(state, rule)
