@@ -1,5 +1,6 @@
 """Set-up for every test: one thread per process, GPU tests skipped without a GPU, and a small job spec."""
 
+import gc
 import os
 
 import pytest
@@ -19,6 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(missing)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: the collector need not walk it, a tenth of the service tests' time
 
 
 def _has_fp8_gpu() -> bool:
