@@ -177,6 +177,7 @@ def served(scratch: Scratch) -> Iterator[Scratch]:
         server.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="missing: curl")
 def test_the_commands_of_the_readme_run_in_order(served: Scratch) -> None:
     said: dict[str, str] = {}

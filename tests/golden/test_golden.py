@@ -17,6 +17,7 @@ from worker.kernels import cuda
 from worker.kernels.cuda import language
 
 Result = dict[str, Any]
+pytestmark = pytest.mark.slow
 
 ON_TWO_RANKS = [
     level if level in ("fp32", "te", "O2", "O3-split") else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS

@@ -16,6 +16,7 @@ from tests.text import write_corpus
 from worker.data.text import open_source
 from worker.data.windows import TokenWindows
 
+pytestmark = pytest.mark.slow
 ONE_BLOCK = GPTSizes(hidden_size=64, num_layers=1, num_heads=4, vocab_size=256, max_sequence_length=64)
 SHORT = Setting(ONE_BLOCK, batch_size=8, steps=60, warmup_steps=10, learning_rate=1e-3)
 SHORT_LIMIT, SHORT_LIMIT_OF_8BIT_STATES = 0.004, 0.008

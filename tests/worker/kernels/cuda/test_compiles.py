@@ -14,6 +14,7 @@ OTHER_TRITON = ROOT / "build" / "triton-3.6.0"
 """That of torch 2.11, which the GPU machines have; `make test-matrix` puts it there."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("triton", "options"),
     [
