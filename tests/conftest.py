@@ -1,5 +1,6 @@
-"""Set-up for every test: one thread per process, GPU tests skipped without a GPU, and a small job spec."""
+"""Set-up for every test: one thread per process, slow files first, GPU tests skipped without a GPU, and a small job spec."""
 
+import gc
 import os
 
 import pytest
@@ -9,16 +10,30 @@ def pytest_configure(config: pytest.Config) -> None:
     # The OpenMP runtime reads this when torch loads. Ranks, servers and test processes share the machine's cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    config.option.loadscopereorder = False  # of xdist, which starts files with many tests first; below, slow files are first
+    if _only_distributes(config):
+        return
     if not _has_fp8_gpu():  # Triton reads this when it is imported, and then runs its kernels on CPU tensors
         os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if any(item.get_closest_marker("gpu") for item in items) and not _has_fp8_gpu():
         missing = pytest.mark.skip(reason="missing: a CUDA device of compute capability 8.9 or later")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(missing)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: the collector need not walk it, a tenth of the service tests' time
+
+
+def _only_distributes(config: pytest.Config) -> bool:
+    """True in the process of xdist that hands tests to others and runs none; it need not load torch."""
+    return bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
 
 
 def _has_fp8_gpu() -> bool:

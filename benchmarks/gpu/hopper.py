@@ -2,9 +2,11 @@
 
 Triton's interpreter checks no types and knows no device's instructions; the compiler does. The arguments are those of a bf16
 matrix whose sizes and strides are multiples of 16, as in training. Run as a program, it prints what `test_compiles.py`
-checks for each kernel: how many loads and stores are 16 bytes wide, and instructions that a kernel should avoid.
+checks for each kernel: how many loads and stores are 16 bytes wide, and instructions that a kernel should avoid. With
+`--spread` it compiles the update of each weight with the states of one level instead of all.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -32,8 +34,11 @@ FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 UNALIGNED = {"unless", "seed", "step", "stream", "alpha"}
 
 
-def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield (name, kernel, constants) of each kernel. A constant of None is a pointer that is not passed."""
+def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield (name, kernel, constants) of each kernel. A constant of None is a pointer that is not passed.
+
+    spread: update each weight with the codecs of one level, which takes half the time, instead of those of each level.
+    """
     tile = {"FORMAT": "e4m3", "MARGIN": 0, "TILE_M": 128, "TILE_N": 128}
     for kind in ("tensor", "row", "block 1x128", "block 128x128"):
         given = {} if kind in ("tensor", "row") else {"row_amax": None, "column_amax": None}
@@ -62,7 +67,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
             constants = {**product, "A_FORMAT": name, "B_FORMAT": "e4m3", "IS_BLOCKWISE": is_blockwise}
             yield f"matmul {name} {is_blockwise}", gemm._matmul, constants
     yield "transpose", transpose._transpose, {"TILE_M": 128, "TILE_N": 128}
-    yield from optimizer_kernels()
+    yield from optimizer_kernels(spread=spread)
     chunk = {"CHUNK": gradients.CHUNK}
     yield "norm", gradients.sum_of_squares_kernel, chunk
     yield "accumulated_amax", gradients.accumulated_amax_kernel, chunk
@@ -70,8 +75,11 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "mean_of_shards", gradients.mean_of_shards_kernel, {**chunk, "NUM_RANKS": 8}
 
 
-def optimizer_kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Adam with each weight and the codecs of each level; every other rule, by its name, with each weight once."""
+def optimizer_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Adam with each weight and the codecs of each level; every other rule, by its name, with each weight once.
+
+    spread: Adam too has each weight once. Then O2 and O3-split-8bit are the levels with both their own weight and codecs.
+    """
     options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": optimizer.NUM_BLOCKS, "NUM_TURNS": optimizer.NUM_TURNS}
     for rule in (known.rule for known in OPTIMIZERS):
         codecs = {" ".join(getattr(level, state) for state in rule.state_codecs): None for level in LEVELS.values()}
@@ -80,7 +88,8 @@ def optimizer_kernels() -> Iterator[tuple[str, Any, dict[str, Any]]]:
             gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8"
             formats = {"RULE": rule.name, "WEIGHT": weight, "GRADIENT": gradient}
             yield f"prepare {label}{weight}", optimizer.prepare_kernel, formats
-            for states in codecs if rule.name == "adam" else [[*codecs][number % len(codecs)]]:
+            is_whole = rule.name == "adam" and not spread
+            for states in codecs if is_whole else [[*codecs][(number + 1) % len(codecs)]]:
                 yield f"update {label}{weight} {states}", optimizer.update_kernel, {**formats, "STATES": states, **options}
 
 
@@ -138,5 +147,8 @@ def accesses(ptx: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    compiled = {name: accesses(compile_for_hopper(name, *kernel).asm["ptx"]) for name, *kernel in kernels()}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spread", action="store_true", help="update each weight with the states of one level")
+    chosen = kernels(spread=parser.parse_args().spread)
+    compiled = {name: accesses(compile_for_hopper(name, *kernel).asm["ptx"]) for name, *kernel in chosen}
     json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

@@ -26,8 +26,15 @@ SECTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("accuracy", "cpu"),
+        pytest.param("kernels", "cpu", marks=pytest.mark.matrix),
+        pytest.param("train", "cpu", marks=pytest.mark.matrix),
+        *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in SECTIONS),
+    ],
+)
 def test_a_benchmark_fills_every_section_of_its_table(name: str, device: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--smoke", "--device", device, "--out", str(tmp_path / "out")]
     command += ["--runs", str(tmp_path / "runs")] if name == "accuracy" else []

@@ -93,13 +93,17 @@ def test_a_moment_is_explained_by_class_and_by_origin() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_fills_its_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sections", [["GPT step"], pytest.param(["GPT step", "Vision models", "Largest GPT"], marks=pytest.mark.matrix)], ids=len
+)
+def test_the_benchmark_fills_its_table(sections: list[str], tmp_path: Path) -> None:
     """Runs in a process of its own, because the registered device stays registered."""
     command = [sys.executable, "-m", "benchmarks.gpu.predicted_memory", "--smoke", "--out", str(tmp_path)]
+    command += ["--sections", ",".join(sections)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*-gpu-predicted-memory-smoke.md")
     text = path.read_text()
-    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == ["GPT step", "Vision models", "Largest GPT"]
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == sections
     assert "| GPT tiny, 2 × 32 tokens, O2 |" in text

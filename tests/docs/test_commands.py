@@ -51,6 +51,7 @@ _CLUSTER = Elsewhere("tests/deploy/test_kubernetes.py", "def test_kustomize_rend
 ELSEWHERE = {
     r"make demo": Elsewhere("tests/client/demo/test_run.py", '"client.cli", "demo"'),
     r"make (test|lint|types)": Elsewhere(".ci/run", "make lint types test"),
+    r"make test-matrix": Elsewhere("Makefile", "-m matrix"),
     r"make install": Elsewhere("Makefile", "test: install"),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
@@ -176,6 +177,7 @@ def served(scratch: Scratch) -> Iterator[Scratch]:
         server.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="missing: curl")
 def test_the_commands_of_the_readme_run_in_order(served: Scratch) -> None:
     said: dict[str, str] = {}

@@ -1,7 +1,6 @@
 """Servers for the end-to-end tests: one that all tests share, and one that a test may kill."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield from _served(Server(tmp_path_factory.mktemp("octet"), counts_validations=True))
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A server of the test's own."""
-    yield from _served(Server(tmp_path / "octet"))
+@pytest.fixture(scope="module")
+def mortal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that each test of a module may kill, and brings back. Ray takes ten seconds to start."""
+    yield from _served(Server(tmp_path_factory.mktemp("mortal")))
 
 
 def _served(served: Server) -> Iterator[Server]:

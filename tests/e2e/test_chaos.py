@@ -45,81 +45,81 @@ def assert_gapless_and_each_attempt_after_the_other(server: Server, job: Job) ->
 @pytest.mark.slow
 class TestServerKilled:
     def test_a_server_that_comes_back_finds_its_job_still_training(
-        self, own_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
+        self, mortal_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
     ) -> None:
-        expected = expected_losses(own_server, long_job, undisturbed_curve)
-        job = own_server.client.submit(long_job)
-        own_server.wait_for_step(job.id, 30)
-        own_server.kill()
-        own_server.start()
-        finished = own_server.finish(job.id)
+        expected = expected_losses(mortal_server, long_job, undisturbed_curve)
+        job = mortal_server.client.submit(long_job)
+        mortal_server.wait_for_step(job.id, 30)
+        mortal_server.kill()
+        mortal_server.start()
+        finished = mortal_server.finish(job.id)
         assert finished.state is JobState.SUCCEEDED, finished
         assert finished.num_attempts == 1
-        assert losses(own_server, finished) == expected
-        assert_gapless_and_each_attempt_after_the_other(own_server, finished)
+        assert losses(mortal_server, finished) == expected
+        assert_gapless_and_each_attempt_after_the_other(mortal_server, finished)
 
     def test_after_a_power_cut_the_job_resumes_from_its_checkpoint(
-        self, own_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
+        self, mortal_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
     ) -> None:
-        expected = expected_losses(own_server, long_job, undisturbed_curve)
-        job = own_server.client.submit(long_job)
-        own_server.wait_for_step(job.id, 50)
-        own_server.kill()
-        own_server.kill_the_cluster()
-        own_server.start()
-        finished = own_server.finish(job.id, 180)
+        expected = expected_losses(mortal_server, long_job, undisturbed_curve)
+        job = mortal_server.client.submit(long_job)
+        mortal_server.wait_for_step(job.id, 50)
+        mortal_server.kill()
+        mortal_server.kill_the_cluster()
+        mortal_server.start()
+        finished = mortal_server.finish(job.id, 180)
         assert finished.state is JobState.SUCCEEDED, finished
         assert finished.num_attempts == 2
-        last = max(own_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
+        last = max(mortal_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
         assert last.resumed_from_step is not None
         assert last.resumed_from_step >= 40
-        assert losses(own_server, finished) == expected
-        assert_gapless_and_each_attempt_after_the_other(own_server, finished)
+        assert losses(mortal_server, finished) == expected
+        assert_gapless_and_each_attempt_after_the_other(mortal_server, finished)
 
 
 @pytest.mark.slow
 class TestRayKilled:
     def test_it_is_started_again_and_the_job_resumes_without_a_failure_of_its_own(
-        self, own_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
+        self, mortal_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
     ) -> None:
-        expected = expected_losses(own_server, long_job, undisturbed_curve)
-        job = own_server.client.submit(long_job)
-        own_server.wait_for_step(job.id, 50)
-        core = [process for process in own_server.processes() if process.name() in {"gcs_server", "raylet"}]
+        expected = expected_losses(mortal_server, long_job, undisturbed_curve)
+        job = mortal_server.client.submit(long_job)
+        mortal_server.wait_for_step(job.id, 50)
+        core = [process for process in mortal_server.processes() if process.name() in {"gcs_server", "raylet"}]
         assert len(core) == 2
         for process in core:
             process.kill()
-        finished = own_server.finish(job.id, 180)
+        finished = mortal_server.finish(job.id, 180)
         assert finished.state is JobState.SUCCEEDED, finished
-        attempts = sorted(own_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
+        attempts = sorted(mortal_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
         assert [attempt.reason for attempt in attempts] == [FailureReason.CLUSTER_LOST, None]
-        assert losses(own_server, finished) == expected
-        assert_gapless_and_each_attempt_after_the_other(own_server, finished)
+        assert losses(mortal_server, finished) == expected
+        assert_gapless_and_each_attempt_after_the_other(mortal_server, finished)
 
 
 @pytest.mark.slow
 class TestRankKilled:
-    def test_without_retries_the_job_fails_with_the_reason(self, server: Server, long_job: dict[str, Any]) -> None:
-        job = server.client.submit(long_job)
-        server.wait_for_step(job.id, 5)
-        kill_a_rank(server)
-        failed = server.finish(job.id, 60)
+    def test_without_retries_the_job_fails_with_the_reason(self, mortal_server: Server, long_job: dict[str, Any]) -> None:
+        job = mortal_server.client.submit(long_job)
+        mortal_server.wait_for_step(job.id, 5)
+        kill_a_rank(mortal_server)
+        failed = mortal_server.finish(job.id, 60)
         assert failed.state is JobState.FAILED
         assert failed.reason is FailureReason.WORKER_LOST
         assert failed.hint is not None
         assert "retry.max_failures" in failed.hint
 
     def test_with_retries_a_new_attempt_resumes_and_the_curve_is_the_same(
-        self, server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
+        self, mortal_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
     ) -> None:
-        expected = expected_losses(server, long_job, undisturbed_curve)
-        job = server.client.submit(long_job | {"retry": {"max_failures": 1}})
-        server.wait_for_step(job.id, 50)
-        kill_a_rank(server)
-        finished = server.finish(job.id)
+        expected = expected_losses(mortal_server, long_job, undisturbed_curve)
+        job = mortal_server.client.submit(long_job | {"retry": {"max_failures": 1}})
+        mortal_server.wait_for_step(job.id, 50)
+        kill_a_rank(mortal_server)
+        finished = mortal_server.finish(job.id)
         assert finished.state is JobState.SUCCEEDED, finished
         assert (finished.num_attempts, finished.num_failures) == (2, 1)
-        attempts = sorted(server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
+        attempts = sorted(mortal_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
         assert [attempt.reason for attempt in attempts] == [FailureReason.WORKER_LOST, None]
-        assert losses(server, finished) == expected
-        assert_gapless_and_each_attempt_after_the_other(server, finished)
+        assert losses(mortal_server, finished) == expected
+        assert_gapless_and_each_attempt_after_the_other(mortal_server, finished)

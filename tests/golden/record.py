@@ -9,6 +9,7 @@ import hashlib
 import json
 import random
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +95,16 @@ def train(name: str, env: RankEnv, corpus: Path, folder: Path) -> dict[str, Any]
     return result
 
 
-def train_on_rank(rank: int, ports: list[int], corpus: str, folder: str) -> None:
-    """Run the golden job of each level as one of two ranks."""
-    envs = [RankEnv(rank=rank, world_size=2, master_port=port) for port in ports]
-    results = {name: train(name, env, Path(corpus), Path(folder)) for name, env in zip(LEVELS, envs, strict=True)}
+def train_on_rank(rank: int, ports: dict[str, int], corpus: str, folder: str) -> None:
+    """Run golden jobs as one of two ranks. ports: port of each job's rendezvous, by run."""
+    envs = {name: RankEnv(rank=rank, world_size=2, master_port=port) for name, port in ports.items()}
+    results = {name: train(name, env, Path(corpus), Path(folder)) for name, env in envs.items()}
     Path(folder, f"rank{rank}of2.json").write_text(json.dumps(results))
 
 
-def train_on_two_ranks(corpus: Path, folder: Path) -> list[dict[str, dict[str, Any]]]:
+def train_on_two_ranks(corpus: Path, folder: Path, levels: Iterable[str] = LEVELS) -> list[dict[str, dict[str, Any]]]:
     """Return the results of each rank, by run. Two processes do all runs, since starting them takes longer than a run."""
-    mp.spawn(train_on_rank, ([free_port() for _ in LEVELS], str(corpus), str(folder)), nprocs=2)
+    mp.spawn(train_on_rank, ({name: free_port() for name in levels}, str(corpus), str(folder)), nprocs=2)
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
 
 

@@ -17,6 +17,12 @@ from worker.kernels import cuda
 from worker.kernels.cuda import language
 
 Result = dict[str, Any]
+pytestmark = pytest.mark.slow
+
+ON_TWO_RANKS = [
+    level if level in ("fp32", "te", "O2", "O3-split") else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS
+]
+"""Not in the matrix: gradients averaged in fp32 and in FP8, amax windows and split weights that ranks must agree on."""
 
 ON_ANOTHER_MACHINE = 2e-2
 """Relative tolerance of a loss. If fp32 products differ in their last bits, FP8 codes flip, and 20 steps amplify that."""
@@ -45,9 +51,11 @@ def alone(corpus: Path) -> Callable[[str], Result]:
 
 
 @pytest.fixture(scope="module")
-def together(corpus: Path) -> list[dict[str, Result]]:
-    """Return the results of all runs on two ranks, one dict per rank."""
-    return record.train_on_two_ranks(corpus, corpus.parent)
+def together(corpus: Path, request: pytest.FixtureRequest) -> list[dict[str, Result]]:
+    """Return the results of the selected runs on two ranks, one dict per rank."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.function in NEED_TWO_RANKS]
+    levels = {test.callspec.params["name"] for test in tests}
+    return record.train_on_two_ranks(corpus, corpus.parent, sorted(levels))
 
 
 def assert_golden(got: Result, expected: Result, golden: Result) -> None:
@@ -66,20 +74,23 @@ def test_one_rank(golden: Result, alone: Callable[[str], Result], name: str) -> 
 
 
 @pytest.mark.timeout(900)  # for the fixture, on a machine under load
-@pytest.mark.parametrize("name", list(LEVELS))
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks(golden: Result, together: list[dict[str, Result]], name: str) -> None:
     assert_golden(together[0][name], golden["trained"]["rank0of2"][name], golden)
     assert together[0][name]["state"] == together[1][name]["state"]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", list(LEVELS))
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_train_what_one_trains(alone: Callable[[str], Result], together: list[dict[str, Result]], name: str) -> None:
     losses, losses_of_two = alone(name)["losses"], together[0][name]["losses"]
     assert len(losses) == 20
     # The first loss comes from equal weights. After that FP8 gradients are rounded at other places: E4M3 keeps 3 bits.
     assert losses_of_two[0] == pytest.approx(losses[0], rel=1e-5 if name == "fp32" else 2e-3)
     assert losses_of_two == pytest.approx(losses, rel=2e-2)
+
+
+NEED_TWO_RANKS = (test_two_ranks, test_two_ranks_train_what_one_trains)
 
 
 def test_quantizers(golden: Result) -> None:

@@ -115,7 +115,11 @@ class Prometheus:
         ]  # fmt: skip
         with (self._folder / "prometheus.log").open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.wait_for("vector(1)", timeout_s=30)
+        try:
+            self.wait_for("vector(1)")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -149,6 +153,8 @@ class Prometheus:
             with urllib.request.urlopen(f"{self.url}/api/v1/{what}?{query}", timeout=30) as answer:
                 body = json.load(answer)
         except urllib.error.HTTPError as error:
+            if error.code == 503:
+                raise  # Prometheus loads its data
             raise ValueError(f"{parameters['query']}: {error.read().decode()}") from error
         result: list[dict[str, Any]] = body["data"]["result"]
         return result if isinstance(result[0] if result else {}, dict) else [{"metric": {}, "value": result}]

@@ -11,11 +11,11 @@ import yaml
 
 from deploy.grafana.generate import BOARDS
 from deploy.grafana.model import Board
-from deploy.grafana.render import curves
 from tests.observability.live import DCGM, ROOT, Live
 from worker.metrics.exporter import DROPPED, MAX_SERIES
 from worker.metrics.table import FAMILIES
 
+pytestmark = pytest.mark.slow
 RULES: list[dict[str, Any]] = [
     rule
     for group in yaml.safe_load((ROOT / "deploy/prometheus/rules/octet.yml").read_text())["groups"]
@@ -110,6 +110,8 @@ def test_discovery_labels_every_rank(live: Live) -> None:
 
 
 def test_losses_overlay_by_step_though_the_jobs_ran_at_different_times(live: Live) -> None:
+    from deploy.grafana.render import curves  # loads matplotlib
+
     (panel,) = [panel for board in BOARDS for panel in board.panels if panel.kind == "xy"]
 
     def ask(expr: str) -> list[dict[str, Any]]:

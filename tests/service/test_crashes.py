@@ -149,11 +149,17 @@ def test_a_deposed_dispatcher_writes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster_dies_too", [False, True], ids=["cluster-lives", "cluster-dies-too"])
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["spread", "whole"])
 def test_killed_at_every_instant_it_recovers(
-    mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any], cluster_dies_too: bool
+    mortal: MortalDatabase,
+    clock: TurnedClock,
+    settings: Settings,
+    spec_document: dict[str, Any],
+    is_whole: bool,
+    cluster_dies_too: bool,
 ) -> None:
-    # Every instant on SQLite while the cluster lives; otherwise a sample of them, to save time.
-    stride = (3 if cluster_dies_too else 1) * (1 if mortal.is_sqlite else 5)
+    """Every instant on SQLite while the cluster lives. Otherwise a spread of them, and every instant in the matrix."""
+    stride = 1 if is_whole else (9 if cluster_dies_too else 1) * (1 if mortal.is_sqlite else 5)
     instant, burnt = 0, True
     while burnt:
         instant += stride

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -152,6 +153,7 @@ class ControlPlane(RuleBasedStateMachine):
         self.world.database.close()
 
 
+@pytest.mark.slow
 def test_random_lives_keep_every_promise(database_url: str) -> None:
     class Here(ControlPlane):
         pass

@@ -5,15 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DeiTConfig,
-    DeiTForImageClassification,
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    SwinConfig,
-    SwinForImageClassification,
-)
 
 from worker import initialize
 from worker.fp8.convert import ConversionReport
@@ -21,19 +12,25 @@ from worker.fp8.convert import ConversionReport
 LEVELS = ("te", "O1", "O2", "O3-split", "O2-8bit")
 
 
-def swin() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def swin() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import SwinConfig, SwinForImageClassification
+
     sizes = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "drop_path_rate": 0.0}
     config = SwinConfig(**sizes, image_size=32, patch_size=4, num_labels=10)
     return SwinForImageClassification(config), {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.arange(8)}
 
 
-def deit() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def deit() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import DeiTConfig, DeiTForImageClassification
+
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     config = DeiTConfig(**sizes, image_size=32, patch_size=8, num_labels=10)
     return DeiTForImageClassification(config), {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.arange(8)}
 
 
-def roberta() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def roberta() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = RobertaConfig(**sizes, **dropout, vocab_size=100, max_position_embeddings=40)

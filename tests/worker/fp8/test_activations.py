@@ -4,9 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 
 from api_schemas import GPTSizes
@@ -114,6 +112,9 @@ def test_nothing_but_the_activations_input_waits_for_the_backward_pass() -> None
 @pytest.mark.parametrize("level", ["O2", "te"])
 def test_a_compiler_does_not_keep_what_is_made_again(level: str) -> None:
     """Inductor's partitioner moves to the forward pass what it can, and keeps the result: here it cannot."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
     torch.compiler.reset()
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1))
     eager, model = gradients(network(nn.GELU, apart=False, level=level), x), network(nn.GELU, apart=False, level=level)

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.pytorch_utils import Conv1D
 
 from api_schemas.levels import LEVELS
 from api_schemas.precision import PrecisionSpec
@@ -39,8 +37,10 @@ def spread(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=generator) * rows[:, None] * columns
 
 
-def twins() -> tuple[nn.Linear, Conv1D]:
+def twins() -> tuple[nn.Linear, nn.Module]:
     """The same weight and bias in both layouts."""
+    from transformers.pytorch_utils import Conv1D
+
     linear, conv = nn.Linear(K, N), Conv1D(N, K)
     with torch.no_grad():
         linear.weight.copy_(spread(N, K, seed=0) / 16)
@@ -97,7 +97,9 @@ def test_a_bf16_layer_multiplies_as_the_other_layout() -> None:
         torch.testing.assert_close(actual[product], values, rtol=2**-7, atol=1e-2 * float(values.abs().max()), msg=product)
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 32}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
@@ -159,6 +161,8 @@ def skipped(model: nn.Module, **rules: Any) -> list[SkippedLayer]:
 
 
 def test_torchao_and_subclasses_are_left_alone_with_the_reason() -> None:
+    from transformers.pytorch_utils import Conv1D
+
     class Special(Conv1D):
         pass
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -187,6 +185,9 @@ def test_codes_are_quantized_by_the_amax_that_the_optimizer_keeps(transposed: bo
 @pytest.mark.parametrize("level", ["te", "O2", "O3"])
 def test_a_compiled_graph_holds_ops_of_ours_and_no_others_on_codes(level: str, granularity: str) -> None:
     """What Inductor is given: it may fuse around our kernels, not take them apart."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
     torch.compiler.reset()
     graphs: list[torch.fx.Graph] = []
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torchao.float8.float8_linear import Float8Linear
 
 from worker import initialize
 
@@ -16,6 +15,8 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_layer_is_torchaos_with_the_recipe_of_that_name(name: str) -> None:
+    from torchao.float8.float8_linear import Float8Linear
+
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
     weight, input = model[0].weight, torch.randn(16, 64)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from api_schemas import JobSpec, StepReport, explain
 from api_schemas.models.llama import LlamaSizes, LlamaSpec
@@ -50,6 +49,8 @@ def in_transformers_words(name: str) -> str:
 
 
 def test_it_computes_what_transformers_does() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=88,

@@ -11,25 +11,33 @@ import pytest
 
 ROOT = Path(__file__).parents[4]
 OTHER_TRITON = ROOT / "build" / "triton-3.6.0"
-"""That of torch 2.11, which the GPU machines have; `make test` puts it there."""
+"""That of torch 2.11, which the GPU machines have; `make test-matrix` puts it there."""
 
 
-@pytest.mark.parametrize("triton", [None, OTHER_TRITON], ids=["pinned", "3.6"])
-def test_kernels_compile_and_move_16_bytes_at_a_time(triton: Path | None, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("triton", "options"),
+    [
+        pytest.param(None, ["--spread"], id="pinned, spread"),
+        pytest.param(None, [], id="pinned", marks=pytest.mark.matrix),
+        pytest.param(OTHER_TRITON, [], id="3.6", marks=pytest.mark.matrix),
+    ],
+)
+def test_kernels_compile_and_move_16_bytes_at_a_time(triton: Path | None, options: list[str], tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     if triton is not None:
         if not triton.exists():
             pytest.skip(f"missing: {triton.relative_to(ROOT)}; make {triton.relative_to(ROOT)}")
         environment["PYTHONPATH"] = str(triton)
-    program = [sys.executable, "-m", "benchmarks.gpu.hopper"]
+    program = [sys.executable, "-m", "benchmarks.gpu.hopper", *options]
     result = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stderr
     compiled = json.loads(result.stdout)
     assert triton is None or triton.name == f"triton-{compiled['triton']}"
     accesses = compiled["kernels"]
-    assert len(accesses) > 20
-    assert {"update fp16-scaled fp8-dre fp16-block", "update lion master int8-companded"} <= set(accesses)
+    assert len(accesses) > (55 if options else 65)
+    assert {"update fp16-scaled fp8-dre fp16-block", "update lion split int8-companded"} <= set(accesses)
     # A kernel whose formats have one byte moves 8 of them at a time, whole sectors all the same.
     bytes_only = {name for name in accesses if "split" in name.split() and not re.search("fp16|fp32", name)}
     accesses = {name: access for name, access in accesses.items() if not name.startswith("prepare") and name not in bytes_only}

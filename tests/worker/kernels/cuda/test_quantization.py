@@ -109,14 +109,14 @@ class TestQuantize:
             assert_same(one, other)
 
     def test_strides_do_not_matter(self, kind: ScaleKind, dtype: torch.dtype) -> None:
-        x = hard_matrix(300, 520)
-        for view in (x.t(), x[:, ::2], x[17:150, 3:200], x[:1].expand(140, 520), x.view(300, 2, 260).transpose(0, 1)):
+        x = hard_matrix(150, 280)
+        for view in (x.t(), x[:, ::2], x[17:150, 3:200], x[:1].expand(140, 280), x.view(150, 2, 140).transpose(0, 1)):
             codes, dequant_scale = quantization.quantize(view, dtype, kind, 0, None)
             expected_codes, expected_scale = reference.quantize(view.contiguous(), dtype, kind, 0, None)
             assert_same(codes, expected_codes)
             assert_same(dequant_scale, expected_scale)
 
-    @pytest.mark.parametrize("shape", [(300, 260), (1, 129), (3, 5, 130)])
+    @pytest.mark.parametrize("shape", [(140, 260), (1, 129), (3, 5, 130)])
     def test_given_amax_and_back(self, kind: ScaleKind, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 1e3
         given = amax.compute_amax(x, kind) / 8  # so that much saturates
@@ -156,8 +156,8 @@ class TestOperand:
 
     @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16])
     def test_strided_16_bit_input(self, kind: ScaleKind, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
-        x = hard_matrix(300, 520, input_dtype)
-        for view in (x[17:150, 3:200], x.t(), x[:1].expand(140, 520)):
+        x = hard_matrix(150, 280, input_dtype)
+        for view in (x[17:150, 3:200], x.t(), x[:1].expand(140, 280)):
             actual = quantization.quantize_operand(view, dtype, kind, 0, "both")
             expected = reference.quantize_operand(view.contiguous(), dtype, kind, 0, "both")
             for one, other in zip(actual, expected, strict=True):
@@ -200,7 +200,7 @@ def test_a_known_amax_is_scaled_by_and_the_rest_saturates(sides: str) -> None:
 def test_fuzz_the_transposed_codes_over_tiles(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any NaN in a tile leaves its neighbours alone, whatever the tile and the number of warps."""
     generator = torch.Generator().manual_seed(seed)
-    num_rows, num_columns = torch.randint(1, 400, (2,), generator=generator).tolist()
+    num_rows, num_columns = torch.randint(1, 300, (2,), generator=generator).tolist()
     x = torch.randn(num_rows, num_columns, generator=generator) * 10 ** (torch.rand(num_rows, 1, generator=generator) * 6 - 3)
     bad = torch.rand(x.shape, generator=generator) < 0.01
     x = torch.where(bad, torch.tensor([math.nan, math.inf, -math.inf])[torch.randint(0, 3, x.shape, generator=generator)], x)
