@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, JobState
@@ -13,6 +13,8 @@ from service.db.tables import AttemptRow, JobRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
 HEAD_OF_QUEUE = 200
+LOOP_PRECISION = timedelta(seconds=10)
+_LOOP = "loop:"
 _LIVE = [state for state in AttemptState if not state.is_terminal]
 _OVER = [state for state in AttemptState if state.is_terminal]
 
@@ -154,6 +156,30 @@ def give_up_lease(session: Session, name: str, token: str, now: datetime) -> Non
 def lease_is_held(session: Session, name: str, now: datetime) -> bool:
     lease = session.get(LeaseRow, name)
     return lease is not None and lease.expires_at > now
+
+
+def note_loops(session: Session, holder: str, token: str, seconds_left: Mapping[str, float], now: datetime) -> None:
+    """Write until when each loop of the leader has to make progress, each as a lease of its own.
+
+    A row is up to `LOOP_PRECISION` later than that, so that it need not move with every step.
+    """
+    rows = {row.name: row for row in session.scalars(select(LeaseRow).where(LeaseRow.name.startswith(_LOOP)))}
+    for name, left_s in seconds_left.items():
+        until, row = now + timedelta(seconds=left_s) + LOOP_PRECISION, rows.get(_LOOP + name)
+        if row is None:
+            session.add(LeaseRow(name=_LOOP + name, holder=holder, token=token, expires_at=until))
+        elif until < row.expires_at or until >= row.expires_at + LOOP_PRECISION:
+            row.expires_at = until
+
+
+def forget_loops(session: Session) -> None:
+    session.execute(delete(LeaseRow).where(LeaseRow.name.startswith(_LOOP)))
+
+
+def loops_stalled(session: Session, now: datetime) -> dict[str, bool]:
+    """The loops of the leader; true for a loop that has made no progress for too long."""
+    rows = session.scalars(select(LeaseRow).where(LeaseRow.name.startswith(_LOOP)).order_by(LeaseRow.name))
+    return {row.name.removeprefix(_LOOP): row.expires_at <= now for row in rows}
 
 
 def break_claims(session: Session) -> None:
