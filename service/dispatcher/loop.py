@@ -51,7 +51,7 @@ class Loop:
                 failures = 0
                 self._health.progressed()
                 self._woken.wait(self._interval_s)
-            except BaseException as error:  # noqa: BLE001  (a thread that ends here ends in silence)
+            except BaseException as error:
                 failures += 1
                 self._health.failed()
                 logger.error("the %s loop failed, %d in a row; it tries again", self._name, failures, exc_info=error)

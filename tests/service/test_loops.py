@@ -1,8 +1,8 @@
 """The dispatcher's threads: they run when woken, survive errors, and among several dispatchers one leads."""
 
+import sys
 import threading
 import time
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
