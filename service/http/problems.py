@@ -22,6 +22,7 @@ from service.errors import (
 
 logger = logging.getLogger(__name__)
 
+_DISK_FULL = ("disk is full", "no space left", "disk quota exceeded")  # SQLite, PostgreSQL
 _BODIES: dict[str, type[Contract]] = {"spec": JobSpec, "batch": ReportBatch}
 _TITLES = {
     400: "The body is not JSON",
@@ -98,6 +99,11 @@ def _http(request: Request, error: Exception) -> Response:
 
 def _database_away(request: Request, error: Exception) -> Response:
     logger.error("the database failed %s %s: %s", request.method, request.url.path, error)
+    words = str(error).lower()
+    if any(full in words for full in _DISK_FULL):
+        return render(
+            NotReady("the database's disk is full: nothing was stored. The operator has to free space."), request.url.path
+        )
     return render(NotReady("the database does not answer; try again"), request.url.path)
 
 

@@ -6,9 +6,9 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from sqlalchemy import delete, func, or_, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
-from api_schemas import AttemptState, JobState
+from api_schemas import AttemptState, FailureReason, JobState
 from service.db.tables import AttemptRow, JobRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
@@ -23,7 +23,7 @@ class QueuedJob(NamedTuple):
     """A job in the queue.
 
     `former_attempt_at_large` is true until the last attempt's processes are known to be gone; `former_lease_expires_at` is
-    the end of that attempt's lease.
+    the end of that attempt's lease. `former_reason` is why the last attempt failed, if there was one.
     """
 
     id: str
@@ -33,10 +33,12 @@ class QueuedJob(NamedTuple):
     not_before: datetime | None
     former_attempt_at_large: bool
     former_lease_expires_at: datetime | None
+    former_reason: FailureReason | None
 
 
 def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
     """List the first jobs of a pool's queue in order: enough to fill the pool, few enough to read often."""
+    last = aliased(AttemptRow)
     query = (
         select(
             JobRow.id,
@@ -46,8 +48,10 @@ def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
             JobRow.not_before,
             AttemptRow.id.is_not(None),
             AttemptRow.lease_expires_at,
+            last.reason,
         )
         .outerjoin(AttemptRow, (AttemptRow.id == JobRow.current_attempt_id) & AttemptRow.released_at.is_(None))
+        .outerjoin(last, last.id == JobRow.current_attempt_id)
         .where(JobRow.state == JobState.QUEUED, JobRow.pool == pool)
         .order_by(JobRow.priority.desc(), JobRow.id)
         .limit(HEAD_OF_QUEUE)
