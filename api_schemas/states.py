@@ -54,6 +54,7 @@ class FailureReason(StrEnum):
     NON_FINITE_LOSS = "non_finite_loss"
     DIVERGED = "diverged"
     WRONG_NODE = "wrong_node"
+    STORAGE_FULL = "storage_full"
     WORKER_LOST = "worker_lost"
     WORKER_ERROR = "worker_error"
     STALLED = "stalled"
@@ -93,6 +94,11 @@ _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
         True,
         Blame.PLATFORM,
         "A worker found a node or device that is not its pool's: check the pool's labels.",
+    ),
+    FailureReason.STORAGE_FULL: (
+        True,
+        Blame.PLATFORM,
+        "The disk of the data folder is full. The job resumes from its last checkpoint once the operator has freed space.",
     ),
     FailureReason.WORKER_LOST: (
         True,

@@ -15,12 +15,17 @@ from service.http.problems import answers, install
 from service.routes import catalog, jobs, operations, prometheus, records, reports
 from service.settings import Settings
 from service.telemetry.control_plane import Telemetry, TimeRequests
+from service.telemetry.loops import LoopHealth
 
 
-def create_app(settings: Settings, *, database: Database, wake: Callable[[], None] = lambda: None) -> FastAPI:
-    """Build the API over a database. Routes call `wake` when a dispatcher in this process has something to do."""
+def create_app(
+    settings: Settings, *, database: Database, wake: Callable[[], None] = lambda: None, loops: LoopHealth | None = None
+) -> FastAPI:
+    """Build the API over a database. A dispatcher in this process is woken by `wake`, and `loops` counts its failures."""
 
     telemetry = Telemetry(settings, database)
+    if loops is not None:
+        telemetry.registry.register(loops)
     database.observe = telemetry.process.observe_transaction
 
     @asynccontextmanager

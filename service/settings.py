@@ -47,6 +47,10 @@ class Settings(BaseSettings):
     pools: tuple[PoolConfig, ...] = Field(default_factory=lambda: (default_pool(),))
     pools_file: Path | None = Field(default=None, description="YAML: a list of pools, or a mapping with key 'pools'")
 
+    free_space_bytes: int = Field(
+        default=1 << 30, ge=0, description="a job that found the disk full starts again once this much is free in data_dir"
+    )
+
     lease_s: Seconds = 60
     lease_grace_s: Seconds = 15
     heartbeat_s: Seconds = 2

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from api_schemas import CheckpointRef
+from worker.errors import StorageFull, is_storage_full
 
 FORMAT_VERSION = 1
 _TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
@@ -41,10 +42,23 @@ def checkpoint_name(step: int) -> str:
 
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> SavedCheckpoint:
-    """Write `state` (nested dicts and lists of tensors and JSON values) as the checkpoint of `step` in `folder`."""
-    final = folder / checkpoint_name(step)
-    unfinished = folder / f".unfinished_{final.name}"
+    """Write `state` (nested dicts and lists of tensors and JSON values) as the checkpoint of `step` in `folder`.
+
+    Raises StorageFull if the disk is full, and leaves nothing unfinished, whatever it raises.
+    """
+    unfinished = folder / f".unfinished_{checkpoint_name(step)}"
     shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        return _write(folder, unfinished, step, state)
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if is_storage_full(error):
+            raise StorageFull(f"the checkpoint of step {step} does not fit on the disk of {folder}: {error}") from error
+        raise
+
+
+def _write(folder: Path, unfinished: Path, step: int, state: dict[str, Any]) -> SavedCheckpoint:
+    final = folder / checkpoint_name(step)
     unfinished.mkdir(parents=True)
     tensors: dict[str, Tensor] = {}
     skeleton = _take_tensors(state, tensors)

@@ -6,13 +6,18 @@ RankError
 ├── NonFiniteLoss      the loss stayed infinite or NaN
 ├── Diverged           the loss stayed far above the loss of the first step
 ├── WrongNode          this node or device is not the pool's
+├── StorageFull        the disk, or our quota of it, takes no more
 └── Stopped            not a failure: the stop was decided elsewhere
     ├── Cancelled      the user wants the job to end
     ├── LeaseLost      the control plane did not answer for longer than the lease
     └── Fenced         another attempt has taken over; this one may write nothing more
 """
 
+import errno
+
 from api_schemas import FailureReason
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class RankError(Exception):
@@ -41,6 +46,10 @@ class WrongNode(RankError):
     reason = FailureReason.WRONG_NODE
 
 
+class StorageFull(RankError):
+    reason = FailureReason.STORAGE_FULL
+
+
 class Stopped(RankError):
     """Base of the stops that are not failures."""
 
@@ -55,3 +64,19 @@ class LeaseLost(Stopped):
 
 class Fenced(Stopped):
     pass
+
+
+def is_storage_full(error: BaseException | None) -> bool:
+    """True if the error, or one that it came from, says that the disk or a quota is full.
+
+    A library in Rust (safetensors) wraps the number of the system's error into its text.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if any(f"os error {number})" in str(error) for number in _FULL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

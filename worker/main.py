@@ -30,7 +30,7 @@ from api_schemas import (
     explain,
 )
 from worker.config import RankEnv, resolve
-from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode
+from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode, is_storage_full
 from worker.metrics.exporter import exported
 from worker.metrics.table import Metrics
 from worker.reporting.reporter import HttpReporter, LogReporter, Reporter, ReportHandler
@@ -122,6 +122,8 @@ def _reason(error: Exception) -> FailureReason:
 
     if isinstance(error, RankError) and error.reason is not None:
         return error.reason
+    if is_storage_full(error):
+        return FailureReason.STORAGE_FULL
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return FailureReason.OUT_OF_MEMORY
     return FailureReason.WORKER_ERROR

@@ -103,7 +103,7 @@ class Supervisor:
             self._exit(None, "every rank ended")
         except RankFailed as failure:
             self._exit(failure.reason, str(failure))
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the supervisor failed")
             self._exit(FailureReason.LAUNCH_FAILED, f"{type(error).__name__}: {error}")
         finally:

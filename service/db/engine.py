@@ -2,24 +2,28 @@
 
 SQLite has one writer: a write transaction takes a lock in this process and then BEGIN IMMEDIATE. PostgreSQL has many
 writers. Each locks the row of its job first (`store.jobs.lock_job`), so writes about one job still come one by one.
+Whoever cannot get a lock for ten seconds gets OperationalError, however many wait.
 """
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from service.db.migrate import upgrade
 
+LOCK_TIMEOUT_S = 10.0
 _SQLITE_WRITE = "octet_write"
-_POSTGRES_OPTIONS = "-c timezone=UTC -c lock_timeout=10s -c statement_timeout=30s"
+_SQLITE_WAIT_MS = "octet_wait_ms"
+_CONNECTIONS, _MORE_CONNECTIONS = 10, 20  # of one process with PostgreSQL
 
 
 class Clock(Protocol):
@@ -31,15 +35,17 @@ class Clock(Protocol):
 class Database:
     """One database, given by its URL. The first use opens it."""
 
-    def __init__(self, url: str, clock: Clock | None = None) -> None:
+    def __init__(self, url: str, clock: Clock | None = None, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        """lock_timeout_s: the longest wait for locks that others hold, and for a free connection."""
         self._clock = clock
+        self._lock_timeout_s = lock_timeout_s
         self.observe: Callable[[str, float, bool], None] = _ignore
         """Called after each transaction with its kind (read or write), its seconds, and whether the database broke it."""
-        self._engine = _engine(url)
+        self._engine = _engine(url, lock_timeout_s)
         self._reading: Engine
         self._writing: Engine
         self.is_sqlite = self._engine.dialect.name == "sqlite"
-        self._one_writer: AbstractContextManager[Any] = threading.Lock() if self.is_sqlite else nullcontext()
+        self._one_writer = threading.Lock()
         if self.is_sqlite:
             self._reading, self._writing = self._engine, self._engine.execution_options(**{_SQLITE_WRITE: True})
         else:
@@ -50,7 +56,7 @@ class Database:
         """Bring the schema up to this version. Several processes may call it at once."""
         if self.is_sqlite and self._engine.url.database:
             Path(self._engine.url.database).parent.mkdir(parents=True, exist_ok=True)
-        with self._one_writer, self._writing.connect() as connection, connection.begin():
+        with self._turn_to_write() as engine, engine.connect() as connection, connection.begin():
             if not self.is_sqlite:
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtext("octet_migrations"))))
             upgrade(connection)
@@ -66,8 +72,8 @@ class Database:
         """Open a write transaction. All of it is durable when the block ends, and none of it if the block raises."""
         with (
             self._timed("write"),
-            self._one_writer,
-            Session(self._writing, expire_on_commit=False) as session,
+            self._turn_to_write() as engine,
+            Session(engine, expire_on_commit=False) as session,
             session.begin(),
         ):
             yield session
@@ -91,6 +97,22 @@ class Database:
         self._engine.dispose()
 
     @contextmanager
+    def _turn_to_write(self) -> Iterator[Engine]:
+        """Wait for the other writers of this process. What is left of the time is for the lock that other processes hold."""
+        if not self.is_sqlite:
+            yield self._writing
+            return
+        began = time.monotonic()
+        if not self._one_writer.acquire(timeout=self._lock_timeout_s):
+            locked = sqlite3.OperationalError(f"database is locked: no turn to write within {self._lock_timeout_s:g} s")
+            raise OperationalError("BEGIN IMMEDIATE", None, locked)
+        try:
+            left_s = max(0.0, self._lock_timeout_s - (time.monotonic() - began))
+            yield self._writing.execution_options(**{_SQLITE_WAIT_MS: int(1000 * left_s)})
+        finally:
+            self._one_writer.release()
+
+    @contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
         began, broke = time.perf_counter(), False
         try:
@@ -106,26 +128,36 @@ def _ignore(kind: str, seconds: float, broke: bool) -> None:
     return None
 
 
-def _engine(url: str) -> Engine:
+def _engine(url: str, lock_timeout_s: float) -> Engine:
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
-        engine = create_engine(parsed, connect_args={"check_same_thread": False, "timeout": 10})
+        connect_args: dict[str, Any] = {"check_same_thread": False, "timeout": lock_timeout_s}
+        options = {_SQLITE_WAIT_MS: int(1000 * lock_timeout_s)}
+        engine = create_engine(parsed, connect_args=connect_args, pool_timeout=lock_timeout_s, execution_options=options)
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
     if parsed.get_backend_name() == "postgresql":
-        connect_args = {"options": _POSTGRES_OPTIONS, "connect_timeout": 5}
-        parsed = parsed.set(drivername="postgresql+psycopg")
-        return create_engine(parsed, connect_args=connect_args, pool_pre_ping=True, pool_size=10, max_overflow=20)
+        # A request first waits for a connection and then for a lock: each gets half of the time.
+        server_options = f"-c timezone=UTC -c lock_timeout={int(500 * lock_timeout_s)}ms -c statement_timeout=30s"
+        return create_engine(
+            parsed.set(drivername="postgresql+psycopg"),
+            connect_args={"options": server_options, "connect_timeout": 5},
+            pool_pre_ping=True,
+            pool_size=_CONNECTIONS,
+            max_overflow=_MORE_CONNECTIONS,
+            pool_timeout=lock_timeout_s / 2,
+        )
     raise ValueError(f"database {parsed.get_backend_name()!r} is not supported; use sqlite:///… or postgresql://…")
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # `_begin_sqlite` says BEGIN
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "foreign_keys=ON"):
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    writes = connection.get_execution_options().get(_SQLITE_WRITE, False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    options = connection.get_execution_options()
+    connection.exec_driver_sql(f"PRAGMA busy_timeout={options[_SQLITE_WAIT_MS]}")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get(_SQLITE_WRITE, False) else "BEGIN")

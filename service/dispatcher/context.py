@@ -17,6 +17,7 @@ from service import store
 from service.cluster.launcher import Launcher
 from service.db.engine import Database
 from service.settings import Settings
+from service.telemetry.loops import LoopHealth
 
 LEADER_LEASE_S = 5.0
 
@@ -59,16 +60,23 @@ class DispatcherContext:
     holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     leads_since: datetime | None = None
     outage: Outage = field(default_factory=Outage)
+    health: LoopHealth = field(default_factory=LoopHealth)
     _token: str | None = None
 
     def lead(self) -> None:
-        """Take or renew the leader's lease. A new leader breaks the claims of the former leader."""
+        """Take or renew the leader's lease, and write until when our loops have to make progress.
+
+        A new leader breaks the claims of the former leader, and forgets its loops.
+        """
         with self.database.write() as session:
             now = self.database.now(session)
             token = store.queue.take_lease(session, store.queue.LEADER, self.holder, self._token, LEADER_LEASE_S, now)
             is_new = token is not None and token != self._token
             if is_new:
                 store.queue.break_claims(session)
+                store.queue.forget_loops(session)
+            if token is not None:
+                store.queue.note_loops(session, self.holder, token, self.health.seconds_left(), now)
         if is_new:
             logger.info("%s leads", self.holder)
             self.leads_since = now
@@ -98,12 +106,23 @@ class DispatcherContext:
             yield session, now
 
     def each(self, do: Callable[[Item], None], items: Iterable[Item]) -> None:
-        """Call `do` with every item, in parallel if there is an executor. The first error is raised at the end."""
+        """Call `do` with every item, in parallel if there is an executor.
+
+        The first error is raised at the end, and the others are logged. Each item that ends well is progress of the loop.
+        """
         if self.executor is None:
             for item in items:
                 do(item)
             return
-        futures = [self.executor.submit(do, item) for item in items]
-        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        errors = []
+        for future in [self.executor.submit(do, item) for item in items]:
+            error = future.exception()
+            if error is None:
+                self.health.progressed()
+            else:
+                errors.append(error)
+        for error in errors[1:]:
+            if not isinstance(error, NotLeading):
+                logger.error("one more item failed in the same step", exc_info=error)
         if errors:
             raise errors[0]

@@ -10,6 +10,7 @@ from service.dispatcher import launch, orphans, place, release, watch
 from service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading
 from service.dispatcher.loop import Loop
 from service.settings import Settings
+from service.telemetry.loops import LoopHealth
 
 _STOP_TIMEOUT_S = 10.0
 ORPHANS_INTERVAL_S = 30.0
@@ -28,10 +29,15 @@ class Dispatcher:
 
     def __init__(self, database: Database, launcher: Launcher, settings: Settings) -> None:
         self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="octet-call")
-        self._context = DispatcherContext(database, launcher, settings, wake=self.wake, executor=self._executor)
-        self._lead_loop = Loop("lead", self._lead, LEADER_LEASE_S / 5)
-        self._orphans_loop = Loop("orphans", self._while_leading(orphans.step), ORPHANS_INTERVAL_S)
-        self._job_loops = [Loop(name, self._while_leading(step), pause_s) for name, (step, pause_s) in _JOB_STEPS.items()]
+        self.health = LoopHealth()
+        self._context = DispatcherContext(
+            database, launcher, settings, wake=self.wake, executor=self._executor, health=self.health
+        )
+        self._lead_loop = Loop("lead", self._lead, LEADER_LEASE_S / 5, self.health)
+        self._orphans_loop = Loop("orphans", self._while_leading(orphans.step), ORPHANS_INTERVAL_S, self.health)
+        self._job_loops = [
+            Loop(name, self._while_leading(step), pause_s, self.health) for name, (step, pause_s) in _JOB_STEPS.items()
+        ]
 
     def start(self) -> None:
         for loop in (self._lead_loop, *self._job_loops, self._orphans_loop):

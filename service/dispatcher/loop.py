@@ -1,9 +1,11 @@
-"""One background loop: runs a step again and again until it is stopped."""
+"""One background loop: runs a step again and again until it is stopped. Nothing that a step raises ends it."""
 
 import logging
 import random
 import threading
 from collections.abc import Callable
+
+from service.telemetry.loops import LoopHealth
 
 _LONGEST_BACKOFF_S = 30.0
 
@@ -11,12 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """Runs `step` every `interval_s`, and at once after `wake`. An error is logged, and each further one doubles the pause."""
+    """Runs `step` every `interval_s`, and at once after `wake`.
 
-    def __init__(self, name: str, step: Callable[[], None], interval_s: float) -> None:
+    Whatever a step raises is logged and counted, and each further failure doubles the pause. That includes SystemExit, which
+    Ray raises in our threads when its own processes are gone.
+    """
+
+    def __init__(self, name: str, step: Callable[[], None], interval_s: float, health: LoopHealth | None = None) -> None:
         self._name = name
         self._step = step
         self._interval_s = interval_s
+        self._health = health or LoopHealth()
         self._woken = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"octet-{name}", daemon=True)
@@ -35,16 +42,18 @@ class Loop:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        self._health.enter(self._name)
         failures = 0
         while not self._stopping.is_set():
-            self._woken.clear()
             try:
+                self._woken.clear()
                 self._step()
                 failures = 0
-            except Exception:
-                failures += 1
-                logger.exception("the %s loop failed, %d in a row; it tries again", self._name, failures)
-            if failures:
-                self._stopping.wait(min(_LONGEST_BACKOFF_S, 0.5 * 2.0**failures) * random.uniform(0.5, 1.0))
-            else:
+                self._health.progressed()
                 self._woken.wait(self._interval_s)
+            except BaseException as error:
+                failures += 1
+                self._health.failed()
+                logger.error("the %s loop failed, %d in a row; it tries again", self._name, failures, exc_info=error)
+                self._stopping.wait(min(_LONGEST_BACKOFF_S, 0.5 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0))
+        self._health.leave(self._name)

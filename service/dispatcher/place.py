@@ -14,6 +14,7 @@ from service.cluster.launcher import LauncherError
 from service.dispatcher.context import DispatcherContext
 from service.jobs import attempts
 from service.scheduling.decide import decide, pool_states
+from service.scheduling.space import space_for
 
 
 def step(context: DispatcherContext) -> None:
@@ -46,4 +47,5 @@ def _to_start(context: DispatcherContext, session: Session, present: Mapping[str
     if not queue:
         return []
     states = pool_states(pools, present, store.queue.slots_used(session))
-    return [each.job_id for each in decide(queue, states, now, context.settings.lease_grace_s) if each.why is None]
+    decisions = decide(queue, states, now, context.settings.lease_grace_s, space_for(queue, context.settings))
+    return [each.job_id for each in decisions if each.why is None]

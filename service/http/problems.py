@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from starlette.exceptions import HTTPException
 
 from api_schemas import Contract, JobSpec, Problem, ReportBatch, explain_details
@@ -21,6 +22,7 @@ from service.errors import (
 
 logger = logging.getLogger(__name__)
 
+_DISK_FULL = ("disk is full", "no space left", "disk quota exceeded")  # SQLite, PostgreSQL
 _BODIES: dict[str, type[Contract]] = {"spec": JobSpec, "batch": ReportBatch}
 _TITLES = {
     400: "The body is not JSON",
@@ -51,6 +53,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(OperationalError, _database_away)
+    app.add_exception_handler(NoConnectionFree, _database_away)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -96,6 +99,11 @@ def _http(request: Request, error: Exception) -> Response:
 
 def _database_away(request: Request, error: Exception) -> Response:
     logger.error("the database failed %s %s: %s", request.method, request.url.path, error)
+    words = str(error).lower()
+    if any(full in words for full in _DISK_FULL):
+        return render(
+            NotReady("the database's disk is full: nothing was stored. The operator has to free space."), request.url.path
+        )
     return render(NotReady("the database does not answer; try again"), request.url.path)
 
 

@@ -107,13 +107,15 @@ def end_queued(session: Session, job: JobRow, now: datetime) -> None:
 
 def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
     assert ending.reason is not None, "a failure has a reason"
-    if job.state is not JobState.CANCELLING and _may_retry(job, ending.reason):
+    if job.state is not JobState.CANCELLING and _may_retry(session, job, ending.reason):
         number = job.num_failures + job.num_platform_failures
-        wait_s = min(LONGEST_BACKOFF_S, 2.0 ** (number - 1))
+        wait_s = min(LONGEST_BACKOFF_S, 2.0 ** min(number - 1, 10))
         job.state = next_job_state(job.state, JobEvent.RETRY)
         job.queued_at = now
         job.not_before = now + timedelta(seconds=wait_s)
         message = f"tried again in {wait_s:g} s, after failure {number} ({ending.reason.value})"
+        if ending.reason is FailureReason.STORAGE_FULL:
+            message = f"tried again once there is space, in {wait_s:g} s at the earliest. {ending.reason.hint}"
         store.jobs.add_event(session, job, now, "job.queued", message)
         return
     if job.state is not JobState.CANCELLING:
@@ -121,14 +123,19 @@ def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
     _end_job(session, job, JobEvent.FAIL, now)
 
 
-def _may_retry(job: JobRow, reason: FailureReason) -> bool:
-    """Count the failure against the job or the platform. Returns True if another attempt is allowed."""
+def _may_retry(session: Session, job: JobRow, reason: FailureReason) -> bool:
+    """Count the failure against the job or the platform. Returns True if another attempt is allowed.
+
+    A full disk is waited out, however long it takes, and uses up neither budget.
+    """
     if reason.blame is Blame.JOB:
         job.num_failures += 1
         allowed = job.num_failures <= JobSpec.read_stored(job.spec).retry.max_failures
     else:
         job.num_platform_failures += 1
-        allowed = job.num_platform_failures < MAX_PLATFORM_FAILURES
+        num_full = store.jobs.count_failures(session, job.id, FailureReason.STORAGE_FULL)
+        is_counted = reason is not FailureReason.STORAGE_FULL
+        allowed = not is_counted or job.num_platform_failures - num_full < MAX_PLATFORM_FAILURES
     return reason.retryable and allowed
 
 

@@ -44,7 +44,11 @@ def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path 
 
     launcher = RayLauncher(node.ensure, settings.pools)
     dispatcher = Dispatcher(database, launcher, settings)
-    demand = Loop("demand", lambda: launcher.request_slots(slots_wanted(database, settings.pools)), _DEMAND_INTERVAL_S)
+
+    def request_slots() -> None:
+        launcher.request_slots(slots_wanted(database, settings.pools))
+
+    demand = Loop("demand", request_slots, _DEMAND_INTERVAL_S, dispatcher.health)
     dispatcher.start()
     if autoscale:
         demand.start()

@@ -64,13 +64,16 @@ def serve(
 def _run(settings: Settings, database: Database, launcher: Launcher, listener: socket.socket) -> None:
     """Serve in a thread and wait for a signal in this one: a blocked signal runs no handler of Ray's, which prints a trace."""
     dispatcher = Dispatcher(database, launcher, settings)
-    app = create_app(settings, database=database, wake=dispatcher.wake)
+    app = create_app(settings, database=database, wake=dispatcher.wake, loops=dispatcher.health)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
     server = uvicorn.Server(config)
 
     def serve_until_told() -> None:
         try:
             server.run(sockets=[listener])
+        except BaseException:
+            logger.exception("the HTTP server failed; the process ends")
+            raise
         finally:
             os.kill(os.getpid(), signal.SIGTERM)  # a server that ends by itself ends the wait below too
 

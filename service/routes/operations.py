@@ -22,10 +22,16 @@ def healthz() -> dict[str, str]:
 
 @health.get("/readyz", operation_id="readyz", responses=answers(422, 503))
 def readyz(context: AppContextDep) -> dict[str, str]:
-    """200 while the database answers and a dispatcher leads: jobs are accepted and will run."""
+    """200 while the database answers, a dispatcher leads and its loops make progress: jobs are accepted and will run."""
     with context.database.read() as session:
-        if not store.queue.lease_is_held(session, store.queue.LEADER, context.database.now(session)):
+        now = context.database.now(session)
+        if not store.queue.lease_is_held(session, store.queue.LEADER, now):
             raise NotReady("no dispatcher leads: jobs are accepted, and wait until one does")
+        stalled = [name for name, is_stalled in store.queue.loops_stalled(session, now).items() if is_stalled]
+    if stalled:
+        raise NotReady(
+            f"the dispatcher's loop {', '.join(stalled)} makes no progress: jobs are accepted, and may wait. Its log says why."
+        )
     return {"status": "ready"}
 
 

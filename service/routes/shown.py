@@ -10,6 +10,7 @@ from service.db.tables import JobRow
 from service.deps import AppContext
 from service.jobs import views
 from service.scheduling.decide import decide, pool_states
+from service.scheduling.space import space_for
 
 _STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
 
@@ -37,7 +38,9 @@ def _queue_places(session: Session, context: AppContext, rows: Sequence[JobRow])
         return {}
     heads = [job for pool in {row.pool for row in rows} for job in store.queue.head_of_queue(session, pool)]
     states = pool_states(context.settings.pools, store.queue.slots_present(session), store.queue.slots_used(session))
-    decisions = decide(heads, states, context.database.now(session), context.settings.lease_grace_s)
+    decisions = decide(
+        heads, states, context.database.now(session), context.settings.lease_grace_s, space_for(heads, context.settings)
+    )
     places = {each.job_id: QueuePlace(position=each.position, why=each.why or _STARTS_SOON) for each in decisions}
     far_back = {row.id: row.pool for row in rows if row.id not in places}
     for job_id, position in store.queue.positions(session, far_back).items() if far_back else ():

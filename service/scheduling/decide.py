@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from api_schemas import PoolConfig
+from api_schemas import FailureReason, PoolConfig
 
 
 class Queued(Protocol):
@@ -30,6 +30,8 @@ class Queued(Protocol):
     def former_attempt_at_large(self) -> bool: ...
     @property
     def former_lease_expires_at(self) -> datetime | None: ...
+    @property
+    def former_reason(self) -> FailureReason | None: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,14 @@ def pool_states(
 
 
 @dataclass(frozen=True)
+class Space:
+    """What is free where checkpoints are written, and what has to be free for a job that has found the disk full."""
+
+    free_bytes: int
+    needed_bytes: int
+
+
+@dataclass(frozen=True)
 class Decision:
     """What happens to one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts."""
 
@@ -62,10 +72,13 @@ class Decision:
     why: str | None
 
 
-def decide(queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lease_grace_s: float) -> list[Decision]:
+def decide(
+    queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lease_grace_s: float, space: Space | None = None
+) -> list[Decision]:
     """Decide about every queued job, in the order in which they would start.
 
-    A former attempt is certainly over `lease_grace_s` after its lease ends, because by then it has stopped itself.
+    A former attempt is certainly over `lease_grace_s` after its lease ends, because by then it has stopped itself. A job
+    that has found the disk full waits for `space`; where that is unknown (None), only its back-off holds it.
     """
     by_pool: dict[str, list[Queued]] = {}
     for job in sorted(queue, key=lambda job: (-job.priority, job.id)):
@@ -74,15 +87,17 @@ def decide(queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, l
     return [
         decision
         for name, jobs in by_pool.items()
-        for decision in _decide_pool(jobs, states.get(name), now, timedelta(seconds=lease_grace_s))
+        for decision in _decide_pool(jobs, states.get(name), now, timedelta(seconds=lease_grace_s), space)
     ]
 
 
-def _decide_pool(jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta) -> Iterator[Decision]:
+def _decide_pool(
+    jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta, space: Space | None
+) -> Iterator[Decision]:
     free = pool.slots_free if pool else 0
     blocker: Queued | None = None
     for position, job in enumerate(jobs, start=1):
-        own_reason = _own_reason(job, now, lease_grace)
+        own_reason = _own_reason(job, now, lease_grace) or _space_reason(job, space)
         why = own_reason or _pool_reason(job, pool, free, blocker)
         if why is None:
             free -= job.workers
@@ -99,6 +114,15 @@ def _own_reason(job: Queued, now: datetime, lease_grace: timedelta) -> str | Non
     if job.not_before is not None and job.not_before > now:
         return f"backs off after a failure, for another {(job.not_before - now).total_seconds():.0f} s"
     return None
+
+
+def _space_reason(job: Queued, space: Space | None) -> str | None:
+    if job.former_reason is not FailureReason.STORAGE_FULL or space is None or space.free_bytes >= space.needed_bytes:
+        return None
+    return (
+        f"found the disk full; {space.free_bytes >> 20} MiB are free there and {space.needed_bytes >> 20} MiB have to be. "
+        "Ask the operator to free space"
+    )
 
 
 def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued | None) -> str | None:

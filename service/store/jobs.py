@@ -142,6 +142,12 @@ def count_jobs(session: Session) -> dict[tuple[str, JobState], int]:
     return {(pool, state): count for pool, state, count in session.execute(query)}
 
 
+def count_failures(session: Session, job_id: str, reason: FailureReason) -> int:
+    """Count the job's attempts that failed for this reason, in the caller's transaction."""
+    query = select(func.count()).select_from(AttemptRow).where(AttemptRow.job_id == job_id, AttemptRow.reason == reason)
+    return session.scalar(query) or 0
+
+
 def count_endings(session: Session) -> dict[tuple[AttemptState, FailureReason | None], int]:
     """Count attempts that ended, by state and reason."""
     over = [state for state in AttemptState if state.is_terminal]

@@ -5,14 +5,16 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from sqlalchemy import func, or_, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import delete, func, or_, select, update
+from sqlalchemy.orm import Session, aliased
 
-from api_schemas import AttemptState, JobState
+from api_schemas import AttemptState, FailureReason, JobState
 from service.db.tables import AttemptRow, JobRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
 HEAD_OF_QUEUE = 200
+LOOP_PRECISION = timedelta(seconds=10)
+_LOOP = "loop:"
 _LIVE = [state for state in AttemptState if not state.is_terminal]
 _OVER = [state for state in AttemptState if state.is_terminal]
 
@@ -21,7 +23,7 @@ class QueuedJob(NamedTuple):
     """A job in the queue.
 
     `former_attempt_at_large` is true until the last attempt's processes are known to be gone; `former_lease_expires_at` is
-    the end of that attempt's lease.
+    the end of that attempt's lease. `former_reason` is why the last attempt failed, if there was one.
     """
 
     id: str
@@ -31,10 +33,12 @@ class QueuedJob(NamedTuple):
     not_before: datetime | None
     former_attempt_at_large: bool
     former_lease_expires_at: datetime | None
+    former_reason: FailureReason | None
 
 
 def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
     """List the first jobs of a pool's queue in order: enough to fill the pool, few enough to read often."""
+    last = aliased(AttemptRow)
     query = (
         select(
             JobRow.id,
@@ -44,8 +48,10 @@ def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
             JobRow.not_before,
             AttemptRow.id.is_not(None),
             AttemptRow.lease_expires_at,
+            last.reason,
         )
         .outerjoin(AttemptRow, (AttemptRow.id == JobRow.current_attempt_id) & AttemptRow.released_at.is_(None))
+        .outerjoin(last, last.id == JobRow.current_attempt_id)
         .where(JobRow.state == JobState.QUEUED, JobRow.pool == pool)
         .order_by(JobRow.priority.desc(), JobRow.id)
         .limit(HEAD_OF_QUEUE)
@@ -154,6 +160,30 @@ def give_up_lease(session: Session, name: str, token: str, now: datetime) -> Non
 def lease_is_held(session: Session, name: str, now: datetime) -> bool:
     lease = session.get(LeaseRow, name)
     return lease is not None and lease.expires_at > now
+
+
+def note_loops(session: Session, holder: str, token: str, seconds_left: Mapping[str, float], now: datetime) -> None:
+    """Write until when each loop of the leader has to make progress, each as a lease of its own.
+
+    A row is up to `LOOP_PRECISION` later than that, so that it need not move with every step.
+    """
+    rows = {row.name: row for row in session.scalars(select(LeaseRow).where(LeaseRow.name.startswith(_LOOP)))}
+    for name, left_s in seconds_left.items():
+        until, row = now + timedelta(seconds=left_s) + LOOP_PRECISION, rows.get(_LOOP + name)
+        if row is None:
+            session.add(LeaseRow(name=_LOOP + name, holder=holder, token=token, expires_at=until))
+        elif until < row.expires_at or until >= row.expires_at + LOOP_PRECISION:
+            row.expires_at = until
+
+
+def forget_loops(session: Session) -> None:
+    session.execute(delete(LeaseRow).where(LeaseRow.name.startswith(_LOOP)))
+
+
+def loops_stalled(session: Session, now: datetime) -> dict[str, bool]:
+    """The loops of the leader; true for a loop that has made no progress for too long."""
+    rows = session.scalars(select(LeaseRow).where(LeaseRow.name.startswith(_LOOP)).order_by(LeaseRow.name))
+    return {row.name.removeprefix(_LOOP): row.expires_at <= now for row in rows}
 
 
 def break_claims(session: Session) -> None:

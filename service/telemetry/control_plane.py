@@ -102,6 +102,7 @@ class _DatabaseCollector(Collector):
                 self._slots(session),
                 _attempts(session),
                 self._leader(session),
+                self._loops(session),
                 self._oldest_wait(session),
                 self._leases(session),
                 self._size(session),
@@ -125,6 +126,14 @@ class _DatabaseCollector(Collector):
     def _leader(self, session: Session) -> Metric:
         held = store.queue.lease_is_held(session, store.queue.LEADER, self._database.now(session))
         return GaugeMetricFamily("octet_dispatcher_leads", "1 while some dispatcher holds the lease", value=float(held))
+
+    def _loops(self, session: Session) -> Metric:
+        family = GaugeMetricFamily(
+            "octet_dispatcher_loop_stalled", "1 while a loop of the dispatcher that leads makes no progress", labels=["loop"]
+        )
+        for name, is_stalled in store.queue.loops_stalled(session, self._database.now(session)).items():
+            family.add_metric([name], float(is_stalled))
+        return family
 
     def _oldest_wait(self, session: Session) -> Metric:
         family = GaugeMetricFamily(

@@ -1,6 +1,7 @@
 """Metrics of one process of the control plane: the lag of its event loop, and the time that transactions take."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -10,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _INTERVAL_S = 0.25
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessTelemetry:
@@ -42,6 +45,7 @@ class ProcessTelemetry:
     @asynccontextmanager
     async def watching_the_loop(self) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch())
+        watch.add_done_callback(_say_if_it_failed)
         try:
             yield
         finally:
@@ -54,3 +58,8 @@ class ProcessTelemetry:
             due = time.perf_counter() + _INTERVAL_S
             await asyncio.sleep(_INTERVAL_S)
             self._lag.observe(max(0.0, time.perf_counter() - due))
+
+
+def _say_if_it_failed(watch: "asyncio.Task[None]") -> None:
+    if not watch.cancelled():
+        logger.error("the lag of the event loop is measured no longer", exc_info=watch.exception())

@@ -5,7 +5,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from service.scheduling.decide import Decision, PoolState, decide
+from api_schemas import FailureReason
+from service.scheduling.decide import Decision, PoolState, Space, decide
 
 NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 
@@ -19,6 +20,7 @@ class Job:
     not_before: datetime | None = None
     former_attempt_at_large: bool = False
     former_lease_expires_at: datetime | None = None
+    former_reason: FailureReason | None = None
 
 
 def decided(*jobs: Job, slots: int = 4, present: int | None = 4, used: int = 0) -> dict[str, Decision]:
@@ -86,3 +88,11 @@ def test_a_pool_that_was_removed() -> None:
 
 def test_more_nodes_than_configured_do_not_raise_the_limit() -> None:
     assert started(decided(Job("a", workers=5), present=8)) == []
+
+
+@pytest.mark.parametrize(("free_bytes", "starts"), [(99 << 20, False), (100 << 20, True)])
+def test_a_job_that_found_the_disk_full_waits_for_space_and_holds_nobody_back(free_bytes: int, starts: bool) -> None:
+    jobs = [Job("a", former_reason=FailureReason.STORAGE_FULL), Job("b", former_reason=FailureReason.CLUSTER_LOST)]
+    full, other = decide(jobs, [PoolState("cpu", 4, 4, 0)], NOW, 15, Space(free_bytes, needed_bytes=100 << 20))
+    assert (full.why is None, other.why) == (starts, None)
+    assert starts or str(full.why).startswith("found the disk full; 99 MiB are free there and 100 MiB have to be")

@@ -1,22 +1,27 @@
 """The dispatcher's threads: they run when woken, survive errors, and among several dispatchers one leads."""
 
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from api_schemas import JobSpec, JobState
+from api_schemas import JobSpec, JobState, PoolCapacity
 from service import store
 from service.cluster.fake import FakeLauncher
+from service.cluster.launcher import LauncherError
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
 from service.dispatcher.context import DispatcherContext, NotLeading
 from service.dispatcher.loop import Loop
 from service.settings import Settings
-from tests.service.conftest import POOLS
+from service.store.queue import LOOP_PRECISION
+from service.telemetry.loops import FAILING_S, WAITING_S, LoopHealth
+from tests.service.conftest import POOLS, TestClient
 from tests.service.world import TurnedClock, World
 
 LONG_S = 3600.0
@@ -41,9 +46,10 @@ def test_a_loop_runs_at_once_when_woken_and_stops_when_told() -> None:
     assert not ran.acquire(timeout=0.05)
 
 
-def test_a_loop_survives_its_step(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("boom"), SystemExit(1), KeyboardInterrupt("boom")])
+def test_a_loop_survives_its_step(failure: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     ran = threading.Semaphore(0)
-    failures = iter([RuntimeError("boom")])
+    failures = iter([failure])
 
     def step() -> None:
         for error in failures:
@@ -80,6 +86,102 @@ def test_a_job_runs_through_the_threads(database_url: str, settings: Settings, s
     with database.read() as session:
         assert not store.queue.lease_is_held(session, store.queue.LEADER, database.now(session)), "it gave the lease back"
     database.close()
+
+
+class LeavingLauncher(FakeLauncher):
+    """A cluster whose client once leaves with SystemExit, as Ray's does when its raylet is gone."""
+
+    has_left = False
+
+    def capacity(self) -> Sequence[PoolCapacity]:
+        if not self.has_left:
+            self.has_left = True
+            raise SystemExit(1)
+        return super().capacity()
+
+
+def test_a_job_runs_although_the_cluster_s_client_ends_the_program(
+    database_url: str, settings: Settings, spec_document: dict[str, Any]
+) -> None:
+    """The loop that was told to end goes on, and its failure is counted."""
+    database = Database(database_url)
+    launcher = LeavingLauncher(POOLS)
+    dispatcher = Dispatcher(database, launcher, settings)
+    job_id = World(database, RealClock(), settings, launcher, JobSpec.model_validate(spec_document), leads=False).submit()
+    dispatcher.start()
+    try:
+        wait_for(lambda: bool(launcher.orders))
+    finally:
+        dispatcher.stop()
+    (family,) = dispatcher.health.collect()
+    counted = {sample.labels["loop"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
+    assert counted == {"lead": 0, "place": 1, "launch": 0, "watch": 0, "release": 0, "orphans": 0}
+    assert [order.job_id for order in launcher.started] == [job_id]
+    database.close()
+
+
+def test_ray_s_exit_is_an_error_of_the_cluster() -> None:
+    from service.cluster.ray.launcher import RayLauncher
+
+    launcher = RayLauncher(lambda: sys.exit("the raylet is gone"), POOLS)
+    with pytest.raises(LauncherError, match="the raylet is gone") as caught:
+        launcher.capacity()
+    assert caught.value.retryable
+    launcher.close()
+
+
+class TestProgress:
+    """A loop that makes none is named by `/readyz` and by a metric, and not before its deadline."""
+
+    def test_a_silent_loop_is_reported_after_its_deadline_and_forgotten_when_it_goes_on(
+        self, world: World, client: TestClient
+    ) -> None:
+        health = self.health_of(world)
+        self.let_pass(world, WAITING_S - 1)
+        assert client.get("/readyz").status_code == 200, "a call that starts the cluster may take this long"
+        self.let_pass(world, 1 + LOOP_PRECISION.total_seconds())
+        answer = client.get("/readyz")
+        assert (answer.status_code, "loop launch makes no progress" in answer.json()["detail"]) == (503, True)
+        assert 'octet_dispatcher_loop_stalled{loop="launch"} 1.0' in client.get("/metrics").text
+        health.progressed()
+        world.renew()
+        assert client.get("/readyz").status_code == 200
+        assert 'octet_dispatcher_loop_stalled{loop="launch"} 0.0' in client.get("/metrics").text
+
+    def test_a_loop_that_fails_every_time_is_reported_sooner(self, world: World, client: TestClient) -> None:
+        health = self.health_of(world)
+        health.failed()
+        self.let_pass(world, FAILING_S + LOOP_PRECISION.total_seconds())
+        assert client.get("/readyz").status_code == 503
+
+    def test_a_new_leader_has_its_own_loops(self, world: World, client: TestClient) -> None:
+        self.health_of(world)
+        self.let_pass(world, WAITING_S + LOOP_PRECISION.total_seconds())
+        assert client.get("/readyz").status_code == 503
+        world.restart()
+        assert client.get("/readyz").status_code == 200
+
+    def test_items_of_a_step_are_progress(self, world: World) -> None:
+        health = self.health_of(world)
+        world.context.executor = ThreadPoolExecutor(1)
+        self.now_s += WAITING_S
+        world.context.each(lambda _: None, [1])
+        assert health.seconds_left() == {"launch": WAITING_S}
+        with pytest.raises(SystemExit):
+            world.context.each(sys.exit, [1])
+        world.context.executor.shutdown()
+
+    def health_of(self, world: World) -> LoopHealth:
+        """Enter a loop named launch in this thread, on a clock that `let_pass` turns."""
+        self.now_s = 0.0
+        world.context.health = LoopHealth(lambda: self.now_s)
+        world.context.health.enter("launch")
+        world.renew()
+        return world.context.health
+
+    def let_pass(self, world: World, seconds: float) -> None:
+        self.now_s += seconds
+        world.turn(seconds)
 
 
 class RealClock(TurnedClock):

@@ -35,6 +35,8 @@ _ADDRESS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 # By default the raylet answers the first driver only after it has started idle workers. The driver waits for that answer and
 # holds the interpreter's lock: the event loop stood still for 0.6 to 1.1 s, and the first job started 3 s later (docs/log.md).
 _RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0"}
+# By default Ray ends the driver's process, the server, 60 s after a call to a GCS that is gone. The server starts another GCS.
+_DRIVER_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1000000"}
 
 
 class LocalRay:
@@ -48,8 +50,8 @@ class LocalRay:
         self._is_stopped = False
 
     def environment(self) -> dict[str, str]:
-        """The variables that a process needs to talk to the cluster. Set them before it imports Ray, which reads them then."""
-        return ray_environment(self._dir / "token")
+        """The variables that the server needs to talk to the cluster. Set them before it imports Ray, which reads them then."""
+        return ray_environment(self._dir / "token") | _DRIVER_SETTINGS
 
     def ensure(self) -> str:
         """Start the keeper if none runs, and return the cluster's address. Raises RuntimeError with the end of Ray's log."""
@@ -109,7 +111,8 @@ class LocalRay:
             )
 
     def _full_env(self) -> dict[str, str]:
-        return {**os.environ, **self.environment()}
+        inherited = {name: value for name, value in os.environ.items() if name not in _DRIVER_SETTINGS}
+        return inherited | ray_environment(self._dir / "token")
 
 
 def hold_serve_lock(data_dir: Path) -> int:

@@ -1,6 +1,7 @@
 """Runs attempts on a Ray cluster. Each attempt has one detached, named supervisor actor (`worker.supervisor`).
 
-Every call runs in a thread with a deadline, because Ray's own calls can hang for a minute when the cluster is gone.
+Every call runs in a thread of its own with a deadline, because Ray's own calls can hang when the cluster is gone. A thread
+that hangs is left behind, and takes no place from later calls.
 A process connects to one cluster at a time. When the cluster is lost, the next call connects again, and the attempts of
 the old cluster are absent from the new one.
 """
@@ -9,7 +10,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as DeadlineExceeded
 from typing import Any, TypeVar
 
@@ -38,7 +39,6 @@ class RayLauncher:
         self._find_cluster = find_cluster
         self._pools = pools
         self._connect_lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="octet-ray")
 
     def launch(self, order: LaunchOrder) -> None:
         """Start the attempt's supervisor, or find the one that an earlier call started; returns once it answers."""
@@ -116,7 +116,6 @@ class RayLauncher:
 
     def close(self) -> None:
         """Disconnect. Attempts go on."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         if ray.is_initialized():
             ray.shutdown()
 
@@ -128,13 +127,17 @@ class RayLauncher:
         return self._within(deadline_s + _CONNECT_S * (not ray.is_initialized()), connected)
 
     def _within(self, deadline_s: float, function: Callable[[], Answer]) -> Answer:
-        future: Future[Answer] = self._threads.submit(function)
+        future: Future[Answer] = Future()
+        threading.Thread(target=_answer, args=(future, function), name="octet-ray", daemon=True).start()
         try:
             return future.result(timeout=deadline_s)
         except DeadlineExceeded as error:
             raise LauncherError(f"the Ray cluster did not answer within {deadline_s:g} s", retryable=True) from error
         except (GetTimeoutError, RayError, ConnectionError, RuntimeError, OSError) as error:
             raise LauncherError(f"{type(error).__name__}: {error}", retryable=True) from error
+        except SystemExit as error:
+            # Ray's worker leaves like this when its raylet is gone. It ends a program, and must not end our thread.
+            raise LauncherError(f"Ray gave up its connection (SystemExit {error.code})", retryable=True) from error
 
     def _ensure_connected(self) -> None:
         with self._connect_lock:
@@ -149,6 +152,13 @@ class RayLauncher:
                 log_to_driver=False,
                 configure_logging=False,
             )
+
+
+def _answer(future: "Future[Answer]", function: Callable[[], Answer]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001  (the caller raises it)
+        future.set_exception(error)
 
 
 def _cluster_answers() -> bool:
