@@ -1,4 +1,7 @@
-"""What routes ask FastAPI for, as dependency types: the app's context, the caller's tenant or token, well-formed ids."""
+"""What routes ask FastAPI for, as dependency types: the app's context, the caller's tenant or token, well-formed ids.
+
+They are coroutines because FastAPI would run each function of another kind in a thread.
+"""
 
 import hashlib
 import hmac
@@ -24,7 +27,7 @@ class AppContext:
     wake: Callable[[], None]
 
 
-def _context(request: Request) -> AppContext:
+async def _context(request: Request) -> AppContext:
     context: AppContext = request.app.state.context
     return context
 
@@ -35,7 +38,9 @@ _BEARER = Security(HTTPBearer(auto_error=False, scheme_name="API key", descripti
 _ATTEMPT_BEARER = Security(HTTPBearer(auto_error=False, scheme_name="Attempt token", description="Made at launch."))
 
 
-def require_api_key(context: AppContextDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None) -> str:
+async def require_api_key(
+    context: AppContextDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None
+) -> str:
     """Return the tenant that owns the API key. Without configured keys, loopback is served as the default tenant.
 
     Raises Unauthenticated for a missing or unknown key.
@@ -54,19 +59,19 @@ def require_api_key(context: AppContextDep, credentials: Annotated[HTTPAuthoriza
     return found[0]
 
 
-def _attempt_token(credentials: Annotated[HTTPAuthorizationCredentials | None, _ATTEMPT_BEARER] = None) -> str:
+async def _attempt_token(credentials: Annotated[HTTPAuthorizationCredentials | None, _ATTEMPT_BEARER] = None) -> str:
     if credentials is None:
         raise Unauthenticated("the attempt's token is needed: send 'Authorization: Bearer <token>'")
     return credentials.credentials
 
 
-def _job_id(job_id: str) -> str:
+async def _job_id(job_id: str) -> str:
     if not is_id("job", job_id):
         raise NotFound("there is no such job")
     return job_id
 
 
-def _attempt_id(attempt_id: str) -> str:
+async def _attempt_id(attempt_id: str) -> str:
     if not is_id("att", attempt_id):
         raise NotFound("there is no such attempt")
     return attempt_id

@@ -71,7 +71,7 @@ async def _read_body(receive: Receive, limit: int) -> list[Message] | None:
     return messages
 
 
-def refuse_unknown_query(request: Request) -> None:
+async def refuse_unknown_query(request: Request) -> None:
     """Answer 422 to a query parameter that the OpenAPI document does not have: a mistyped filter must not be ignored."""
     operation = request.app.openapi()["paths"][request.scope["route"].path][request.method.lower()]
     known = [parameter["name"] for parameter in operation.get("parameters", []) if parameter["in"] == "query"]
