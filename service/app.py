@@ -12,6 +12,7 @@ from service.db.engine import Database
 from service.deps import AppContext, require_api_key
 from service.http.guards import LimitBodies, RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
+from service.jobs.admission import Admission
 from service.routes import catalog, jobs, operations, prometheus, records, reports
 from service.settings import Settings
 from service.telemetry.control_plane import Telemetry, TimeRequests
@@ -40,7 +41,7 @@ def create_app(settings: Settings, *, database: Database, wake: Callable[[], Non
         dependencies=[Depends(refuse_unknown_query)],
         responses=answers(421, 503),
     )
-    app.state.context = AppContext(settings, database, wake)
+    app.state.context = AppContext(settings, database, wake, Admission(settings))
     app.state.telemetry = telemetry
     for router in (jobs.router, records.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))

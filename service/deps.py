@@ -14,17 +14,22 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.db.engine import Database
 from service.errors import NotFound, Unauthenticated
+from service.jobs.admission import Admission
 from service.settings import DEFAULT_TENANT, Settings
 from service.store.ids import is_id
 
 
 @dataclass(frozen=True)
 class AppContext:
-    """What one app is made of. `wake` tells a dispatcher in this process that it has something to do."""
+    """What one app is made of.
+
+    `admission` checks new jobs; `wake` tells a dispatcher in this process that it has something to do.
+    """
 
     settings: Settings
     database: Database
     wake: Callable[[], None]
+    admission: Admission
 
 
 async def _context(request: Request) -> AppContext:

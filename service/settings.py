@@ -7,6 +7,7 @@ import hashlib
 import ipaddress
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -14,7 +15,7 @@ import yaml
 from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from api_schemas import PoolConfig
+from api_schemas import Files, PoolConfig
 
 SHORTEST_API_KEY = 16
 DEFAULT_TENANT = "default"
@@ -46,6 +47,11 @@ class Settings(BaseSettings):
     )
     pools: tuple[PoolConfig, ...] = Field(default_factory=lambda: (default_pool(),))
     pools_file: Path | None = Field(default=None, description="YAML: a list of pools, or a mapping with key 'pools'")
+
+    data_check_timeout_s: Seconds = Field(default=10, description="longest check of a job's data at submission")
+    data_check_max_entries: int = Field(
+        default=200_000, ge=1, description="most files and folders below data.path that are looked at at submission"
+    )
 
     lease_s: Seconds = 60
     lease_grace_s: Seconds = 15
@@ -115,6 +121,13 @@ class Settings(BaseSettings):
     def readable_roots(self) -> tuple[Path, ...]:
         """The folders jobs may read, with symbolic links resolved."""
         return tuple(root.resolve() for root in self.data_roots or (Path("/"),))
+
+    @property
+    def readable_files(self) -> Files:
+        """The files that a submission may look at, within the limits of a check."""
+        return replace(
+            Files.below(self.readable_roots), max_entries=self.data_check_max_entries, timeout_s=self.data_check_timeout_s
+        )
 
     @property
     def effective_database_url(self) -> str:
