@@ -44,21 +44,26 @@ _ATTEMPT_BEARER = Security(HTTPBearer(auto_error=False, scheme_name="Attempt tok
 
 
 async def require_api_key(
-    context: AppContextDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None
+    request: Request, context: AppContextDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None
 ) -> str:
+    """Return the tenant that owns the API key; see `tenant_of`. The credentials describe the key in the OpenAPI document."""
+    return tenant_of(context.settings, request.headers.get("authorization", ""))
+
+
+def tenant_of(settings: Settings, authorization: str) -> str:
     """Return the tenant that owns the API key. Without configured keys, loopback is served as the default tenant.
 
     Raises Unauthenticated for a missing or unknown key.
     """
-    known = context.settings.tenants_by_key_hash
+    known = settings.tenants_by_key_hash
     if not known:
         return DEFAULT_TENANT
-    if credentials is None:
+    scheme, _, key = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not key:
         raise Unauthenticated("an API key is needed: send 'Authorization: Bearer <key>'")
-    given = hashlib.sha256(credentials.credentials.encode()).digest()
-    found = [
-        tenant for key, tenant in known if hmac.compare_digest(given, key)
-    ]  # compares every key: the time tells an attacker nothing
+    given = hashlib.sha256(key.encode()).digest()
+    # Compares every key: the time tells an attacker nothing.
+    found = [tenant for key_hash, tenant in known if hmac.compare_digest(given, key_hash)]
     if not found:
         raise Unauthenticated("the API key is not known here")
     return found[0]

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import re
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -52,6 +53,14 @@ class Settings(BaseSettings):
     data_check_max_entries: int = Field(
         default=200_000, ge=1, description="most files and folders below data.path that are looked at at submission"
     )
+
+    max_connections: int = Field(default=4096, ge=16, description="open HTTP connections, if the system allows that many files")
+    max_connections_per_address: int = Field(
+        default=256, ge=0, description="open HTTP connections of one address; 0 for no limit, as behind a proxy"
+    )
+    request_head_timeout_s: Seconds = Field(default=10, description="for the head of a request, from the connection on")
+    request_body_timeout_s: Seconds = Field(default=30, description="for the whole body of a request")
+    answer_stall_timeout_s: Seconds = Field(default=30, description="for a client that does not read its answer")
 
     lease_s: Seconds = 60
     lease_grace_s: Seconds = 15
@@ -111,7 +120,7 @@ class Settings(BaseSettings):
         except ValueError:
             return False
 
-    @property
+    @cached_property
     def tenants_by_key_hash(self) -> tuple[tuple[bytes, str], ...]:
         """The SHA-256 of each API key with its tenant."""
         keys = [_tenant_and_key(entry) for entry in self.api_keys]
