@@ -27,7 +27,7 @@ async def submit(
     spec: JobSpec, context: AppContextDep, tenant: TenantDep, response: Response, idempotency_key: IdempotencyKeyDep = None
 ) -> Job:
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
-    if idempotency_key is None or not await run_sync(_is_known, context, spec, idempotency_key):
+    if idempotency_key is None or not await run_sync(_is_known, context, spec, idempotency_key, tenant):
         await context.admission.check(spec)
     job, replayed = await run_sync(_store, context, spec, idempotency_key, tenant)
     if replayed:
@@ -92,10 +92,10 @@ def cancel(job_id: JobIdDep, context: AppContextDep) -> Job:
     return job
 
 
-def _is_known(context: AppContext, spec: JobSpec, idempotency_key: str) -> bool:
+def _is_known(context: AppContext, spec: JobSpec, idempotency_key: str, tenant: str) -> bool:
     """Return True if the key was used for this spec. Raises IdempotencyMismatch if it was used for another."""
     with context.database.read() as session:
-        return commands.replay(session, spec, idempotency_key, context.database.now(session)) is not None
+        return commands.replay(session, spec, idempotency_key, context.database.now(session), tenant) is not None
 
 
 def _store(context: AppContext, spec: JobSpec, idempotency_key: str | None, tenant: str) -> tuple[Job, bool]:
