@@ -5,7 +5,7 @@ This is the one import path for other packages; `tests/api_schemas/test_surface.
 
 from api_schemas.attempt import Attempt, Checkpoint, Event, LogLine, MetricPoint
 from api_schemas.base import Contract, JsonScalar, Timestamp, refusal
-from api_schemas.data import DataSpec, Needs, SourceSpec, TextSpec, Unfit
+from api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec, Unfit
 from api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes, ValidatedJob
 from api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
 from api_schemas.layout import AxisName, BatchDivision, Layout
@@ -34,6 +34,7 @@ from api_schemas.states import AttemptState, Blame, DesiredState, FailureReason,
 from api_schemas.training import OptimizerSpec, ScheduleSpec, TrainingSpec
 
 __all__ = [
+    "ANY_FILE",
     "MAX_REPORTS_PER_BATCH",
     "PRESETS",
     "Attempt",
@@ -56,6 +57,7 @@ __all__ = [
     "FailureReason",
     "FamilySizes",
     "FamilySpec",
+    "Files",
     "FinishedReport",
     "GPTSizes",
     "GPTSpec",

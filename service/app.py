@@ -2,18 +2,25 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from sqlalchemy.exc import OperationalError
 
 from api_schemas import Problem
 from service.db.engine import Database
 from service.deps import AppContext, require_api_key
-from service.http.guards import LimitBodies, RefuseOtherHosts, refuse_unknown_query
+from service.errors import NotReady
+from service.http.bodies import LimitBodies
+from service.http.guards import RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
+from service.jobs.admission import Admission
+from service.jobs.reports import is_token_of
 from service.routes import catalog, jobs, operations, prometheus, records, reports
 from service.settings import Settings
+from service.store.ids import is_id
 from service.telemetry.control_plane import Telemetry, TimeRequests
 from service.telemetry.loops import LoopHealth
 
@@ -45,18 +52,28 @@ def create_app(
         dependencies=[Depends(refuse_unknown_query)],
         responses=answers(421, 503),
     )
-    app.state.context = AppContext(settings, database, wake)
+    app.state.context = AppContext(settings, database, wake, Admission(settings))
     app.state.telemetry = telemetry
     for router in (jobs.router, records.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
     app.include_router(reports.router)
     app.include_router(operations.health)
     install(app)
-    app.add_middleware(LimitBodies)
+    app.add_middleware(LimitBodies, settings=settings, knows_attempt=partial(_knows_attempt, database))
     if settings.is_loopback and not settings.api_keys:
         app.add_middleware(RefuseOtherHosts)
     app.add_middleware(TimeRequests, telemetry=telemetry)
     return app
+
+
+def _knows_attempt(database: Database, attempt_id: str, token: str) -> bool:
+    if not is_id("att", attempt_id):
+        return False
+    try:
+        with database.read() as session:
+            return is_token_of(session, attempt_id, token)
+    except OperationalError:
+        raise NotReady("the database does not answer; try again") from None
 
 
 class _Api(FastAPI):

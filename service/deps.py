@@ -1,4 +1,7 @@
-"""What routes ask FastAPI for, as dependency types: the app's context, the caller's tenant or token, well-formed ids."""
+"""What routes ask FastAPI for, as dependency types: the app's context, the caller's tenant or token, well-formed ids.
+
+They are coroutines because FastAPI would run each function of another kind in a thread.
+"""
 
 import hashlib
 import hmac
@@ -11,20 +14,25 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.db.engine import Database
 from service.errors import NotFound, Unauthenticated
+from service.jobs.admission import Admission
 from service.settings import DEFAULT_TENANT, Settings
 from service.store.ids import is_id
 
 
 @dataclass(frozen=True)
 class AppContext:
-    """What one app is made of. `wake` tells a dispatcher in this process that it has something to do."""
+    """What one app is made of.
+
+    `admission` checks new jobs; `wake` tells a dispatcher in this process that it has something to do.
+    """
 
     settings: Settings
     database: Database
     wake: Callable[[], None]
+    admission: Admission
 
 
-def _context(request: Request) -> AppContext:
+async def _context(request: Request) -> AppContext:
     context: AppContext = request.app.state.context
     return context
 
@@ -35,38 +43,45 @@ _BEARER = Security(HTTPBearer(auto_error=False, scheme_name="API key", descripti
 _ATTEMPT_BEARER = Security(HTTPBearer(auto_error=False, scheme_name="Attempt token", description="Made at launch."))
 
 
-def require_api_key(context: AppContextDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None) -> str:
+async def require_api_key(
+    request: Request, context: AppContextDep, credentials: Annotated[HTTPAuthorizationCredentials | None, _BEARER] = None
+) -> str:
+    """Return the tenant that owns the API key; see `tenant_of`. The credentials describe the key in the OpenAPI document."""
+    return tenant_of(context.settings, request.headers.get("authorization", ""))
+
+
+def tenant_of(settings: Settings, authorization: str) -> str:
     """Return the tenant that owns the API key. Without configured keys, loopback is served as the default tenant.
 
     Raises Unauthenticated for a missing or unknown key.
     """
-    known = context.settings.tenants_by_key_hash
+    known = settings.tenants_by_key_hash
     if not known:
         return DEFAULT_TENANT
-    if credentials is None:
+    scheme, _, key = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not key:
         raise Unauthenticated("an API key is needed: send 'Authorization: Bearer <key>'")
-    given = hashlib.sha256(credentials.credentials.encode()).digest()
-    found = [
-        tenant for key, tenant in known if hmac.compare_digest(given, key)
-    ]  # compares every key: the time tells an attacker nothing
+    given = hashlib.sha256(key.encode()).digest()
+    # Compares every key: the time tells an attacker nothing.
+    found = [tenant for key_hash, tenant in known if hmac.compare_digest(given, key_hash)]
     if not found:
         raise Unauthenticated("the API key is not known here")
     return found[0]
 
 
-def _attempt_token(credentials: Annotated[HTTPAuthorizationCredentials | None, _ATTEMPT_BEARER] = None) -> str:
+async def _attempt_token(credentials: Annotated[HTTPAuthorizationCredentials | None, _ATTEMPT_BEARER] = None) -> str:
     if credentials is None:
         raise Unauthenticated("the attempt's token is needed: send 'Authorization: Bearer <token>'")
     return credentials.credentials
 
 
-def _job_id(job_id: str) -> str:
+async def _job_id(job_id: str) -> str:
     if not is_id("job", job_id):
         raise NotFound("there is no such job")
     return job_id
 
 
-def _attempt_id(attempt_id: str) -> str:
+async def _attempt_id(attempt_id: str) -> str:
     if not is_id("att", attempt_id):
         raise NotFound("there is no such attempt")
     return attempt_id

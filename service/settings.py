@@ -7,6 +7,8 @@ import hashlib
 import ipaddress
 import os
 import re
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -14,7 +16,7 @@ import yaml
 from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from api_schemas import PoolConfig
+from api_schemas import Files, PoolConfig
 
 SHORTEST_API_KEY = 16
 DEFAULT_TENANT = "default"
@@ -50,6 +52,19 @@ class Settings(BaseSettings):
     free_space_bytes: int = Field(
         default=1 << 30, ge=0, description="a job that found the disk full starts again once this much is free in data_dir"
     )
+
+    data_check_timeout_s: Seconds = Field(default=10, description="longest check of a job's data at submission")
+    data_check_max_entries: int = Field(
+        default=200_000, ge=1, description="most files and folders below data.path that are looked at at submission"
+    )
+
+    max_connections: int = Field(default=4096, ge=16, description="open HTTP connections, if the system allows that many files")
+    max_connections_per_address: int = Field(
+        default=256, ge=0, description="open HTTP connections of one address; 0 for no limit, as behind a proxy"
+    )
+    request_head_timeout_s: Seconds = Field(default=10, description="for the head of a request, from the connection on")
+    request_body_timeout_s: Seconds = Field(default=30, description="for the whole body of a request")
+    answer_stall_timeout_s: Seconds = Field(default=30, description="for a client that does not read its answer")
 
     lease_s: Seconds = 60
     lease_grace_s: Seconds = 15
@@ -109,7 +124,7 @@ class Settings(BaseSettings):
         except ValueError:
             return False
 
-    @property
+    @cached_property
     def tenants_by_key_hash(self) -> tuple[tuple[bytes, str], ...]:
         """The SHA-256 of each API key with its tenant."""
         keys = [_tenant_and_key(entry) for entry in self.api_keys]
@@ -119,6 +134,13 @@ class Settings(BaseSettings):
     def readable_roots(self) -> tuple[Path, ...]:
         """The folders jobs may read, with symbolic links resolved."""
         return tuple(root.resolve() for root in self.data_roots or (Path("/"),))
+
+    @property
+    def readable_files(self) -> Files:
+        """The files that a submission may look at, within the limits of a check."""
+        return replace(
+            Files.below(self.readable_roots), max_entries=self.data_check_max_entries, timeout_s=self.data_check_timeout_s
+        )
 
     @property
     def effective_database_url(self) -> str:

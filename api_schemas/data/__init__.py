@@ -7,9 +7,11 @@ from typing import Annotated
 
 from pydantic import Tag
 
-from api_schemas.data.base import Needs, SourceSpec, Unfit
+from api_schemas.data.base import Needs, SourceSpec
+from api_schemas.data.files import ANY_FILE, Files
 from api_schemas.data.text import TextSpec
 from api_schemas.data.tokens import TokensSpec
+from api_schemas.data.unfit import Unfit
 from api_schemas.union import by_field
 
 DataSpec = Annotated[
@@ -17,4 +19,4 @@ DataSpec = Annotated[
     by_field("source", default="text"),
 ]
 
-__all__ = ["DataSpec", "Needs", "SourceSpec", "TextSpec", "TokensSpec", "Unfit"]
+__all__ = ["ANY_FILE", "DataSpec", "Files", "Needs", "SourceSpec", "TextSpec", "TokensSpec", "Unfit"]

@@ -12,14 +12,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from api_schemas.base import Contract, refusal
-
-
-class Unfit(ValueError):
-    """A source does not hold what a job needs. Names the field, what was got, what is allowed, and what to change."""
-
-    def __init__(self, field: str, got: object, allowed: str, change: str) -> None:
-        super().__init__(f"{field}: got {got}; allowed: {allowed}. {change}")
-        self.field, self.got, self.allowed, self.change = field, str(got), allowed, change
+from api_schemas.data.files import ANY_FILE, Files
 
 
 @dataclass(frozen=True)
@@ -47,8 +40,9 @@ class SourceSpec(Contract):
         return path
 
     @abstractmethod
-    def check(self, path: Path, needs: Needs) -> None:
+    def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
         """Raise Unfit, or OSError, if the files under `path` (the resolved `self.path`) cannot feed the job.
 
-        Applies the rank's own rules but does not read everything: a large folder is assumed to be large enough.
+        `files` opens and lists them. Applies the rank's own rules but does not read everything: a large folder is assumed to be
+        large enough.
         """

@@ -3,21 +3,21 @@
 import hashlib
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from api_schemas.base import refusal
-from api_schemas.data.base import Needs, SourceSpec, Unfit
+from api_schemas.data.base import Needs, SourceSpec
+from api_schemas.data.files import ANY_FILE, Files
+from api_schemas.data.globs import matches
+from api_schemas.data.unfit import Unfit
 
 Glob = Annotated[str, Field(min_length=1, max_length=256)]
 
 MAX_FILES_CHECKED = 2_000
-MAX_ENTRIES_CHECKED = 200_000
 _BINARY_PROBE_BYTES = 8192
 
 
@@ -50,27 +50,23 @@ class TextSpec(SourceSpec):
         """Return True if a file of the folder is read. relative_path: relative to `path`, with '/' between the parts."""
         if any(part.startswith(".") for part in relative_path.split("/")):
             return False
-        matches = [_pattern(glob).fullmatch(relative_path) for glob in self.include]
-        return any(matches) and not any(_pattern(glob).fullmatch(relative_path) for glob in self.exclude)
+        is_included = any(matches(glob, relative_path) for glob in self.include)
+        return is_included and not any(matches(glob, relative_path) for glob in self.exclude)
 
     def selects_nothing_below(self, relative_folder: str) -> bool:
         """Return True for a folder that need not be entered: it is hidden, or an exclude glob ending in `/**` covers it."""
         if relative_folder.rpartition("/")[2].startswith("."):
             return True
         covering = [glob for glob in self.exclude if glob.endswith("/**")]
-        return any(_pattern(glob).fullmatch(f"{relative_folder}/") for glob in covering)
+        return any(matches(glob, f"{relative_folder}/") for glob in covering)
 
-    def entries(self, folder: Path) -> Iterator[tuple[str, bool]]:
+    def entries(self, folder: Path, files: Files = ANY_FILE) -> Iterator[tuple[str, bool]]:
         """Yield every visited entry below a folder: its relative path, and True if it is a file to read.
 
         Names that are not UTF-8 use Python's surrogate escapes. Links are not followed, so nothing outside is read.
         """
-        for parent, subfolders, files in os.walk(folder):
-            relative = Path(parent).relative_to(folder)
-            subfolders[:] = [name for name in subfolders if not self.selects_nothing_below((relative / name).as_posix())]
-            for file in files:
-                name, path = (relative / file).as_posix(), Path(parent, file)
-                yield name, self.selects(name) and not path.is_symlink() and path.is_file()
+        for name, is_file in files.list_below(folder, lambda subfolder: not self.selects_nothing_below(subfolder)):
+            yield name, is_file and self.selects(name)
 
     def divide_files(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
         """Return the files for training and the files for evaluation, each in reading order."""
@@ -87,18 +83,18 @@ class TextSpec(SourceSpec):
         """Return True if a file that begins with `content` is binary and therefore left out."""
         return b"\0" in content[:_BINARY_PROBE_BYTES]
 
-    def check(self, path: Path, needs: Needs) -> None:
+    def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
         """Check as `SourceSpec.check` says; a folder of more than `MAX_FILES_CHECKED` text files is assumed large enough."""
-        if not path.is_dir():
-            num_bytes = path.stat().st_size
+        if not files.is_folder(path):
+            num_bytes = files.num_bytes(path)
             self._check_length(self.divide_bytes(num_bytes), num_bytes - self.divide_bytes(num_bytes), needs)
             return
         sizes: dict[str, int] = {}
-        for num_entries, (name, is_read) in enumerate(self.entries(path)):
-            if num_entries >= MAX_ENTRIES_CHECKED or len(sizes) >= MAX_FILES_CHECKED:
+        for name, is_read in self.entries(path, files):
+            if len(sizes) >= MAX_FILES_CHECKED:
                 return
-            if is_read and not self.is_binary(_head(path / name)):
-                sizes[name] = (path / name).stat().st_size
+            if is_read and not self.is_binary(files.read(path / name, _BINARY_PROBE_BYTES)):
+                sizes[name] = files.num_bytes(path / name)
         if len(sizes) < 2:
             raise self.too_few_files(len(sizes))
         train, evaluation = self.divide_files(sizes)
@@ -124,18 +120,5 @@ class TextSpec(SourceSpec):
                 )
 
 
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_BINARY_PROBE_BYTES)
-
-
 def _joined_bytes(sizes: dict[str, int], names: list[str]) -> int:
     return sum(sizes[name] for name in names) + len(names) - 1  # one line feed between files
-
-
-@lru_cache(maxsize=1024)
-def _pattern(glob: str) -> re.Pattern[str]:
-    """Translate a glob: `**/` matches any folders or none, `**` anything, `*` and `?` stay within one part of the path."""
-    translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
-    return re.compile("".join(translated.get(part, re.escape(part)) for part in parts))

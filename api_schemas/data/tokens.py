@@ -9,9 +9,12 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from api_schemas.base import Contract
-from api_schemas.data.base import Needs, SourceSpec, Unfit
+from api_schemas.data.base import Needs, SourceSpec
+from api_schemas.data.files import ANY_FILE, Files
+from api_schemas.data.unfit import Unfit
 
 INDEX_NAME = "index.json"
+MAX_INDEX_BYTES = 16 << 20
 BYTES_PER_TOKEN = {"uint8": 1, "uint16": 2, "uint32": 4}
 
 
@@ -32,23 +35,23 @@ class TokenIndex(Contract):
     evaluation: tuple[TokenShard, ...] = Field(min_length=1)
 
     @classmethod
-    def read(cls, folder: Path) -> "TokenIndex":
+    def read(cls, folder: Path, files: Files = ANY_FILE) -> "TokenIndex":
         """Read the index of a folder. Raises Unfit if the index is missing or wrong."""
         path = folder / INDEX_NAME
-        if not path.is_file():
-            raise Unfit("data.path", folder, f"a folder of token shards with {INDEX_NAME}", "Change data.path.")
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(files.read(path, MAX_INDEX_BYTES))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise Unfit("data.path", folder, f"a folder of token shards with {INDEX_NAME}", "Change data.path.") from None
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
             where = ".".join(map(str, detail["loc"]))
             raise Unfit("data.path", path, f"an index of token shards ({where}: {detail['msg']})", "Write it again.") from None
 
-    def check(self, folder: Path, needs: Needs) -> None:
+    def check(self, folder: Path, needs: Needs, files: Files = ANY_FILE) -> None:
         """Raise Unfit if a shard's length differs from the index, a part is too short, or the vocabulary is too large."""
         for shard in (*self.train, *self.evaluation):
             expected = shard.num_tokens * BYTES_PER_TOKEN[self.dtype]
-            found = (folder / shard.file).stat().st_size
+            found = files.num_bytes(folder / shard.file)
             if found != expected:
                 allowed = f"{expected} bytes: {shard.num_tokens} tokens of {self.dtype}, as the index says"
                 raise Unfit("data.path", f"{shard.file} of {found} bytes", allowed, "Write the shards again.")
@@ -68,6 +71,6 @@ class TokensSpec(SourceSpec):
 
     source: Literal["tokens"] = "tokens"
 
-    def check(self, path: Path, needs: Needs) -> None:
+    def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
         """Check as `SourceSpec.check` says: compare file sizes with the index, without reading tokens."""
-        TokenIndex.read(path).check(path, needs)
+        TokenIndex.read(path, files).check(path, needs, files)

@@ -232,6 +232,7 @@ class ExporterRow(Base):
 class IdempotencyKeyRow(Base):
     __tablename__ = "idempotency_keys"
 
+    tenant: Mapped[str] = mapped_column(String(32), primary_key=True, server_default=DEFAULT_TENANT)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
     body_hash: Mapped[str] = mapped_column(String(64))
     job_id: Mapped[str] = mapped_column(id_column())

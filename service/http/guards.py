@@ -1,4 +1,4 @@
-"""Checks before every route: the size of a body, the Host and Origin headers, unknown query parameters.
+"""Checks before every route: the Host and Origin headers, unknown query parameters.
 
 The headers matter to a service without keys: a web page must not reach it through its visitor's browser. The page could
 use a name that resolves to 127.0.0.1 (DNS rebinding; Host shows it) or post to 127.0.0.1 itself (Origin shows it).
@@ -8,14 +8,11 @@ import difflib
 import ipaddress
 
 from fastapi import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_schemas import Violation
-from service.errors import InvalidRequest, PayloadTooLarge, WrongHost
+from service.errors import InvalidRequest, WrongHost
 from service.http.problems import render
-
-MAX_BODY_BYTES = 1 << 20
-MAX_REPORT_BYTES = 8 << 20
 
 
 class RefuseOtherHosts:
@@ -35,43 +32,7 @@ class RefuseOtherHosts:
         await self._app(scope, receive, send)
 
 
-class LimitBodies:
-    """Middleware: answers 413 to a body over the limit. It reads a whole body before the route sees any of it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in {"GET", "HEAD"}:
-            await self._app(scope, receive, send)
-            return
-        limit = MAX_REPORT_BYTES if scope["path"].startswith("/internal/") else MAX_BODY_BYTES
-        messages = await _read_body(receive, limit)
-        if messages is None:
-            error = PayloadTooLarge(f"the body is larger than {limit} bytes, the limit of this route")
-            await render(error, scope["path"])(scope, receive, send)
-            return
-        waiting = iter(messages)
-
-        async def replayed() -> Message:
-            return next(waiting, None) or await receive()
-
-        await self._app(scope, replayed, send)
-
-
-async def _read_body(receive: Receive, limit: int) -> list[Message] | None:
-    """Read the messages of a body; return None if they have more than `limit` bytes."""
-    messages: list[Message] = []
-    num_bytes = 0
-    while not messages or messages[-1].get("more_body", False):
-        messages.append(await receive())
-        num_bytes += len(messages[-1].get("body", b""))
-        if num_bytes > limit:
-            return None
-    return messages
-
-
-def refuse_unknown_query(request: Request) -> None:
+async def refuse_unknown_query(request: Request) -> None:
     """Answer 422 to a query parameter that the OpenAPI document does not have: a mistyped filter must not be ignored."""
     operation = request.app.openapi()["paths"][request.scope["route"].path][request.method.lower()]
     known = [parameter["name"] for parameter in operation.get("parameters", []) if parameter["in"] == "query"]

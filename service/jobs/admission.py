@@ -9,11 +9,43 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+import anyio
+from anyio.to_thread import run_sync
+
 from api_schemas import DataSpec, JobSpec, Needs, Unfit, Violation
-from service.errors import InvalidRequest
+from api_schemas.data.files import NEVER_READ
+from service.errors import InvalidRequest, NotReady
 from service.settings import Settings
 
-NEVER_READ = (Path("/proc"), Path("/sys"), Path("/dev"))
+CHECKS_AT_ONCE = 4
+
+
+class Admission:
+    """Checks jobs in threads of its own, a few at once, so that slow checks hold up no other request."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._threads = anyio.CapacityLimiter(CHECKS_AT_ONCE)
+
+    async def check(self, spec: JobSpec) -> None:
+        """Check as `check` does. Raises NotReady if no thread is free in the time that a check may take."""
+        longest_wait_s = self._settings.data_check_timeout_s
+        try:
+            with anyio.fail_after(longest_wait_s):
+                await self._threads.acquire()
+        except TimeoutError:
+            raise NotReady(
+                f"{CHECKS_AT_ONCE} jobs are being checked and no turn came in {longest_wait_s:g} s; try again"
+            ) from None
+        try:
+            await run_sync(check, spec, self._settings, limiter=_one_thread())
+        finally:
+            self._threads.release()
+
+
+def _one_thread() -> anyio.CapacityLimiter:
+    """Let a caller that already has its turn have a thread at once."""
+    return anyio.CapacityLimiter(1)
 
 
 def check(spec: JobSpec, settings: Settings) -> None:
@@ -23,7 +55,7 @@ def check(spec: JobSpec, settings: Settings) -> None:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     path = _readable_path(spec.data, settings)
     try:
-        spec.data.check(path, Needs(spec.training.sequence_length, spec.model.sizes.vocab_size))
+        spec.data.check(path, Needs(spec.training.sequence_length, spec.model.sizes.vocab_size), settings.readable_files)
     except Unfit as unfit:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     except OSError as error:
@@ -55,7 +87,7 @@ def _readable_path(data: DataSpec, settings: Settings) -> Path:
         _refuse("data.path", data.path, "a path that can be resolved", f"Change data.path: {_words(error)}.")
     roots = settings.readable_roots
     if any(path.is_relative_to(never) for never in NEVER_READ) or not any(path.is_relative_to(root) for root in roots):
-        allowed = f"a file or folder inside {', '.join(map(str, roots))}, and never {', '.join(map(str, NEVER_READ))}"
+        allowed = f"a file or folder inside {', '.join(map(str, roots))}, and never {', '.join(NEVER_READ)}"
         _refuse("data.path", data.path, allowed, "Change data.path, or have the operator add its folder to the data roots.")
     try:
         is_there = path.is_file() or path.is_dir()

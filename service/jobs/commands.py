@@ -28,10 +28,12 @@ class Submission:
 def submit(
     session: Session, spec: JobSpec, idempotency_key: str | None, now: datetime, tenant: str = DEFAULT_TENANT
 ) -> Submission:
-    """Store a job, its first event and its place in the queue; or find the job that this key was used for."""
+    """Store a job, its first event and its place in the queue; or find the job that the tenant used this key for."""
     job_id = new_id("job", now)
-    if idempotency_key is not None and not store.jobs.take_idempotency_key(session, idempotency_key, _hash(spec), job_id, now):
-        earlier = replay(session, spec, idempotency_key, now)
+    if idempotency_key is not None and not store.jobs.take_idempotency_key(
+        session, tenant, idempotency_key, _hash(spec), job_id, now
+    ):
+        earlier = replay(session, spec, idempotency_key, now, tenant)
         assert earlier is not None, "a key that is taken has a job"
         return earlier
     job = JobRow(
@@ -52,9 +54,11 @@ def submit(
     return Submission(job, replayed=False)
 
 
-def replay(session: Session, spec: JobSpec, idempotency_key: str, now: datetime) -> Submission | None:
-    """Find the job that this key was used for in the last 24 hours. Raises IdempotencyMismatch if its spec differs."""
-    used = store.jobs.find_idempotency_key(session, idempotency_key, now)
+def replay(
+    session: Session, spec: JobSpec, idempotency_key: str, now: datetime, tenant: str = DEFAULT_TENANT
+) -> Submission | None:
+    """Find the job that the tenant used this key for in the last 24 hours. Raises IdempotencyMismatch if its spec differs."""
+    used = store.jobs.find_idempotency_key(session, tenant, idempotency_key, now)
     if used is None:
         return None
     if used.body_hash != _hash(spec):

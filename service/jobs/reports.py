@@ -89,10 +89,20 @@ def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lea
     return applied
 
 
+def is_token_of(session: Session, attempt_id: str, token: str) -> bool:
+    """Return True if the token was made at the launch of this attempt."""
+    attempt = store.jobs.find_attempt(session, attempt_id)
+    return attempt is not None and _is_token(attempt, token)
+
+
 def _authenticate(attempt: AttemptRow, token: str) -> None:
-    given = hashlib.sha256(token.encode()).digest()
-    if attempt.token_hash is None or not hmac.compare_digest(given, attempt.token_hash):
+    if not _is_token(attempt, token):
         raise Unauthenticated("the token is not this attempt's; end this process")
+
+
+def _is_token(attempt: AttemptRow, token: str) -> bool:
+    given = hashlib.sha256(token.encode()).digest()
+    return attempt.token_hash is not None and hmac.compare_digest(given, attempt.token_hash)
 
 
 def _unseen(reports: Sequence[Report], last_seq: int) -> list[Report]:

@@ -6,11 +6,9 @@ It is stateless, so any number of them may run. All share one PostgreSQL databas
 import logging
 from pathlib import Path
 
-import uvicorn
-
 from service.app import create_app
+from service.processes.server import http_server
 from service.processes.startup import (
-    SHUTDOWN_S,
     cluster_settings,
     database_that_answers,
     end_by_exception,
@@ -28,8 +26,7 @@ def api(*, database_url_file: Path | None = None) -> None:
     log_to_stderr()
     database = database_that_answers(settings)
     app = create_app(settings, database=database)
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
     with listening(settings) as listener:
         logger.info("the API listens on http://%s:%d", settings.host, settings.port)
-        uvicorn.Server(config).run(sockets=[listener])
+        http_server(app, settings).run(sockets=[listener])
     database.close()

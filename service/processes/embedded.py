@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from service.app import create_app
 from service.cluster.launcher import Launcher
 from service.cluster.ray.embedded import LocalRay, hold_serve_lock
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
-from service.processes.startup import SHUTDOWN_S, checked_settings, listening, log_to_stderr
+from service.processes.server import http_server
+from service.processes.startup import checked_settings, listening, log_to_stderr
 from service.settings import Settings, default_pool
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -65,8 +64,7 @@ def _run(settings: Settings, database: Database, launcher: Launcher, listener: s
     """Serve in a thread and wait for a signal in this one: a blocked signal runs no handler of Ray's, which prints a trace."""
     dispatcher = Dispatcher(database, launcher, settings)
     app = create_app(settings, database=database, wake=dispatcher.wake, loops=dispatcher.health)
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
-    server = uvicorn.Server(config)
+    server = http_server(app, settings)
 
     def serve_until_told() -> None:
         try:

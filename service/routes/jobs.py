@@ -2,16 +2,17 @@
 
 from typing import Annotated
 
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Query, Response
 from pydantic import StringConstraints
 
 from api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from service import store
-from service.deps import AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
+from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
 from service.errors import InvalidRequest, NotFound
 from service.http.pages import page_of
 from service.http.problems import answers
-from service.jobs import admission, commands
+from service.jobs import commands
 from service.routes.shown import shown_job, shown_jobs
 from service.store.ids import is_id
 
@@ -22,20 +23,14 @@ _Label = Annotated[str, StringConstraints(max_length=321, pattern=r"^[^:\x00-\x1
 
 
 @router.post("", status_code=201, operation_id="submit_job", responses=answers(400, 413, 422))
-def submit(
+async def submit(
     spec: JobSpec, context: AppContextDep, tenant: TenantDep, response: Response, idempotency_key: IdempotencyKeyDep = None
 ) -> Job:
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
-    known = None
-    if idempotency_key is not None:
-        with context.database.read() as session:
-            known = commands.replay(session, spec, idempotency_key, context.database.now(session))
-    if known is None:
-        admission.check(spec, context.settings)
-    with context.database.write() as session:
-        submission = commands.submit(session, spec, idempotency_key, context.database.now(session), tenant)
-        job = shown_job(session, context, submission.job, spec)
-    if submission.replayed:
+    if idempotency_key is None or not await run_sync(_is_known, context, spec, idempotency_key, tenant):
+        await context.admission.check(spec)
+    job, replayed = await run_sync(_store, context, spec, idempotency_key, tenant)
+    if replayed:
         response.headers["Idempotent-Replayed"] = "true"
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     context.wake()
@@ -43,9 +38,9 @@ def submit(
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422))
-def validate(spec: JobSpec, context: AppContextDep) -> ValidatedJob:
+async def validate(spec: JobSpec, context: AppContextDep) -> ValidatedJob:
     """Check a job as a submission does, without submitting it. The answer says what it would run as."""
-    admission.check(spec, context.settings)
+    await context.admission.check(spec)
     sizes = spec.model.sizes
     return ValidatedJob(
         spec=spec,
@@ -95,6 +90,19 @@ def cancel(job_id: JobIdDep, context: AppContextDep) -> Job:
         job = shown_job(session, context, row)
     context.wake()
     return job
+
+
+def _is_known(context: AppContext, spec: JobSpec, idempotency_key: str, tenant: str) -> bool:
+    """Return True if the key was used for this spec. Raises IdempotencyMismatch if it was used for another."""
+    with context.database.read() as session:
+        return commands.replay(session, spec, idempotency_key, context.database.now(session), tenant) is not None
+
+
+def _store(context: AppContext, spec: JobSpec, idempotency_key: str | None, tenant: str) -> tuple[Job, bool]:
+    """Store a job; True if an earlier submission with the same key stored it."""
+    with context.database.write() as session:
+        submission = commands.submit(session, spec, idempotency_key, context.database.now(session), tenant)
+        return shown_job(session, context, submission.job, spec), submission.replayed
 
 
 def _label(text: str) -> tuple[str, str]:

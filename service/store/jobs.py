@@ -118,18 +118,25 @@ def events_after(session: Session, job_id: str, seq: int, limit: int) -> list[Ev
     return list(session.scalars(query))
 
 
-def find_idempotency_key(session: Session, key: str, now: datetime) -> IdempotencyKeyRow | None:
-    query = select(IdempotencyKeyRow).where(IdempotencyKeyRow.key == key, IdempotencyKeyRow.expires_at > now)
+def find_idempotency_key(session: Session, tenant: str, key: str, now: datetime) -> IdempotencyKeyRow | None:
+    query = select(IdempotencyKeyRow).where(*_is_key(tenant, key), IdempotencyKeyRow.expires_at > now)
     return session.scalar(query.execution_options(populate_existing=True))
 
 
-def take_idempotency_key(session: Session, key: str, body_hash: str, job_id: str, now: datetime) -> bool:
-    """Take the key; False if it is in use. Of two transactions that ask at once, the second waits for the first to end."""
-    session.execute(delete(IdempotencyKeyRow).where(IdempotencyKeyRow.key == key, IdempotencyKeyRow.expires_at <= now))
+def take_idempotency_key(session: Session, tenant: str, key: str, body_hash: str, job_id: str, now: datetime) -> bool:
+    """Take the tenant's key; False if it is in use.
+
+    Of two transactions that ask at once, the second waits for the first to end.
+    """
+    session.execute(delete(IdempotencyKeyRow).where(*_is_key(tenant, key), IdempotencyKeyRow.expires_at <= now))
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    row = {"key": key, "body_hash": body_hash, "job_id": job_id, "expires_at": now + IDEMPOTENCY_KEPT}
+    row = {"tenant": tenant, "key": key, "body_hash": body_hash, "job_id": job_id, "expires_at": now + IDEMPOTENCY_KEPT}
     taken = insert(IdempotencyKeyRow).values(row).on_conflict_do_nothing().returning(IdempotencyKeyRow.key)
     return session.scalar(taken) is not None
+
+
+def _is_key(tenant: str, key: str) -> tuple[ColumnElement[bool], ...]:
+    return IdempotencyKeyRow.tenant == tenant, IdempotencyKeyRow.key == key
 
 
 def forget_idempotency_keys(session: Session, now: datetime) -> None:

@@ -173,7 +173,7 @@ def _attempts(session: Session) -> Metric:
     return family
 
 
-def _telemetry(request: Request) -> Telemetry:
+async def _telemetry(request: Request) -> Telemetry:
     telemetry: Telemetry = request.app.state.telemetry
     return telemetry
 

@@ -128,19 +128,19 @@ class TestRankKilled:
 @pytest.mark.slow
 class TestServerStopped:
     def test_a_server_that_was_suspended_while_its_ray_died_goes_on_by_itself(
-        self, own_server: Server, spec_document: dict[str, Any]
+        self, mortal_server: Server, spec_document: dict[str, Any]
     ) -> None:
         """Ray's client answers the loss of its raylet with SystemExit, and after a minute ends the whole process."""
-        jobs = [own_server.client.submit(spec_document | {"name": f"small-{number}"}) for number in range(3)]
-        own_server.wait_for(lambda: any(process.name() == "raylet" for process in own_server.processes()))
-        for process in own_server.processes():
+        jobs = [mortal_server.client.submit(spec_document | {"name": f"small-{number}"}) for number in range(3)]
+        mortal_server.wait_for(lambda: any(process.name() == "raylet" for process in mortal_server.processes()))
+        for process in mortal_server.processes():
             if process.name() == "raylet":
                 process.kill()
-        server = psutil.Process(own_server.pid)
+        server = psutil.Process(mortal_server.pid)
         server.suspend()
-        own_server.wait_for(lambda: not any(process.name() == "gcs_server" for process in own_server.processes()))
+        mortal_server.wait_for(lambda: not any(process.name() == "gcs_server" for process in mortal_server.processes()))
         server.resume()
         for job in jobs:
-            finished = own_server.finish(job.id, 180)
+            finished = mortal_server.finish(job.id, 180)
             assert finished.state is JobState.SUCCEEDED, finished
-        assert own_server.client.is_ready()
+        assert mortal_server.client.is_ready()

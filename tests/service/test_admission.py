@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from api_schemas import JobSpec, Violation
-from api_schemas.data import text
+from api_schemas import Files, JobSpec, Unfit, Violation
+from api_schemas.data import files, text
 from service.errors import InvalidRequest
 from service.jobs import admission
 from service.settings import Settings
@@ -27,9 +27,10 @@ def root(tmp_path: Path) -> Path:
 
 def violation(root: Path, document: Document, **changes: Any) -> Violation | None:
     """The first violation of the job, or None."""
+    limits = changes.pop("limits", {})
     spec = JobSpec.model_validate({**document, **{name: document.get(name, {}) | value for name, value in changes.items()}})
     try:
-        admission.check(spec, Settings(data_dir=root.parent / "octet", data_roots=(root,)))
+        admission.check(spec, Settings(data_dir=root.parent / "octet", data_roots=(root,), **limits))
     except InvalidRequest as error:
         (only,) = error.errors
         return only
@@ -175,3 +176,35 @@ def test_pools_and_workers(root: Path, spec_document: Document) -> None:
     found = violation(root, spec_document, resources={"workers": 4096}, training={"global_batch_size": 4096})
     assert found is not None
     assert found.field == "resources.workers"
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"), [({"max_entries": 10}, "data_check_max_entries"), ({"timeout_s": 1e-9}, "_timeout_s")]
+)
+def test_a_folder_beyond_the_limits_is_refused_by_their_name(
+    root: Path, spec_document: Document, limit: dict[str, float], name: str
+) -> None:
+    write(root, {f"{number}/a.txt": 500 for number in range(6)})
+    data = {"path": str(root)}
+    found = violation(root, spec_document, data=data, limits={f"data_check_{key}": value for key, value in limit.items()})
+    assert found is not None
+    assert found.field == "data.path"
+    assert name in str(found.allowed)
+    assert violation(root, spec_document, data=data) is None
+
+
+def test_globs_that_a_regular_expression_never_finishes(root: Path, spec_document: Document) -> None:
+    write(root / Path(*["d"] * 60), {"a.txt": 500, "b.txt": 500})
+    found = violation(root, spec_document, data={"path": str(root), "include": ["**/" * 40 + "q", "*a" * 7 + "!"]})
+    assert found is not None
+    assert found.field == "data.include"
+
+
+def test_below_the_whole_file_system_some_folders_stay_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A walk that begins above a closed folder does not enter it."""
+    write(tmp_path, {"open/a.txt": 1, "closed/b.txt": 1})
+    monkeypatch.setattr(files, "NEVER_READ", (str(tmp_path.resolve() / "closed"),))
+    everything = Files.below((Path("/"),))
+    assert [name for name, _ in everything.list_below(tmp_path, lambda _: True)] == ["open/a.txt"]
+    with pytest.raises(Unfit, match="never"):
+        everything.read(tmp_path / "closed" / "b.txt")

@@ -39,6 +39,32 @@ def test_a_job_from_before_there_were_tenants_is_the_default_ones(tmp_path: Path
     engine.dispose()
 
 
+def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(database: Database, world: World) -> None:
+    job_id = world.submit()
+    with database.write() as session:
+        connection = session.connection()
+        connection.execute(text("UPDATE jobs SET tenant = 'research'"))
+        connection.execute(text("DROP TABLE idempotency_keys"))
+        connection.execute(
+            text(
+                "CREATE TABLE idempotency_keys (key VARCHAR(255) NOT NULL, body_hash VARCHAR(64) NOT NULL, job_id VARCHAR(31) "
+                "NOT NULL, expires_at TIMESTAMP NOT NULL, CONSTRAINT pk_idempotency_keys PRIMARY KEY (key))"
+            )
+        )
+        connection.execute(text("CREATE INDEX ix_idempotency_keys_expires_at ON idempotency_keys (expires_at)"))
+        row = {"job_id": job_id, "at": "2026-02-01 12:00:00"}
+        connection.execute(text("INSERT INTO idempotency_keys VALUES ('used', 'hash', :job_id, :at)"), row)
+        connection.execute(text("UPDATE alembic_version SET version_num = '0003'"))
+    database.migrate()
+    with database.write() as session:
+        now = world.clock.now()
+        assert store.jobs.find_idempotency_key(session, "default", "used", now) is None
+        found = store.jobs.find_idempotency_key(session, "research", "used", now)
+        assert found is not None
+        assert found.job_id == job_id
+        assert store.jobs.take_idempotency_key(session, "other", "used", "hash", job_id, now)
+
+
 def test_migrating_again_changes_nothing(database: Database) -> None:
     database.migrate()
     with database.read() as session:

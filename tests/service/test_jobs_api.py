@@ -8,6 +8,8 @@ from fastapi.testclient import TestClient
 
 from api_schemas import ErrorCode, Job, JobState, Page, Problem, ValidatedJob
 from service import store
+from service.app import create_app
+from service.settings import Settings
 from tests.service.world import World
 
 Document = dict[str, Any]
@@ -266,3 +268,24 @@ def test_the_resolved_recipe_is_shown(client: TestClient, spec_document: Documen
         for answer in (client.post("/v1/jobs/validate", json=document), client.post("/v1/jobs", json=document)):
             recipe = answer.json()["recipe"]
             assert recipe is None if expected is None else expected.items() <= recipe.items()
+
+
+def test_the_keys_of_two_tenants_are_apart(
+    world: World, openapi_document: Document, spec_document: Document, tmp_path: Any
+) -> None:
+    """A tenant that uses another tenant's key neither gets nor learns of that job."""
+    keys = {tenant: f"the api key of {tenant} here" for tenant in ("one", "two")}
+    settings = Settings(data_dir=tmp_path, api_keys=tuple(f"{tenant}:{key}" for tenant, key in keys.items()))
+    app = create_app(settings, database=world.database)
+    app.openapi_schema = openapi_document
+    with TestClient(app, base_url="http://127.0.0.1:8000") as client:
+
+        def submit(tenant: str, document: Document) -> Any:
+            headers = {"Idempotency-Key": "same", "Authorization": f"Bearer {keys[tenant]}"}
+            return client.post("/v1/jobs", json=document, headers=headers)
+
+        first, second = submit("one", spec_document), submit("two", spec_document)
+        assert first.json()["id"] != second.json()["id"]
+        assert "idempotent-replayed" not in second.headers
+        assert submit("two", spec_document).json()["id"] == second.json()["id"]
+        assert first.json()["id"] not in problem_of(submit("two", spec_document | {"priority": 1}), 422).detail

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from api_schemas import TextSpec, Unfit
+from api_schemas import ANY_FILE, Files, TextSpec, Unfit
 from worker.data.windows import Tokens, TokenWindows, num_windows
 from worker.errors import DataError
 
@@ -24,11 +24,11 @@ class ByteTokens:
         return self._text[start:stop].to(torch.int64)
 
 
-def open_source(spec: TextSpec, sequence_length: int, seed: int) -> TokenWindows:
+def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> TokenWindows:
     """Read the corpus. Raises DataError if it cannot be read or a part is shorter than one sequence."""
     root = Path(spec.path)
     try:
-        train, evaluation, counts = _read_folder(root, spec) if root.is_dir() else _read_file(root, spec)
+        train, evaluation, counts = _read_folder(root, spec, files) if files.is_folder(root) else _read_file(root, spec, files)
     except Unfit as unfit:
         raise DataError(str(unfit)) from None
     except OSError as error:
@@ -58,19 +58,21 @@ def _require_a_window(name: str, tokens: Tokens, sequence_length: int, spec: Tex
         )
 
 
-def _read_file(path: Path, spec: TextSpec) -> tuple[bytes, bytes, dict[str, float]]:
-    if not path.is_file():
-        raise DataError(f"data.path {path} is neither a file nor a folder on this node. Mount it or change data.path.")
-    whole = path.read_bytes()
+def _read_file(path: Path, spec: TextSpec, files: Files) -> tuple[bytes, bytes, dict[str, float]]:
+    try:
+        whole = files.read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        message = f"data.path {path} is neither a file nor a folder on this node. Mount it or change data.path."
+        raise DataError(message) from None
     cut = spec.divide_bytes(len(whole))
     return whole[:cut], whole[cut:], {"train_files": 1, "evaluation_files": 1, "binary_files": 0}
 
 
-def _read_folder(root: Path, spec: TextSpec) -> tuple[bytes, bytes, dict[str, float]]:
+def _read_folder(root: Path, spec: TextSpec, files: Files) -> tuple[bytes, bytes, dict[str, float]]:
     texts, num_binary = {}, 0
-    for name, is_read in spec.entries(root):
+    for name, is_read in spec.entries(root, files):
         if is_read:
-            content = (root / name).read_bytes()
+            content = files.read(root / name)
             if spec.is_binary(content):
                 num_binary += 1
             else:

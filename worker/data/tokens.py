@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from api_schemas import Needs, Unfit
+from api_schemas import ANY_FILE, Files, Needs, Unfit
 from api_schemas.data.tokens import INDEX_NAME, TokenIndex, TokenShard, TokensSpec
 from worker.data.windows import TokenWindows
 from worker.errors import DataError
@@ -20,8 +20,8 @@ SMALLEST_DTYPES = (("uint8", 1 << 8), ("uint16", 1 << 16), ("uint32", 1 << 32))
 class ShardedTokens:
     """A run of tokens over several files. Only the tokens that are read come into memory."""
 
-    def __init__(self, folder: Path, shards: Sequence[TokenShard], dtype: str) -> None:
-        self._arrays = [np.memmap(folder / shard.file, dtype=f"<{np.dtype(dtype).str[1:]}", mode="r") for shard in shards]
+    def __init__(self, folder: Path, shards: Sequence[TokenShard], dtype: str, files: Files = ANY_FILE) -> None:
+        self._arrays = [_map(folder / shard.file, dtype, files) for shard in shards]
         self._ends = list(accumulate(len(array) for array in self._arrays))
 
     def __len__(self) -> int:
@@ -38,20 +38,25 @@ class ShardedTokens:
         return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
 
 
-def open_source(spec: TokensSpec, sequence_length: int, seed: int) -> TokenWindows:
+def open_source(spec: TokensSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> TokenWindows:
     """Map the shards. Raises DataError if they are missing, too short, or differ from the index."""
     folder = Path(spec.path)
     try:
-        index = TokenIndex.read(folder)
-        index.check(folder, Needs(sequence_length, index.vocab_size))
+        index = TokenIndex.read(folder, files)
+        index.check(folder, Needs(sequence_length, index.vocab_size), files)
+        train = ShardedTokens(folder, index.train, index.dtype, files)
+        evaluation = ShardedTokens(folder, index.evaluation, index.dtype, files)
     except Unfit as unfit:
         raise DataError(str(unfit)) from None
     except OSError as error:
         raise DataError(f"cannot read {error.filename or folder}: {error.strerror}. Write the shards again.") from error
-    train = ShardedTokens(folder, index.train, index.dtype)
-    evaluation = ShardedTokens(folder, index.evaluation, index.dtype)
     facts = {"train_tokens": len(train), "evaluation_tokens": len(evaluation), "vocab_size": index.vocab_size}
     return TokenWindows(train, evaluation, sequence_length, seed, {name: float(value) for name, value in facts.items()})
+
+
+def _map(path: Path, dtype: str, files: Files) -> np.memmap:
+    with files.open(path) as file:
+        return np.memmap(file, dtype=f"<{np.dtype(dtype).str[1:]}", mode="r")
 
 
 def write_shards(

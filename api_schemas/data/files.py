@@ -1,0 +1,137 @@
+"""The files that a job may read. Service and ranks open and list them by these rules.
+
+A path is checked after it is opened, because a link can be pointed elsewhere between a check and an opening: the kernel says
+where an open file lies (/proc/self/fd), and an opening with O_PATH has no effect on what it opens, such as a pipe or a device.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from api_schemas.data.unfit import Unfit
+
+NEVER_READ = ("/proc", "/sys", "/dev")
+
+
+@dataclass(frozen=True)
+class Files:
+    """The folders whose files may be read (None: no restriction), and the limits of listing a folder.
+
+    `roots` have no links in them (see `resolved`). /proc, /sys and /dev are closed, whatever the roots are. Methods raise
+    Unfit for a path outside, and OSError.
+    """
+
+    roots: tuple[str, ...] | None = None
+    max_entries: int | None = None
+    timeout_s: float | None = None
+
+    @classmethod
+    def below(cls, folders: tuple[Path, ...]) -> "Files":
+        """Allow the files below these folders, which may be links themselves."""
+        return cls(tuple(str(folder.resolve()) for folder in folders))
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open a regular file for reading."""
+        with self._located(path) as descriptor:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Unfit("data.path", path, "a regular file", "Change data.path or exclude the file.")
+            return open(_link(descriptor) if hasattr(os, "O_PATH") else path, "rb")
+
+    def read(self, path: Path, num_bytes: int = -1) -> bytes:
+        """Read a file, or its first `num_bytes`."""
+        with self.open(path) as file:
+            return file.read(num_bytes)
+
+    def num_bytes(self, path: Path) -> int:
+        """Return the size of a file."""
+        with self._located(path) as descriptor:
+            return os.fstat(descriptor).st_size
+
+    def is_folder(self, path: Path) -> bool:
+        """Return True if the path leads to a folder, False if to something else or nothing."""
+        try:
+            with self._located(path) as descriptor:
+                return stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def list_below(self, folder: Path, enters: Callable[[str], bool]) -> Iterator[tuple[str, bool]]:
+        """Yield what lies below a folder: the relative path, and True for a regular file. Folders are not yielded.
+
+        `enters` decides about each subfolder. Links are not followed; subfolders that cannot be read are left out. Raises
+        Unfit, which names the limit, for more entries or more time than allowed.
+        """
+        ends_at = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        pending, num_entries = [""], 0
+        while pending:
+            parent = pending.pop()
+            try:
+                descriptor = self._open_folder(folder, parent)
+            except (OSError, Unfit):
+                if not parent:
+                    raise
+                continue
+            try:
+                with os.scandir(descriptor) as entries:
+                    for entry in entries:
+                        num_entries += 1
+                        self._check_limits(folder, num_entries, ends_at)
+                        name = parent + entry.name
+                        if not entry.is_dir(follow_symlinks=False):
+                            yield name, entry.is_file(follow_symlinks=False)
+                        elif enters(name):
+                            pending.append(f"{name}/")
+            finally:
+                os.close(descriptor)
+
+    def _open_folder(self, folder: Path, subfolder: str) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if subfolder else 0)
+        descriptor = os.open(folder / subfolder, flags)
+        try:
+            self._require_inside(descriptor, folder / subfolder)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    @contextmanager
+    def _located(self, path: Path) -> Iterator[int]:
+        """Open a path without any effect on what is there, and check where it lies."""
+        descriptor = os.open(path, getattr(os, "O_PATH", os.O_RDONLY))
+        try:
+            self._require_inside(descriptor, path)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _require_inside(self, descriptor: int, path: Path) -> None:
+        if self.roots is None:
+            return
+        found = os.readlink(_link(descriptor))
+        if any(_is_below(found, closed) for closed in NEVER_READ) or not any(_is_below(found, root) for root in self.roots):
+            allowed = f"a file or folder inside {', '.join(self.roots)}, and never {', '.join(NEVER_READ)}"
+            raise Unfit("data.path", path, allowed, "Change data.path, or have the operator add its folder to the data roots.")
+
+    def _check_limits(self, folder: Path, num_entries: int, ends_at: float | None) -> None:
+        change = "Name a smaller folder, exclude subfolders with globs such as build/**, or have the operator raise the limit."
+        if self.max_entries is not None and num_entries > self.max_entries:
+            raise Unfit("data.path", folder, f"at most {self.max_entries} entries below it (data_check_max_entries)", change)
+        if ends_at is not None and time.monotonic() > ends_at:
+            allowed = f"a folder that can be listed and checked within {self.timeout_s:g} s (data_check_timeout_s)"
+            raise Unfit("data.path", folder, allowed, change)
+
+
+ANY_FILE = Files()
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
+
+
+def _link(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"

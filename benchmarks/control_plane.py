@@ -1,0 +1,244 @@
+"""Time the control plane's HTTP API on SQLite: submissions, reads and `/healthz`, with an empty queue and a long one.
+
+    python -m benchmarks.control_plane --tree . --tree ../before --rounds 3 --write
+
+Each tree (a checkout) gets a server of its own and they take turns, so that other load on the machine affects all of them.
+SQLite is on the disk of `--folder` with synchronous=FULL. The client sends prepared bytes over keep-alive connections. CPU
+is that of the whole server process, dispatcher included.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+START_S = 60.0
+SPEC = {
+    "name": "benchmark",
+    "model": {"family": "gpt", "preset": "gpt-tiny"},
+    "precision": {"level": "O2"},
+    "training": {"steps": 10, "global_batch_size": 4, "sequence_length": 32, "optimizer": {"learning_rate": 3e-4}},
+    "labels": {"team": "research"},
+}
+
+
+class Connection:
+    """One keep-alive connection that sends prepared requests."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=120)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, request: bytes, status: int = 200) -> bytes:
+        """Send a request and return the body of its answer. Raises RuntimeError for another status."""
+        self._socket.sendall(request)
+        received = b""
+        while (end := received.find(b"\r\n\r\n")) < 0:
+            received += self._receive()
+        head = received[:end].lower()
+        length = int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+        while len(received) < end + 4 + length:
+            received += self._receive()
+        if int(head[9:12]) != status:
+            raise RuntimeError(f"got {received[:2000].decode()}; expected status {status}")
+        return received[end + 4 :]
+
+    def _receive(self) -> bytes:
+        chunk = self._socket.recv(1 << 16)
+        if not chunk:
+            raise RuntimeError("the server closed the connection")
+        return chunk
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def get(path: str) -> bytes:
+    """Build a request."""
+    return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+
+
+def submission(corpus: Path) -> bytes:
+    """Build the request that submits the benchmark's job."""
+    body = json.dumps({**SPEC, "data": {"source": "text", "path": str(corpus)}}).encode()
+    head = f"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@dataclass
+class Server:
+    """A server of one tree."""
+
+    tree: Path
+    folder: Path
+    port: int
+    process: "subprocess.Popen[bytes]"
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the process so far, all threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def lengthen_queue(self, num_jobs: int) -> None:
+        """Copy a queued job until the queue has `num_jobs` more jobs, which are older than all others."""
+        with sqlite3.connect(self.folder / "octet.db", timeout=60) as database:
+            (template,) = database.execute("SELECT id FROM jobs WHERE state = 'queued' LIMIT 1").fetchone()
+            names = [row[1] for row in database.execute("PRAGMA table_info(jobs)") if row[1] != "id"]
+            copy = f"INSERT INTO jobs (id, {', '.join(names)}) SELECT ?, {', '.join(names)} FROM jobs WHERE id = ?"
+            ids = (f"job_00{''.join(random.choices(ALPHABET, k=24))}" for _ in range(num_jobs))
+            database.executemany(copy, ((job_id, template) for job_id in ids))
+        database.close()
+
+
+@contextmanager
+def running(tree: Path, folder: Path) -> Iterator[Server]:
+    """Start the server of a tree and wait until it leads; end it afterwards."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("control_plane_server.py")
+    command = [sys.executable, "-P", str(script), "--port", str(port), "--data-dir", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, cwd=tree, stderr=log, stdout=log)
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                connection = Connection(port)
+                connection.ask(get("/readyz"))
+                connection.close()
+                break
+            except (OSError, RuntimeError):
+                if time.monotonic() > deadline or process.poll() is not None:
+                    raise RuntimeError(f"the server did not start: {(folder / 'server.log').read_text()}") from None
+                time.sleep(0.1)
+        yield Server(tree, folder, port, process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def latencies_ms(server: Server, request: bytes, num_requests: int) -> list[float]:
+    """Send a request again and again over one connection; return the milliseconds of each answer."""
+    connection, times_ms = Connection(server.port), []
+    for _ in range(num_requests):
+        started_at = time.perf_counter()
+        connection.ask(request)
+        times_ms.append((time.perf_counter() - started_at) * 1000)
+    connection.close()
+    return times_ms
+
+
+def throughput(server: Server, request: bytes, num_connections: int, duration_s: float) -> tuple[float, float]:
+    """Submit over several connections at once; return submissions per second and CPU milliseconds for each."""
+    counts = [0] * num_connections
+    ends_at = time.monotonic() + duration_s
+
+    def submit(number: int) -> None:
+        connection = Connection(server.port)
+        while time.monotonic() < ends_at:
+            connection.ask(request, status=201)
+            counts[number] += 1
+        connection.close()
+
+    threads = [threading.Thread(target=submit, args=(number,)) for number in range(num_connections)]
+    cpu_s, started_at = server.cpu_s(), time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    elapsed_s, total = time.monotonic() - started_at, sum(counts)
+    return total / elapsed_s, (server.cpu_s() - cpu_s) / total * 1000
+
+
+def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Measure one server once. The keys name figure and unit."""
+    request = submission(corpus)
+    connection = Connection(server.port)
+    ids = [json.loads(connection.ask(request, status=201))["id"] for _ in range(60)]
+    connection.close()
+    figures: dict[str, float] = {}
+
+    def latency(name: str, path: str) -> None:
+        times_ms = latencies_ms(server, get(path), options.requests)
+        figures[f"{name}, p50 (ms)"] = statistics.median(times_ms)
+        figures[f"{name}, p99 (ms)"] = statistics.quantiles(times_ms, n=100)[98]
+
+    def submit(name: str, num_connections: int) -> None:
+        per_s, cpu_ms = throughput(server, request, num_connections, options.seconds)
+        figures[f"submissions, {name} (1/s)"], figures[f"submissions, {name}: CPU of each (ms)"] = per_s, cpu_ms
+
+    latency("/healthz", "/healthz")
+    latency("one job", f"/v1/jobs/{ids[-1]}")
+    latency("page of 50", "/v1/jobs?limit=50")
+    submit("1 connection", 1)
+    submit(f"{options.connections} connections", options.connections)
+    if options.queued:
+        server.lengthen_queue(options.queued)
+        name = f"{options.queued} queued"
+        submit(f"{options.connections} connections, {name}", options.connections)
+        latency(f"last job, {name}", f"/v1/jobs/{ids[-1]}")
+        latency(f"page of 50, {name}", "/v1/jobs?limit=50")
+    return figures
+
+
+def main() -> int:
+    """Print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement of submissions")
+    parser.add_argument("--requests", type=int, default=300, help="requests of each measurement of latency")
+    parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--queued", type=int, default=100_000, help="jobs of the long queue; 0 leaves it out")
+    parser.add_argument("--folder", type=Path, default=Path("build"), help="folder on the disk that SQLite writes to")
+    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    options = parser.parse_args()
+    trees: list[Path] = options.tree or [Path()]
+    options.folder.mkdir(exist_ok=True)
+    found: dict[str, list[list[float]]] = {}
+    for _ in range(options.rounds):
+        for number, tree in enumerate(trees):
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                corpus = Path(folder, "corpus.txt").resolve()
+                corpus.write_text("text to train on\n" * 1000)
+                with running(tree, Path(folder).resolve()) as server:
+                    for name, value in measure(server, corpus, options).items():
+                        found.setdefault(name, [[] for _ in trees])[number].append(value)
+    lines = [
+        f"# The control plane's HTTP API, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python -m benchmarks.control_plane {' '.join(sys.argv[1:])}`, {os.cpu_count()} CPU cores, SQLite "
+        f"{sqlite3.sqlite_version}, synchronous=FULL. Median of {options.rounds} rounds.",
+        "",
+        f"| figure | {' | '.join(str(tree) for tree in trees)} |",
+        f"| --- |{' ---: |' * len(trees)}",
+        *(
+            f"| {name} | {' | '.join(f'{statistics.median(values):.2f}' for values in by_tree)} |"
+            for name, by_tree in found.items()
+        ),
+    ]
+    report = "\n".join(lines) + "\n"
+    sys.stdout.write(report)
+    if options.write:
+        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-control-plane.md").write_text(report)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,36 @@
+"""The server that `benchmarks.control_plane` measures: API and dispatcher on SQLite, with the cluster in memory.
+
+It is a script, not a module of the package: the code under test is the one that PYTHONPATH names.
+"""
+
+import argparse
+import signal
+from pathlib import Path
+
+from api_schemas import PoolConfig
+from service.cluster.fake import FakeLauncher
+from service.db.engine import Database
+from service.processes import embedded
+from service.processes.startup import listening, log_to_stderr
+from service.settings import Settings
+
+
+def main() -> None:
+    """Serve until SIGTERM, as `octet serve` does, but without Ray."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    options = parser.parse_args()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    log_to_stderr()
+    pools = (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=1),)
+    settings = Settings(data_dir=options.data_dir, port=options.port, pools=pools)
+    with listening(settings) as listener:
+        database = Database(settings.effective_database_url)
+        database.migrate()
+        embedded._run(settings, database, FakeLauncher(pools), listener)
+        database.close()
+
+
+if __name__ == "__main__":
+    main()

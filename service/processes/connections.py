@@ -1,0 +1,161 @@
+"""Limits of the HTTP server's connections: how many there are, and how long a client may take to ask and to listen.
+
+uvicorn waits for a request without end and accepts any number of connections, so a client that never finishes its requests
+could take all descriptors. Here a connection over a limit takes the place of the one that has been waiting for its
+request for longest; connections whose request is being answered keep their place.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from service.settings import Settings
+
+DESCRIPTORS_KEPT = 256
+"""Descriptors for the database, the log and Ray, which connections must not take."""
+
+Phase = Literal["head", "body", "answer"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Connections:
+    """The open connections of one server. `limit_per_address` 0 means no limit."""
+
+    limit: int
+    limit_per_address: int
+    head_timeout_s: float
+    body_timeout_s: float
+    answer_stall_timeout_s: float
+    _by_address: dict[str, dict["LimitedProtocol", None]] = field(default_factory=dict)
+    _num_open: int = 0
+
+    @classmethod
+    def of(cls, settings: Settings, num_descriptors: int) -> "Connections":
+        """Build the limits. num_descriptors: how many files and sockets this process may have open."""
+        return cls(
+            limit=max(16, min(settings.max_connections, num_descriptors - DESCRIPTORS_KEPT)),
+            limit_per_address=settings.max_connections_per_address,
+            head_timeout_s=settings.request_head_timeout_s,
+            body_timeout_s=settings.request_body_timeout_s,
+            answer_stall_timeout_s=settings.answer_stall_timeout_s,
+        )
+
+    def add(self, connection: "LimitedProtocol") -> bool:
+        """Add a connection, and end another in its place if there are too many. False if there is no place."""
+        of_address = self._by_address.get(connection.address, {})
+        if self.limit_per_address and len(of_address) >= self.limit_per_address and not self._end_one_of([of_address]):
+            return False
+        if self._num_open >= self.limit and not self._end_one_of(list(self._by_address.values())):
+            return False
+        self._by_address.setdefault(connection.address, {})[connection] = None
+        self._num_open += 1
+        return True
+
+    def remove(self, connection: "LimitedProtocol") -> None:
+        of_address = self._by_address.get(connection.address, {})
+        if connection in of_address:
+            del of_address[connection]
+            self._num_open -= 1
+            if not of_address:
+                del self._by_address[connection.address]
+
+    def _end_one_of(self, groups: "list[dict[LimitedProtocol, None]]") -> bool:
+        waiting = [connection for group in groups for connection in group if connection.phase != "answer"]
+        if not waiting:
+            return False
+        longest = min(waiting, key=lambda connection: connection.phase_began_at)
+        self.remove(longest)
+        longest.transport.abort()
+        return True
+
+
+class LimitedProtocol(H11Protocol):
+    """An HTTP connection with deadlines for the head of a request, for its body, and for a client that does not read."""
+
+    open_connections: Connections
+    phase: Phase = "head"
+    phase_began_at: float
+    address: str
+    _deadline: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        if not self.open_connections.add(self):
+            self._refuse("503 Service Unavailable", "too many connections")
+            return
+        self._begin("head", self.open_connections.head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open_connections.remove(self)
+        self._cancel_deadlines()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._follow()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.open_connections.answer_stall_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _follow(self) -> None:
+        """Set the deadline of a phase when it begins. More data of the same phase does not move the deadline."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            if self.phase != "head":
+                self._begin("head", self.open_connections.head_timeout_s)
+        elif not self.cycle.more_body:
+            self._begin("answer", None)
+        elif self.phase != "body":
+            self._begin("body", self.open_connections.body_timeout_s)
+
+    def _begin(self, phase: Phase, timeout_s: float | None) -> None:
+        self.phase, self.phase_began_at = phase, time.monotonic()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if timeout_s is None else self.loop.call_later(timeout_s, self._end_late)
+
+    def _end_late(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse("408 Request Timeout", f"the {self.phase} of the request did not arrive in time")
+
+    def _refuse(self, status: str, reason: str) -> None:
+        """Answer in plain bytes, if no answer has begun, and end the connection. Nothing of it reaches the app."""
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            head = (f"HTTP/1.1 {status}", "Connection: close", "Content-Type: text/plain", f"Content-Length: {len(reason)}")
+            self.transport.write("\r\n".join([*head, "", reason]).encode())
+        self._cancel_deadlines()
+        self.transport.close()
+
+    def _cancel_deadlines(self) -> None:
+        for timer in (self._deadline, self._stalled):
+            if timer is not None:
+                timer.cancel()
+
+
+def limited_protocol(connections: Connections) -> type[LimitedProtocol]:
+    """Make the protocol of a server; uvicorn calls it for each connection."""
+
+    class Protocol(LimitedProtocol):
+        open_connections = connections
+
+    return Protocol

@@ -1,0 +1,164 @@
+"""Clients that do not finish their requests neither stop the service nor fill its memory."""
+
+import http.client
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.app import create_app
+from service.db.engine import Database
+from service.http import bodies
+from service.processes.server import http_server, raise_descriptor_limit
+from service.processes.startup import listening
+from service.settings import Settings
+
+KEY = "a key that is long enough"
+LONG_S = 60.0
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, sqlite_template: Path, openapi_document: dict[str, Any]) -> Serve:
+    @contextmanager
+    def serving(**changes: Any) -> Iterator[int]:
+        """Serve on a port of 127.0.0.1 in a thread; the value is the port."""
+        settings = Settings(data_dir=tmp_path, port=0, **changes)
+        database = Database(f"sqlite:///{sqlite_template}")
+        app = create_app(settings, database=database)
+        app.openapi_schema = openapi_document
+        with listening(settings) as listener:
+            server = http_server(app, settings)
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+            thread.start()
+            try:
+                yield listener.getsockname()[1]
+            finally:
+                server.should_exit = True
+                thread.join()
+                database.close()
+
+    return serving
+
+
+def connect(port: int, request: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=LONG_S, source_address=(source, 0))
+    connection.sendall(request)
+    return connection
+
+
+def status(port: int, path: str = "/healthz") -> int:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LONG_S)) as connection:
+        connection.request("GET", path)
+        return connection.getresponse().status
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    received = b""
+    while chunk := connection.recv(65_536):
+        received += chunk
+    return received
+
+
+@pytest.mark.parametrize("request_", [b"", b"GET /healthz HTTP/1.1\r\nHost: 127", b"GET / HTTP/1.1\r\n"])
+def test_a_head_that_does_not_come_has_a_deadline(serve: Serve, request_: bytes) -> None:
+    with serve(request_head_timeout_s=0.1) as port, connect(port, request_) as connection:
+        assert until_closed(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_the_second_request_of_a_connection_has_a_deadline_too(serve: Serve) -> None:
+    whole = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with serve(request_head_timeout_s=0.3) as port, connect(port, whole + b"GET") as connection:
+        received = until_closed(connection)
+        assert received.startswith(b"HTTP/1.1 200 ")
+        assert b"HTTP/1.1 408 " in received
+
+
+def test_a_body_that_does_not_come_has_a_deadline(serve: Serve) -> None:
+    request = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
+    with serve(request_body_timeout_s=0.1) as port, connect(port, request) as connection:
+        assert until_closed(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_healthz_answers_while_one_address_holds_more_connections_than_it_may(serve: Serve) -> None:
+    with serve(max_connections_per_address=20) as port, ExitStack() as stack:
+        held = [stack.enter_context(connect(port, b"GET /he")) for _ in range(60)]
+        assert status(port) == 200
+        with pytest.raises(ConnectionResetError):  # the oldest made room
+            until_closed(held[0])
+
+
+def test_connections_that_are_being_answered_keep_their_place(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, let_go = threading.Semaphore(0), threading.Event()
+
+    def hold(*_: Any) -> bool:
+        begun.release()
+        return let_go.wait(LONG_S)
+
+    monkeypatch.setattr("service.store.queue.lease_is_held", hold)
+    ready = b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    with serve(max_connections_per_address=4) as port, ExitStack() as stack:
+        answered = [stack.enter_context(connect(port, ready)) for _ in range(4)]
+        for _ in answered:
+            assert begun.acquire(timeout=LONG_S)
+        with connect(port) as one_more:
+            assert until_closed(one_more).startswith(b"HTTP/1.1 503 ")
+        with connect(port, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n", "127.0.0.2") as other:
+            assert until_closed(other).startswith(b"HTTP/1.1 200 ")
+        let_go.set()
+        assert all(until_closed(connection).startswith(b"HTTP/1.1 200 ") for connection in answered)
+
+
+def test_all_addresses_together_have_a_limit(serve: Serve) -> None:
+    with serve(max_connections=16, max_connections_per_address=0) as port, ExitStack() as stack:
+        for number in range(40):
+            stack.enter_context(connect(port, b"GET", f"127.0.0.{2 + number % 8}"))
+        assert status(port) == 200
+
+
+def test_a_declared_length_over_the_limit_is_refused_before_the_body_comes(serve: Serve) -> None:
+    for path in (b"/v1/jobs", b"/internal/v1/attempts/att_01kg9ys7g0zn9d2mqxrybeyjtc/reports", b"/nothing"):
+        request = b"POST " + path + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 9000000\r\n\r\n"
+        with serve() as port, connect(port, request) as connection:
+            assert b" 413 " in connection.recv(65_536).splitlines()[0]
+
+
+def test_a_stranger_s_body_is_not_read(serve: Serve) -> None:
+    """Neither 1 MiB for a job without a key, nor 8 MiB of reports without an attempt's token."""
+    length = b"Content-Length: 1000000\r\nConnection: close\r\n\r\n"
+    job = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n" + length
+    reports = b"POST /internal/v1/attempts/att_01kg9ys7g0zn9d2mqxrybeyjtc/reports HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    with serve(api_keys=(KEY,)) as port:
+        for request in (job, reports + length, reports + b"Authorization: Bearer none\r\n" + length):
+            with connect(port, request) as connection:
+                assert b" 401 " in connection.recv(65_536).splitlines()[0]
+
+
+def test_bodies_that_stay_incomplete_give_way_to_others(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 1 << 20)
+    head = b"POST /v1/jobs/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with serve() as port, ExitStack() as stack:
+        incomplete = [
+            stack.enter_context(connect(port, head + b"Content-Length: 1000000\r\n\r\n" + b" " * 400_000)) for _ in range(6)
+        ]
+        assert b" 503 " in incomplete[0].recv(65_536).splitlines()[0]
+        with connect(port, head + b"Content-Length: 300002\r\n\r\n" + b" " * 300_000 + b"{}") as whole:
+            assert b" 422 " in whole.recv(65_536).splitlines()[0]
+        assert status(port) == 200
+
+
+def test_the_process_may_open_as_many_files_as_the_system_allows() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+        allowed = raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (allowed, before[1])
+        assert allowed >= min(1 << 20, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,0 +1,62 @@
+"""Checks of data that take long hold up neither `/healthz` nor each other without end."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from service.jobs import admission
+from tests.service.test_jobs_api import problem_of
+from tests.service.world import World
+
+Document = dict[str, Any]
+NUM_REQUESTS = 41  # one more than FastAPI has threads
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore, threading.Event]]:
+    """Checks that begin and do not end: a semaphore that counts them, and an event that lets them go."""
+    begun, let_go = threading.Semaphore(0), threading.Event()
+
+    def hold(*_: Any) -> None:
+        begun.release()
+        assert let_go.wait(60)
+
+    monkeypatch.setattr(admission, "check", hold)
+    yield begun, let_go
+    let_go.set()
+
+
+def test_healthz_answers_while_many_checks_run(
+    client: TestClient, spec_document: Document, held: tuple[threading.Semaphore, threading.Event]
+) -> None:
+    begun, let_go = held
+    with ThreadPoolExecutor(NUM_REQUESTS) as threads:
+        answers = [threads.submit(client.post, "/v1/jobs/validate", json=spec_document) for _ in range(NUM_REQUESTS)]
+        for _ in range(admission.CHECKS_AT_ONCE):
+            assert begun.acquire(timeout=20)
+        assert client.get("/healthz").status_code == 200
+        assert client.get("/v1/jobs").status_code == 200
+        assert not begun.acquire(blocking=False)
+        let_go.set()
+        assert {answer.result(30).status_code for answer in answers} == {200}
+
+
+def test_a_check_that_gets_no_turn_is_503(
+    client: TestClient, world: World, spec_document: Document, held: tuple[threading.Semaphore, threading.Event]
+) -> None:
+    begun, let_go = held
+    object.__setattr__(world.settings, "data_check_timeout_s", 0.05)
+    with ThreadPoolExecutor(admission.CHECKS_AT_ONCE) as threads:
+        answers = [
+            threads.submit(client.post, "/v1/jobs/validate", json=spec_document) for _ in range(admission.CHECKS_AT_ONCE)
+        ]
+        for _ in range(admission.CHECKS_AT_ONCE):
+            assert begun.acquire(timeout=20)
+        problem = problem_of(client.post("/v1/jobs/validate", json=spec_document), 503)
+        assert "no turn came" in problem.detail
+        let_go.set()
+        assert {answer.result(30).status_code for answer in answers} == {200}
