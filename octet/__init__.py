@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from client import Client
-    from worker import fp8_statistics, initialize, memory_report
+    from worker import fp8_statistics, initialize, memory_report, plain_state_dict
 
-__all__ = ["Client", "fp8_statistics", "initialize", "memory_report"]
+__all__ = ["Client", "fp8_statistics", "initialize", "memory_report", "plain_state_dict"]
 
-_HOME = {"Client": "client", "fp8_statistics": "worker", "initialize": "worker", "memory_report": "worker"}
+_HOME = {"Client": "client"} | dict.fromkeys(("fp8_statistics", "initialize", "memory_report", "plain_state_dict"), "worker")
 
 
 def __getattr__(name: str) -> Any:

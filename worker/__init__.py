@@ -7,12 +7,18 @@ is in this package too, starts without it.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from worker.export import plain_state_dict
     from worker.metrics.memory import memory_report
     from worker.prepare import fp8_statistics, initialize
 
-__all__ = ["fp8_statistics", "initialize", "memory_report"]
+__all__ = ["fp8_statistics", "initialize", "memory_report", "plain_state_dict"]
 
-_HOME = {"fp8_statistics": "worker.prepare", "initialize": "worker.prepare", "memory_report": "worker.metrics.memory"}
+_HOME = {
+    "fp8_statistics": "worker.prepare",
+    "initialize": "worker.prepare",
+    "memory_report": "worker.metrics.memory",
+    "plain_state_dict": "worker.export",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from api_schemas.levels import LEVELS, Level
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import explain
+from worker.export import save_plainly
 from worker.fp8.bf16 import HalfLinear
 from worker.fp8.casts import guard_casts
 from worker.fp8.convert import (
@@ -123,6 +124,7 @@ def prepare(
     keep = (STATE_BUFFER,) if scales_losses else ()
     if precision.storage.gemm == "fp8" or isinstance(optimizer, LowBitOptimizer) or keep:
         guard_casts(conversion.model, keep)
+    save_plainly(conversion.model)
     if scales_losses:
         scaling = scale_losses(conversion.model)
         if optimizer is not None:

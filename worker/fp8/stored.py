@@ -52,6 +52,14 @@ def read_weight(layer: nn.Module, state: dict[str, Any], prefix: str, encode: En
     return came_as_values
 
 
+def make_plain(state: dict[str, Any], prefix: str) -> None:
+    """Change a layer's part of a state dict into that of a plain layer."""
+    own = {name: state.pop(prefix + name) for name in (CODES, *PARTS) if prefix + name in state}
+    if CODES in own:
+        state[prefix + "weight"] = _decode(own)
+    drop_history(state, prefix)
+
+
 def drop_history(state: dict[str, Any], prefix: str) -> None:
     """Remove what a layer with scales remembers from the part of a layer that remembers nothing."""
     for name in list(state):

@@ -1,0 +1,68 @@
+"""What was trained, for programs that know nothing of Octet: a state dict with the names and values of a plain model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker import kernels
+from worker.fp8.linear import Float8Linear
+from worker.fp8.loss_scaling import STATE_BUFFER
+from worker.fp8.stored import make_plain
+
+
+def plain_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The state dict that the model would have without `initialize`: weights are values.
+
+    optimizer: its master weights are taken where it has any; without it an O3 weight has the precision of E4M3.
+    dtype: of the weights that are held as codes; what is held as values keeps its dtype. The weights of codes are new tensors.
+    """
+    state = as_plain(model, model.state_dict())
+    for name, layer in _layers_of_codes(model):
+        weight = state[_join(name, "weight")]
+        master = optimizer.state.get(layer.weight, {}).get("master_weights") if optimizer is not None else None
+        if master is not None:
+            weight = kernels.dequantize(master["codes"], master["dequant_scale"]).view_as(weight)
+        state[_join(name, "weight")] = weight.to(dtype)
+    return state
+
+
+def as_plain(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of an initialized model in the names and values of a plain one; one that is plain already is copied."""
+    plain = dict(state)
+    plain.pop(STATE_BUFFER, None)
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, Float8Linear):
+            make_plain(plain, _join(name, ""))
+    return plain
+
+
+class PlainSaving:
+    """Takes the place of a transformers model's `save_pretrained`: what it writes, `from_pretrained` loads as a plain model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, save_directory: Any, *args: Any, state_dict: dict[str, Any] | None = None, **options: Any) -> Any:
+        held = self.model.state_dict() if state_dict is None else state_dict
+        save: Any = type(self.model).save_pretrained
+        return save(self.model, save_directory, *args, state_dict=as_plain(self.model, held), **options)
+
+
+def save_plainly(model: nn.Module) -> None:
+    """Let `save_pretrained`, where a model has it, write values instead of codes."""
+    if callable(getattr(model, "save_pretrained", None)):
+        model.save_pretrained = PlainSaving(model)  # type: ignore[assignment]
+
+
+def _layers_of_codes(model: nn.Module) -> list[tuple[str, Float8Linear]]:
+    layers = model.named_modules(remove_duplicate=False)
+    return [
+        (name, layer) for name, layer in layers if isinstance(layer, Float8Linear) and layer.weight_dequant_scale is not None
+    ]
+
+
+def _join(name: str, attribute: str) -> str:
+    return f"{name}.{attribute}" if name else attribute
