@@ -28,13 +28,13 @@ from worker.fp8.convert import (
     replace_layers,
     replaceable_linears,
     select_layers,
-    take_over_activations,
 )
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.loss_scaling import LossScaling, scale_losses
 from worker.fp8.recipe import Recipe
+from worker.fp8.sequence import take_over_activations
 from worker.fp8.speedups import DEFAULT_TOKENS
 from worker.fp8.statistics import OperandSample
 from worker.fp8.torchao_linear import torchao_converter

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from api_schemas.levels import LEVELS
 from api_schemas.precision import PrecisionSpec
 from worker.fp8.health import StepKeeper
 from worker.fp8.layout import is_known_class, layout_of
-from worker.fp8.linear import Float8Linear
 from worker.fp8.speedups import why_bf16
 
 MIN_FEATURES = 16
@@ -151,32 +149,6 @@ def replace_layers(model: nn.Module, names: Collection[str], convert: Callable[[
             if child in converted:
                 setattr(owner, attribute, converted[child])
     return converted.get(model, model)
-
-
-def take_over_activations(model: nn.Module) -> None:
-    """In each nn.Sequential, let a layer in FP8 compute the activation that comes right before it.
-
-    Nothing else sees what the activation returns, so it need not wait for the backward pass.
-    """
-    users = Counter(id(child) for owner in model.modules() for child in owner._modules.values())
-    for owner in model.modules():
-        if not isinstance(owner, nn.Sequential) or type(owner).forward is not nn.Sequential.forward:
-            continue
-        for (name, activation), (_, layer) in pairwise(list(owner._modules.items())):
-            known = _name_of_activation(activation) if activation is not None else None
-            if known and isinstance(layer, Float8Linear) and users[id(activation)] == users[id(layer)] == 1:
-                layer.activation = known
-                setattr(owner, name, nn.Identity())
-
-
-def _name_of_activation(module: nn.Module) -> str | None:
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return None
-    if type(module) is nn.GELU:
-        return "gelu-tanh" if module.approximate == "tanh" else "gelu"
-    if type(module) in (nn.ReLU, nn.SiLU) and not module.inplace:
-        return "relu" if isinstance(module, nn.ReLU) else "silu"
-    return None
 
 
 def replaceable_linears(model: nn.Module) -> list[str]:
