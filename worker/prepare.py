@@ -3,8 +3,8 @@
     model, optimizer = initialize(model, optimizer, opt_level="O2")
     loss.backward(); torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step(); optimizer.zero_grad()
 
-Linear layers are replaced in place; parameter objects stay, so the optimizer's groups and learning rates stay. Call it
-when the model is on its device; load checkpoints and make learning-rate schedulers afterwards.
+Linear layers are replaced in place; parameter objects stay, and the optimizer object stays and changes its class, so that
+groups, learning rates, hooks and schedulers stay. Call it when the model is on its device; load checkpoints afterwards.
 """
 
 import warnings
@@ -30,19 +30,19 @@ from worker.fp8.convert import (
     replace_layers,
     replaceable_linears,
     select_layers,
-    take_over_activations,
 )
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER, LossScaling, scale_losses
 from worker.fp8.recipe import Recipe
+from worker.fp8.sequence import take_over_activations
 from worker.fp8.speedups import DEFAULT_TOKENS
 from worker.fp8.statistics import OperandSample
 from worker.fp8.torchao_linear import torchao_converter
 from worker.fp8.weights import encode_weight
 from worker.metrics.memory import memory_report
-from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt, check_adoptable
+from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt, check_adoptable, make_by_name, take_over
 
 MIN_COMPUTE_CAPABILITY = (8, 9)
 
@@ -74,6 +74,7 @@ def initialize(
     optimizer: torch.optim.Optimizer | None = None,
     opt_level: str | PrecisionSpec = "O2",
     *,
+    optimizer_name: str | None = None,
     seed: int = 0,
     tokens: int | None = None,
     on_event: Callable[[LayerDemoted], None] | None = None,
@@ -81,17 +82,24 @@ def initialize(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Convert `model` to a level; returns it with an optimizer that holds its states as the level says.
 
-    opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. seed: for stochastic
+    opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. optimizer_name: adamw, adam
+    or lion, with default hyperparameters, for all parameters; without it and an optimizer there is none. seed: for stochastic
     rounding. tokens: how many a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
     nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
-    Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; `LowBitAdamW` and `LowBitLion` keep
-    their class. Another optimizer stays as it is where the level stores everything in fp32. Raises ValueError for
+    The given optimizer itself becomes what is returned: schedulers, hooks and groups that refer to it stay valid. Adam and
+    AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; `LowBitAdamW` and `LowBitLion` keep their
+    class. Another optimizer stays as it is where the level stores everything in fp32. Raises ValueError for
     options that do not exist or do not fit the level, for an optimizer that the level cannot represent, and for surprises
     under `strict`. Warns where nothing was converted.
     """
     if any(hasattr(module, "octet_report") for module in model.modules()):
         raise ValueError("the model, or a part of it, is initialized already. Build a new one to train it at another level.")
-    prepared = prepare(model, optimizer, _read_options(opt_level, options), seed=seed, tokens=tokens, on_event=on_event)
+    precision = _read_options(opt_level, options)
+    if optimizer_name is not None:
+        if optimizer is not None:
+            raise ValueError("got both an optimizer and optimizer_name; allowed: one of them. Leave one out.")
+        optimizer = make_by_name(optimizer_name, model)
+    prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, on_event=on_event)
     if prepared.report.nothing_converted:
         warnings.warn(prepared.report.nothing_converted, stacklevel=2)
     return prepared.model, prepared.optimizer
@@ -116,7 +124,8 @@ def prepare(
         _check_optimizer(optimizer, model, precision.storage)
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens)
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
-        optimizer = adopt(optimizer, precision.storage, quantized=conversion.quantized, seed=seed)
+        adopted = adopt(optimizer, precision.storage, quantized=conversion.quantized, seed=seed)
+        optimizer = take_over(optimizer, adopted)
     for weight in conversion.quantized:  # masters exist now; a layer that is not trained, or not yet, has none
         weight.holder.initial_values = None
     health = _follow_health(conversion.model, optimizer, precision, on_event)

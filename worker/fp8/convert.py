@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from torch import nn
 
 from api_schemas.levels import LEVELS
 from api_schemas.precision import PrecisionSpec
+from worker.fp8.bf16 import HalfLinear
 from worker.fp8.health import StepKeeper
 from worker.fp8.layout import is_known_class, layout_of
 from worker.fp8.linear import Float8Linear
+from worker.fp8.recipe import Recipe
 from worker.fp8.speedups import why_bf16
 
 MIN_FEATURES = 16
@@ -146,37 +148,12 @@ def replace_layers(model: nn.Module, names: Collection[str], convert: Callable[[
         linear = model.get_submodule(name)
         assert layout_of(linear) is not None
         converted[linear] = convert(linear)
+        vars(converted[linear]).update(_attributes_of_its_own(linear))
     for owner in list(model.modules()):
         for attribute, child in list(owner._modules.items()):
             if child in converted:
                 setattr(owner, attribute, converted[child])
     return converted.get(model, model)
-
-
-def take_over_activations(model: nn.Module) -> None:
-    """In each nn.Sequential, let a layer in FP8 compute the activation that comes right before it.
-
-    Nothing else sees what the activation returns, so it need not wait for the backward pass.
-    """
-    users = Counter(id(child) for owner in model.modules() for child in owner._modules.values())
-    for owner in model.modules():
-        if not isinstance(owner, nn.Sequential) or type(owner).forward is not nn.Sequential.forward:
-            continue
-        for (name, activation), (_, layer) in pairwise(list(owner._modules.items())):
-            known = _name_of_activation(activation) if activation is not None else None
-            if known and isinstance(layer, Float8Linear) and users[id(activation)] == users[id(layer)] == 1:
-                layer.activation = known
-                setattr(owner, name, nn.Identity())
-
-
-def _name_of_activation(module: nn.Module) -> str | None:
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return None
-    if type(module) is nn.GELU:
-        return "gelu-tanh" if module.approximate == "tanh" else "gelu"
-    if type(module) in (nn.ReLU, nn.SiLU) and not module.inplace:
-        return "relu" if isinstance(module, nn.ReLU) else "silu"
-    return None
 
 
 def replaceable_linears(model: nn.Module) -> list[str]:
@@ -227,8 +204,17 @@ def _why_opaque(name: str, linear: nn.Module, model: nn.Module) -> str | None:
     if not is_known_class(linear):
         base = "nn.Linear" if isinstance(linear, nn.Linear) else "Conv1D"
         return f"{type(linear).__name__} is a subclass of {base} that may compute something else"
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+    if any(hooks for attribute, hooks in vars(linear).items() if "_hooks" in attribute and hooks):
         return "it has hooks, which would be lost"
+    held = [*linear._parameters, *linear._buffers, *linear._modules]
+    others = [attribute for attribute in held if attribute not in ("weight", "bias")]
+    if others:
+        return f"it also holds {', '.join(others)}"
+    if "forward" in vars(linear):
+        return "its forward was replaced"
+    lost = sorted(set(_attributes_of_its_own(linear)) & _taken_names())
+    if lost:
+        return f"its attribute {', '.join(lost)} would be lost"
     dtype = linear.get_parameter("weight").dtype
     if dtype not in TRAINABLE_DTYPES:
         return f"its weight is {dtype}; only {', '.join(map(str, TRAINABLE_DTYPES))} are converted"
@@ -236,6 +222,20 @@ def _why_opaque(name: str, linear: nn.Module, model: nn.Module) -> str | None:
     if type(owner).__module__.startswith("torch.nn.modules") and not isinstance(owner, (nn.Linear, *CONTAINERS)):
         return f"its owner, torch's {type(owner).__name__}, reads the weight itself"
     return None
+
+
+def _attributes_of_its_own(linear: nn.Module) -> dict[str, Any]:
+    """What a user has set on a linear layer."""
+    usual = {*vars(nn.Linear(1, 1, device="meta")), "nf", "nx"}  # the latter are Conv1D's
+    return {name: value for name, value in vars(linear).items() if name not in usual}
+
+
+@cache
+def _taken_names() -> frozenset[str]:
+    """The attributes of the layers that take a linear layer's place."""
+    linear = nn.Linear(MIN_FEATURES, MIN_FEATURES, device="meta")
+    layers = (Float8Linear(linear, Recipe()), HalfLinear(linear, torch.bfloat16))
+    return frozenset(name for layer in layers for name in dir(layer))
 
 
 def _refuse_surprises(names: Collection[str], skipped: Collection[SkippedLayer], rules: PrecisionSpec) -> None:

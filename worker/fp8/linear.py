@@ -5,8 +5,8 @@
     grad_weight_NK = grad_output_TN.T @ input_TK        e5m2 x e4m3, or e4m3 x e4m3
 
 Each may be left in bf16 by the recipe. What waits for the backward pass is the input's FP8 codes and scale, not the input
-itself (unless grad_weight is left in bf16). A layer that has taken over the activation before it keeps neither: the
-activation's input is kept for its own derivative anyway, and all else is made of it once more. A weight that is not held in
+itself (unless grad_weight is left in bf16). A layer that computes the activation before it (`sequence.py`) keeps neither:
+the activation's input is kept for its own derivative anyway, and all else is made of it once more. A weight that is not held in
 FP8 is quantized, or decoded to bf16, again in the backward pass: cheaper than a second copy of every weight in between.
 
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
@@ -79,7 +79,7 @@ class Float8Linear(KeepsDtypes):
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
         self.gradient_position = gradient_position
         self.statistics_every = statistics_every
-        self.activation: str | None = None  # applied to the input; one of kernels' ACTIVATIONS
+        self.activation: str | None = None  # what comes right before it in its sequence; one of kernels' ACTIVATIONS
         self.initial_values: Tensor | None = None  # fp32, where the optimizer makes a master weight of them
         self.has_master = False  # the optimizer has made one
         self.has_new_codes = False  # loaded since the optimizer's last step
@@ -94,12 +94,14 @@ class Float8Linear(KeepsDtypes):
         self.start_step(0)
         self.train(linear.training)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, takes_over_activation: bool = False) -> Tensor:
+        """takes_over_activation: the input is that of `self.activation`, which is applied first."""
+        activation = self.activation if takes_over_activation else None
         output_dtype, wide = activation_dtype(input), self.high_precision
         with torch.autocast(input.device.type, enabled=False):  # the recipe alone says how it is computed
             if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
-                if self.activation is not None:
-                    input = kernels.ACTIVATIONS[self.activation].forward(input)
+                if activation is not None:
+                    input = kernels.ACTIVATIONS[activation].forward(input)
                 weight_NK = self.weight.t() if self.is_transposed else self.weight
                 return half_linear(input, weight_NK, self.bias, torch.bfloat16).to(output_dtype)
             input_TK = input.reshape(-1, self.in_features)
@@ -107,7 +109,7 @@ class Float8Linear(KeepsDtypes):
             if torch.compiler.is_compiling() and self.weight.requires_grad and self._gradient_port is not None:
                 weight = self._gradient_port
             bias_N = self.bias if "output" in wide else None  # a bf16 product adds it on the way out
-            output_TN = Float8Products.apply(input_TK, weight, bias_N, self.weight_dequant_scale, output_dtype, self)
+            output_TN = Float8Products.apply(input_TK, weight, bias_N, output_dtype, self, activation)
         if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         return output_TN.reshape(*input.shape[:-1], self.out_features)
@@ -239,11 +241,11 @@ class Float8Products(torch.autograd.Function):
         input_TK: Tensor,
         weight: Tensor,
         bias_N: Tensor | None,
-        weight_dequant_scale: Tensor | None,
         output_dtype: torch.dtype,
         layer: Float8Linear,
+        activation: str | None,
     ) -> Tensor:
-        """bias_N: only where the output is computed in bf16."""
+        """bias_N: only where the output is computed in bf16. activation: applied to the input."""
         wide, given_TK = layer.high_precision, input_TK
         # Autograd wants a bf16 gradient for a bf16 parameter: the product rounds to it, which spares a pass over an fp32 one.
         ctx.grad_weight_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
@@ -251,20 +253,20 @@ class Float8Products(torch.autograd.Function):
         if ctx.is_empty:  # nothing to multiply, and nothing that a scale or a window should learn from
             ctx.shapes, ctx.input_dtype = (input_TK.shape, weight.shape), input_TK.dtype
             return input_TK.new_empty((0, layer.out_features), dtype=output_dtype)
-        if layer.activation is not None:
-            input_TK = kernels.ACTIVATIONS[layer.activation].forward(given_TK)
+        if activation is not None:
+            input_TK = kernels.ACTIVATIONS[activation].forward(given_TK)
         input_rows, input_columns = layer.input_scaling.quantize(
             input_TK,
             rows="output" not in wide,
-            columns="grad_weight" not in wide and ctx.needs_input_grad[1] and layer.activation is None,
+            columns="grad_weight" not in wide and ctx.needs_input_grad[1] and activation is None,
             transposed_later=True,
         )
         input_half = input_TK.to(torch.bfloat16) if wide & {"output", "grad_weight"} else None
         saved = (input_half, None) if "grad_weight" in wide else (input_columns or (None, None))[:2]
-        if layer.activation is not None:
+        if activation is not None:
             saved = (given_TK, None)
-        ctx.save_for_backward(*saved, weight, weight_dequant_scale)
-        ctx.layer, ctx.high_precision, ctx.input_dtype = layer, wide, input_TK.dtype
+        ctx.save_for_backward(*saved, weight, layer.weight_dequant_scale)
+        ctx.layer, ctx.activation, ctx.high_precision, ctx.input_dtype = layer, activation, wide, input_TK.dtype
         if "output" in wide:
             assert input_half is not None
             return half_linear(input_half, layer.half_weight(), bias_N, torch.bfloat16).to(output_dtype)
@@ -277,11 +279,11 @@ class Float8Products(torch.autograd.Function):
         if ctx.is_empty:
             return _zeros_like_gradients(ctx, grad_output_TN)
         input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
-        layer, wide = ctx.layer, ctx.high_precision
+        layer, activation, wide = ctx.layer, ctx.activation, ctx.high_precision
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         given_TK = input_saved
-        if layer.activation is not None and needs_weight:
-            input_saved = kernels.activate_again(given_TK, layer.activation, grad_output_TN)
+        if activation is not None and needs_weight:
+            input_saved = kernels.activate_again(given_TK, activation, grad_output_TN)
             if "grad_weight" not in wide:
                 input_saved, input_dequant_scale, _ = layer.input_scaling.quantize_again(input_saved)
         grad_rows, grad_columns = layer.grad_output_scaling.quantize(
@@ -302,8 +304,8 @@ class Float8Products(torch.autograd.Function):
             input_columns = ScaledCodes(input_saved, input_dequant_scale, layer.recipe.input.kind)
             operands = (input_columns, grad_columns) if layer.is_transposed else (grad_columns, input_columns)
             grad_weight = product(operands[0], operands[1], ctx.grad_weight_dtype)
-        if layer.activation is not None and grad_input_TK is not None:
-            grad_input_TK = kernels.ACTIVATIONS[layer.activation].backward(grad_input_TK, given_TK)
+        if activation is not None and grad_input_TK is not None:
+            grad_input_TK = kernels.ACTIVATIONS[activation].backward(grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
         return grad_input_TK, grad_weight, grad_bias_N, None, None, None
 

@@ -30,4 +30,4 @@ def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callabl
         enable_fsdp_float8_all_gather=options.fsdp_float8_all_gather,
         emulate=device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9),
     )
-    return lambda linear: TorchaoLinear.from_float(linear, config)
+    return lambda linear: TorchaoLinear.from_float(linear, config).train(linear.training)

@@ -2,10 +2,11 @@
 
 from worker.optim.adam import Hyperparameters, LowBitAdamW
 from worker.optim.adopt import OPTIMIZERS, REPRESENTABLE, adopt
-from worker.optim.build import build_optimizer
+from worker.optim.build import build_optimizer, make_by_name
 from worker.optim.check import check_adoptable
 from worker.optim.lion import LionHyperparameters, LowBitLion
 from worker.optim.optimizer import LowBitOptimizer
+from worker.optim.take_over import take_over
 from worker.optim.weights import QuantizedWeight
 
 __all__ = [
@@ -20,4 +21,6 @@ __all__ = [
     "adopt",
     "build_optimizer",
     "check_adoptable",
+    "make_by_name",
+    "take_over",
 ]

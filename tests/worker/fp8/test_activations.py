@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from api_schemas import GPTSizes
 from worker import initialize
-from worker.fp8.convert import take_over_activations
 from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.sequence import take_over_activations
 from worker.models.gpt import GPT
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

@@ -1,0 +1,88 @@
+"""Sequences in which an FP8 layer computes the activation right before it, so that what the activation returns is not kept.
+
+It does so only while the whole sequence runs and nobody looks in between. The activation stays in its place: called by
+itself, in a slice, or with hooks on it or on the layer, each computes what it always did, to the same bits.
+"""
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from worker.fp8.linear import Float8Linear
+
+_FUSED: dict[Any, type[nn.Sequential]] = {}
+"""By the sequence's own class."""
+
+
+class FusedSequence(nn.Sequential):
+    """The class that a sequence gets, together with its own, by `take_over_activations`."""
+
+    own_class: ClassVar[type[nn.Sequential]]
+
+    def forward(self, input: Tensor) -> Tensor:
+        modules, position = list(self), 0
+        while position < len(modules):
+            layer = modules[position + 1] if position + 1 < len(modules) else None
+            if isinstance(layer, Float8Linear) and _is_unobserved(modules[position], layer):
+                input = layer(input, takes_over_activation=True)
+                position += 2
+            else:
+                input = modules[position](input)
+                position += 1
+        return input
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies and pickles name the sequence's own class; the other is made when it is needed."""
+        reduced = super().__reduce_ex__(protocol)
+        assert isinstance(reduced, tuple)
+        return _new_sequence, (self.own_class,), *reduced[2:]
+
+
+def take_over_activations(model: nn.Module) -> None:
+    """In each nn.Sequential, let a layer in FP8 compute the activation that comes right before it."""
+    users = Counter(id(child) for owner in model.modules() for child in owner._modules.values())
+    for owner in list(model.modules()):
+        if not isinstance(owner, nn.Sequential) or type(owner).forward is not nn.Sequential.forward:
+            continue
+        takes_over = False
+        for activation, layer in pairwise(owner._modules.values()):
+            known = name_of_activation(activation) if activation is not None and not _has_hooks(activation) else None
+            if known and isinstance(layer, Float8Linear) and users[id(activation)] == users[id(layer)] == 1:
+                layer.activation, takes_over = known, True
+        if takes_over:
+            owner.__class__ = _fused(type(owner))
+
+
+def name_of_activation(module: nn.Module) -> str | None:
+    """The name of a module among kernels' ACTIVATIONS."""
+    if type(module) is nn.GELU:
+        return "gelu-tanh" if module.approximate == "tanh" else "gelu"
+    if type(module) in (nn.ReLU, nn.SiLU) and not module.inplace:
+        return "relu" if isinstance(module, nn.ReLU) else "silu"
+    return None
+
+
+def _is_unobserved(activation: nn.Module, layer: Float8Linear) -> bool:
+    """Whether the layer is to compute this activation, and no hook sees what is between them."""
+    is_known = layer.activation is not None and name_of_activation(activation) == layer.activation
+    return is_known and not (_has_hooks(activation) or _has_hooks(layer) or _has_any_global_hook())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(len(kind) > 0 for kind in hooks)
+
+
+def _fused(own: type[nn.Sequential]) -> type[nn.Sequential]:
+    """The one subclass of a sequence's own class, of the same name, that takes over activations."""
+    if own not in _FUSED:
+        _FUSED[own] = type(own.__name__, (FusedSequence, own), {"own_class": own})
+    return _FUSED[own]
+
+
+def _new_sequence(own: type[nn.Sequential]) -> nn.Sequential:
+    fused = _fused(own)
+    return fused.__new__(fused)
