@@ -28,6 +28,9 @@ class LaunchOrder(Contract):
     spec: JobSpec
     pool: PoolConfig
     report_url: str = Field(description="base URL of the control plane, as the workers reach it")
+    data_roots: tuple[str, ...] | None = Field(
+        default=None, description="folders that the ranks may read data from; null for no restriction"
+    )
     job_dir: str = Field(description="the job's folder for checkpoints and spools, shared by its workers")
     checkpoints: tuple[CheckpointRef, ...] = Field(description="newest first; the first that passes its check is used")
     lease_s: float

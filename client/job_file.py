@@ -1,7 +1,8 @@
 """Job files: YAML or JSON, `-` for standard input, and the `--set key=value` that change them.
 
 Plain scalars follow JSON's rules, not YAML 1.1's: `level: 02`, `name: on`, `name: 2026-01-31` and `name: 1:30` stay the
-text that was written, and `3e-4` is a number.
+text that was written, and `3e-4` is a number. Aliases are refused, and so are documents far larger than a job: a few lines
+of YAML can name billions of values.
 """
 
 import json
@@ -17,6 +18,11 @@ from pydantic import ValidationError
 from api_schemas import JobSpec, explain
 from client.errors import JobFileError, SpecRefused
 
+MAX_CHARACTERS = 1 << 20
+"""The server reads no body of more bytes."""
+MAX_NODES = 5_000
+MAX_DEPTH = 50
+
 _NULL = [("tag:yaml.org,2002:null", re.compile(r"(null|~|)$"))]
 _BOOLEAN = [("tag:yaml.org,2002:bool", re.compile(r"(true|false)$"))]
 _NUMBER = [
@@ -26,13 +32,30 @@ _NUMBER = [
 
 
 class _JsonScalars(yaml.SafeLoader):
-    """YAML's layout with JSON's scalars; a key given twice is an error."""
+    """YAML's layout with JSON's scalars; aliases, a key given twice and documents beyond the limits are errors."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  as the base class has it: by the first character of a scalar
         **{first: _NULL for first in ("n", "~", "")},
         **{first: _BOOLEAN for first in "tf"},
         **{first: _NUMBER for first in "-0123456789"},
     }
+
+    _num_nodes = 0
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        self._num_nodes += 1
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem=f"the alias *{event.anchor}; write its value out", problem_mark=event.start_mark)
+        if self._num_nodes > MAX_NODES or self._depth >= MAX_DEPTH:
+            problem = f"more than {MAX_NODES} values, or {MAX_DEPTH} in one another; a job has some dozens"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -45,13 +68,13 @@ class _JsonScalars(yaml.SafeLoader):
 def load_job_file(source: str) -> dict[str, Any]:
     """Read the document in a file, or on standard input for `-`. It is not validated. Raises JobFileError."""
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text("utf-8")
+        text = _read(source)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise JobFileError(f"cannot read {source}: {reason}. Give a YAML or JSON file, or - for stdin.") from error
     try:
         document = _parse(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise JobFileError(f"{source} is neither YAML nor JSON: {error}") from error
     if not isinstance(document, dict):
         got = "nothing" if document is None else type(document).__name__
@@ -73,7 +96,7 @@ def apply_settings(document: dict[str, Any], settings: Sequence[str]) -> None:
                 raise JobFileError(f"--set {setting}: {parent} is {target!r}, which has no fields. Correct the path.")
         try:
             target[field] = _parse(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise JobFileError(f"--set {setting}: the value is no YAML: {error}") from error
 
 
@@ -83,6 +106,20 @@ def check_spec(document: dict[str, Any], source: str) -> JobSpec:
         return JobSpec.model_validate(document)
     except ValidationError as error:
         raise SpecRefused(source, explain(error, JobSpec)) from error
+
+
+def _read(source: str) -> str:
+    """Read the text of a file or of standard input, and no more of it than a job may have. Raises JobFileError."""
+    if source == "-":
+        text = sys.stdin.read(MAX_CHARACTERS + 1)
+    else:
+        with Path(source).open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    if len(text) > MAX_CHARACTERS:
+        raise JobFileError(
+            f"{source} has more than {MAX_CHARACTERS} characters, the most that the server reads. Give a job file."
+        )
+    return text
 
 
 def _parse(text: str) -> Any:

@@ -131,9 +131,14 @@ class Settings(BaseSettings):
         return tuple((hashlib.sha256(key.encode()).digest(), tenant) for tenant, key in keys)
 
     @property
+    def named_roots(self) -> tuple[Path, ...]:
+        """The folders jobs may read, as they are configured. A name may be a link, and lead elsewhere on another node."""
+        return self.data_roots or (Path("/"),)
+
+    @property
     def readable_roots(self) -> tuple[Path, ...]:
         """The folders jobs may read, with symbolic links resolved."""
-        return tuple(root.resolve() for root in self.data_roots or (Path("/"),))
+        return tuple(root.resolve() for root in self.named_roots)
 
     @property
     def readable_files(self) -> Files:

@@ -1,8 +1,20 @@
 """The configuration of a rank, resolved once from the `JobSpec` and the rank's environment. Later code sets no defaults."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from api_schemas import BatchDivision, DataSpec, JobSpec, Layout, ModelSpec, OptimizerSpec, PrecisionSpec, ScheduleSpec
+from api_schemas import (
+    ANY_FILE,
+    BatchDivision,
+    DataSpec,
+    Files,
+    JobSpec,
+    Layout,
+    ModelSpec,
+    OptimizerSpec,
+    PrecisionSpec,
+    ScheduleSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,7 @@ class TrainConfig:
     precision: PrecisionSpec
     model: ModelSpec
     data: DataSpec
+    readable_files: Files
     env: RankEnv
     layout: Layout
     batch: BatchDivision
@@ -49,8 +62,11 @@ class TrainConfig:
         return self.batch.global_batch_size * self.sequence_length
 
 
-def resolve(spec: JobSpec, env: RankEnv) -> TrainConfig:
-    """Resolve the spec for this rank. Raises ValueError if the number of ranks differs from the spec's."""
+def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = None) -> TrainConfig:
+    """Resolve the spec for this rank. Raises ValueError if the number of ranks differs from the spec's.
+
+    data_roots: the folders that the job's data must lie in; None allows any file.
+    """
     layout = spec.layout
     if env.world_size != layout.num_ranks:
         raise ValueError(
@@ -64,6 +80,7 @@ def resolve(spec: JobSpec, env: RankEnv) -> TrainConfig:
         precision=spec.precision,
         model=spec.model,
         data=spec.data,
+        readable_files=ANY_FILE if data_roots is None else Files.below(tuple(map(Path, data_roots))),
         env=env,
         layout=layout,
         batch=spec.batch,

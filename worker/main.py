@@ -63,7 +63,7 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
             if env.reports:
                 reporter.send(PhaseReport(phase="placed"), at=placed_at)
                 reporter.send(PhaseReport(phase="process_up"))
-            run = Run(reporter, metrics, Path(order.job_dir), order.checkpoints, order.pool)
+            run = Run(reporter, metrics, Path(order.job_dir), order.checkpoints, order.pool, order.data_roots)
             outcome = _train(order.spec, env, run)
             if outcome.finished is not None and (env.reports or outcome.finished.outcome == "failed"):
                 reporter.send(outcome.finished)
@@ -74,13 +74,14 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts that a rank is given in addition to its spec and environment."""
+    """The parts that a rank is given in addition to its spec and environment. `data_roots` None: any file may be read."""
 
     reporter: Reporter
     metrics: Metrics
     job_dir: Path
     checkpoints: tuple[CheckpointRef, ...] = ()
     pool: PoolConfig | None = None
+    data_roots: tuple[str, ...] | None = None
 
 
 def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
@@ -96,7 +97,7 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
             device = _device(env, run.pool)
             run.metrics.describe_device(device_readings(device), bf16_peak(device))
             try:
-                config = resolve(spec, env)
+                config = resolve(spec, env, run.data_roots)
             except ValueError as error:
                 raise InvalidConfig(str(error)) from error
             logger.info("%s", config)

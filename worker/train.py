@@ -79,7 +79,7 @@ class Trainer:
         self.folder = job_dir / "checkpoints"
         self.progress = Progress()
         self.step_times_s = deque(maxlen=_STEP_TIMES_KEPT)
-        self.source = open_source(config.data, config.sequence_length, config.seed)
+        self.source = open_source(config.data, config.sequence_length, config.seed, config.readable_files)
         torch.manual_seed(config.seed)
         self._prepare(build_model(config.model, config.seed).to(mesh.device))
         broadcast_parameters(self.model, mesh.data)

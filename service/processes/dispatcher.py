@@ -35,6 +35,8 @@ def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path 
         raise ValueError("set OCTET_REPORT_URL to the API's base URL as the workers reach it, for example http://api:8000")
     if not ray_token_file.is_file():
         raise ValueError(f"the Ray token file {str(ray_token_file)!r} does not exist; every node needs the same one")
+    if not settings.data_roots:
+        raise ValueError("set OCTET_DATA_ROOTS to the folders that jobs may read, as for the api; the ranks get them from here")
     node = RayNode(ray_address)
     end_by_exception()
     log_to_stderr()

@@ -1,6 +1,8 @@
 """Job files: what YAML would misread stays as written, and what is wrong is said as the server says it."""
 
 import io
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,33 @@ def test_a_yaml_integer_for_the_level_is_understood(spec: dict[str, Any]) -> Non
     spec["precision"] = {"level": 2}
     with pytest.raises(SpecRefused, match="Did you mean 'O2'"):
         check_spec(spec, "job.yaml")
+
+
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(f'*{before}' for _ in range(9))}]\n" for before, name in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (ALIASES, r"the alias \*a"),
+        ("base: &base {steps: 1}\ntraining: {<<: *base}\n", r"the alias \*base"),
+        ("name: x\nlist: [" + "1, " * 100_000 + "]", "more than 5000 values"),
+        ("key: " + "[" * 100_000, "50 in one another"),
+        ("[" * 100_000, "neither YAML nor JSON"),
+        ("".join(f"k{number}: 1\n" for number in range(100_000)), "more than 5000 values"),
+        ("key: '" + "x" * 2_000_000 + "'", "more than 1048576 characters"),
+        ('{"key": ' + "9" * 5000 + "}", "neither YAML nor JSON"),
+    ],
+)
+def test_what_is_far_too_much_for_a_job_is_refused_quickly(tmp_path: Path, text: str, words: str) -> None:
+    began = time.process_time()
+    with pytest.raises(JobFileError, match=words):
+        load(tmp_path, text)
+    assert time.process_time() - began < 10
+
+
+def test_an_endless_file_is_not_read_to_its_end() -> None:
+    with pytest.raises(JobFileError, match="more than"):
+        load_job_file("/dev/zero")

@@ -196,6 +196,15 @@ def test_a_dispatcher_needs_the_address_for_reports_and_the_token(tmp_path: Path
         dispatch(ray_address="ray-head:6379", ray_token_file=tmp_path / "token", database_url_file=tmp_path / "url")
 
 
+def test_a_dispatcher_needs_the_data_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks get the roots from it."""
+    (tmp_path / "url").write_text("postgresql://octet@postgres/octet")
+    (tmp_path / "token").write_text("0" * 64)
+    monkeypatch.setenv("OCTET_REPORT_URL", "http://api:8000")
+    with pytest.raises(ValueError, match="OCTET_DATA_ROOTS"):
+        dispatch(ray_address="ray-head:6379", ray_token_file=tmp_path / "token", database_url_file=tmp_path / "url")
+
+
 @pytest.mark.parametrize("address", ["ray-head", "6379", ":6379", "ray-head:port", ""])
 def test_the_head_is_named_by_host_and_port(address: str) -> None:
     with pytest.raises(ValueError, match="host:port"):

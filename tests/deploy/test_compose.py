@@ -159,6 +159,7 @@ def test_api_dispatcher_and_nodes_see_the_same_folders() -> None:
         assert mounts(SERVICES[name])[environment["OCTET_DATA_DIR"]] == ("jobs", False)
         assert environment["OCTET_POOLS_FILE"] in mounts(SERVICES[name])
     roots = SERVICES["api"]["environment"]["OCTET_DATA_ROOTS"].split(":")
+    assert SERVICES["dispatcher"]["environment"]["OCTET_DATA_ROOTS"].split(":") == roots
     for name in set(NODES) - {"node-h100"}:
         assert mounts(SERVICES[name])["/var/lib/octet"] == ("jobs", False)
         assert mounts(SERVICES[name])["/data"] == mounts(SERVICES["api"])["/data"]

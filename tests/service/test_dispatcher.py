@@ -359,3 +359,9 @@ def test_a_wrong_token_is_refused(world: World) -> None:
     forged = Rank(world, rank.order.model_copy(update={"token": "guess"}))
     with pytest.raises(Unauthenticated):
         forged.train(1)
+
+
+def test_the_ranks_get_the_data_roots(world: World) -> None:
+    world.submit()
+    world.dispatch()
+    assert [order.data_roots for order in world.launcher.started] == [tuple(map(str, world.settings.named_roots))]

@@ -22,6 +22,11 @@ class ShardedTokens:
 
     def __init__(self, folder: Path, shards: Sequence[TokenShard], dtype: str, files: Files = ANY_FILE) -> None:
         self._arrays = [_map(folder / shard.file, dtype, files) for shard in shards]
+        for shard, array in zip(shards, self._arrays, strict=True):
+            if len(array) != shard.num_tokens:
+                raise DataError(
+                    f"{shard.file} has {len(array)} tokens; the index says {shard.num_tokens}. Write the shards again."
+                )
         self._ends = list(accumulate(len(array) for array in self._arrays))
 
     def __len__(self) -> int:
