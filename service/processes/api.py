@@ -4,12 +4,14 @@ It is stateless, so any number of them may run. All share one PostgreSQL databas
 """
 
 import logging
+import os
 from pathlib import Path
 
 import uvicorn
 
 from service.app import create_app
 from service.processes.startup import (
+    PRIVATE_UMASK,
     SHUTDOWN_S,
     cluster_settings,
     database_that_answers,
@@ -25,6 +27,7 @@ def api(*, database_url_file: Path | None = None) -> None:
     """Serve the API until SIGTERM or SIGINT. Raises ValueError for settings that cannot work, OSError for the port."""
     settings = cluster_settings(database_url_file)
     end_by_exception()
+    os.umask(PRIVATE_UMASK)
     log_to_stderr()
     database = database_that_answers(settings)
     app = create_app(settings, database=database)

@@ -55,7 +55,7 @@ class LocalRay:
 
     def ensure(self) -> str:
         """Start the keeper if none runs, and return the cluster's address. Raises RuntimeError with the end of Ray's log."""
-        self._dir.mkdir(parents=True, exist_ok=True)
+        self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_token(self._dir)
         deadline = time.monotonic() + _START_S
         num_started = 0
@@ -117,7 +117,7 @@ class LocalRay:
 
 def hold_serve_lock(data_dir: Path) -> int:
     """Lock the data folder for this process until it ends. Raises RuntimeError if another server holds the lock."""
-    data_dir.mkdir(parents=True, exist_ok=True)
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(data_dir / "serve.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,6 +171,7 @@ def _is_alive(pid: int, child: "subprocess.Popen[bytes] | None") -> bool:
 
 
 def _keep(folder: Path, resources: str, labels: str) -> int:
+    os.umask(0o077)  # Ray and the ranks inherit it
     # The server that started us blocks these signals, and a child process inherits the mask.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     lock = os.open(folder / _KEEPER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -181,8 +182,10 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
     os.truncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
     (folder / "cluster.json").unlink(missing_ok=True)
-    # Ray keeps its sockets in its temporary folder, and the path of a socket has 107 characters at most.
-    temp_dir = Path(tempfile.mkdtemp(prefix="octet-ray-"))
+    # Ray opens its temporary folder to everybody (0777), so it gets one inside a folder that only we can enter. Ray keeps its
+    # sockets there, and the path of a socket has 107 characters at most.
+    private_dir = Path(tempfile.mkdtemp(prefix="octet-ray-"))
+    temp_dir = private_dir / "ray"
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: stopping.append(received))
@@ -201,7 +204,7 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
     finally:
         (folder / "cluster.json").unlink(missing_ok=True)
         end_ray(ray)
-        shutil.rmtree(temp_dir, ignore_errors=True)
+        shutil.rmtree(private_dir, ignore_errors=True)
 
 
 def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen[bytes]":
