@@ -50,11 +50,12 @@ class RankActor:
     """One rank's process. Ray starts it inside the attempt's placement group."""
 
     def node(self) -> RankNode:
+        address: str = ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
+            probe.bind((address, 0))
             port = int(probe.getsockname()[1])
         labels: dict[str, Any] = dict(ray.get_runtime_context().get_node_labels())
-        return RankNode(ray.util.get_node_ip_address(), port, labels, os.getpid())
+        return RankNode(address, port, labels, os.getpid())
 
     def run(self, order_json: str, env: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
         """Run the rank; return its outcome, reason and message. The runtime is imported by name because it loads torch."""

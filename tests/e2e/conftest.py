@@ -12,16 +12,16 @@ from tests.e2e.octet_server import Server
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests that do not kill it."""
-    yield from _served(Server(tmp_path_factory.mktemp("octet"), counts_validations=True))
+    yield from served(Server(tmp_path_factory.mktemp("octet"), counts_validations=True))
 
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
     """A server of the test's own."""
-    yield from _served(Server(tmp_path / "octet"))
+    yield from served(Server(tmp_path / "octet"))
 
 
-def _served(served: Server) -> Iterator[Server]:
+def served(served: Server) -> Iterator[Server]:
     served.start()
     try:
         yield served

@@ -30,8 +30,10 @@ _LINGER_S = 120.0
 _STOP_S = 10.0
 _KEEPER_LOCK = "keeper.lock"
 _OBJECT_STORE_BYTES = 100_000_000
-# Ray replaces 127.0.0.1 by the address of the current network, and a laptop changes that in the middle of a job.
-_ADDRESS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+# With exactly this address Ray's servers listen on loopback alone; with any other, 127.0.0.2 too, they listen on every address.
+# Without the setting Ray replaces it by the address of the current network. Despite its name it works on Linux too.
+_ADDRESS = "127.0.0.1"
+_STAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # By default the raylet answers the first driver only after it has started idle workers. The driver waits for that answer and
 # holds the interpreter's lock: the event loop stood still for 0.6 to 1.1 s, and the first job started 3 s later (docs/log.md).
 _RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0"}
@@ -51,7 +53,7 @@ class LocalRay:
 
     def environment(self) -> dict[str, str]:
         """The variables that the server needs to talk to the cluster. Set them before it imports Ray, which reads them then."""
-        return ray_environment(self._dir / "token") | _DRIVER_SETTINGS
+        return ray_environment(self._dir / "token") | _STAY_ON_LOOPBACK | _DRIVER_SETTINGS
 
     def ensure(self) -> str:
         """Start the keeper if none runs, and return the cluster's address. Raises RuntimeError with the end of Ray's log."""
@@ -112,7 +114,7 @@ class LocalRay:
 
     def _full_env(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name not in _DRIVER_SETTINGS}
-        return inherited | ray_environment(self._dir / "token")
+        return inherited | ray_environment(self._dir / "token") | _STAY_ON_LOOPBACK
 
 
 def hold_serve_lock(data_dir: Path) -> int:
