@@ -44,7 +44,7 @@ class _JsonScalars(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self._num_nodes += 1
         if isinstance(event, yaml.AliasEvent):
             raise yaml.MarkedYAMLError(problem=f"the alias *{event.anchor}; write its value out", problem_mark=event.start_mark)

@@ -27,6 +27,7 @@ NAMESPACE = "octet"
 _RANK_START_TIMEOUT_S = 120.0
 _OTHER_RANKS_GRACE_S = 5.0
 _LINGER_S = 900.0
+_PRIVATE_UMASK = 0o077  # checkpoints and spools are their owner's alone
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +50,16 @@ class RankActor:
     """One rank's process. Ray starts it inside the attempt's placement group."""
 
     def node(self) -> RankNode:
+        address: str = ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
+            probe.bind((address, 0))
             port = int(probe.getsockname()[1])
         labels: dict[str, Any] = dict(ray.get_runtime_context().get_node_labels())
-        return RankNode(ray.util.get_node_ip_address(), port, labels, os.getpid())
+        return RankNode(address, port, labels, os.getpid())
 
     def run(self, order_json: str, env: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
         """Run the rank; return its outcome, reason and message. The runtime is imported by name because it loads torch."""
+        os.umask(_PRIVATE_UMASK)
         main = importlib.import_module("worker.main")
         outcome = main.run_rank(LaunchOrder.model_validate_json(order_json), RankEnv(**env), placed_at)
         finished = outcome.finished

@@ -33,7 +33,7 @@ class OwnServer:
         self.url = url
         self.log_path = data_dir / "server.log"
         self._data_dir = data_dir
-        with self.log_path.open("wb") as log:
+        with open(self.log_path, "wb", opener=_private) as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -95,6 +95,10 @@ def own_server(data_dir: Path, data_root: str, terminal: Terminal) -> Iterator[O
         with handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a second Ctrl-C leaves nothing behind
             terminal.show(Text("Stopping the server."))
             server.stop()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _free_port() -> int:

@@ -35,7 +35,7 @@ def run_demo(terminal: Terminal, specs: Sequence[JobSpec], client: Client) -> bo
 def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data_dir: Path | None) -> bool:
     """Do the same on a server that is started before and stopped after. A temporary folder is kept on failure."""
     folder = data_dir or Path(tempfile.mkdtemp(prefix="octet-demo-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     has_failed = True
     try:
         with (

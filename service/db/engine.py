@@ -55,7 +55,7 @@ class Database:
     def migrate(self) -> None:
         """Bring the schema up to this version. Several processes may call it at once."""
         if self.is_sqlite and self._engine.url.database:
-            Path(self._engine.url.database).parent.mkdir(parents=True, exist_ok=True)
+            Path(self._engine.url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._turn_to_write() as engine, engine.connect() as connection, connection.begin():
             if not self.is_sqlite:
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtext("octet_migrations"))))

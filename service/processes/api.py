@@ -4,11 +4,13 @@ It is stateless, so any number of them may run. All share one PostgreSQL databas
 """
 
 import logging
+import os
 from pathlib import Path
 
 from service.app import create_app
 from service.processes.server import http_server
 from service.processes.startup import (
+    PRIVATE_UMASK,
     cluster_settings,
     database_that_answers,
     end_by_exception,
@@ -23,6 +25,7 @@ def api(*, database_url_file: Path | None = None) -> None:
     """Serve the API until SIGTERM or SIGINT. Raises ValueError for settings that cannot work, OSError for the port."""
     settings = cluster_settings(database_url_file)
     end_by_exception()
+    os.umask(PRIVATE_UMASK)
     log_to_stderr()
     database = database_that_answers(settings)
     app = create_app(settings, database=database)

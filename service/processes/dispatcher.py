@@ -17,7 +17,14 @@ from service.cluster.ray.node import RayNode
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
 from service.dispatcher.loop import Loop
-from service.processes.startup import SHUTDOWN_S, cluster_settings, database_that_answers, end_by_exception, log_to_stderr
+from service.processes.startup import (
+    PRIVATE_UMASK,
+    SHUTDOWN_S,
+    cluster_settings,
+    database_that_answers,
+    end_by_exception,
+    log_to_stderr,
+)
 
 _DEMAND_INTERVAL_S = 5.0
 
@@ -39,6 +46,7 @@ def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path 
         raise ValueError("set OCTET_DATA_ROOTS to the folders that jobs may read, as for the api; the ranks get them from here")
     node = RayNode(ray_address)
     end_by_exception()
+    os.umask(PRIVATE_UMASK)
     log_to_stderr()
     database = database_that_answers(settings)
     os.environ.update(ray_environment(ray_token_file))  # Ray reads it when it is imported

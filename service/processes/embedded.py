@@ -19,7 +19,7 @@ from service.cluster.ray.embedded import LocalRay, hold_serve_lock
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
 from service.processes.server import http_server
-from service.processes.startup import checked_settings, listening, log_to_stderr
+from service.processes.startup import checked_settings, listening, log_to_stderr, private_folder
 from service.settings import Settings, default_pool
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -39,8 +39,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises ValueError for settings that cannot work, OSError for a port that is taken, and RuntimeError for a data folder
-    that another server uses.
+    Raises ValueError for settings that cannot work or a data folder that others can write to, OSError for a port that is
+    taken, and RuntimeError for a data folder that another server uses.
     """
     given: dict[str, Any] = {"host": host, "port": port, "data_dir": data_dir.resolve()}
     given |= {"api_keys_file": api_key_file} if api_key_file else {}
@@ -52,6 +52,7 @@ def serve(
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     log_to_stderr()
     with listening(settings) as listener:
+        private_folder(settings.data_dir)
         hold_serve_lock(settings.data_dir)
         database = Database(settings.effective_database_url)
         database.migrate()

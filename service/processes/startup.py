@@ -1,9 +1,11 @@
 """What the processes share on their way up: checked settings, a log, a socket that listens, a database that answers."""
 
 import logging
+import os
 import random
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from service.db.engine import Database
 from service.settings import Settings
 
 SHUTDOWN_S = 3
+PRIVATE_UMASK = 0o077
 _LONGEST_WAIT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,30 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(f"the file of the database URL, {str(path)!r}, cannot be read: {error.strerror}") from error
+
+
+def private_folder(folder: Path) -> None:
+    """Make the data folder ours alone: 0700, and 0600 for the files in it; from now on this process creates nothing else.
+
+    Raises ValueError for a folder that another user owns or can write to: links in it could lead our writes anywhere.
+    """
+    os.umask(PRIVATE_UMASK)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise ValueError(
+            f"the data folder {str(folder)!r} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}. "
+            "Choose another with --data-dir, or give it to this user with chown."
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(
+            f"other users can write to the data folder {str(folder)!r} (mode {stat.S_IMODE(found.st_mode):04o}). Look for "
+            f"files that are not yours, then run: chmod go-w {str(folder)!r}"
+        )
+    folder.chmod(0o700)
+    for path in folder.iterdir():
+        if path.is_file() and not path.is_symlink():
+            path.chmod(0o600)
 
 
 def log_to_stderr() -> None:

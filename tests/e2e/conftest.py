@@ -11,16 +11,16 @@ from tests.e2e.octet_server import Server
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests that do not kill it."""
-    yield from _served(Server(tmp_path_factory.mktemp("octet"), counts_validations=True))
+    yield from served(Server(tmp_path_factory.mktemp("octet"), counts_validations=True))
 
 
 @pytest.fixture(scope="module")
 def mortal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that each test of a module may kill, and brings back. Ray takes ten seconds to start."""
-    yield from _served(Server(tmp_path_factory.mktemp("mortal")))
+    yield from served(Server(tmp_path_factory.mktemp("mortal")))
 
 
-def _served(served: Server) -> Iterator[Server]:
+def served(served: Server) -> Iterator[Server]:
     served.start()
     try:
         yield served

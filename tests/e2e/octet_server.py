@@ -24,9 +24,10 @@ _COUNTING = Path(__file__).with_name("counting")  # its sitecustomize.py notes e
 class Server:
     """`octet serve` as a process that a test may kill."""
 
-    def __init__(self, data_dir: Path, *, counts_validations: bool = False) -> None:
-        """counts_validations: note every validation of a JobSpec in the server, its Ray and its ranks."""
+    def __init__(self, data_dir: Path, *, counts_validations: bool = False, umask: int = -1) -> None:
+        """counts_validations: note every validation of a JobSpec in the server, its Ray and its ranks. umask: -1 keeps ours."""
         self.data_dir = data_dir
+        self._umask = umask
         self.port = _free_port()
         self._counts_validations = counts_validations
         self._validations_file = data_dir / "validations"
@@ -41,7 +42,9 @@ class Server:
             search_path = os.pathsep.join(part for part in (str(_COUNTING), os.environ.get("PYTHONPATH", "")) if part)
             environment |= {"PYTHONPATH": search_path, "VALIDATIONS_FILE": str(self._validations_file)}
         with (self.data_dir / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, umask=self._umask
+            )
         self.wait_for(self.client.is_ready, _READY_S)
 
     def kill(self) -> None:

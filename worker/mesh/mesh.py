@@ -1,9 +1,12 @@
 """The mesh of ranks: which ranks meet on which axis, which rank reports, which ranks own a loss."""
 
+import ipaddress
+import os
+import socket
 from collections import Counter
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -37,13 +40,7 @@ class Mesh:
 
     def __enter__(self) -> Self:
         if self._env.world_size > 1:
-            store = dist.TCPStore(
-                self._env.master_address,
-                self._env.master_port,
-                self._env.world_size,
-                is_master=self._env.rank == 0,
-                timeout=_COLLECTIVE_TIMEOUT,
-            )
+            store = _meet(self._env)
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, store=store, rank=self._env.rank, world_size=self._env.world_size, timeout=_COLLECTIVE_TIMEOUT
@@ -87,3 +84,34 @@ class Mesh:
             made = {members: dist.new_group(list(members)) for members in self._layout.groups(name)}
             group = made[ranks]
         return Axis(name, len(ranks), ranks.index(self._env.rank), self.device, group)
+
+
+def _meet(env: RankEnv) -> Any:
+    """Open the `TCPStore` where the ranks meet. Ranks that meet on loopback are all on this machine, and listen there alone."""
+    is_first, host = env.rank == 0, env.master_address
+    listen_fd = None
+    if _is_loopback(host):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, _loopback_interface())
+        if is_first:  # given a port alone, the store listens on every address
+            server = socket.create_server((host, env.master_port), backlog=env.world_size)
+            listen_fd = server.detach()
+    return dist.TCPStore(
+        host,
+        env.master_port,
+        env.world_size,
+        is_master=is_first,
+        timeout=_COLLECTIVE_TIMEOUT,
+        master_listen_fd=listen_fd,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 4 and ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _loopback_interface() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

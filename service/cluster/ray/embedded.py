@@ -30,8 +30,10 @@ _LINGER_S = 120.0
 _STOP_S = 10.0
 _KEEPER_LOCK = "keeper.lock"
 _OBJECT_STORE_BYTES = 100_000_000
-# Ray replaces 127.0.0.1 by the address of the current network, and a laptop changes that in the middle of a job.
-_ADDRESS = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+# With exactly this address Ray's servers listen on loopback alone; with any other, 127.0.0.2 too, they listen on every address.
+# Without the setting Ray replaces it by the address of the current network. Despite its name it works on Linux too.
+_ADDRESS = "127.0.0.1"
+_STAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # By default the raylet answers the first driver only after it has started idle workers. The driver waits for that answer and
 # holds the interpreter's lock: the event loop stood still for 0.6 to 1.1 s, and the first job started 3 s later (docs/log.md).
 _RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0"}
@@ -51,11 +53,11 @@ class LocalRay:
 
     def environment(self) -> dict[str, str]:
         """The variables that the server needs to talk to the cluster. Set them before it imports Ray, which reads them then."""
-        return ray_environment(self._dir / "token") | _DRIVER_SETTINGS
+        return ray_environment(self._dir / "token") | _STAY_ON_LOOPBACK | _DRIVER_SETTINGS
 
     def ensure(self) -> str:
         """Start the keeper if none runs, and return the cluster's address. Raises RuntimeError with the end of Ray's log."""
-        self._dir.mkdir(parents=True, exist_ok=True)
+        self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_token(self._dir)
         deadline = time.monotonic() + _START_S
         num_started = 0
@@ -112,12 +114,12 @@ class LocalRay:
 
     def _full_env(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name not in _DRIVER_SETTINGS}
-        return inherited | ray_environment(self._dir / "token")
+        return inherited | ray_environment(self._dir / "token") | _STAY_ON_LOOPBACK
 
 
 def hold_serve_lock(data_dir: Path) -> int:
     """Lock the data folder for this process until it ends. Raises RuntimeError if another server holds the lock."""
-    data_dir.mkdir(parents=True, exist_ok=True)
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(data_dir / "serve.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,6 +173,7 @@ def _is_alive(pid: int, child: "subprocess.Popen[bytes] | None") -> bool:
 
 
 def _keep(folder: Path, resources: str, labels: str) -> int:
+    os.umask(0o077)  # Ray and the ranks inherit it
     # The server that started us blocks these signals, and a child process inherits the mask.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     lock = os.open(folder / _KEEPER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -181,8 +184,10 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
     os.truncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
     (folder / "cluster.json").unlink(missing_ok=True)
-    # Ray keeps its sockets in its temporary folder, and the path of a socket has 107 characters at most.
-    temp_dir = Path(tempfile.mkdtemp(prefix="octet-ray-"))
+    # Ray opens its temporary folder to everybody (0777), so it gets one inside a folder that only we can enter. Ray keeps its
+    # sockets there, and the path of a socket has 107 characters at most.
+    private_dir = Path(tempfile.mkdtemp(prefix="octet-ray-"))
+    temp_dir = private_dir / "ray"
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: stopping.append(received))
@@ -201,7 +206,7 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
     finally:
         (folder / "cluster.json").unlink(missing_ok=True)
         end_ray(ray)
-        shutil.rmtree(temp_dir, ignore_errors=True)
+        shutil.rmtree(private_dir, ignore_errors=True)
 
 
 def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen[bytes]":
