@@ -242,6 +242,7 @@ def test_the_cpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     from benchmarks import cpu_step
 
     monkeypatch.setattr("sys.argv", ["cpu_step", "--levels", "bf16-amp", "--rounds", "1"])
+    monkeypatch.setattr(cpu_step, "BATCH_SIZE", 1)
     assert cpu_step.main() == 0
     assert "| bf16-amp | " in capsys.readouterr().out
 

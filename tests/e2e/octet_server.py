@@ -17,7 +17,7 @@ import pytest
 from api_schemas import Job
 from client import Client
 
-_READY_S = 60.0
+_READY_S = 180.0
 _COUNTING = Path(__file__).with_name("counting")  # its sitecustomize.py notes each validation of a JobSpec
 
 

@@ -103,6 +103,7 @@ def test_another_address_than_loopback_needs_a_key(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.matrix  # tests/docs runs the README's job so
 def test_the_same_spec_runs_under_torchrun_without_a_service(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     (tmp_path / "job.json").write_text(json.dumps(spec_document | {"resources": {"workers": 2}}))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "worker.main"]

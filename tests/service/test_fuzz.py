@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import schemathesis
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
@@ -25,26 +26,26 @@ CHECKS = [
     response_schema_conformance,
 ]
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
-EXAMPLES = 10
 
 
-def test_generated_requests_are_answered_as_documented(client: TestClient, world: World) -> None:
+@pytest.mark.parametrize("num_examples", [5, pytest.param(50, marks=pytest.mark.matrix)])
+def test_generated_requests_are_answered_as_documented(client: TestClient, world: World, num_examples: int) -> None:
     schema = schemathesis.openapi.from_asgi("/openapi.json", client.app, headers={"Host": "127.0.0.1"})
     job_id, rank = world.start()
     rank.train(1, 2)
     num_requests = 0
     for result in schema.get_all_operations():
-        num_requests += fuzz(result.ok(), job_id, rank)
-    assert num_requests >= 15 * EXAMPLES / 2
+        num_requests += fuzz(result.ok(), job_id, rank, num_examples)
+    assert num_requests >= 15 * num_examples / 2
 
 
-def fuzz(operation: Any, job_id: str, rank: Rank) -> int:
+def fuzz(operation: Any, job_id: str, rank: Rank, num_examples: int) -> int:
     """Send generated requests to one operation, some about a job and an attempt that exist. Returns how many were sent."""
     modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
     cases = st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes])
     num_requests = 0
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=QUIET)
+    @settings(max_examples=num_examples, deadline=None, database=None, suppress_health_check=QUIET)
     @given(case=cases, is_known=st.booleans())
     def answer(case: schemathesis.Case, is_known: bool) -> None:
         nonlocal num_requests

@@ -154,16 +154,16 @@ class ControlPlane(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_random_lives_keep_every_promise(database_url: str) -> None:
+@pytest.mark.parametrize("num_lives", [15, pytest.param(100, marks=pytest.mark.matrix)])
+def test_random_lives_keep_every_promise(database_url: str, num_lives: int) -> None:
     class Here(ControlPlane):
         pass
 
     Here.database_url = database_url
-    few = "postgres" in database_url
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=8 if few else 30,
+            max_examples=num_lives // 3 if "postgres" in database_url else num_lives,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
