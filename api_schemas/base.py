@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, PlainSerializer
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, PlainSerializer, ValidationError
 from pydantic_core import PydanticCustomError
 
 from api_schemas.union import annotation_of, member_for
@@ -40,7 +40,10 @@ class Contract(BaseModel):
     @classmethod
     def read_stored(cls, stored: Mapping[str, Any]) -> Self:
         """Read a document that another version may have written. Fields that this version does not know are dropped."""
-        return cls.model_validate(_known_fields(cls, stored))
+        try:
+            return cls.model_validate(stored)  # the usual case: this version wrote it
+        except ValidationError:
+            return cls.model_validate(_known_fields(cls, stored))
 
 
 def refusal(field: str, *, got: Any, allowed: str, change: str) -> PydanticCustomError:

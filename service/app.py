@@ -1,6 +1,6 @@
 """The HTTP application: routes, middleware and telemetry put together. Importing it loads neither Ray nor torch."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -8,8 +8,9 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
-from api_schemas import Problem
+from api_schemas import Job, Problem
 from service.db.engine import Database
 from service.deps import AppContext, require_api_key
 from service.errors import NotReady
@@ -17,8 +18,11 @@ from service.http.bodies import LimitBodies
 from service.http.guards import RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
 from service.jobs.admission import Admission
+from service.jobs.commands import Request, Submission
 from service.jobs.reports import is_token_of
+from service.jobs.submissions import Submissions
 from service.routes import catalog, jobs, operations, prometheus, records, reports
+from service.routes.shown import shown_submissions
 from service.settings import Settings
 from service.store.ids import is_id
 from service.telemetry.control_plane import Telemetry, TimeRequests
@@ -52,7 +56,12 @@ def create_app(
         dependencies=[Depends(refuse_unknown_query)],
         responses=answers(421, 503),
     )
-    app.state.context = AppContext(settings, database, wake, Admission(settings))
+
+    def show(session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
+        return shown_submissions(session, context, pairs)
+
+    context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show))
+    app.state.context = context
     app.state.telemetry = telemetry
     for router in (jobs.router, records.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))

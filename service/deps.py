@@ -15,6 +15,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from service.db.engine import Database
 from service.errors import NotFound, Unauthenticated
 from service.jobs.admission import Admission
+from service.jobs.submissions import Submissions
 from service.settings import DEFAULT_TENANT, Settings
 from service.store.ids import is_id
 
@@ -23,13 +24,15 @@ from service.store.ids import is_id
 class AppContext:
     """What one app is made of.
 
-    `admission` checks new jobs; `wake` tells a dispatcher in this process that it has something to do.
+    `admission` checks new jobs, `submissions` stores them; `wake` tells a dispatcher in this process that it has something
+    to do.
     """
 
     settings: Settings
     database: Database
     wake: Callable[[], None]
     admission: Admission
+    submissions: Submissions
 
 
 async def _context(request: Request) -> AppContext:

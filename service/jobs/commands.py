@@ -1,6 +1,7 @@
 """What a user can do to a job: submit and cancel. Each is one transaction, which the route opens."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -18,6 +19,15 @@ from service.store.ids import new_id
 
 
 @dataclass(frozen=True)
+class Request:
+    """A job to submit, for a tenant."""
+
+    spec: JobSpec
+    idempotency_key: str | None = None
+    tenant: str = DEFAULT_TENANT
+
+
+@dataclass(frozen=True)
 class Submission:
     """A submitted job. `replayed` is true if an earlier submission with the same idempotency key stored it."""
 
@@ -29,17 +39,37 @@ def submit(
     session: Session, spec: JobSpec, idempotency_key: str | None, now: datetime, tenant: str = DEFAULT_TENANT
 ) -> Submission:
     """Store a job, its first event and its place in the queue; or find the job that the tenant used this key for."""
-    job_id = new_id("job", now)
-    if idempotency_key is not None and not store.jobs.take_idempotency_key(
-        session, tenant, idempotency_key, _hash(spec), job_id, now
-    ):
-        earlier = replay(session, spec, idempotency_key, now, tenant)
-        assert earlier is not None, "a key that is taken has a job"
-        return earlier
-    job = JobRow(
+    (submission,) = submit_all(session, [Request(spec, idempotency_key, tenant)], now)
+    if isinstance(submission, IdempotencyMismatch):
+        raise submission
+    return submission
+
+
+def submit_all(session: Session, requests: Sequence[Request], now: datetime) -> list[Submission | IdempotencyMismatch]:
+    """Submit several jobs in one transaction. A request with a mismatched key changes nothing and gets the error."""
+    results: list[Submission | IdempotencyMismatch] = []
+    new: dict[str, tuple[JobRow, dict[str, str]]] = {}
+    for request in requests:
+        job_id, key = new_id("job", now), request.idempotency_key
+        if key is None or store.jobs.take_idempotency_key(session, request.tenant, key, _hash(request.spec), job_id, now):
+            job = _queued(request, job_id, now)
+            new[job_id] = job, request.spec.labels
+            results.append(Submission(job, replayed=False))
+            continue
+        try:
+            results.append(_earlier(session, request, key, now, {job.id: job for job, _ in new.values()}))
+        except IdempotencyMismatch as mismatch:
+            results.append(mismatch)
+    store.jobs.add_jobs(session, list(new.values()), now)
+    return results
+
+
+def _queued(request: Request, job_id: str, now: datetime) -> JobRow:
+    spec = request.spec
+    return JobRow(
         id=job_id,
         name=spec.name,
-        tenant=tenant,
+        tenant=request.tenant,
         state=JobState.QUEUED,
         desired=DesiredState.RUN,
         pool=spec.resources.pool,
@@ -48,26 +78,43 @@ def submit(
         spec=spec.model_dump(mode="json"),
         created_at=now,
         queued_at=now,
+        num_attempts=0,
+        num_failures=0,
+        num_platform_failures=0,
+        last_event_seq=0,
+        last_log_seq=0,
     )
-    store.jobs.add_job(session, job, spec.labels)
-    store.jobs.add_event(session, job, now, "job.accepted", f"accepted into pool {job.pool!r} with priority {job.priority}")
-    return Submission(job, replayed=False)
+
+
+def _earlier(session: Session, request: Request, key: str, now: datetime, new: dict[str, JobRow]) -> Submission:
+    """Find the job of a key that is taken. It may be one of this transaction, which is not in the database yet."""
+    job_id = _used_for(session, request.spec, key, now, request.tenant)
+    assert job_id is not None, "a key that is taken has a job"
+    job = new.get(job_id) or store.jobs.find_job(session, job_id)
+    assert job is not None, "jobs are never deleted"
+    return Submission(job, replayed=True)
 
 
 def replay(
     session: Session, spec: JobSpec, idempotency_key: str, now: datetime, tenant: str = DEFAULT_TENANT
 ) -> Submission | None:
     """Find the job that the tenant used this key for in the last 24 hours. Raises IdempotencyMismatch if its spec differs."""
-    used = store.jobs.find_idempotency_key(session, tenant, idempotency_key, now)
-    if used is None:
+    job_id = _used_for(session, spec, idempotency_key, now, tenant)
+    if job_id is None:
         return None
-    if used.body_hash != _hash(spec):
-        raise IdempotencyMismatch(
-            f"Idempotency-Key {idempotency_key!r} was used for another job, {used.job_id}. Use a new key for a new job."
-        )
-    job = store.jobs.find_job(session, used.job_id)
+    job = store.jobs.find_job(session, job_id)
     assert job is not None, "jobs are never deleted"
     return Submission(job, replayed=True)
+
+
+def _used_for(session: Session, spec: JobSpec, key: str, now: datetime, tenant: str) -> str | None:
+    """Find the id of the job that a key was used for. Raises IdempotencyMismatch if its spec differs."""
+    used = store.jobs.find_idempotency_key(session, tenant, key, now)
+    if used is not None and used.body_hash != _hash(spec):
+        raise IdempotencyMismatch(
+            f"Idempotency-Key {key!r} was used for another job, {used.job_id}. Use a new key for a new job."
+        )
+    return used.job_id if used is not None else None
 
 
 def cancel(session: Session, job_id: str, now: datetime) -> JobRow:

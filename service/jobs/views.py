@@ -1,6 +1,7 @@
 """Converts rows into what the API shows. Reading is tolerant: rows of an older version still load."""
 
 import math
+from typing import Any
 
 from api_schemas import (
     Attempt,
@@ -18,12 +19,34 @@ from api_schemas import (
 from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow, MetricRow
 
 
+class _ParsedSpecs:
+    """The parsed specs of the jobs that were shown last. A spec is used again only if the stored document is the same."""
+
+    def __init__(self, max_specs: int) -> None:
+        self._max_specs = max_specs
+        self._parsed: dict[str, tuple[dict[str, Any], JobSpec]] = {}
+
+    def spec(self, row: JobRow) -> JobSpec:
+        """Return the parsed spec of a row."""
+        known = self._parsed.get(row.id)
+        if known is not None and known[0] == row.spec:
+            return known[1]
+        spec = JobSpec.read_stored(row.spec)
+        if len(self._parsed) >= self._max_specs:
+            self._parsed.clear()
+        self._parsed[row.id] = row.spec, spec
+        return spec
+
+
+_PARSED = _ParsedSpecs(1024)
+
+
 def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec: JobSpec | None = None) -> Job:
     """Show a job with its current attempt and, while it is queued, its place in the queue.
 
     `spec` is the job's spec where the caller has it; otherwise the stored one is parsed.
     """
-    spec = spec or JobSpec.read_stored(row.spec)
+    spec = spec or _PARSED.spec(row)
     return Job(
         id=row.id,
         name=row.name,

@@ -1,5 +1,6 @@
 """Jobs: submit, validate, list, read, cancel."""
 
+import asyncio
 from typing import Annotated
 
 from anyio.to_thread import run_sync
@@ -10,9 +11,10 @@ from api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from service import store
 from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
 from service.errors import InvalidRequest, NotFound
-from service.http.pages import page_of
+from service.http.pages import as_json, page_of
 from service.http.problems import answers
 from service.jobs import commands
+from service.jobs.commands import Request
 from service.routes.shown import shown_job, shown_jobs
 from service.store.ids import is_id
 
@@ -22,19 +24,17 @@ _TEXT = r"^[^\x00-\x1f\x7f]*$"
 _Label = Annotated[str, StringConstraints(max_length=321, pattern=r"^[^:\x00-\x1f\x7f]+:[^\x00-\x1f\x7f]*$")]
 
 
-@router.post("", status_code=201, operation_id="submit_job", responses=answers(400, 413, 422))
+@router.post("", status_code=201, response_model=Job, operation_id="submit_job", responses=answers(400, 413, 422))
 async def submit(
-    spec: JobSpec, context: AppContextDep, tenant: TenantDep, response: Response, idempotency_key: IdempotencyKeyDep = None
-) -> Job:
+    spec: JobSpec, context: AppContextDep, tenant: TenantDep, idempotency_key: IdempotencyKeyDep = None
+) -> Response:
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
     if idempotency_key is None or not await run_sync(_is_known, context, spec, idempotency_key, tenant):
         await context.admission.check(spec)
-    job, replayed = await run_sync(_store, context, spec, idempotency_key, tenant)
-    if replayed:
-        response.headers["Idempotent-Replayed"] = "true"
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    stored = await asyncio.wrap_future(context.submissions.add(Request(spec, idempotency_key, tenant)))
+    headers = {"Location": f"/v1/jobs/{stored.job.id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
     context.wake()
-    return job
+    return as_json(stored.job, 201, headers)
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422))
@@ -53,7 +53,7 @@ async def validate(spec: JobSpec, context: AppContextDep) -> ValidatedJob:
     )
 
 
-@router.get("", operation_id="list_jobs", responses=answers(422))
+@router.get("", response_model=Page[Job], operation_id="list_jobs", responses=answers(422))
 def list_jobs(
     context: AppContextDep,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -62,7 +62,7 @@ def list_jobs(
     pool: Annotated[str | None, Query(max_length=32, pattern=_TEXT)] = None,
     name: Annotated[str | None, Query(max_length=100, pattern=_TEXT)] = None,
     label: Annotated[tuple[_Label, ...], Query(description="key:value; repeated, all must match", max_length=16)] = (),
-) -> Page[Job]:
+) -> Response:
     """Jobs, newest first."""
     if after is not None and not is_id("job", after):
         violation = Violation(field="after", got=after, allowed="the id of a job", message="Use last_id of the page before.")
@@ -70,16 +70,18 @@ def list_jobs(
     wanted = store.jobs.JobFilter(states=state, pool=pool, name=name, labels=[_label(text) for text in label])
     with context.database.read() as session:
         rows = store.jobs.list_jobs(session, wanted, limit + 1, after)
-        return page_of(shown_jobs(session, context, rows), limit, lambda job: job.id)
+        page = page_of(shown_jobs(session, context, rows), limit, lambda job: job.id)
+    return as_json(page)
 
 
-@router.get("/{job_id}", operation_id="get_job", responses=answers(404, 422))
-def get_job(job_id: JobIdDep, context: AppContextDep) -> Job:
+@router.get("/{job_id}", response_model=Job, operation_id="get_job", responses=answers(404, 422))
+def get_job(job_id: JobIdDep, context: AppContextDep) -> Response:
     with context.database.read() as session:
         row = store.jobs.find_job(session, job_id)
         if row is None:
             raise NotFound(f"there is no job {job_id}")
-        return shown_job(session, context, row)
+        job = shown_job(session, context, row)
+    return as_json(job)
 
 
 @router.post("/{job_id}/cancel", status_code=202, operation_id="cancel_job", responses=answers(404, 409, 422))
@@ -96,13 +98,6 @@ def _is_known(context: AppContext, spec: JobSpec, idempotency_key: str, tenant: 
     """Return True if the key was used for this spec. Raises IdempotencyMismatch if it was used for another."""
     with context.database.read() as session:
         return commands.replay(session, spec, idempotency_key, context.database.now(session), tenant) is not None
-
-
-def _store(context: AppContext, spec: JobSpec, idempotency_key: str | None, tenant: str) -> tuple[Job, bool]:
-    """Store a job; True if an earlier submission with the same key stored it."""
-    with context.database.write() as session:
-        submission = commands.submit(session, spec, idempotency_key, context.database.now(session), tenant)
-        return shown_job(session, context, submission.job, spec), submission.replayed
 
 
 def _label(text: str) -> tuple[str, str]:

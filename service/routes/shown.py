@@ -9,15 +9,21 @@ from service import store
 from service.db.tables import JobRow
 from service.deps import AppContext
 from service.jobs import views
+from service.jobs.commands import Request, Submission
 from service.scheduling.decide import decide, pool_states
 from service.scheduling.space import space_for
 
 _STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
 
 
-def shown_job(session: Session, context: AppContext, row: JobRow, spec: JobSpec | None = None) -> Job:
-    """Show one job. A caller that has the job's spec passes it, so that the stored one is not parsed again."""
-    return _shown(session, context, [row], {row.id: spec} if spec else {})[0]
+def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
+    return _shown(session, context, [row], {})[0]
+
+
+def shown_submissions(session: Session, context: AppContext, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
+    """Show submitted jobs, with the specs that were asked for, so that the stored ones are not parsed again."""
+    specs = {submission.job.id: request.spec for request, submission in pairs}
+    return _shown(session, context, [submission.job for _, submission in pairs], specs)
 
 
 def shown_jobs(session: Session, context: AppContext, rows: Sequence[JobRow]) -> list[Job]:
@@ -34,15 +40,17 @@ def _shown(session: Session, context: AppContext, rows: Sequence[JobRow], specs:
 
 def _queue_places(session: Session, context: AppContext, rows: Sequence[JobRow]) -> dict[str, QueuePlace]:
     """Find where queued jobs stand, by the decision that the dispatcher takes. Far back in the queue only the number counts."""
-    if not rows:
-        return {}
-    heads = [job for pool in {row.pool for row in rows} for job in store.queue.head_of_queue(session, pool)]
-    states = pool_states(context.settings.pools, store.queue.slots_present(session), store.queue.slots_used(session))
-    decisions = decide(
-        heads, states, context.database.now(session), context.settings.lease_grace_s, space_for(heads, context.settings)
-    )
-    places = {each.job_id: QueuePlace(position=each.position, why=each.why or _STARTS_SOON) for each in decisions}
-    far_back = {row.id: row.pool for row in rows if row.id not in places}
-    for job_id, position in store.queue.positions(session, far_back).items() if far_back else ():
-        places[job_id] = QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {far_back[job_id]!r}")
+    places: dict[str, QueuePlace] = {}
+    positions = store.queue.positions(session, rows) if rows else {}
+    near = {row.pool for row in rows if positions[row.id] <= store.queue.HEAD_OF_QUEUE}
+    if near:
+        heads = [job for pool in near for job in store.queue.head_of_queue(session, pool)]
+        states = pool_states(context.settings.pools, store.queue.slots_present(session), store.queue.slots_used(session))
+        now, grace_s = context.database.now(session), context.settings.lease_grace_s
+        decisions = decide(heads, states, now, grace_s, space_for(heads, context.settings))
+        places |= {each.job_id: QueuePlace(position=each.position, why=each.why or _STARTS_SOON) for each in decisions}
+    for row in rows:
+        if row.id not in places:
+            position = positions[row.id]
+            places[row.id] = QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {row.pool!r}")
     return places

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, delete, func, or_, select
+from sqlalchemy import ColumnElement, delete, func, insert, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -71,10 +71,23 @@ def list_jobs(session: Session, wanted: JobFilter, limit: int, after: str | None
     return list(session.scalars(query))
 
 
-def add_job(session: Session, job: JobRow, labels: dict[str, str]) -> None:
-    session.add(job)
-    session.flush()
-    session.add_all(JobLabelRow(job_id=job.id, key=key, value=value) for key, value in labels.items())
+def add_jobs(session: Session, jobs: Sequence[tuple[JobRow, dict[str, str]]], now: datetime) -> None:
+    """Add new jobs with their labels and first events. The rows stay outside the session: three statements store them all."""
+    if not jobs:
+        return
+    labels = [{"job_id": job.id, "key": key, "value": value} for job, pairs in jobs for key, value in pairs.items()]
+    events = []
+    for job, _ in jobs:
+        job.last_event_seq = 1
+        message = f"accepted into pool {job.pool!r} with priority {job.priority}"
+        event = {"id": new_id("evt", now), "job_id": job.id, "seq": 1, "at": now, "type": "job.accepted", "message": message}
+        events.append(event | {"data": {}})
+    connection = session.connection()
+    columns = [column.key for column in JobRow.__table__.columns]
+    connection.execute(insert(JobRow), [{name: getattr(job, name) for name in columns} for job, _ in jobs])
+    if labels:
+        connection.execute(insert(JobLabelRow), labels)
+    connection.execute(insert(EventRow), events)
 
 
 def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:
@@ -129,9 +142,9 @@ def take_idempotency_key(session: Session, tenant: str, key: str, body_hash: str
     Of two transactions that ask at once, the second waits for the first to end.
     """
     session.execute(delete(IdempotencyKeyRow).where(*_is_key(tenant, key), IdempotencyKeyRow.expires_at <= now))
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    insert_or_skip = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     row = {"tenant": tenant, "key": key, "body_hash": body_hash, "job_id": job_id, "expires_at": now + IDEMPOTENCY_KEPT}
-    taken = insert(IdempotencyKeyRow).values(row).on_conflict_do_nothing().returning(IdempotencyKeyRow.key)
+    taken = insert_or_skip(IdempotencyKeyRow).values(row).on_conflict_do_nothing().returning(IdempotencyKeyRow.key)
     return session.scalar(taken) is not None
 
 

@@ -5,16 +5,18 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from sqlalchemy import delete, func, or_, select, update
+from sqlalchemy import ColumnElement, ScalarSelect, bindparam, delete, func, literal_column, or_, select, union_all, update
 from sqlalchemy.orm import Session, aliased
 
-from api_schemas import AttemptState, FailureReason, JobState
+from api_schemas import AttemptState, FailureReason
 from service.db.tables import AttemptRow, JobRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
 HEAD_OF_QUEUE = 200
 LOOP_PRECISION = timedelta(seconds=10)
 _LOOP = "loop:"
+# The literal lets SQLite use the index of queued jobs; it does not for a bound parameter.
+_IS_QUEUED = JobRow.state == literal_column("'queued'")
 _LIVE = [state for state in AttemptState if not state.is_terminal]
 _OVER = [state for state in AttemptState if state.is_terminal]
 
@@ -52,19 +54,58 @@ def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
         )
         .outerjoin(AttemptRow, (AttemptRow.id == JobRow.current_attempt_id) & AttemptRow.released_at.is_(None))
         .outerjoin(last, last.id == JobRow.current_attempt_id)
-        .where(JobRow.state == JobState.QUEUED, JobRow.pool == pool)
+        .where(*_may_be_in_head(session, pool))
         .order_by(JobRow.priority.desc(), JobRow.id)
         .limit(HEAD_OF_QUEUE)
     )
     return [QueuedJob(*row) for row in session.execute(query)]
 
 
-def positions(session: Session, job_ids: Iterable[str]) -> dict[str, int]:
-    """Find the position of each of these queued jobs in the queue of its pool, counted from 1."""
-    in_order = func.row_number().over(partition_by=JobRow.pool, order_by=(JobRow.priority.desc(), JobRow.id))
-    queued = select(JobRow.id, in_order.label("position")).where(JobRow.state == JobState.QUEUED).subquery()
-    rows = session.execute(select(queued.c.id, queued.c.position).where(queued.c.id.in_(list(job_ids))))
-    return {job_id: position for job_id, position in rows}
+def _may_be_in_head(session: Session, pool: str) -> tuple[ColumnElement[bool], ...]:
+    """Select the head of a queue and little more.
+
+    The index of the queue is in the order of priorities, but within one priority it would be read from the wrong end, so
+    sorting would read the whole queue. Instead: all jobs above the priority of the last job in the head, and as many as
+    needed of that priority.
+    """
+    queued = (_IS_QUEUED, JobRow.pool == pool)
+    by_priority = select(JobRow.priority).where(*queued).order_by(JobRow.priority.desc())
+    lowest = session.scalar(by_priority.limit(1).offset(HEAD_OF_QUEUE - 1))
+    if lowest is None:
+        return queued
+    oldest = select(JobRow.id).where(*queued, JobRow.priority == lowest).order_by(JobRow.id).limit(HEAD_OF_QUEUE).subquery()
+    above = select(JobRow.id).where(*queued, JobRow.priority > lowest)
+    return (JobRow.id.in_(union_all(select(oldest.c.id), above)),)
+
+
+def positions(session: Session, jobs: Iterable[JobRow]) -> dict[str, int]:
+    """Find the position of each of these queued jobs in the queue of its pool, counted from 1.
+
+    The queue is counted up to the first of the jobs of one priority; the others are counted from there.
+    """
+    together: dict[tuple[str, int], list[str]] = {}
+    for job in jobs:
+        together.setdefault((job.pool, job.priority), []).append(job.id)
+    found: dict[str, int] = {}
+    for (pool, priority), ids in together.items():
+        part = {"pool": pool, "priority": priority, "first": min(ids), "last": max(ids)}
+        num_ahead = session.execute(_NUM_AHEAD, part).scalar_one()
+        rows = session.execute(_FROM_FIRST_TO_LAST, part) if len(ids) > 1 else [(ids[0], 1)]
+        found |= {job_id: num_ahead + number for job_id, number in rows}
+    return {job_id: found[job_id] for ids in together.values() for job_id in ids}
+
+
+def _counted(*conditions: ColumnElement[bool]) -> ScalarSelect[int]:
+    query = select(func.count()).select_from(JobRow).where(_IS_QUEUED, JobRow.pool == bindparam("pool"), *conditions)
+    return query.scalar_subquery()
+
+
+# Built once: to build them costs more than to execute them.
+_OF_PRIORITY = JobRow.priority == bindparam("priority")
+_NUM_AHEAD = select(_counted(JobRow.priority > bindparam("priority")) + _counted(_OF_PRIORITY, JobRow.id < bindparam("first")))
+_FROM_FIRST_TO_LAST = select(JobRow.id, func.row_number().over(order_by=JobRow.id)).where(
+    _IS_QUEUED, JobRow.pool == bindparam("pool"), _OF_PRIORITY, JobRow.id.between(bindparam("first"), bindparam("last"))
+)
 
 
 def slots_used(session: Session) -> dict[str, int]:

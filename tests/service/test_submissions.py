@@ -1,0 +1,126 @@
+"""Submissions that arrive together are stored together, each exactly once."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from api_schemas import Job, JobSpec
+from service import store
+from service.errors import IdempotencyMismatch
+from service.jobs import submissions, views
+from service.jobs.commands import Request, Submission
+from service.jobs.submissions import Submissions
+from tests.service.simulation import check_invariants
+from tests.service.world import World
+
+LONG_S = 60.0
+
+
+def show(_session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
+    return [views.job(submission.job, None, None) for _, submission in pairs]
+
+
+class Gate:
+    """Holds the writer's first transaction back until others wait for the next one, and counts transactions."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.let_go, self.num_transactions = threading.Event(), threading.Event(), 0
+        write = submissions.commands.submit_all
+
+        def held(*arguments: Any) -> Any:
+            self.num_transactions += 1
+            self.began.set()
+            assert self.let_go.wait(LONG_S)
+            return write(*arguments)
+
+        monkeypatch.setattr(submissions.commands, "submit_all", held)
+
+
+def test_what_waits_is_written_in_one_transaction(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, together = Gate(world, monkeypatch), Submissions(world.database, show)
+    other = world.spec.model_copy(update={"priority": 1})
+    first = together.add(Request(world.spec))
+    assert gate.began.wait(LONG_S)
+    plain = [together.add(Request(world.spec)) for _ in range(5)]
+    keyed = [together.add(Request(world.spec, "one")) for _ in range(3)]
+    mismatched = together.add(Request(other, "one"))
+    elsewhere = together.add(Request(other, "one", "another tenant"))
+    cancelled = together.add(Request(world.spec))
+    assert cancelled.cancel()
+    gate.let_go.set()
+    ids = [future.result(LONG_S).job.id for future in [first, *plain, keyed[0], elsewhere]]
+    assert gate.num_transactions == 2
+    assert [future.result(LONG_S).replayed for future in keyed] == [False, True, True]
+    assert {future.result(LONG_S).job.id for future in keyed} == {keyed[0].result().job.id}
+    with pytest.raises(IdempotencyMismatch):
+        mismatched.result(LONG_S)
+    assert sorted(row.id for row in world.all_jobs()) == sorted(set(ids))
+    for job_id in ids:
+        assert [event.type for event in world.events(job_id)] == ["job.accepted"]
+    check_invariants(world)
+
+
+def test_one_that_fails_does_not_fail_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(world, monkeypatch)
+
+    def show_some(session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
+        if any(request.spec.name == "bad" for request, _ in pairs):
+            raise RuntimeError("cannot be shown")
+        return show(session, pairs)
+
+    together = Submissions(world.database, show_some)
+    first = together.add(Request(world.spec))
+    assert gate.began.wait(LONG_S)
+    bad = together.add(Request(JobSpec.model_validate(world.spec.model_dump() | {"name": "bad"})))
+    good = together.add(Request(world.spec))
+    gate.let_go.set()
+    with pytest.raises(RuntimeError, match="cannot be shown"):
+        bad.result(LONG_S)
+    assert {row.id for row in world.all_jobs()} == {first.result(LONG_S).job.id, good.result(LONG_S).job.id}
+
+
+def test_a_database_that_may_have_committed_is_not_asked_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def lose(_session: Session, requests: Sequence[Request], *_: Any) -> Any:
+        tried.append(len(requests))
+        raise OperationalError("COMMIT", {}, Exception("the connection was lost"))
+
+    gate = Gate(world, monkeypatch)
+    together = Submissions(world.database, show)
+    first = together.add(Request(world.spec))
+    assert gate.began.wait(LONG_S)
+    lost = [together.add(Request(world.spec)) for _ in range(2)]
+    monkeypatch.setattr(submissions.commands, "submit_all", lose)
+    gate.let_go.set()
+    first.result(LONG_S)
+    for future in lost:
+        with pytest.raises(OperationalError):
+            future.result(LONG_S)
+    assert tried == [2]
+
+
+def test_positions_are_those_of_the_whole_queue(world: World) -> None:
+    for priority in (50, 10, 90, 50, 10, 50, 90, 50):
+        world.clock.turn(0.01)
+        world.submit(priority=priority)
+    jobs = sorted(world.all_jobs(), key=lambda job: (-job.priority, job.id))
+    expected = {job.id: number for number, job in enumerate(jobs, start=1)}
+    with world.database.read() as session:
+        for chosen in (jobs, jobs[::2], jobs[3:4], jobs[1:6:3], []):
+            assert store.queue.positions(session, chosen) == {job.id: expected[job.id] for job in chosen}
+
+
+def test_the_head_is_the_beginning_of_the_queue(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for priority in (50, 10, 90, 50, 10, 50, 90, 50):
+        world.clock.turn(0.01)
+        world.submit(priority=priority)
+    in_order = [job.id for job in sorted(world.all_jobs(), key=lambda job: (-job.priority, job.id))]
+    for length in range(1, 10):
+        monkeypatch.setattr(store.queue, "HEAD_OF_QUEUE", length)
+        with world.database.read() as session:
+            assert [job.id for job in store.queue.head_of_queue(session, "cpu")] == in_order[:length]
