@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from client import Client
-    from worker import fp8_statistics, initialize, memory_report
+    from worker import AveragedModel, fp8_statistics, initialize, memory_report
 
-__all__ = ["Client", "fp8_statistics", "initialize", "memory_report"]
+__all__ = ["AveragedModel", "Client", "fp8_statistics", "initialize", "memory_report"]
 
-_HOME = {"Client": "client", "fp8_statistics": "worker", "initialize": "worker", "memory_report": "worker"}
+_HOME = {
+    "AveragedModel": "worker",
+    "Client": "client",
+    "fp8_statistics": "worker",
+    "initialize": "worker",
+    "memory_report": "worker",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from worker.metrics.memory import memory_report
+    from worker.optim.average import AveragedModel
     from worker.prepare import fp8_statistics, initialize
 
-__all__ = ["fp8_statistics", "initialize", "memory_report"]
+__all__ = ["AveragedModel", "fp8_statistics", "initialize", "memory_report"]
 
-_HOME = {"fp8_statistics": "worker.prepare", "initialize": "worker.prepare", "memory_report": "worker.metrics.memory"}
+_HOME = {
+    "AveragedModel": "worker.optim.average",
+    "fp8_statistics": "worker.prepare",
+    "initialize": "worker.prepare",
+    "memory_report": "worker.metrics.memory",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
-from worker.fp8.weights import EncodedWeight
+from worker.fp8.weights import EncodedWeight, refuse_average_of_codes
 from worker.kernels import ScaledCodes, ScaleKind
 
 
@@ -144,6 +144,14 @@ class Float8Linear(nn.Module):
         assert self.weight_dequant_scale is not None
         return ScaledCodes(self.weight.detach(), self.weight_dequant_scale, ScaleKind.TENSOR)
 
+    def hold_values(self) -> None:
+        """Hold the weight as a plain parameter of fp32 values from now on, whose gradient is plain, too."""
+        if self.weight_dequant_scale is None:
+            return
+        self.weight = nn.Parameter(self.weight_values(), requires_grad=self.weight.requires_grad)
+        self.weight_dequant_scale = self.weight_amax = self.weight_residual = self.gradient_position = None
+        self._open_port()
+
     def extra_repr(self) -> str:
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
         products = str(self.recipe) if self.fallback is Fallback.NONE else f"{self.fallback.name.lower()}, all in bf16"
@@ -190,6 +198,12 @@ class Float8Linear(nn.Module):
         """Restore what a copied or unpickled parameter loses: the dtype of its gradient and the hook."""
         super().__setstate__(state)
         self._prepare_gradient()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle; codes are not copied for torch's average of weights."""
+        if self.weight_dequant_scale is not None:
+            refuse_average_of_codes()
+        return super().__reduce_ex__(protocol)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         """Move to another device. A cast is refused: codes in another dtype are other values."""
