@@ -199,6 +199,15 @@ class Float8Linear(nn.Module):
         super().__setstate__(state)
         self._prepare_gradient()
 
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute, but not a weight of codes, as torch's parametrizations do: they would compute with the codes."""
+        if name == "weight" and self.weight_dequant_scale is not None:
+            raise ValueError(
+                f"a converted layer holds its weight as {self.weight.dtype} codes, which cannot be parametrized or pruned; "
+                "allowed: layers that hold values. Do it before octet.initialize, which then leaves the layer as it is."
+            )
+        super().__delattr__(name)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle; codes are not copied for torch's average of weights."""
         if self.weight_dequant_scale is not None:
