@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from client import Client
-    from worker import fp8_statistics, initialize, memory_report, plain_state_dict
+    from worker import AveragedModel, fp8_statistics, initialize, memory_report, plain_state_dict
 
-__all__ = ["Client", "fp8_statistics", "initialize", "memory_report", "plain_state_dict"]
+__all__ = ["AveragedModel", "Client", "fp8_statistics", "initialize", "memory_report", "plain_state_dict"]
 
-_HOME = {"Client": "client"} | dict.fromkeys(("fp8_statistics", "initialize", "memory_report", "plain_state_dict"), "worker")
+_HOME = {name: "client" if name == "Client" else "worker" for name in __all__}
 
 
 def __getattr__(name: str) -> Any:

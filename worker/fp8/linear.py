@@ -30,7 +30,7 @@ from worker.fp8.layout import layout_of
 from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 from worker.fp8.stored import name_codes, read_weight
-from worker.fp8.weights import EncodedWeight, encode_values
+from worker.fp8.weights import EncodedWeight, encode_values, refuse_average_of_codes
 from worker.kernels import ScaledCodes, ScaleKind
 
 
@@ -152,6 +152,14 @@ class Float8Linear(KeepsDtypes):
         assert self.weight_dequant_scale is not None
         return ScaledCodes(self.weight.detach(), self.weight_dequant_scale, ScaleKind.TENSOR)
 
+    def hold_values(self) -> None:
+        """Hold the weight as a plain parameter of fp32 values from now on, whose gradient is plain, too."""
+        if self.weight_dequant_scale is None:
+            return
+        self.weight = nn.Parameter(self.weight_values(), requires_grad=self.weight.requires_grad)
+        self.weight_dequant_scale = self.weight_amax = self.weight_residual = self.gradient_position = None
+        self._open_port()
+
     def extra_repr(self) -> str:
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
         products = str(self.recipe) if self.fallback is Fallback.NONE else f"{self.fallback.name.lower()}, all in bf16"
@@ -198,6 +206,21 @@ class Float8Linear(KeepsDtypes):
         """Restore what a copied or unpickled parameter loses: the dtype of its gradient and the hook."""
         super().__setstate__(state)
         self._prepare_gradient()
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute, but not a weight of codes, as torch's parametrizations do: they would compute with the codes."""
+        if name == "weight" and self.weight_dequant_scale is not None:
+            raise ValueError(
+                f"a converted layer holds its weight as {self.weight.dtype} codes, which cannot be parametrized or pruned; "
+                "allowed: layers that hold values. Do it before octet.initialize, which then leaves the layer as it is."
+            )
+        super().__delattr__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle; codes are not copied for torch's average of weights."""
+        if self.weight_dequant_scale is not None:
+            refuse_average_of_codes()
+        return super().__reduce_ex__(protocol)
 
     def plain_tensors(self) -> Iterator[Tensor | None]:
         plain = [self.bias] if self.weight_dequant_scale is not None else [self.weight, self.bias]

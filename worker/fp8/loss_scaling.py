@@ -1,8 +1,9 @@
 """Dynamic loss scaling for fp16, built into the model so that the training loop stays as it is.
 
-The gradient that enters at the model's output is multiplied by the loss scale, and every parameter's gradient is divided
-by it before it is accumulated. So fp16 products see large gradients, while clipping, accumulation and the optimizer see
-true ones. After a step with a non-finite gradient the scale is halved; after `growth_interval` good ones it is doubled
+The gradient that enters at the model's output is multiplied by the loss scale; every parameter's gradient is divided by it
+before it is accumulated, and so is the gradient that leaves at the model's input. So fp16 products see large gradients, while
+clipping, accumulation, the optimizer and what comes before the model see true ones. After a step with a non-finite gradient
+the scale is halved; after `growth_interval` good ones it is doubled
 (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
 """
 
@@ -53,12 +54,11 @@ class LossScaling:
 
     def scale_gradients_of_outputs(self, _model: nn.Module, _inputs: Any, outputs: Any) -> Any:
         """A forward hook: the model's outputs, through which gradients come back multiplied."""
-        loss_scale = self.loss_scale
+        return _scale_gradients(outputs, self.loss_scale)
 
-        def scale(output: Tensor) -> Tensor:
-            return _ScaleGradient.apply(output, loss_scale) if output.requires_grad else output
-
-        return tree_map_only(Tensor, scale, outputs)
+    def unscale_gradients_of_inputs(self, _model: nn.Module, inputs: Any, named_inputs: Any) -> Any:
+        """A forward pre-hook: the model's inputs, through which gradients go on divided, to what comes before the model."""
+        return _scale_gradients((inputs, named_inputs), self.loss_scale.reciprocal())
 
     def _hook_parameters(self) -> None:
         for parameter in self.parameters:
@@ -74,7 +74,17 @@ def scale_losses(model: nn.Module) -> LossScaling:
     """Scale what comes back from a model's outputs. The state is a buffer of the model, so that checkpoints hold it."""
     scaling = LossScaling(model)
     model.register_forward_hook(scaling.scale_gradients_of_outputs)
+    model.register_forward_pre_hook(scaling.unscale_gradients_of_inputs, with_kwargs=True)
     return scaling
+
+
+def _scale_gradients(tensors: Any, factor: Tensor) -> Any:
+    """The tensors of a tree, with their gradients multiplied where they have any."""
+
+    def scale(tensor: Tensor) -> Tensor:
+        return _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor
+
+    return tree_map_only(Tensor, scale, tensors)
 
 
 class _ScaleGradient(torch.autograd.Function):

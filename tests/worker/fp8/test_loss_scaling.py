@@ -28,6 +28,17 @@ def test_gradients_below_fp16_survive_and_arrive_unscaled() -> None:
     assert ((gradient - exact).norm() / exact.norm()).item() < 2e-3
 
 
+def test_what_comes_before_the_model_sees_true_gradients() -> None:
+    model, _, _ = make()
+    encoder = nn.Linear(16, 32)
+    input = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    model(encoder(input)).mean().backward()
+    gradient, encoder.weight.grad = encoder.weight.grad, None
+    weights = [layer.weight.detach() for layer in model]
+    (encoder(input) @ weights[0].T @ weights[1].T).mean().backward()
+    assert ((gradient - encoder.weight.grad).norm() / encoder.weight.grad.norm()).item() < 5e-3
+
+
 def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
     model, optimizer, scaling = make()
     before = model[0].weight.clone()

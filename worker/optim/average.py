@@ -1,0 +1,86 @@
+"""Averages of a converted model's weights (EMA, SWA): of their values, which codes at different scales are not.
+
+ema = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
+optimizer.step(); ema.update_parameters(model)
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+from worker.fp8.linear import Float8Linear
+
+
+class AveragedModel(swa_utils.AveragedModel):
+    """`torch.optim.swa_utils.AveragedModel` for a converted model, or any other.
+
+    `module` is a copy that holds the averages: weights stored as codes are averaged, and held, in fp32 (4 bytes a parameter),
+    all others in their own dtype. It computes as the model does, and its layers are named as the model's are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: int | torch.device | None = None,
+        avg_fn: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None,
+        multi_avg_fn: Callable[[Any, Any, Tensor | int], None] | None = None,
+        use_buffers: bool = False,
+    ) -> None:
+        """Arguments as torch's. multi_avg_fn: called with one parameter at a time. ValueError for two averaging functions."""
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ValueError("got both avg_fn and multi_avg_fn; allowed: one of them. Leave one out.")
+        nn.Module.__init__(self)  # torch's own would copy the codes
+        self.module = deepcopy(model)
+        for layer in list(self.module.modules()):
+            if isinstance(layer, Float8Linear):
+                layer.hold_values()
+        if device is not None:
+            self.module = self.module.to(device)
+        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
+        self.avg_fn, self.multi_avg_fn, self.use_buffers = avg_fn, multi_avg_fn, use_buffers
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Take the present values into the average; the first call copies them. One weight at a time is decoded."""
+        num_averaged, is_first = self.n_averaged, bool(self.n_averaged == 0)
+        pairs = list(zip(self.module.parameters(), _values(model), strict=True))
+        buffers = list(zip(self.module.buffers(), _buffers(model), strict=True))
+        for averaged, read in [*pairs, *buffers]:
+            value = read().to(averaged.device)
+            is_averaged = not is_first and (self.use_buffers or isinstance(averaged, nn.Parameter))
+            if not is_averaged:
+                averaged.copy_(value)
+            elif self.multi_avg_fn is not None:
+                self.multi_avg_fn([averaged.detach()], [value], num_averaged.to(averaged.device))
+            else:
+                average = self.avg_fn or swa_utils.get_swa_avg_fn()
+                averaged.copy_(average(averaged.detach(), value, num_averaged.to(averaged.device)))
+        self.n_averaged += 1
+
+
+def _values(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
+    """A function for each parameter, in their order, that returns its values."""
+    encoded = {id(layer.weight): layer for layer in _encoded_layers(model)}
+    for parameter in model.parameters():
+        yield encoded[id(parameter)].weight_values if id(parameter) in encoded else parameter.detach
+
+
+def _buffers(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
+    """A function for each buffer that returns it; not for those that belong to codes, which the average has none of."""
+    of_codes = {
+        id(buffer)
+        for layer in _encoded_layers(model)
+        for buffer in (layer.weight_dequant_scale, layer.weight_amax, layer.weight_residual)
+    }
+    for buffer in model.buffers():
+        if id(buffer) not in of_codes:
+            yield buffer.detach
+
+
+def _encoded_layers(model: nn.Module) -> list[Float8Linear]:
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    return [layer for layer in layers if layer.weight_dequant_scale is not None]
