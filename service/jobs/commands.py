@@ -29,7 +29,7 @@ def submit(
     session: Session, spec: JobSpec, idempotency_key: str | None, now: datetime, tenant: str = DEFAULT_TENANT
 ) -> Submission:
     """Store a job, its first event and its place in the queue; or find the job that this key was used for."""
-    job_id = new_id("job", now)
+    job_id = new_id("job", now, after=store.jobs.last_job_id(session))
     if idempotency_key is not None and not store.jobs.take_idempotency_key(session, idempotency_key, _hash(spec), job_id, now):
         earlier = replay(session, spec, idempotency_key, now)
         assert earlier is not None, "a key that is taken has a job"
