@@ -84,16 +84,9 @@ async def _job_id(job_id: str) -> str:
     return job_id
 
 
-async def _attempt_id(attempt_id: str) -> str:
-    if not is_id("att", attempt_id):
-        raise NotFound("there is no such attempt")
-    return attempt_id
-
-
 TenantDep = Annotated[str, Depends(require_api_key)]
 AttemptTokenDep = Annotated[str, Depends(_attempt_token)]
 JobIdDep = Annotated[str, Depends(_job_id)]
-AttemptIdDep = Annotated[str, Depends(_attempt_id)]
 IdempotencyKeyDep = Annotated[
     str | None,
     Header(

@@ -49,8 +49,9 @@ def submit_all(session: Session, requests: Sequence[Request], now: datetime) -> 
     """Submit several jobs in one transaction. A request with a mismatched key changes nothing and gets the error."""
     results: list[Submission | IdempotencyMismatch] = []
     new: dict[str, tuple[JobRow, dict[str, str]]] = {}
+    job_id = store.jobs.last_job_id(session)
     for request in requests:
-        job_id, key = new_id("job", now), request.idempotency_key
+        job_id, key = new_id("job", now, after=job_id), request.idempotency_key
         if key is None or store.jobs.take_idempotency_key(session, request.tenant, key, _hash(request.spec), job_id, now):
             job = _queued(request, job_id, now)
             new[job_id] = job, request.spec.labels

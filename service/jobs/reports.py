@@ -58,14 +58,16 @@ class Applied:
 def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lease_s: float, now: datetime) -> Applied:
     """Apply the new reports of the batch and renew the lease.
 
-    Raises Unauthenticated for a wrong token, StaleAttempt if the attempt is not the job's current one, SequenceGap if a
-    report before this batch is missing, and InvalidRequest for reports that this rank cannot send in this state.
+    Raises Unauthenticated for a wrong token or an unknown attempt, StaleAttempt if the attempt is not the job's current
+    one, SequenceGap if a report before this batch is missing, and InvalidRequest for reports that this rank cannot send in
+    this state.
     """
     locked = store.jobs.lock_attempt(session, attempt_id)
     if locked is None:
-        raise StaleAttempt(f"there is no attempt {attempt_id}; end this process")
+        authenticate(None, token)
+    assert locked is not None, "nobody has the token of an attempt that is not there"
     job, attempt = locked
-    _authenticate(attempt, token)
+    authenticate(attempt, token)
     if batch.rank >= attempt.workers:
         raise InvalidRequest(f"rank: got {batch.rank}; allowed: below {attempt.workers}, the attempt's workers")
     last_seq = store.records.last_sequence(session, attempt.id, batch.rank)
@@ -91,18 +93,20 @@ def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lea
 
 def is_token_of(session: Session, attempt_id: str, token: str) -> bool:
     """Return True if the token was made at the launch of this attempt."""
-    attempt = store.jobs.find_attempt(session, attempt_id)
-    return attempt is not None and _is_token(attempt, token)
+    return _is_token(store.jobs.find_attempt(session, attempt_id), token)
 
 
-def _authenticate(attempt: AttemptRow, token: str) -> None:
+def authenticate(attempt: AttemptRow | None, token: str) -> None:
+    """Raise Unauthenticated unless the token is the attempt's. An attempt that is not there gets the same answer."""
     if not _is_token(attempt, token):
         raise Unauthenticated("the token is not this attempt's; end this process")
 
 
-def _is_token(attempt: AttemptRow, token: str) -> bool:
+def _is_token(attempt: AttemptRow | None, token: str) -> bool:
+    """Takes as long for an attempt that is not there."""
     given = hashlib.sha256(token.encode()).digest()
-    return attempt.token_hash is not None and hmac.compare_digest(given, attempt.token_hash)
+    known = attempt.token_hash if attempt is not None else None
+    return hmac.compare_digest(given, known or bytes(len(given))) and known is not None
 
 
 def _unseen(reports: Sequence[Report], last_seq: int) -> list[Report]:

@@ -1,20 +1,40 @@
 """The route where ranks report. It is not for people: the token is made at launch and works for one attempt."""
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
 
 from api_schemas import ReportBatch, ReportReply
-from service.deps import AppContextDep, AttemptIdDep, AttemptTokenDep
+from service import store
+from service.deps import AppContextDep, AttemptTokenDep
 from service.errors import StaleAttempt, Unauthenticated
 from service.http.problems import answers
 from service.jobs import reports
+from service.store.ids import is_id
 from service.telemetry.control_plane import TelemetryDep
 
 router = APIRouter(prefix="/internal/v1/attempts", tags=["internal"])
 
 
+def _authenticated(attempt_id: str, token: AttemptTokenDep, context: AppContextDep, telemetry: TelemetryDep) -> str:
+    """Check the token before anything else of the request. Without it nobody learns which attempts there are."""
+    try:
+        with context.database.read() as session:
+            attempt = store.jobs.find_attempt(session, attempt_id) if is_id("att", attempt_id) else None
+            reports.authenticate(attempt, token)
+    except Unauthenticated:
+        telemetry.fenced_writes.inc()
+        raise
+    return attempt_id
+
+
 @router.post("/{attempt_id}/reports", operation_id="report", responses=answers(400, 401, 404, 409, 413, 422))
 def report(
-    attempt_id: AttemptIdDep, batch: ReportBatch, token: AttemptTokenDep, context: AppContextDep, telemetry: TelemetryDep
+    attempt_id: Annotated[str, Depends(_authenticated)],
+    batch: ReportBatch,
+    token: AttemptTokenDep,
+    context: AppContextDep,
+    telemetry: TelemetryDep,
 ) -> ReportReply:
     """Apply one rank's next reports and renew the lease. The answer says what is wanted of the job."""
     try:

@@ -33,6 +33,11 @@ def find_job(session: Session, job_id: str) -> JobRow | None:
     return session.get(JobRow, job_id)
 
 
+def last_job_id(session: Session) -> str | None:
+    """The id that sorts last of all jobs; None before the first job."""
+    return session.scalar(select(func.max(JobRow.id)))
+
+
 def lock_job(session: Session, job_id: str) -> JobRow | None:
     """Find a job and lock it: no other transaction writes about it until this one ends."""
     return session.get(JobRow, job_id, with_for_update=True, populate_existing=True)

@@ -154,6 +154,28 @@ def test_ids_sort_by_time_and_have_a_form() -> None:
     assert not is_id("job", ids[0] + "\n")
 
 
+def test_an_id_sorts_after_the_one_it_follows_whatever_the_clock_says() -> None:
+    ids = [new_id("job", datetime(2026, 1, 1, 12, tzinfo=UTC))]
+    for hour in (11, 12, 10, 10, 13):
+        ids.append(new_id("job", datetime(2026, 1, 1, hour, tzinfo=UTC), after=ids[-1]))
+    assert ids == sorted(set(ids))
+    assert all(is_id("job", each) for each in ids)
+    last_of_a_millisecond = "job_01kdwy1t00" + 16 * "z"
+    assert last_of_a_millisecond < new_id("job", datetime(2000, 1, 1, tzinfo=UTC), after=last_of_a_millisecond)
+
+
+def test_jobs_keep_their_order_when_the_clock_is_set_back(world: World) -> None:
+    """In the queue the older job is first, and in pages the newer one, also after a restart: the last id is in the database."""
+    earlier = [world.submit(workers=2), world.submit(workers=2)]
+    world.clock.turn(-3600)
+    later = [world.submit(workers=2), world.submit(workers=2)]
+    expected = [*earlier, *later]
+    assert [job.id for job in world.all_jobs()] == expected[::-1]
+    with world.database.read() as session:
+        assert store.queue.positions(session, expected) == {job_id: place for place, job_id in enumerate(expected, start=1)}
+        assert [job.id for job in store.queue.head_of_queue(session, "cpu")] == expected
+
+
 def test_postgres_time_is_the_server_s(database_url: str) -> None:
     database = Database(database_url)
     with database.read() as session:

@@ -1,5 +1,6 @@
 """What a rank may report, what the service does with it, and how a superseded rank is ended."""
 
+import json
 from typing import Any
 
 import pytest
@@ -92,10 +93,25 @@ def test_only_the_attempt_s_own_token_opens_its_door(client: TestClient, world: 
     assert no_token.headers["www-authenticate"] == "Bearer"
 
 
-def test_an_attempt_that_nobody_knows_is_stale(client: TestClient, world: World) -> None:
+def test_an_attempt_that_nobody_knows_has_no_token(client: TestClient, world: World) -> None:
     _, rank = world.start()
     stranger = Rank(world, rank.order.model_copy(update={"attempt_id": "att_01kg9ys7g0zn9d2mqxrybeyjtc"}))
-    refused(post(client, stranger, stranger.batch()), 409, ErrorCode.STALE_ATTEMPT)
+    refused(post(client, stranger, stranger.batch()), 401, ErrorCode.UNAUTHENTICATED)
+
+
+@pytest.mark.parametrize("unknown", ["att_01kg9ys7g0pgmnqbqqwk8bpker", "att_none", "job_01kg9ys7g0pgmnqbqqwk8bpker"])
+def test_without_the_token_nobody_learns_which_attempts_there_are(client: TestClient, world: World, unknown: str) -> None:
+    _, rank = world.start()
+    headers = {"Authorization": "Bearer wrong"}
+    bodies: list[dict[str, Any]] = [rank.batch().model_dump(mode="json"), {"epoch": "not a number"}]
+    answers = [
+        client.post(f"/internal/v1/attempts/{attempt_id}/reports", json=body, headers=headers)
+        for attempt_id in (rank.order.attempt_id, unknown)
+        for body in bodies
+    ]
+    assert {answer.status_code for answer in answers} == {401}
+    assert len({json.dumps(answer.json() | {"instance": ""}) for answer in answers}) == 1
+    assert len({json.dumps(dict(answer.headers) | {"content-length": ""}) for answer in answers}) == 1
 
 
 def test_an_old_epoch_is_stale(client: TestClient, world: World) -> None:
