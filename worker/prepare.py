@@ -15,6 +15,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -99,7 +100,8 @@ def initialize(
         if optimizer is not None:
             raise ValueError("got both an optimizer and optimizer_name; allowed: one of them. Leave one out.")
         optimizer = make_by_name(optimizer_name, model)
-    prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, on_event=on_event)
+    share = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, on_event=on_event, share=share)
     if prepared.report.nothing_converted:
         warnings.warn(prepared.report.nothing_converted, stacklevel=2)
     return prepared.model, prepared.optimizer
@@ -113,16 +115,20 @@ def prepare(
     seed: int = 0,
     tokens: int | None = None,
     on_event: Callable[[LayerDemoted], None] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> Prepared:
     """Check everything, convert the model, then make its optimizer. Arguments and errors as for `initialize`.
 
-    `model.octet_report` is the report.
+    share: which part of each batch this rank trains, from 0, and how many parts there are. `model.octet_report` is the report.
     """
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}; allowed: 1 or more. Give batch size times sequence length, or leave it out.")
     if optimizer is not None:
         _check_optimizer(optimizer, model, precision.storage)
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens)
+    for layer in conversion.model.modules():
+        if isinstance(layer, Float8Linear) and layer.gradient_position is not None:
+            layer.gradient_position.share, layer.gradient_position.num_shares = share
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
         adopted = adopt(optimizer, precision.storage, quantized=conversion.quantized, seed=seed)
         optimizer = take_over(optimizer, adopted)

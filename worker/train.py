@@ -210,6 +210,7 @@ class Trainer:
             seed=config.seed,
             tokens=config.batch.micro_batch_size * config.sequence_length,
             on_event=self._layer_demoted,
+            share=(self.mesh.data.rank, self.mesh.data.size),
         )
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health

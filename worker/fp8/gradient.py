@@ -21,16 +21,22 @@ from worker.kernels.formats import E4M3
 
 @dataclass
 class RoundingPosition:
-    """Where one parameter's gradient stands in the random stream: `count` additions were rounded so far."""
+    """Where one parameter's gradient stands in the random stream: `count` additions were rounded so far on this rank.
+
+    share, num_shares: the part of the batch that this rank accumulates, and how many there are. Each part draws numbers of its
+    own, so that the rounding errors of different ranks average out; with the same numbers they would add up.
+    """
 
     seed: int
     stream: int
     count: int = 0
+    share: int = 0
+    num_shares: int = 1
 
     def next_draw(self) -> tuple[int, int, int]:
-        """Seed, step and stream of random numbers that were never drawn before."""
+        """Seed, step and stream of random numbers that were never drawn before, on any rank."""
         self.count += 1
-        return self.seed, self.count, self.stream
+        return self.seed, self.count * self.num_shares + self.share, self.stream
 
 
 class Float8Gradient(Tensor):
