@@ -86,17 +86,23 @@ class Mesh:
         return Axis(name, len(ranks), ranks.index(self._env.rank), self.device, group)
 
 
-def _meet(env: RankEnv) -> dist.TCPStore:
+def _meet(env: RankEnv) -> "dist.Store":  # type: ignore[name-defined]
     """Open the store where the ranks meet. Ranks that meet on loopback are all on this machine, and listen there alone."""
     is_first, host = env.rank == 0, env.master_address
-    listening: dict[str, int] = {}
+    descriptor: int | None = None
     if _is_loopback(host):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, _loopback_interface())
         if is_first:  # given a port alone, the store listens on every address
-            server = socket.create_server((host, env.master_port), backlog=env.world_size)
-            listening = {"master_listen_fd": server.detach()}
-    return dist.TCPStore(host, env.master_port, env.world_size, is_master=is_first, timeout=_COLLECTIVE_TIMEOUT, **listening)
+            descriptor = socket.create_server((host, env.master_port), backlog=env.world_size).detach()
+    return dist.TCPStore(
+        host,
+        env.master_port,
+        env.world_size,
+        is_master=is_first,
+        timeout=_COLLECTIVE_TIMEOUT,
+        master_listen_fd=descriptor,
+    )
 
 
 def _is_loopback(host: str) -> bool:
