@@ -15,7 +15,7 @@ from service.http.pages import as_json, page_of
 from service.http.problems import answers
 from service.jobs import commands
 from service.jobs.commands import Request
-from service.routes.shown import shown_job, shown_jobs
+from service.routes.shown import shown_job, shown_jobs, starts_soon
 from service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -33,7 +33,8 @@ async def submit(
         await context.admission.check(spec)
     stored = await asyncio.wrap_future(context.submissions.add(Request(spec, idempotency_key, tenant)))
     headers = {"Location": f"/v1/jobs/{stored.job.id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
-    context.wake()
+    if starts_soon(stored.job):
+        context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
     return as_json(stored.job, 201, headers)
 
 

@@ -30,6 +30,11 @@ def shown_jobs(session: Session, context: AppContext, rows: Sequence[JobRow]) ->
     return _shown(session, context, rows, {})
 
 
+def starts_soon(job: Job) -> bool:
+    """Return True if the next pass of the dispatcher starts the job."""
+    return job.queue is not None and job.queue.why == _STARTS_SOON
+
+
 def _shown(session: Session, context: AppContext, rows: Sequence[JobRow], specs: dict[str, JobSpec]) -> list[Job]:
     session.flush()
     current = store.jobs.current_attempts(session, rows)
