@@ -9,7 +9,7 @@ from service import store
 from service.db.tables import JobRow
 from service.deps import AppContext
 from service.jobs import views
-from service.jobs.commands import Request, Submission
+from service.jobs.requests import Request, Submission
 from service.scheduling.decide import decide, pool_states
 
 _STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
