@@ -45,13 +45,13 @@ class _JsonScalars(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        mark: Any = event.start_mark
         self._num_nodes += 1
         if isinstance(event, yaml.AliasEvent):
-            mark: Any = event.start_mark
             raise yaml.MarkedYAMLError(problem=f"the alias *{event.anchor}; write its value out", problem_mark=mark)
         if self._num_nodes > MAX_NODES or self._depth >= MAX_DEPTH:
             problem = f"more than {MAX_NODES} values, or {MAX_DEPTH} in one another; a job has some dozens"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         self._depth += 1
         try:
             return super().compose_node(parent, index)

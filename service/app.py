@@ -18,8 +18,8 @@ from service.http.bodies import LimitBodies
 from service.http.guards import RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
 from service.jobs.admission import Admission
-from service.jobs.commands import Request, Submission
 from service.jobs.reports import is_token_of
+from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
 from service.routes import catalog, jobs, operations, prometheus, records, reports
 from service.routes.shown import shown_submissions

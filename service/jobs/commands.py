@@ -1,8 +1,6 @@
 """What a user can do to a job: submit and cancel. Each is one transaction, which the route opens."""
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy.orm import Session
@@ -14,25 +12,9 @@ from service.errors import IdempotencyMismatch, IllegalTransition, NotFound
 from service.jobs import attempts
 from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
+from service.jobs.requests import Request, Submission, earlier, hash_of
 from service.settings import DEFAULT_TENANT
 from service.store.ids import new_id
-
-
-@dataclass(frozen=True)
-class Request:
-    """A job to submit, for a tenant."""
-
-    spec: JobSpec
-    idempotency_key: str | None = None
-    tenant: str = DEFAULT_TENANT
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A submitted job. `replayed` is true if an earlier submission with the same idempotency key stored it."""
-
-    job: JobRow
-    replayed: bool
 
 
 def submit(
@@ -52,13 +34,13 @@ def submit_all(session: Session, requests: Sequence[Request], now: datetime) -> 
     job_id = store.jobs.last_job_id(session)
     for request in requests:
         job_id, key = new_id("job", now, after=job_id), request.idempotency_key
-        if key is None or store.jobs.take_idempotency_key(session, request.tenant, key, _hash(request.spec), job_id, now):
+        if key is None or store.jobs.take_idempotency_key(session, request.tenant, key, hash_of(request.spec), job_id, now):
             job = _queued(request, job_id, now)
             new[job_id] = job, request.spec.labels
             results.append(Submission(job, replayed=False))
             continue
         try:
-            results.append(_earlier(session, request, key, now, {job.id: job for job, _ in new.values()}))
+            results.append(earlier(session, request, key, now, {job.id: job for job, _ in new.values()}))
         except IdempotencyMismatch as mismatch:
             results.append(mismatch)
     store.jobs.add_jobs(session, list(new.values()), now)
@@ -87,37 +69,6 @@ def _queued(request: Request, job_id: str, now: datetime) -> JobRow:
     )
 
 
-def _earlier(session: Session, request: Request, key: str, now: datetime, new: dict[str, JobRow]) -> Submission:
-    """Find the job of a key that is taken. It may be one of this transaction, which is not in the database yet."""
-    job_id = _used_for(session, request.spec, key, now, request.tenant)
-    assert job_id is not None, "a key that is taken has a job"
-    job = new.get(job_id) or store.jobs.find_job(session, job_id)
-    assert job is not None, "jobs are never deleted"
-    return Submission(job, replayed=True)
-
-
-def replay(
-    session: Session, spec: JobSpec, idempotency_key: str, now: datetime, tenant: str = DEFAULT_TENANT
-) -> Submission | None:
-    """Find the job that the tenant used this key for in the last 24 hours. Raises IdempotencyMismatch if its spec differs."""
-    job_id = _used_for(session, spec, idempotency_key, now, tenant)
-    if job_id is None:
-        return None
-    job = store.jobs.find_job(session, job_id)
-    assert job is not None, "jobs are never deleted"
-    return Submission(job, replayed=True)
-
-
-def _used_for(session: Session, spec: JobSpec, key: str, now: datetime, tenant: str) -> str | None:
-    """Find the id of the job that a key was used for. Raises IdempotencyMismatch if its spec differs."""
-    used = store.jobs.find_idempotency_key(session, tenant, key, now)
-    if used is not None and used.body_hash != _hash(spec):
-        raise IdempotencyMismatch(
-            f"Idempotency-Key {key!r} was used for another job, {used.job_id}. Use a new key for a new job."
-        )
-    return used.job_id if used is not None else None
-
-
 def cancel(session: Session, job_id: str, now: datetime) -> JobRow:
     """Cancel a job. A job without processes ends at once; otherwise its workers are told to stop and get some time.
 
@@ -143,7 +94,3 @@ def cancel(session: Session, job_id: str, now: datetime) -> JobRow:
     if locked[1].state is AttemptState.RESERVED:
         attempts.finish(session, job, locked[1], Ending(AttemptEvent.CANCEL, message="cancelled before it was launched"), now)
     return job
-
-
-def _hash(spec: JobSpec) -> str:
-    return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()

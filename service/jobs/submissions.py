@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from api_schemas import Job
 from service.db.engine import Database
 from service.jobs import commands
-from service.jobs.commands import Request, Submission
+from service.jobs.requests import Request, Submission
 
 MAX_TOGETHER = 64
 

@@ -13,9 +13,9 @@ from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep,
 from service.errors import InvalidRequest, NotFound
 from service.http.pages import as_json, page_of
 from service.http.problems import answers
-from service.jobs import commands
-from service.jobs.commands import Request
-from service.routes.shown import shown_job, shown_jobs
+from service.jobs import commands, requests
+from service.jobs.requests import Request
+from service.routes.shown import shown_job, shown_jobs, starts_soon
 from service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -33,7 +33,8 @@ async def submit(
         await context.admission.check(spec)
     stored = await asyncio.wrap_future(context.submissions.add(Request(spec, idempotency_key, tenant)))
     headers = {"Location": f"/v1/jobs/{stored.job.id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
-    context.wake()
+    if starts_soon(stored.job):
+        context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
     return as_json(stored.job, 201, headers)
 
 
@@ -97,7 +98,7 @@ def cancel(job_id: JobIdDep, context: AppContextDep) -> Job:
 def _is_known(context: AppContext, spec: JobSpec, idempotency_key: str, tenant: str) -> bool:
     """Return True if the key was used for this spec. Raises IdempotencyMismatch if it was used for another."""
     with context.database.read() as session:
-        return commands.replay(session, spec, idempotency_key, context.database.now(session), tenant) is not None
+        return requests.replay(session, spec, idempotency_key, context.database.now(session), tenant) is not None
 
 
 def _label(text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from service import store
 from service.db.tables import JobRow
 from service.deps import AppContext
 from service.jobs import views
-from service.jobs.commands import Request, Submission
+from service.jobs.requests import Request, Submission
 from service.scheduling.decide import decide, pool_states
 from service.scheduling.space import space_for
 
@@ -29,6 +29,11 @@ def shown_submissions(session: Session, context: AppContext, pairs: Sequence[tup
 def shown_jobs(session: Session, context: AppContext, rows: Sequence[JobRow]) -> list[Job]:
     """Show jobs in the order of the rows."""
     return _shown(session, context, rows, {})
+
+
+def starts_soon(job: Job) -> bool:
+    """Return True if the next pass of the dispatcher starts the job."""
+    return job.queue is not None and job.queue.why == _STARTS_SOON
 
 
 def _shown(session: Session, context: AppContext, rows: Sequence[JobRow], specs: dict[str, JobSpec]) -> list[Job]:

@@ -289,3 +289,17 @@ def test_the_keys_of_two_tenants_are_apart(
         assert "idempotent-replayed" not in second.headers
         assert submit("two", spec_document).json()["id"] == second.json()["id"]
         assert first.json()["id"] not in problem_of(submit("two", spec_document | {"priority": 1}), 422).detail
+
+
+def test_only_a_job_that_can_start_wakes_the_dispatcher(
+    world: World, openapi_document: Document, spec_document: Document
+) -> None:
+    woken: list[str] = []
+    app = create_app(world.settings, database=world.database, wake=lambda: woken.append("woken"))
+    app.openapi_schema = openapi_document
+    world.dispatch()
+    with TestClient(app, base_url="http://127.0.0.1:8000") as client:
+        for expected in (1, 1):
+            client.post("/v1/jobs", json=spec_document | {"resources": {"workers": 2}})
+            assert len(woken) == expected
+            world.dispatch()

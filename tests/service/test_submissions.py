@@ -12,7 +12,7 @@ from api_schemas import Job, JobSpec
 from service import store
 from service.errors import IdempotencyMismatch
 from service.jobs import submissions, views
-from service.jobs.commands import Request, Submission
+from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
 from tests.service.simulation import check_invariants
 from tests.service.world import World

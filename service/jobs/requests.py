@@ -1,0 +1,66 @@
+"""Requests for jobs, and the idempotency keys that make a repeated request the same job."""
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy.orm import Session
+
+from api_schemas import JobSpec
+from service import store
+from service.db.tables import JobRow
+from service.errors import IdempotencyMismatch
+from service.settings import DEFAULT_TENANT
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job to submit, for a tenant."""
+
+    spec: JobSpec
+    idempotency_key: str | None = None
+    tenant: str = DEFAULT_TENANT
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A submitted job. `replayed` is true if an earlier submission with the same idempotency key stored it."""
+
+    job: JobRow
+    replayed: bool
+
+
+def earlier(session: Session, request: Request, key: str, now: datetime, new: dict[str, JobRow]) -> Submission:
+    """Find the job of a key that is taken. It may be one of this transaction, which is not in the database yet."""
+    job_id = _used_for(session, request.spec, key, now, request.tenant)
+    assert job_id is not None, "a key that is taken has a job"
+    job = new.get(job_id) or store.jobs.find_job(session, job_id)
+    assert job is not None, "jobs are never deleted"
+    return Submission(job, replayed=True)
+
+
+def replay(
+    session: Session, spec: JobSpec, idempotency_key: str, now: datetime, tenant: str = DEFAULT_TENANT
+) -> Submission | None:
+    """Find the job that the tenant used this key for in the last 24 hours. Raises IdempotencyMismatch if its spec differs."""
+    job_id = _used_for(session, spec, idempotency_key, now, tenant)
+    if job_id is None:
+        return None
+    job = store.jobs.find_job(session, job_id)
+    assert job is not None, "jobs are never deleted"
+    return Submission(job, replayed=True)
+
+
+def _used_for(session: Session, spec: JobSpec, key: str, now: datetime, tenant: str) -> str | None:
+    """Find the id of the job that a key was used for. Raises IdempotencyMismatch if its spec differs."""
+    used = store.jobs.find_idempotency_key(session, tenant, key, now)
+    if used is not None and used.body_hash != hash_of(spec):
+        raise IdempotencyMismatch(
+            f"Idempotency-Key {key!r} was used for another job, {used.job_id}. Use a new key for a new job."
+        )
+    return used.job_id if used is not None else None
+
+
+def hash_of(spec: JobSpec) -> str:
+    """Return the hash that tells whether a key is used for the same job again."""
+    return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
