@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
 from api_schemas import CheckpointReport, JobSpec, StepReport
 from api_schemas.levels import LEVELS
+from tests.ranks import run_ranks
 from tests.text import write_corpus
 from tests.worker.test_data_parallel import free_port
 from tests.worker.test_train import Recorder
@@ -104,7 +104,7 @@ def train_on_rank(rank: int, ports: dict[str, int], corpus: str, folder: str) ->
 
 def train_on_two_ranks(corpus: Path, folder: Path, levels: Iterable[str] = LEVELS) -> list[dict[str, dict[str, Any]]]:
     """Return the results of each rank, by run. Two processes do all runs, since starting them takes longer than a run."""
-    mp.spawn(train_on_rank, ({name: free_port() for name in levels}, str(corpus), str(folder)), nprocs=2)
+    run_ranks(train_on_rank, ({name: free_port() for name in levels}, str(corpus), str(folder)), 2)
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
+from tests.ranks import run_ranks
 from worker import kernels
 from worker.config import RankEnv
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
@@ -49,7 +49,7 @@ def average_on_rank(rank: int, world_size: int, port: int, folder: str, poison: 
 
 
 def run(world_size: int, folder: Path, poison: bool = False) -> list[dict[str, list[torch.Tensor]]]:
-    mp.spawn(average_on_rank, (world_size, free_port(), str(folder), poison), nprocs=world_size)
+    run_ranks(average_on_rank, (world_size, free_port(), str(folder), poison), world_size)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
 

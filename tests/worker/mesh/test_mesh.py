@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from api_schemas import Layout
+from tests.ranks import run_ranks
 from tests.worker.test_data_parallel import free_port
 from worker.config import RankEnv
 from worker.mesh import Mesh
@@ -36,7 +36,7 @@ def work(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     folder = tmp_path_factory.mktemp("mesh")
-    mp.spawn(work, (free_port(), str(folder)), nprocs=4)
+    run_ranks(work, (free_port(), str(folder)), 4)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 

@@ -1,0 +1,16 @@
+"""Processes that stand for the ranks of a job."""
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing
+
+
+def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int) -> None:
+    """Call `work(rank, *arguments)` in a process for each rank and wait. An error in one of them is raised here.
+
+    They are forks of a server that has loaded torch and nothing else: it takes three seconds, and every rank would need them.
+    """
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
+    torch.multiprocessing.start_processes(work, arguments, nprocs=num_ranks, start_method="forkserver")
