@@ -160,7 +160,8 @@ def test_killed_at_every_instant_it_recovers(
     cluster_dies_too: bool,
 ) -> None:
     """Every instant on SQLite while the cluster lives. Otherwise a spread of them, and every instant in the matrix."""
-    stride = 1 if is_whole else (9 if cluster_dies_too else 1) * (1 if mortal.is_sqlite else 5)
+    spread = (9 if cluster_dies_too else 1) if mortal.is_sqlite else (25 if cluster_dies_too else 10)
+    stride = 1 if is_whole else spread
     instant, burnt = 0, True
     while burnt:
         instant += stride
