@@ -23,11 +23,12 @@ from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
 from worker.fp8.gradient import RoundingPosition
-from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port
+from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, zero_gradients
+from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
-from worker.fp8.weights import EncodedWeight, refuse_average_of_codes
+from worker.fp8.weights import EncodedWeight
 from worker.kernels import ScaledCodes, ScaleKind
 
 
@@ -39,7 +40,7 @@ class Fallback(IntEnum):
     FILTERED = 2  # its shape gains nothing in FP8
 
 
-class Float8Linear(nn.Module):
+class Float8Linear(GuardedCodes):
     """Takes over the parameters of an `nn.Linear` or a `Conv1D` and multiplies in FP8.
 
     `weight` holds values, or codes with `value = weight * weight_dequant_scale`; its gradient is that of the value. It is
@@ -199,21 +200,6 @@ class Float8Linear(nn.Module):
         super().__setstate__(state)
         self._prepare_gradient()
 
-    def __delattr__(self, name: str) -> None:
-        """Delete an attribute, but not a weight of codes, as torch's parametrizations do: they would compute with the codes."""
-        if name == "weight" and self.weight_dequant_scale is not None:
-            raise ValueError(
-                f"a converted layer holds its weight as {self.weight.dtype} codes, which cannot be parametrized or pruned; "
-                "allowed: layers that hold values. Do it before octet.initialize, which then leaves the layer as it is."
-            )
-        super().__delattr__(name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle; codes are not copied for torch's average of weights."""
-        if self.weight_dequant_scale is not None:
-            refuse_average_of_codes()
-        return super().__reduce_ex__(protocol)
-
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         """Move to another device. A cast is refused: codes in another dtype are other values."""
         probe = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
@@ -272,7 +258,7 @@ class Float8Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_empty:
-            return _zeros_like_gradients(ctx, grad_output_TN)
+            return zero_gradients(ctx, grad_output_TN)
         input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
         layer, activation, wide = ctx.layer, ctx.activation, ctx.high_precision
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -303,18 +289,3 @@ class Float8Products(torch.autograd.Function):
             grad_input_TK = kernels.ACTIVATIONS[activation].backward(grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
         return grad_input_TK, grad_weight, grad_bias_N, None, None, None
-
-
-def _zeros_like_gradients(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of an empty batch: zeros, as autograd gives them for an `nn.Linear`."""
-    input_shape, weight_shape = ctx.shapes
-    shapes_and_dtypes = (
-        (input_shape, ctx.input_dtype),
-        (weight_shape, ctx.grad_weight_dtype),
-        (grad_output_TN.shape[1:], torch.float32),
-    )
-    zeros = [
-        grad_output_TN.new_zeros(shape, dtype=dtype) if is_needed else None
-        for is_needed, (shape, dtype) in zip(ctx.needs_input_grad[:3], shapes_and_dtypes, strict=True)
-    ]
-    return (*zeros, None, None, None)
