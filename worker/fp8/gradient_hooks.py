@@ -1,6 +1,7 @@
-"""How a gradient reaches a parameter that is held in few bits: the hook that quantizes it, and the port of compiled graphs."""
+"""How a gradient reaches a parameter held in few bits: the hook that quantizes it, the port of compiled graphs, and zeros."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,3 +40,18 @@ def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
 def _quantize_gradient(parameter: Tensor, position: RoundingPosition) -> None:
     if parameter.grad is not None and not isinstance(parameter.grad, Float8Gradient):  # None: there was no gradient
         parameter.grad = Float8Gradient.quantize(parameter.grad, position)
+
+
+def zero_gradients(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of an empty batch: zeros, as autograd gives them for an `nn.Linear`."""
+    input_shape, weight_shape = ctx.shapes
+    shapes_and_dtypes = (
+        (input_shape, ctx.input_dtype),
+        (weight_shape, ctx.grad_weight_dtype),
+        (grad_output_TN.shape[1:], torch.float32),
+    )
+    zeros = [
+        grad_output_TN.new_zeros(shape, dtype=dtype) if is_needed else None
+        for is_needed, (shape, dtype) in zip(ctx.needs_input_grad[:3], shapes_and_dtypes, strict=True)
+    ]
+    return (*zeros, None, None, None)

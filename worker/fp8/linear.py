@@ -12,7 +12,6 @@ FP8 is quantized, or decoded to bf16, again in the backward pass: cheaper than a
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
 
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -23,14 +22,13 @@ from torch.autograd.function import once_differentiable
 from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
-from worker.fp8.casts import KeepsDtypes
 from worker.fp8.gradient import RoundingPosition
-from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port
+from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, zero_gradients
+from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
-from worker.fp8.stored import name_codes, read_weight
-from worker.fp8.weights import EncodedWeight, encode_values, refuse_average_of_codes
+from worker.fp8.weights import EncodedWeight
 from worker.kernels import ScaledCodes, ScaleKind
 
 
@@ -42,7 +40,7 @@ class Fallback(IntEnum):
     FILTERED = 2  # its shape gains nothing in FP8
 
 
-class Float8Linear(KeepsDtypes):
+class Float8Linear(GuardedCodes):
     """Takes over the parameters of an `nn.Linear` or a `Conv1D` and multiplies in FP8.
 
     `weight` holds values, or codes with `value = weight * weight_dequant_scale`; its gradient is that of the value. It is
@@ -80,9 +78,6 @@ class Float8Linear(KeepsDtypes):
         self.gradient_position = gradient_position
         self.statistics_every = statistics_every
         self.activation: str | None = None  # what comes right before it in its sequence; one of kernels' ACTIVATIONS
-        self.initial_values: Tensor | None = None  # fp32, where the optimizer makes a master weight of them
-        self.has_master = False  # the optimizer has made one
-        self.has_new_codes = False  # loaded since the optimizer's last step
         self.num_breaches = 0  # samples in a row that broke a limit
         self.fallback = Fallback.NONE
         self.register_buffer("weight_dequant_scale", None)
@@ -207,52 +202,11 @@ class Float8Linear(KeepsDtypes):
         super().__setstate__(state)
         self._prepare_gradient()
 
-    def __delattr__(self, name: str) -> None:
-        """Delete an attribute, but not a weight of codes, as torch's parametrizations do: they would compute with the codes."""
-        if name == "weight" and self.weight_dequant_scale is not None:
-            raise ValueError(
-                f"a converted layer holds its weight as {self.weight.dtype} codes, which cannot be parametrized or pruned; "
-                "allowed: layers that hold values. Do it before octet.initialize, which then leaves the layer as it is."
-            )
-        super().__delattr__(name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle; codes are not copied for torch's average of weights."""
-        if self.weight_dequant_scale is not None:
-            refuse_average_of_codes()
-        return super().__reduce_ex__(protocol)
-
-    def plain_tensors(self) -> Iterator[Tensor | None]:
-        plain = [self.bias] if self.weight_dequant_scale is not None else [self.weight, self.bias]
-        for parameter in plain:
-            yield from () if parameter is None else (parameter, parameter.grad)
-
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         """Move to another device, or cast what is plain."""
         super()._apply(fn, recurse)
         self._open_port()
         return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        name_codes(self, destination, prefix)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
-    ) -> None:
-        """Read what a layer of any level, or a plain one, has saved."""
-        holds_codes = self.weight_dequant_scale is not None
-        came_as_values = read_weight(self, state_dict, prefix, self._encode if holds_codes else None)
-        self.has_new_codes = self.has_new_codes or prefix + "weight" in state_dict
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
-        if came_as_values:
-            missing[:] = [name for name in missing if name != prefix + "_extra_state"]
-
-    def _encode(self, values: Tensor) -> EncodedWeight:
-        """Values as the layer holds its weight; those of a master weight wait for the optimizer."""
-        if self.has_master and values.shape == self.weight.shape:
-            self.initial_values = values.detach().to(self.weight.device, torch.float32, copy=True)
-        return encode_values(values, self.weight.dtype, has_residual=self.weight_residual is not None)
 
 
 class Float8Products(torch.autograd.Function):
@@ -300,7 +254,7 @@ class Float8Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_empty:
-            return _zeros_like_gradients(ctx, grad_output_TN)
+            return zero_gradients(ctx, grad_output_TN)
         input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
         layer, activation, wide = ctx.layer, ctx.activation, ctx.high_precision
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -331,18 +285,3 @@ class Float8Products(torch.autograd.Function):
             grad_input_TK = kernels.ACTIVATIONS[activation].backward(grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
         return grad_input_TK, grad_weight, grad_bias_N, None, None, None
-
-
-def _zeros_like_gradients(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of an empty batch: zeros, as autograd gives them for an `nn.Linear`."""
-    input_shape, weight_shape = ctx.shapes
-    shapes_and_dtypes = (
-        (input_shape, ctx.input_dtype),
-        (weight_shape, ctx.grad_weight_dtype),
-        (grad_output_TN.shape[1:], torch.float32),
-    )
-    zeros = [
-        grad_output_TN.new_zeros(shape, dtype=dtype) if is_needed else None
-        for is_needed, (shape, dtype) in zip(ctx.needs_input_grad[:3], shapes_and_dtypes, strict=True)
-    ]
-    return (*zeros, None, None, None)

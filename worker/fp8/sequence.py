@@ -5,14 +5,21 @@ itself, in a slice, or with hooks on it or on the layer, each computes what it a
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 
 from worker.fp8.linear import Float8Linear
 
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
 _FUSED: dict[Any, type[nn.Sequential]] = {}
 """By the sequence's own class."""
 
@@ -68,12 +75,16 @@ def name_of_activation(module: nn.Module) -> str | None:
 def _is_unobserved(activation: nn.Module, layer: Float8Linear) -> bool:
     """Whether the layer is to compute this activation, and no hook sees what is between them."""
     is_known = layer.activation is not None and name_of_activation(activation) == layer.activation
-    return is_known and not (_has_hooks(activation) or _has_hooks(layer) or _has_any_global_hook())
+    return is_known and not (_has_hooks(activation) or _has_hooks(layer) or _any_observes(_GLOBAL_HOOKS))
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(len(kind) > 0 for kind in hooks)
+    return _any_observes((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def _any_observes(kinds: Iterable[dict[int, Any]]) -> bool:
+    """Whether there is a hook, except those that say that they look at no tensor: their `reads_no_tensors` is true."""
+    return any(not getattr(hook, "reads_no_tensors", False) for hooks in kinds for hook in hooks.values())
 
 
 def _fused(own: type[nn.Sequential]) -> type[nn.Sequential]:

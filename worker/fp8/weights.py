@@ -1,11 +1,9 @@
 """Encode a weight as a level's row asks for it."""
 
-import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel
 
 from api_schemas.levels import Level
 from worker import kernels
@@ -40,18 +38,3 @@ def encode_values(values: Tensor, dtype: torch.dtype, *, has_residual: bool = Fa
     halves = torch.full(values.shape, 1 << (NUM_BITS - 1), dtype=torch.int32, device=values.device)
     codes, residual = kernels.split_encode(values / dequant_scale, halves)  # half of a draw rounds to nearest
     return EncodedWeight(codes, dequant_scale, amax, residual)
-
-
-def refuse_average_of_codes() -> None:
-    """Raise ValueError where torch's AveragedModel is making its copy: it would average codes of different scales.
-
-    It copies a model as anyone does, and averages the copy's parameters without a call that a module could see.
-    """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is AveragedModel.__init__.__code__:
-            raise ValueError(
-                "torch's AveragedModel would average FP8 or FP16 codes whose scales differ; allowed: models that hold fp32 "
-                "weights. Use octet.AveragedModel, which averages their values and is used alike."
-            )

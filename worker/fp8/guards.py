@@ -1,0 +1,89 @@
+"""What people and torch do to a layer whose weight may be codes: cast, copy, save, load, delete.
+
+What would treat codes as values is done to the values, or refused where a module can notice.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from worker.fp8.casts import KeepsDtypes
+from worker.fp8.stored import name_codes, read_weight
+from worker.fp8.weights import EncodedWeight, encode_values
+
+
+class GuardedCodes(KeepsDtypes):
+    """A layer that may hold its `weight` as codes, with a `weight_dequant_scale`.
+
+    has_master: the optimizer has made a master weight. initial_values: fp32, what it is to make one of, until it has.
+    has_new_codes: codes were loaded since the optimizer's last step.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    weight_dequant_scale: Tensor | None
+    weight_amax: Tensor | None
+    weight_residual: Tensor | None
+    initial_values: Tensor | None = None
+    has_master: bool = False
+    has_new_codes: bool = False
+
+    def plain_tensors(self) -> Iterator[Tensor | None]:
+        plain = [self.bias] if self.weight_dequant_scale is not None else [self.weight, self.bias]
+        for parameter in plain:
+            yield from () if parameter is None else (parameter, parameter.grad)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute, but not a weight of codes, as torch's parametrizations do: they would compute with the codes."""
+        if name == "weight" and self.weight_dequant_scale is not None:
+            raise ValueError(
+                f"a converted layer holds its weight as {self.weight.dtype} codes, which cannot be parametrized or pruned; "
+                "allowed: layers that hold values. Do it before octet.initialize, which then leaves the layer as it is."
+            )
+        super().__delattr__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle; codes are not copied for torch's average of weights."""
+        if self.weight_dequant_scale is not None:
+            _refuse_average_of_codes()
+        return super().__reduce_ex__(protocol)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name_codes(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
+    ) -> None:
+        """Read what a layer of any level, or a plain one, has saved."""
+        holds_codes = self.weight_dequant_scale is not None
+        came_as_values = read_weight(self, state_dict, prefix, self._encode if holds_codes else None)
+        self.has_new_codes = self.has_new_codes or prefix + "weight" in state_dict
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        if came_as_values:
+            missing[:] = [name for name in missing if name != prefix + "_extra_state"]
+
+    def _encode(self, values: Tensor) -> EncodedWeight:
+        """Values as the layer holds its weight; those of a master weight wait for the optimizer."""
+        if self.has_master and values.shape == self.weight.shape:
+            self.initial_values = values.detach().to(self.weight.device, torch.float32, copy=True)
+        return encode_values(values, self.weight.dtype, has_residual=self.weight_residual is not None)
+
+
+def _refuse_average_of_codes() -> None:
+    """Raise ValueError where torch's AveragedModel is making its copy: it would average codes of different scales.
+
+    It copies a model as anyone does, and averages the copy's parameters without a call that a module could see.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is AveragedModel.__init__.__code__:
+            raise ValueError(
+                "torch's AveragedModel would average FP8 or FP16 codes whose scales differ; allowed: models that hold fp32 "
+                "weights. Use octet.AveragedModel, which averages their values and is used alike."
+            )
