@@ -94,6 +94,15 @@ _CONTROL = Row(
             ),
         ),
         Panel(
+            "Loops of the dispatcher",
+            "Failed steps of each loop, in ten minutes; and 1 while a loop makes no progress, which alerts.",
+            "short",
+            (
+                Query("sum by (loop) (increase(octet_loop_failures_total[10m]))", "{{loop}} failed"),
+                Query("max by (loop) (octet_dispatcher_loop_stalled)", "{{loop}} stalled"),
+            ),
+        ),
+        Panel(
             "Fenced writes",
             "Reports refused because their attempt no longer counts: each is a second life that was stopped.",
             "short",

@@ -88,7 +88,8 @@ class Mesh:
 
 def _meet(env: RankEnv) -> Any:
     """Open the `TCPStore` where the ranks meet. Ranks that meet on loopback are all on this machine, and listen there alone."""
-    is_first, host = env.rank == 0, env.master_address
+    runs_under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens there already
+    is_first, host = env.rank == 0 and not runs_under_torchrun, env.master_address
     listen_fd = None
     if _is_loopback(host):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -96,7 +97,7 @@ def _meet(env: RankEnv) -> Any:
         if is_first:  # given a port alone, the store listens on every address
             server = socket.create_server((host, env.master_port), backlog=env.world_size)
             listen_fd = server.detach()
-    return dist.TCPStore(
+    store = dist.TCPStore(
         host,
         env.master_port,
         env.world_size,
@@ -104,6 +105,9 @@ def _meet(env: RankEnv) -> Any:
         timeout=_COLLECTIVE_TIMEOUT,
         master_listen_fd=listen_fd,
     )
+    if runs_under_torchrun:  # the agent's store outlives its workers: each start has keys of its own, as torch has it
+        return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
 
 
 def _is_loopback(host: str) -> bool:
