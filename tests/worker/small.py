@@ -1,5 +1,9 @@
 """A small model with what `initialize` meets: converted layers with and without bias, nested, a norm, a head of its own."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -8,7 +12,14 @@ from worker import initialize
 from worker.fp8.linear import Float8Linear
 
 FP8_LEVELS = tuple(name for name, level in LEVELS.items() if level.has_own_fp8)
+SPREAD = ("te", "O2", "O3", "O3-split-8bit")
+"""One level for each way of holding a weight, and both kinds of states."""
 LEVELS_OF_CODES = tuple(name for name in FP8_LEVELS if LEVELS[name].weight != "fp32")
+
+
+def spread(levels: Iterable[str]) -> list[Any]:
+    """Parameters of a test: the levels of SPREAD; the others only in `make test-matrix`."""
+    return [level if level in SPREAD else pytest.param(level, marks=pytest.mark.matrix) for level in levels]
 
 
 class Small(nn.Module):

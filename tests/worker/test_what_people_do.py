@@ -17,6 +17,7 @@ from torch.nn.utils.fusion import fuse_linear_bn_eval
 from torch.utils.checkpoint import checkpoint
 
 from api_schemas.levels import LEVELS
+from tests.worker.small import spread
 from worker import initialize
 
 Results = list[Tensor]
@@ -193,7 +194,7 @@ def assert_close(level: str, found: Results, expected: Results, tolerance: float
         assert not other.numel() or not other.any() or error.item() < limit
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", spread(LEVELS))
 @pytest.mark.parametrize("do", DONE.values(), ids=DONE)
 def test_it_works_as_on_a_plain_model(do: Callable[[nn.Module], Results], level: str) -> None:
     plain, model, optimizer = pair(level)
@@ -205,7 +206,7 @@ def test_it_works_as_on_a_plain_model(do: Callable[[nn.Module], Results], level:
         assert not torch.equal(model.first.weight.view(torch.uint8), before.view(torch.uint8))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", spread(LEVELS))
 def test_rates_and_groups_change_between_steps(level: str) -> None:
     _, model, optimizer = pair(level)
     other = nn.Linear(32, 16)
