@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from worker import initialize
 from worker.fp8.convert import ConversionReport
 
-LEVELS = ("te", "O1", "O2", "O3-split", "O2-8bit")
+LEVELS = ["te", "O2", "O3-split", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("O1", "O2-8bit"))]
 
 
 def swin() -> tuple[nn.Module, dict[str, Tensor]]:

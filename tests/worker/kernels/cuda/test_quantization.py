@@ -196,7 +196,7 @@ def test_a_known_amax_is_scaled_by_and_the_rest_saturates(sides: str) -> None:
     assert float(actual[0].float().abs().max()) == 448
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 8))])
 def test_fuzz_the_transposed_codes_over_tiles(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any NaN in a tile leaves its neighbours alone, whatever the tile and the number of warps."""
     generator = torch.Generator().manual_seed(seed)
