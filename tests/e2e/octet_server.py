@@ -77,6 +77,15 @@ class Server:
                     found[process.pid] = process
         return list(found.values())
 
+    def processes_named(self, name: str) -> list[psutil.Process]:
+        """Those of `processes` that have this name. One that ends meanwhile is left out."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() == name:
+                    found.append(process)
+        return found
+
     def wait_for(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():

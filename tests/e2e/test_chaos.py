@@ -132,14 +132,15 @@ class TestServerStopped:
     ) -> None:
         """Ray's client answers the loss of its raylet with SystemExit, and after a minute ends the whole process."""
         jobs = [mortal_server.client.submit(spec_document | {"name": f"small-{number}"}) for number in range(3)]
-        mortal_server.wait_for(lambda: any(process.name() == "raylet" for process in mortal_server.processes()))
-        for process in mortal_server.processes():
-            if process.name() == "raylet":
-                process.kill()
+        mortal_server.wait_for(lambda: mortal_server.processes_named("raylet"))
+        for raylet in mortal_server.processes_named("raylet"):
+            raylet.kill()
         server = psutil.Process(mortal_server.pid)
         server.suspend()
-        mortal_server.wait_for(lambda: not any(process.name() == "gcs_server" for process in mortal_server.processes()))
-        server.resume()
+        try:
+            mortal_server.wait_for(lambda: not mortal_server.processes_named("gcs_server"))
+        finally:
+            server.resume()
         for job in jobs:
             finished = mortal_server.finish(job.id, 180)
             assert finished.state is JobState.SUCCEEDED, finished
