@@ -60,7 +60,7 @@ ELSEWHERE = {
     r"make compose-smoke": Elsewhere("Makefile", "deploy/compose/smoke.py", "Docker"),
     r"make compose-up|docker compose up -d --build": Elsewhere(_SMOKE, 'compose("up", "-d", "--build")', "Docker"),
     r"make compose-down|docker compose down": Elsewhere(_SMOKE, 'compose("down", "-v")', "Docker"),
-    r"docker compose run --rm demo": Elsewhere(_SMOKE, 'compose("run", "--rm", "demo")', "Docker"),
+    r"docker compose run --rm demo": Elsewhere(_SMOKE, 'compose("--profile", "demo", "run", "--rm", "demo")', "Docker"),
     r"export OCTET_API_KEY=.*": Elsewhere(_SMOKE, 'compose("exec", "-T", "api", "cat", "/secrets/api/key")', "Docker"),
     r"octet submit examples/gpt-tiny\.yaml --watch": Elsewhere(_SMOKE, "examples/gpt-tiny.yaml", "Docker"),
     r"octet list": Elsewhere("README.md", ".venv/bin/octet list"),
