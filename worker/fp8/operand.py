@@ -112,16 +112,13 @@ class OperandScaling(KeepsDtypes):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Start afresh where the state dict, of a plain model or another recipe, remembers nothing or in another shape."""
-        own = dict(self.named_buffers())
-        remembered = {name: state_dict[prefix + name] for name in REMEMBERED if prefix + name in state_dict}
-        fits = remembered.keys() == own.keys() - {"sample"} and all(
-            value.shape == own[name].shape for name, value in remembered.items()
-        )
-        if not fits:
-            for name in remembered:
+        own = {name: buffer for name, buffer in self.named_buffers() if name in REMEMBERED}
+        saved = {name: state_dict[prefix + name] for name in REMEMBERED if prefix + name in state_dict}
+        is_whole = len(saved) in (0, len(REMEMBERED))  # of a damaged one, torch says what is missing
+        if is_whole and {name: part.shape for name, part in saved.items()} != {name: part.shape for name, part in own.items()}:
+            for name in saved:
                 del state_dict[prefix + name]
-            for name in own.keys() - {"sample"}:
-                state_dict[prefix + name] = torch.zeros_like(own[name])
+            state_dict.update({prefix + name: torch.zeros_like(buffer) for name, buffer in own.items()})
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _quantize(self, x: Tensor, sides: str, amax: Tensor | None, uses_amax: Tensor | None) -> kernels.QuantizedOperand:
