@@ -14,7 +14,7 @@ from torch import Tensor, nn
 Change = Callable[[Tensor], Tensor]
 """What `nn.Module._apply` is given: makes the tensor that takes a tensor's place."""
 
-ALLOWED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of the plain parameters of a converted model."""
 
 
@@ -66,10 +66,10 @@ def check_cast(module: nn.Module, fn: Change) -> None:
     kinds = {(parameter.dtype, parameter.device) for parameter in module.parameters() if id(parameter) not in held}
     for dtype, device in kinds:
         result = fn(torch.empty(0, dtype=dtype, device=device)).dtype
-        if result != dtype and result not in ALLOWED_DTYPES:
+        if result != dtype and result not in TRAINABLE_DTYPES:
             raise ValueError(
                 f"the model was initialized at a precision level and cannot be cast to {result}; allowed: "
-                f"{', '.join(map(str, ALLOWED_DTYPES))}. Nothing was changed. Cast the model before "
+                f"{', '.join(map(str, TRAINABLE_DTYPES))}. Nothing was changed. Cast the model before "
                 "initialize."
             )
 

@@ -18,6 +18,7 @@ from torch import nn
 from api_schemas.levels import LEVELS
 from api_schemas.precision import PrecisionSpec
 from worker.fp8.bf16 import HalfLinear
+from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.fp8.health import StepKeeper
 from worker.fp8.layout import is_known_class, layout_of
 from worker.fp8.linear import Float8Linear
@@ -29,8 +30,6 @@ MIN_FEATURES = 16
 
 HEADS = ("head", "*.head", "*lm_head*", "*classifier*", "score", "*.score", "*predictions*", "*qa_outputs")
 """What torchvision, timm and transformers call the layer that makes the logits."""
-
-TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

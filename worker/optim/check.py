@@ -5,9 +5,10 @@ from dataclasses import fields
 import torch
 
 from api_schemas.levels import Level
+from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.optim.adam import LowBitAdamW
 from worker.optim.adopt import _own_options
-from worker.optim.optimizer import PLAIN_DTYPES, LowBitOptimizer, _check_states
+from worker.optim.optimizer import LowBitOptimizer, _check_states
 
 
 def check_adoptable(optimizer: torch.optim.Optimizer, level: Level) -> None:
@@ -21,9 +22,9 @@ def check_adoptable(optimizer: torch.optim.Optimizer, level: Level) -> None:
     for group in optimizer.param_groups:
         rule.check(own | _own_options(group, optimizer))
         for parameter in group["params"]:
-            if parameter.dtype not in PLAIN_DTYPES:
+            if parameter.dtype not in TRAINABLE_DTYPES:
                 raise ValueError(
-                    f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}. "
+                    f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, TRAINABLE_DTYPES))}. "
                     "Cast the model, or give this parameter an optimizer of its own."
                 )
     for state in optimizer.state.values():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from api_schemas.formats import MIN_QUANTIZED_ELEMENTS
 from worker import kernels
+from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.kernels.rounding import NUMBERS_PER_DRAW
 from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
 from worker.optim.gradients import GradientReader, all_finite
@@ -34,8 +35,6 @@ from worker.optim.weights import (
 
 if TYPE_CHECKING:
     from worker.optim.fused import FusedStep
-
-PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
@@ -83,7 +82,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self.rule.check(group)
         for parameter in group["params"]:
-            if parameter not in self._quantized and parameter.dtype not in PLAIN_DTYPES:
+            if parameter not in self._quantized and parameter.dtype not in TRAINABLE_DTYPES:
                 raise ValueError(f"{_wrong_dtype(parameter)} Name codes, and the scale that belongs to them, in `quantized`.")
             self._origins[parameter] = (len(self._origins), 0)
             if parameter.requires_grad:
@@ -157,7 +156,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def _follow(self, parameter: Tensor) -> None:
         """Let the states follow a parameter that was moved or loaded since the last step. ValueError if it was cast."""
         weight, state = self._quantized.get(parameter), self.state.get(parameter)
-        if weight is None and parameter.dtype not in PLAIN_DTYPES:
+        if weight is None and parameter.dtype not in TRAINABLE_DTYPES:
             raise ValueError(_wrong_dtype(parameter))
         if weight is not None and weight.codes is not parameter:
             raise ValueError(
@@ -298,7 +297,7 @@ def _check_states(saved: Mapping[str, Any], rule: Rule) -> None:
 
 
 def _wrong_dtype(parameter: Tensor) -> str:
-    return f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}."
+    return f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, TRAINABLE_DTYPES))}."
 
 
 def _check_parts(name: str, parts: Parts, codec: Codec) -> None:
