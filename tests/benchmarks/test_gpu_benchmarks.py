@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu import largest, session
 from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
 from benchmarks.gpu.session import Case, Section, Session
+from tests.waiting import LONG_S
 from worker.fp8.speedups import load_tables
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,7 +40,7 @@ def test_a_benchmark_fills_every_section_of_its_table(name: str, device: str, tm
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--smoke", "--device", device, "--out", str(tmp_path / "out")]
     command += ["--runs", str(tmp_path / "runs")] if name == "accuracy" else []
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "out").glob(f"*-gpu-{name}-smoke.md")
     text = path.read_text()

@@ -14,6 +14,7 @@ from api_schemas.models.gpt import gpt_sizes
 from benchmarks.gpu.fake_gpu import answer_host, fake_tensors
 from benchmarks.gpu.live_bytes import LiveBytes
 from benchmarks.gpu.networks import BF16_AMP, FP16_AMP, O1, O2, O3_SPLIT, TE, Step, Way, gpt_step
+from tests.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = gpt_sizes(64, 2, 2, 256, 32)
@@ -105,7 +106,7 @@ def test_the_benchmark_fills_its_table(sections: list[str], tmp_path: Path) -> N
     command = [sys.executable, "-m", "benchmarks.gpu.predicted_memory", "--smoke", "--out", str(tmp_path)]
     command += ["--sections", ",".join(sections)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*-gpu-predicted-memory-smoke.md")
     text = path.read_text()

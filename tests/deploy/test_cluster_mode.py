@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from service.jobs import commands
 from service.processes.dispatcher import dispatch, slots_wanted
 from service.processes.startup import cluster_settings
 from tests.service.postgres_server import server_or_skip
+from tests.waiting import LONG_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 API_KEY = "a-key-for-tests-0123456789"
-TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ class Process:
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(TIMEOUT_S)
+        return self.process.wait(LONG_S)
 
 
 @contextmanager
@@ -89,13 +89,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def has_loaded_ray(process: Process) -> bool:
     return "_raylet" in Path(f"/proc/{process.process.pid}/maps").read_text()
 
@@ -107,12 +100,12 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
     (tmp_path / "url").write_text(f"{postgres_url}\n")
     environment |= {"OCTET_DATABASE_URL_FILE": str(tmp_path / "url")}
     url = f"http://127.0.0.1:{environment['OCTET_PORT']}"
-    with running("api", environment, tmp_path / "api.log") as api, Client(url, API_KEY, patience_s=TIMEOUT_S) as client:
+    with running("api", environment, tmp_path / "api.log") as api, Client(url, API_KEY, patience_s=LONG_S) as client:
         job = client.submit(spec_document)
         assert not client.is_ready(), "no dispatcher leads yet"
         with running("dispatcher", environment, tmp_path / "dispatcher.log") as dispatcher:
-            wait_for(client.is_ready)
-            wait_for(lambda: dispatcher.said(f"the Ray head at {environment['OCTET_RAY_ADDRESS']} does not answer"))
+            wait_until(client.is_ready)
+            wait_until(lambda: dispatcher.said(f"the Ray head at {environment['OCTET_RAY_ADDRESS']} does not answer"))
             assert client.job(job.id).state is JobState.QUEUED
             assert dispatcher.end() == 0
         assert not client.is_ready(), "a dispatcher that is told to end hands its lease back"
@@ -154,7 +147,7 @@ def test_the_demo_waits_for_a_server_that_is_not_up_yet() -> None:
 def test_a_process_waits_for_a_database_that_is_away(command: str, environment: dict[str, str], tmp_path: Path) -> None:
     environment |= {"OCTET_DATABASE_URL": f"postgresql://octet@127.0.0.1:{free_port()}/octet"}
     with running(command, environment, tmp_path / "log") as process:
-        wait_for(lambda: process.said("the database does not answer; trying again"))
+        wait_until(lambda: process.said("the database does not answer; trying again"))
         assert process.end() == 0
 
 
@@ -179,7 +172,7 @@ def test_settings_that_cannot_work_are_refused(
 
 def test_the_command_says_in_one_line_what_to_change(environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "client.cli", "api", "--database-url-file", "/no/such/file"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=LONG_S)
     assert result.returncode == 2
     assert "'/no/such/file', cannot be read: No such file" in result.stderr
 

@@ -18,6 +18,7 @@ from jsonschema.exceptions import best_match
 from pydantic import TypeAdapter
 
 from api_schemas import PoolConfig
+from tests.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -256,7 +257,7 @@ def test_kustomize_renders_all_of_it() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=LONG_S,
         env=os.environ | {"HOME": "/tmp"},
     )
     assert rendered.returncode == 0, rendered.stderr

@@ -25,6 +25,7 @@ import yaml
 
 from client import Client
 from tests.docs.blocks import DOCUMENTS, ROOT, blocks, commands
+from tests.waiting import LONG_S
 
 SERVE = ".venv/bin/octet serve &"
 EXAMPLE = "examples/gpt-tiny.yaml"
@@ -131,7 +132,7 @@ class Scratch:
         text = command.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{self.port}").replace("job_…", job_id)
         text = text.replace("/usr/share/doc", str(self.folder / "text")).replace("/tmp/site", f"{self.folder}/site")
         text = text.replace('"steps": 200', f'"steps": {STEPS}, "eval_batches": 1')
-        arguments: dict[str, Any] = {"cwd": self.folder, "env": self.environment(), "timeout": 120}
+        arguments: dict[str, Any] = {"cwd": self.folder, "env": self.environment(), "timeout": LONG_S}
         answer = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, **arguments)
         assert answer.returncode == 0, f"{text}\n{answer.stdout[-3000:]}\n{answer.stderr[-3000:]}"
         return answer.stdout
@@ -166,7 +167,7 @@ def served(scratch: Scratch) -> Iterator[Scratch]:
         server = subprocess.Popen(command, cwd=scratch.folder, env=scratch.environment(), stdout=log, stderr=log)
     try:
         with Client(f"http://127.0.0.1:{scratch.port}") as client:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + LONG_S
             while not client.is_ready():
                 assert server.poll() is None, (scratch.folder / "server.log").read_text()
                 assert time.monotonic() < deadline, (scratch.folder / "server.log").read_text()
@@ -174,7 +175,7 @@ def served(scratch: Scratch) -> Iterator[Scratch]:
         yield scratch
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(60)
+        server.wait(LONG_S)
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ import pytest
 
 from api_schemas import Job
 from client import Client
+from tests.waiting import LONG_S
 
-_READY_S = 180.0
 _COUNTING = Path(__file__).with_name("counting")  # its sitecustomize.py notes each validation of a JobSpec
 
 
@@ -31,7 +31,7 @@ class Server:
         self.port = _free_port()
         self._counts_validations = counts_validations
         self._validations_file = data_dir / "validations"
-        self.client = Client(f"http://127.0.0.1:{self.port}", patience_s=30)
+        self.client = Client(f"http://127.0.0.1:{self.port}", patience_s=LONG_S)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class Server:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, umask=self._umask
             )
-        self.wait_for(self.client.is_ready, _READY_S)
+        self.wait_for(self.client.is_ready)
 
     def kill(self) -> None:
         """End the server with SIGKILL, so that it cannot clean up."""
@@ -57,7 +57,7 @@ class Server:
         assert self._process is not None
         self.client.close()
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait(60)
+        self._process.wait(LONG_S)
 
     def kill_the_cluster(self) -> None:
         """Kill the keeper, Ray and the ranks with SIGKILL, as if the machine lost its power."""
@@ -86,12 +86,12 @@ class Server:
                     found.append(process)
         return found
 
-    def wait_for(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait_for(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + LONG_S
         while not condition():
             if time.monotonic() > deadline:
                 log = (self.data_dir / "server.log").read_text(errors="replace")[-4000:]
-                pytest.fail(f"it did not happen within {timeout_s:g} s; the server's log ends:\n{log}")
+                pytest.fail(f"it did not happen within {LONG_S:g} s; the server's log ends:\n{log}")
             time.sleep(0.05)
 
     def wait_for_step(self, job_id: str, step: int) -> None:
@@ -104,8 +104,8 @@ class Server:
 
         self.wait_for(reached)
 
-    def finish(self, job_id: str, timeout_s: float = 120.0) -> Job:
-        self.wait_for(lambda: self.client.job(job_id).state.is_terminal, timeout_s)
+    def finish(self, job_id: str) -> Job:
+        self.wait_for(lambda: self.client.job(job_id).state.is_terminal)
         return self.client.job(job_id)
 
     @property

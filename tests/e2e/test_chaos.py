@@ -8,6 +8,7 @@ import pytest
 
 from api_schemas import FailureReason, Job, JobState
 from tests.e2e.octet_server import Server, losses
+from tests.waiting import LONG_S
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def kill_a_rank(server: Server) -> None:
     ranks = [process for process in server.processes() if "RankActor" in " ".join(process.cmdline())]
     assert ranks
     ranks[0].kill()
-    psutil.wait_procs(ranks[:1], timeout=10)
+    psutil.wait_procs(ranks[:1], timeout=LONG_S)
 
 
 def assert_gapless_and_each_attempt_after_the_other(server: Server, job: Job) -> None:
@@ -67,7 +68,7 @@ class TestServerKilled:
         mortal_server.kill()
         mortal_server.kill_the_cluster()
         mortal_server.start()
-        finished = mortal_server.finish(job.id, 180)
+        finished = mortal_server.finish(job.id)
         assert finished.state is JobState.SUCCEEDED, finished
         assert finished.num_attempts == 2
         last = max(mortal_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
@@ -89,7 +90,7 @@ class TestRayKilled:
         assert len(core) == 2
         for process in core:
             process.kill()
-        finished = mortal_server.finish(job.id, 180)
+        finished = mortal_server.finish(job.id)
         assert finished.state is JobState.SUCCEEDED, finished
         attempts = sorted(mortal_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
         assert [attempt.reason for attempt in attempts] == [FailureReason.CLUSTER_LOST, None]
@@ -103,7 +104,7 @@ class TestRankKilled:
         job = mortal_server.client.submit(long_job)
         mortal_server.wait_for_step(job.id, 5)
         kill_a_rank(mortal_server)
-        failed = mortal_server.finish(job.id, 60)
+        failed = mortal_server.finish(job.id)
         assert failed.state is JobState.FAILED
         assert failed.reason is FailureReason.WORKER_LOST
         assert failed.hint is not None
@@ -142,6 +143,6 @@ class TestServerStopped:
         finally:
             server.resume()
         for job in jobs:
-            finished = mortal_server.finish(job.id, 180)
+            finished = mortal_server.finish(job.id)
             assert finished.state is JobState.SUCCEEDED, finished
         assert mortal_server.client.is_ready()

@@ -13,6 +13,7 @@ import pytest
 from api_schemas import JobState
 from client import ApiError
 from tests.e2e.octet_server import Server, losses
+from tests.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -64,7 +65,7 @@ def test_a_running_job_is_cancelled(server: Server, long_job: dict[str, Any]) ->
     job = server.client.submit(long_job)
     server.wait_for_step(job.id, 3)
     server.client.cancel(job.id)
-    assert server.finish(job.id, 30).state is JobState.CANCELLED
+    assert server.finish(job.id).state is JobState.CANCELLED
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_a_bad_spec_is_refused_at_submission(
 
 def test_another_address_than_loopback_needs_a_key(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "client.cli", "serve", "--host", "0.0.0.0", "--port", "8765", "--data-dir", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S, cwd=ROOT)
     assert result.returncode == 2
     assert "key" in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -108,6 +109,6 @@ def test_the_same_spec_runs_under_torchrun_without_a_service(tmp_path: Path, spe
     (tmp_path / "job.json").write_text(json.dumps(spec_document | {"resources": {"workers": 2}}))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "worker.main"]
     command += [str(tmp_path / "job.json"), "--job-dir", str(tmp_path / "run")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4

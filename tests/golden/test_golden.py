@@ -73,14 +73,12 @@ def test_one_rank(golden: Result, alone: Callable[[str], Result], name: str) -> 
     assert_golden(alone(name), golden["trained"]["rank0of1"][name], golden)
 
 
-@pytest.mark.timeout(900)  # for the fixture, on a machine under load
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks(golden: Result, together: list[dict[str, Result]], name: str) -> None:
     assert_golden(together[0][name], golden["trained"]["rank0of2"][name], golden)
     assert together[0][name]["state"] == together[1][name]["state"]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_train_what_one_trains(alone: Callable[[str], Result], together: list[dict[str, Result]], name: str) -> None:
     losses, losses_of_two = alone(name)["losses"], together[0][name]["losses"]

@@ -27,6 +27,7 @@ from api_schemas import JobSpec
 from api_schemas.levels import LEVELS
 from tests.e2e.octet_server import Server
 from tests.observability.dcgm import LABELS
+from tests.waiting import LONG_S
 from worker.metrics.exporter import MetricsCollector
 from worker.metrics.table import Metrics
 
@@ -44,10 +45,10 @@ DCGM = {
 class Run:
     """The jobs to run: O2 on two ranks, then the other levels, with the same model, text and number of steps."""
 
-    hidden_size: int = 64
+    hidden_size: int = 32
     num_layers: int = 2
-    steps: int = 200
-    global_batch_size: int = 8
+    steps: int = 100
+    global_batch_size: int = 4
     sequence_length: int = 64
     statistics_every: int = 5
     other_levels: tuple[str, ...] = ("bf16-amp",)
@@ -70,7 +71,7 @@ class Run:
                 "training": {
                     "steps": self.steps, "global_batch_size": self.global_batch_size,
                     "micro_batch_size": self.global_batch_size // 2, "sequence_length": self.sequence_length,
-                    "eval_every": 40, "eval_batches": 2, "checkpoint_every": 40, "schedule": {"warmup_steps": 10},
+                    "eval_every": 20, "eval_batches": 2, "checkpoint_every": 20, "schedule": {"warmup_steps": 10},
                 },
                 "resources": {"workers": workers},
                 "labels": {"comparison": "live"},
@@ -125,7 +126,7 @@ class Prometheus:
     def __exit__(self, *_error: object) -> None:
         assert self._process is not None
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(LONG_S)
 
     def instant(self, expr: str) -> list[dict[str, Any]]:
         return self._get("query", query=expr)
@@ -133,7 +134,7 @@ class Prometheus:
     def range(self, expr: str, start: float, end: float, step_s: float = SCRAPE_S) -> list[dict[str, Any]]:
         return self._get("query_range", query=expr, start=start, end=end, step=step_s)
 
-    def wait_for(self, expr: str, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+    def wait_for(self, expr: str, timeout_s: float = LONG_S) -> list[dict[str, Any]]:
         """Wait until the expression has a value, and return it."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -150,7 +151,7 @@ class Prometheus:
     def _get(self, what: str, **parameters: Any) -> list[dict[str, Any]]:
         query = urllib.parse.urlencode(parameters)
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/{what}?{query}", timeout=30) as answer:
+            with urllib.request.urlopen(f"{self.url}/api/v1/{what}?{query}", timeout=LONG_S) as answer:
                 body = json.load(answer)
         except urllib.error.HTTPError as error:
             if error.code == 503:
@@ -177,17 +178,17 @@ class Live:
             self.jobs[level] = self.server.client.submit(run.spec(corpus, level, workers=run.other_workers)).id
         if run.demotes:
             demoting = run.spec(corpus, "O2", workers=1) | {"labels": {}}
-            demoting["precision"] |= {"demotion": {"min_sqnr_db": 100.0, "patience": 20}}  # nothing reaches 100 dB
+            demoting["precision"] |= {"demotion": {"min_sqnr_db": 100.0, "patience": 8}}  # nothing reaches 100 dB
             self.jobs["demotes"] = self.server.client.submit(demoting).id
         self.jobs["fails"] = self.server.client.submit(Run(steps=20).spec(gone, "fp32", workers=1)).id
         shutil.rmtree(gone)
         self.server.wait_for_step(self.jobs["O2"], 1)
-        self.prometheus.wait_for(f'octet_train_step{{job_id="{self.jobs["O2"]}", rank="1"}} > {run.steps // 4}', timeout_s=300)
+        self.prometheus.wait_for(f'octet_train_step{{job_id="{self.jobs["O2"]}", rank="1"}} > {run.steps // 4}')
         targets = json.loads(get(f"http://127.0.0.1:{self.server.port}/internal/v1/prometheus/targets"))
         self.exposed["rank"] = get(f"http://{targets[0]['targets'][0]}/metrics")
         self.exposed["api"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
         for job_id in self.jobs.values():
-            self.server.finish(job_id, timeout_s=600)
+            self.server.finish(job_id)
         time.sleep(3 * SCRAPE_S)  # lets Prometheus scrape the last values and evaluate the rules on them
         self.exposed["api at the end"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
         self.end = time.time()
@@ -251,7 +252,7 @@ def gpu_stand_in() -> Iterator[str]:
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=LONG_S) as answer:
         text: str = answer.read().decode()
     return text
 

@@ -12,6 +12,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from api_schemas import CheckpointRef, CheckpointReport, EventReport, ExporterReport, JobSpec, ReportBody, StepReport
+from tests.waiting import LONG_S
 from worker.config import RankEnv, resolve
 from worker.fp8.convert import FilteredLayer
 from worker.fp8.linear import Fallback
@@ -37,7 +38,7 @@ def scrape() -> Scrape:
 
 
 def parse(address: str) -> dict[tuple[str, str], float]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=LONG_S) as answer:
         text = answer.read().decode()
     return {
         (sample.name, next(iter(sample.labels.values()), "")): sample.value

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-_START_S = 30.0
+from tests.waiting import LONG_S
 
 
 class Unavailable(Exception):
@@ -57,7 +57,7 @@ def running_server() -> Iterator[str]:
         finally:
             server.send_signal(signal.SIGINT)  # disconnects every client and stops
             try:
-                server.wait(10)
+                server.wait(LONG_S)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
@@ -99,7 +99,7 @@ def _run(command: Sequence[str | Path], user: dict[str, Any]) -> None:
 
 
 def _wait_until_ready(programs: Path, folder: Path, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + LONG_S
     probe = [str(programs / "pg_isready"), "-q", "-h", str(folder)]
     while subprocess.run(probe, check=False, capture_output=True).returncode != 0:
         if server.poll() is not None or time.monotonic() > deadline:

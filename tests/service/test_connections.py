@@ -16,9 +16,9 @@ from service.http import bodies
 from service.processes.server import http_server, raise_descriptor_limit
 from service.processes.startup import listening
 from service.settings import Settings
+from tests.waiting import LONG_S
 
 KEY = "a key that is long enough"
-LONG_S = 60.0
 Serve = Callable[..., Any]
 
 

@@ -148,7 +148,6 @@ def test_a_deposed_dispatcher_writes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # for the whole matrix, on a machine under load
 @pytest.mark.parametrize("cluster_dies_too", [False, True], ids=["cluster-lives", "cluster-dies-too"])
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["spread", "whole"])
 def test_killed_at_every_instant_it_recovers(

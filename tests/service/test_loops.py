@@ -2,8 +2,7 @@
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -23,25 +22,20 @@ from service.store.queue import LOOP_PRECISION
 from service.telemetry.loops import FAILING_S, WAITING_S, LoopHealth
 from tests.service.conftest import POOLS, TestClient
 from tests.service.world import TurnedClock, World
+from tests.waiting import LONG_S, wait_until
 
-LONG_S = 3600.0
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
+NEVER_S = 3600.0
+"""An interval after which a loop does not run within a test."""
 
 
 def test_a_loop_runs_at_once_when_woken_and_stops_when_told() -> None:
     ran = threading.Semaphore(0)
-    loop = Loop("test", ran.release, LONG_S)
+    loop = Loop("test", ran.release, NEVER_S)
     loop.start()
-    assert ran.acquire(timeout=10), "it runs at the start"
+    assert ran.acquire(timeout=LONG_S), "it runs at the start"
     loop.wake()
-    assert ran.acquire(timeout=10), "it runs when woken, not after an hour"
-    loop.stop(10)
+    assert ran.acquire(timeout=LONG_S), "it runs when woken, not after an hour"
+    loop.stop(LONG_S)
     loop.wake()
     assert not ran.acquire(timeout=0.05)
 
@@ -56,10 +50,10 @@ def test_a_loop_survives_its_step(failure: BaseException, caplog: pytest.LogCapt
             raise error
         ran.release()
 
-    loop = Loop("test", step, LONG_S)
+    loop = Loop("test", step, NEVER_S)
     loop.start()
-    assert ran.acquire(timeout=10)
-    loop.stop(10)
+    assert ran.acquire(timeout=LONG_S)
+    loop.stop(LONG_S)
     assert "the test loop failed, 1 in a row" in caplog.text
 
 
@@ -73,12 +67,12 @@ def test_a_job_runs_through_the_threads(database_url: str, settings: Settings, s
         world = World(database, RealClock(), settings, launcher, JobSpec.model_validate(spec_document), leads=False)
         job_id = world.submit()
         dispatcher.wake()
-        wait_for(lambda: bool(launcher.orders))
+        wait_until(lambda: bool(launcher.orders))
         rank = world.rank_of(job_id)
         rank.begin()
         rank.succeed()
         dispatcher.wake()
-        wait_for(lambda: world.attempts(job_id)[0].released_at is not None)
+        wait_until(lambda: world.attempts(job_id)[0].released_at is not None)
         assert world.job(job_id).state is JobState.SUCCEEDED
         assert launcher.orders == {}
     finally:
@@ -110,7 +104,7 @@ def test_a_job_runs_although_the_cluster_s_client_ends_the_program(
     job_id = World(database, RealClock(), settings, launcher, JobSpec.model_validate(spec_document), leads=False).submit()
     dispatcher.start()
     try:
-        wait_for(lambda: bool(launcher.orders))
+        wait_until(lambda: bool(launcher.orders))
     finally:
         dispatcher.stop()
     (family,) = dispatcher.health.collect()

@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from service.jobs import admission
 from tests.service.test_jobs_api import problem_of
 from tests.service.world import World
+from tests.waiting import LONG_S
 
 Document = dict[str, Any]
 NUM_REQUESTS = 41  # one more than FastAPI has threads
@@ -23,7 +24,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore,
 
     def hold(*_: Any) -> None:
         begun.release()
-        assert let_go.wait(60)
+        assert let_go.wait(LONG_S)
 
     monkeypatch.setattr(admission, "check", hold)
     yield begun, let_go

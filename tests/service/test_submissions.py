@@ -16,8 +16,7 @@ from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
 from tests.service.simulation import check_invariants
 from tests.service.world import World
-
-LONG_S = 60.0
+from tests.waiting import LONG_S
 
 
 def show(_session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:

@@ -1,8 +1,7 @@
 """A rank's connection to the control plane: order, delivery after an outage, the lease, cancellation, fencing."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,6 +17,7 @@ from api_schemas import (
     ReportBatch,
     ReportReply,
 )
+from tests.waiting import LONG_S, wait_until
 from worker.errors import Cancelled, Fenced, LeaseLost
 from worker.reporting.reporter import HttpReporter
 
@@ -32,9 +32,11 @@ class ControlPlane:
         self.desired = DesiredState.RUN
         self.lose_next_reply = False
         self.heard = threading.Event()
+        self.refused = threading.Event()
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if self.away:
+            self.refused.set()
             raise httpx.ConnectError("connection refused")
         assert request.headers["authorization"] == "Bearer secret"
         if self.status != 200:
@@ -93,13 +95,6 @@ def reporter(
         control_plane.away, control_plane.status = False, 200
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen within 10 s"
-        time.sleep(0.005)
-
-
 def send_lines(reporter: HttpReporter, count: int) -> None:
     for number in range(count):
         reporter.send(LogReport(level="INFO", message=str(number)))
@@ -123,9 +118,9 @@ def test_nothing_is_lost_while_the_control_plane_is_away(reporter: HttpReporter,
 def test_a_rank_that_is_not_heard_for_its_lease_stops(
     reporter: HttpReporter, control_plane: ControlPlane, clock: Clock
 ) -> None:
-    assert control_plane.heard.wait(10)
+    assert control_plane.heard.wait(LONG_S)
     control_plane.away = True
-    time.sleep(0.6)  # a request that is already on its way may still renew the lease
+    assert control_plane.refused.wait(LONG_S), "a request that was already on its way may have renewed the lease"
     clock.now += 61
     with pytest.raises(LeaseLost):
         reporter.check()
@@ -135,9 +130,9 @@ def test_heartbeats_renew_the_lease(reporter: HttpReporter, control_plane: Contr
     for _ in range(4):
         clock.now += 40
         control_plane.heard.clear()
-        assert control_plane.heard.wait(10)
+        assert control_plane.heard.wait(LONG_S)
         control_plane.heard.clear()
-        assert control_plane.heard.wait(10)
+        assert control_plane.heard.wait(LONG_S)
         reporter.check()
 
 
@@ -169,5 +164,5 @@ def test_a_fenced_rank_writes_no_more(reporter: HttpReporter, control_plane: Con
     control_plane.status = 200
     num_before = len(control_plane.reports)
     send_lines(reporter, 10)
-    time.sleep(0.5)
+    wait_until(lambda: "octet-report" not in {thread.name for thread in threading.enumerate()})
     assert len(control_plane.reports) == num_before

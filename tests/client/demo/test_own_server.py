@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from client.demo.own_server import OwnServer
 from client.errors import ServerFailed
 from client.terminal import Terminal
+from tests.waiting import wait_until
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -50,16 +50,13 @@ def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
 
 def test_what_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
     stubborn = server(tmp_path, STUBBORN)
-    while not (text := stubborn.log_path.read_text()).endswith("\n"):
-        time.sleep(0.01)
+    wait_until(lambda: stubborn.log_path.read_text().endswith("\n"))
+    text = stubborn.log_path.read_text()
     assert is_running(int(text))
     stubborn.stop(timeout_s=0.1)
     with pytest.raises(ServerFailed, match="exit status -9"):
         stubborn.check()
-    deadline = time.monotonic() + 10
-    while is_running(int(text)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_running(int(text))
+    wait_until(lambda: not is_running(int(text)))
 
 
 def test_settings_of_another_server_are_not_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
