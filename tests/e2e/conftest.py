@@ -8,9 +8,9 @@ import pytest
 from tests.e2e.octet_server import Server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that do not kill it."""
+    """One server for the tests of a module that do not kill it."""
     yield from served(Server(tmp_path_factory.mktemp("octet"), counts_validations=True))
 
 

@@ -20,9 +20,9 @@ Result = dict[str, Any]
 pytestmark = pytest.mark.slow
 
 ON_TWO_RANKS = [
-    level if level in ("fp32", "te", "O2", "O3-split") else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS
+    level if level in ("te", "O2", "O3-split") else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS
 ]
-"""Not in the matrix: gradients averaged in fp32 and in FP8, amax windows and split weights that ranks must agree on."""
+"""Not in the matrix: gradients averaged in fp32 (te) and in FP8, amax windows and split weights that ranks must agree on."""
 
 ON_ANOTHER_MACHINE = 2e-2
 """Relative tolerance of a loss. If fp32 products differ in their last bits, FP8 codes flip, and 20 steps amplify that."""
@@ -95,6 +95,7 @@ def test_quantizers(golden: Result) -> None:
     assert record.quantizer_hashes() == golden["quantizers"]
 
 
+@pytest.mark.matrix  # tests/worker/kernels/cuda compares them with the reference
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns in the interpreter
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
 def test_quantizers_in_triton(golden: Result) -> None:

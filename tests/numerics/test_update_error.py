@@ -94,7 +94,7 @@ def update_error(gradients: list[Tensor], rule: Rule, group: Group, codecs: tupl
     return sum(errors[-NUM_MEASURED:]) / NUM_MEASURED
 
 
-@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("beta2", [0.95, pytest.param(0.999, marks=pytest.mark.matrix)])
 class TestUpdateError:
     """NUMERICS.md, section 7. The worst of the four weights counts."""
 

@@ -29,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Live]:
     try:
         with running(tmp_path_factory.mktemp("live"), corpus) as live:

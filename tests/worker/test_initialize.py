@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
+from tests.worker.small import spread
 from worker import initialize
 from worker.fp8.gradient import Float8Gradient
 from worker.fp8.linear import Fallback, Float8Linear
@@ -73,7 +74,7 @@ def test_gradients_accumulate_over_micro_batches(accumulation: str) -> None:
     assert isinstance(model.blocks[0].mlp.up.weight.grad, Float8Gradient) == (accumulation == "fp8")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", spread(LEVELS))
 def test_resume_is_bit_identical(level: str) -> None:
     model, optimizer = make(level, seed=1)
     train(model, optimizer, range(3), num_micro_batches=2)
@@ -90,7 +91,7 @@ def test_resume_is_bit_identical(level: str) -> None:
     assert_same_tensors(resumed, model)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", spread(LEVELS))
 def test_a_deep_copy_trains_on_alike_and_apart(level: str) -> None:
     model, optimizer = make(level)
     train(model, optimizer, range(2))

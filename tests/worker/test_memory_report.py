@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
 from tests.numerics.measure import peak_bytes
+from tests.worker.small import spread
 from worker import initialize, memory_report
 from worker.fp8.operand import OperandScaling
 from worker.fp8.statistics import CHUNK_ELEMENTS, measure
@@ -51,7 +52,7 @@ def num_history_bytes(model: nn.Module) -> int:
     return sum(buffer.untyped_storage().nbytes() for scaling in scalings for buffer in scaling.buffers())
 
 
-@pytest.mark.parametrize("level", [name for name, row in LEVELS.items() if row.weight_gradient == "fp8"])
+@pytest.mark.parametrize("level", spread(name for name, row in LEVELS.items() if row.weight_gradient == "fp8"))
 def test_nothing_holds_more_than_two_layers_for_a_moment(level: str) -> None:
     """Covers forward and backward; tests/worker/optim covers the optimizer's step."""
     num_layers, layer = 16, 256 * 256
@@ -109,7 +110,7 @@ def live_storages() -> dict[int, int]:
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", spread(LEVELS))
 def test_the_report_counts_all_that_is_alive(level: str) -> None:
     before = live_storages()
     model = ThreeLayers()

@@ -13,6 +13,7 @@ from api_schemas import GPTSizes, TextSpec
 from api_schemas.levels import LEVELS
 from benchmarks.accuracy import DEFAULT_LIMIT, LIMITS, Run, Setting, gap, train_curve
 from tests.text import write_corpus
+from tests.worker.small import spread
 from worker.data.text import open_source
 from worker.data.windows import TokenWindows
 
@@ -43,7 +44,7 @@ def test_the_reference_learns(reference: Callable[[Setting], Run]) -> None:
     assert run.final_loss < 0.6 * math.log(256)
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "fp32"])
+@pytest.mark.parametrize("level", spread(level for level in LEVELS if level != "fp32"))
 def test_a_short_run_learns_as_fp32_does(level: str, reference: Callable[[Setting], Run], text: TokenWindows) -> None:
     run = train_curve(level, SHORT, text)
     limit = SHORT_LIMIT_OF_8BIT_STATES if LEVELS[level].exp_avg == "int8-companded" else SHORT_LIMIT

@@ -123,13 +123,10 @@ def test_lion(held: str, arrives: str, exp_avg_codec: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"decoupled_weight_decay": False, "weight_decay": 0.1},
-        {"weight_decay": 0.0, "maximize": True},
+        {"decoupled_weight_decay": False, "weight_decay": 0.1, "betas": (0.95, 0.9)},
+        {"weight_decay": 0.0, "maximize": True, "eps": 0.0},
         {"betas": (0.0, 0.5), "eps": 1e-3},
-        {"betas": (0.95, 0.9)},
-        {"eps": 0.0},
-        {"rule": "lion", "maximize": True},
-        {"rule": "lion", "betas": (0.0, 0.5), "weight_decay": 0.3},
+        {"rule": "lion", "maximize": True, "betas": (0.0, 0.5), "weight_decay": 0.3},
     ],
     ids=str,
 )

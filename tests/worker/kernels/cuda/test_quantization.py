@@ -109,8 +109,8 @@ class TestQuantize:
             assert_same(one, other)
 
     def test_strides_do_not_matter(self, kind: ScaleKind, dtype: torch.dtype) -> None:
-        x = hard_matrix(150, 280)
-        for view in (x.t(), x[:, ::2], x[17:150, 3:200], x[:1].expand(140, 280), x.view(150, 2, 140).transpose(0, 1)):
+        x = hard_matrix(130, 204)
+        for view in (x.t(), x[:, ::2], x[17:120, 3:100], x[:1].expand(9, 204), x.view(130, 2, 102).transpose(0, 1)):
             codes, dequant_scale = quantization.quantize(view, dtype, kind, 0, None)
             expected_codes, expected_scale = reference.quantize(view.contiguous(), dtype, kind, 0, None)
             assert_same(codes, expected_codes)
@@ -156,8 +156,8 @@ class TestOperand:
 
     @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16])
     def test_strided_16_bit_input(self, kind: ScaleKind, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
-        x = hard_matrix(150, 280, input_dtype)
-        for view in (x[17:150, 3:200], x.t(), x[:1].expand(140, 280)):
+        x = hard_matrix(130, 204, input_dtype)
+        for view in (x[17:120, 3:100], x.t(), x[:1].expand(9, 204)):
             actual = quantization.quantize_operand(view, dtype, kind, 0, "both")
             expected = reference.quantize_operand(view.contiguous(), dtype, kind, 0, "both")
             for one, other in zip(actual, expected, strict=True):
