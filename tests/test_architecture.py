@@ -1,6 +1,7 @@
 """Import rules hold: what each part may import, and what an import may load. import-linter checks the rest (`make lint`)."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -52,6 +53,23 @@ def test_importing_loads_no_stranger(module: str, must_not_load: list[str]) -> N
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
+
+
+_RANK = """
+import sys
+from worker.main import main
+assert main([sys.argv[1], "--job-dir", sys.argv[2]]) == 0
+print(*sorted({"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "ray"} & set(sys.modules)))
+"""
+
+
+def test_a_rank_that_trains_loads_no_compiler(spec_document: dict[str, object], tmp_path: Path) -> None:
+    """torch loads it for an optimizer, and DTensor for a gradient of ours: together as long as all the rest of a start."""
+    (tmp_path / "job.json").write_text(json.dumps(spec_document | {"precision": {"level": "O2"}}))
+    program = [sys.executable, "-c", _RANK, str(tmp_path / "job.json"), str(tmp_path / "run")]
+    result = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == ""
 
 
 def test_the_reading_list_is_ten_files_of_1500_lines() -> None:

@@ -37,7 +37,7 @@ from worker.metrics.activations import activations_counted_once
 from worker.metrics.memory import memory_report
 from worker.metrics.table import Metrics
 from worker.models import Losses, TrainedModel, build_model
-from worker.optim import build_optimizer
+from worker.optim import build_optimizer, clip_grad_norm_
 from worker.optim.schedule import learning_rate_at, parameter_groups
 from worker.parallel import average_gradients, broadcast_parameters, share_scaling
 from worker.prepare import prepare
@@ -116,7 +116,7 @@ class Trainer:
             average_gradients(self.model.parameters(), self.mesh.data, self.config.precision.gradient_communication)
             share_scaling(self.model, self.mesh.stage)
         with self.metrics.timed("optimizer"):
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
+            norm = clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
             self.optimizer.step()
         if not self.progress.memory_bytes:
             self._count_memory()

@@ -147,7 +147,7 @@ def _foreach_on_scales(op: Any) -> Handler:
     def on_scales(gradients: list[Tensor], *factors: Any) -> Any:
         if not all(map(_is_one_number, tree_leaves(factors))):
             return NotImplemented
-        return op(_scales_of(gradients), *factors)
+        return op(scales_of(gradients), *factors)
 
     return on_scales
 
@@ -156,14 +156,14 @@ def _is_one_number(factor: Any) -> bool:
     return not isinstance(factor, Tensor) or (factor.numel() == 1 and factor.ndim <= 1 and not _is_encoded(factor))
 
 
-def _scales_of(gradients: list[Tensor]) -> list[Tensor]:
+def scales_of(gradients: list[Tensor]) -> list[Tensor]:
     """The scales of FP8 gradients, and the others as they are."""
     return [gradient.dequant_scale if isinstance(gradient, Float8Gradient) else gradient for gradient in gradients]
 
 
 def _unscale_(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """Multiply by the inverse of GradScaler's loss scale; found_inf becomes 1 if one is not finite."""
-    torch._amp_foreach_non_finite_check_and_unscale_(_scales_of(gradients), found_inf, inverse_scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(scales_of(gradients), found_inf, inverse_scale)
 
 
 def _zero_(gradient: Float8Gradient) -> Float8Gradient:
@@ -196,7 +196,7 @@ def _clip(func: Any) -> Handler:
     return clip
 
 
-def _foreach_norm(gradients: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+def norms_of(gradients: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     """In as few launches as there are kinds of gradients; by another order than 2, FP8 ones are decoded one at a time."""
     in_codes = [gradient for gradient in gradients if _is_normed_in_codes(gradient, order)]
     plain = [gradient for gradient in gradients if not isinstance(gradient, Float8Gradient)]
@@ -233,7 +233,7 @@ _ON_CODES: dict[Any, Handler] = {
     aten.sub_.Tensor: _sub_,
     **{op: _on_scale(op) for op in (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default)},
     **{op: _foreach_on_scales(op) for op in _PRODUCTS},
-    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._foreach_norm.Scalar: norms_of,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
     aten.zero_.default: _zero_,
     aten.copy_.default: _copy_,

@@ -4,6 +4,7 @@ from worker.optim.adam import Hyperparameters, LowBitAdamW
 from worker.optim.adopt import OPTIMIZERS, REPRESENTABLE, adopt
 from worker.optim.build import build_optimizer, make_by_name
 from worker.optim.check import check_adoptable
+from worker.optim.clip import clip_grad_norm_
 from worker.optim.lion import LionHyperparameters, LowBitLion
 from worker.optim.optimizer import LowBitOptimizer
 from worker.optim.take_over import take_over
@@ -21,6 +22,7 @@ __all__ = [
     "adopt",
     "build_optimizer",
     "check_adoptable",
+    "clip_grad_norm_",
     "make_by_name",
     "take_over",
 ]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from api_schemas import OptimizerSpec
+from worker.optim.eager import leave_the_compiler_unloaded
 from worker.optim.lion import LionHyperparameters, LowBitLion
 
 BY_NAME: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -18,6 +19,7 @@ BY_NAME: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 def build_optimizer(parameter_groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
     """An optimizer of fp32 parameters by the name in the spec, before conversion. A group's own `weight_decay` goes first."""
+    leave_the_compiler_unloaded()
     match spec.name:
         case "adamw":
             return torch.optim.AdamW(

@@ -1,0 +1,28 @@
+"""Clips gradients by their norm, to the bits of `torch.nn.utils.clip_grad_norm_`, in at most three launches for all of them.
+
+torch's function takes gradients one by one as soon as one of them is a subclass. The first subclass that torch dispatches also
+makes it load DTensor and sympy, more than a second of a rank's start; so gradients in FP8 are read here, not dispatched.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from worker.fp8.gradient_ops import norms_of, scales_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients, on one device, so that their norm as one vector is at most max_norm.
+
+    Returns the norm before, fp32 (). Gradients in FP8 keep their codes; their scales change.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    dtypes = list(dict.fromkeys(gradient.dtype for gradient in gradients))
+    gradients.sort(key=lambda gradient: dtypes.index(gradient.dtype))  # torch adds the squares in this order
+    norm = torch.linalg.vector_norm(torch.stack(norms_of(gradients)))
+    torch._foreach_mul_(scales_of(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
