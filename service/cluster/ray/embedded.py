@@ -29,6 +29,7 @@ _START_S = 60.0
 _LINGER_S = 120.0
 _STOP_S = 10.0
 _KEEPER_LOCK = "keeper.lock"
+_PUBLISHED = "cluster.json"
 _OBJECT_STORE_BYTES = 100_000_000
 # With exactly this address Ray's servers listen on loopback alone; with any other, 127.0.0.2 too, they listen on every address.
 # Without the setting Ray replaces it by the address of the current network. Despite its name it works on Linux too.
@@ -38,7 +39,8 @@ _STAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # holds the interpreter's lock: the event loop stood still for 0.6 to 1.1 s, and the first job started 3 s later (docs/log.md).
 _RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0"}
 # By default Ray ends the driver's process, the server, 60 s after a call to a GCS that is gone. The server starts another GCS.
-_DRIVER_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1000000"}
+# And it tries 20 times, 41 s each, to connect to one that went away meanwhile; the next call of the launcher finds the new one.
+_DRIVER_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1000000", "RAY_NUM_REDIS_GET_RETRIES": "2"}
 
 
 class LocalRay:
@@ -70,6 +72,7 @@ class LocalRay:
                 if not _is_locked(self._dir / _KEEPER_LOCK) and not (self._keeper and self._keeper.poll() is None):
                     if num_started:
                         break
+                    (self._dir / _PUBLISHED).unlink(missing_ok=True)  # of a keeper that was killed; nobody answers there
                     self._keeper, num_started = self._start_keeper(), 1
             time.sleep(0.05)
         log = self._dir / "keeper.log"
@@ -98,7 +101,7 @@ class LocalRay:
         if not _is_locked(self._dir / _KEEPER_LOCK):
             return None
         try:
-            return str(json.loads((self._dir / "cluster.json").read_text())["address"])
+            return str(json.loads((self._dir / _PUBLISHED).read_text())["address"])
         except (OSError, ValueError, KeyError):
             return None
 
@@ -183,7 +186,7 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
         return 0
     os.truncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
-    (folder / "cluster.json").unlink(missing_ok=True)
+    (folder / _PUBLISHED).unlink(missing_ok=True)
     # Ray opens its temporary folder to everybody (0777), so it gets one inside a folder that only we can enter. Ray keeps its
     # sockets there, and the path of a socket has 107 characters at most.
     private_dir = Path(tempfile.mkdtemp(prefix="octet-ray-"))
@@ -204,7 +207,7 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
             time.sleep(0.05 if not published else 0.5)
         return 0 if stopping else ray.poll() or 0
     finally:
-        (folder / "cluster.json").unlink(missing_ok=True)
+        (folder / _PUBLISHED).unlink(missing_ok=True)
         end_ray(ray)
         shutil.rmtree(private_dir, ignore_errors=True)
 
@@ -236,9 +239,9 @@ def _publish(folder: Path, temp_dir: Path) -> bool:
         return False
     if not address:
         return False
-    unfinished = folder / "cluster.json.new"
+    unfinished = folder / f"{_PUBLISHED}.new"
     unfinished.write_text(json.dumps({"address": address, "temp_dir": str(temp_dir)}))
-    unfinished.rename(folder / "cluster.json")
+    unfinished.rename(folder / _PUBLISHED)
     return True
 
 

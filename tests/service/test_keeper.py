@@ -1,0 +1,41 @@
+"""Finding the embedded cluster's keeper, without a Ray."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.cluster.ray.embedded import LocalRay
+from tests.service.conftest import POOLS
+
+OF_A_KILLED_KEEPER, OF_THE_NEW_ONE = "127.0.0.1:1", "127.0.0.1:2"
+NEW_KEEPER = """
+import fcntl, json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+lock = (folder / "keeper.lock").open("w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+time.sleep(0.5)  # Ray starts
+(folder / "cluster.json").write_text(json.dumps({"address": sys.argv[2]}))
+sys.stdin.read()
+"""
+
+
+def test_the_address_that_a_killed_keeper_left_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that connects there tries for minutes, and holds up every other call meanwhile."""
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    (folder / "cluster.json").write_text(json.dumps({"address": OF_A_KILLED_KEEPER}))
+    local = LocalRay(tmp_path, POOLS)
+    command = [sys.executable, "-c", NEW_KEEPER, str(folder), OF_THE_NEW_ONE]
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        return started[0]
+
+    monkeypatch.setattr(local, "_start_keeper", start)
+    assert local.ensure() == OF_THE_NEW_ONE
+    (keeper,) = started
+    keeper.communicate(b"")
