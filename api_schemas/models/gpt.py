@@ -3,15 +3,14 @@
 from typing import ClassVar, Literal
 
 from api_schemas.base import refusal
-from api_schemas.models.base import FamilySizes, FamilySpec, Size, divisors
+from api_schemas.inputs import Task, TokenInput
+from api_schemas.models.base import FamilySizes, Size, SizedSpec, divisors
 
 PresetName = Literal["gpt-tiny", "gpt-mini", "gpt-125m", "gpt-350m", "gpt-1.3b", "gpt-6.7b"]
 
 
 class GPTSizes(FamilySizes):
     """Every size of a GPT, resolved: no defaults are left to fill in."""
-
-    metrics: ClassVar[tuple[str, ...]] = ("token_accuracy",)
 
     hidden_size: Size
     num_layers: Size
@@ -27,6 +26,16 @@ class GPTSizes(FamilySizes):
                 allowed=f"a divisor of hidden_size {self.hidden_size}: {divisors(self.hidden_size)}",
                 change="Change model.num_heads or model.hidden_size.",
             )
+
+    @property
+    def task(self) -> Task:
+        """Predict each next token."""
+        return "next_token"
+
+    @property
+    def takes(self) -> TokenInput:
+        """Sequences of tokens."""
+        return TokenInput(self.vocab_size, self.max_sequence_length)
 
     @property
     def num_parameters(self) -> int:
@@ -61,7 +70,7 @@ def gpt_sizes(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int
     )
 
 
-class GPTSpec(FamilySpec):
+class GPTSpec(SizedSpec):
     """A GPT by preset, by sizes, or by preset with some sizes changed."""
 
     sizes_type: ClassVar[type[FamilySizes]] = GPTSizes
