@@ -127,9 +127,7 @@ class ValidatedJob(Contract):
     sizes: ModelSizes
     num_parameters: int | None = Field(description="null if only a rank can count: family huggingface")
     recipe: RecipeSpec | None = Field(description=_RECIPE)
-    num_block_weights: int | None = Field(
-        description="elements of the weight matrices that the level converts; null if only a rank can count"
-    )
+    num_block_weights: int | None = Field(description="elements of the weight matrices that the level converts; null as above")
     micro_batch_size: int
     tokens_per_step: int
 

@@ -37,7 +37,7 @@ from worker.metrics.activations import activations_counted_once
 from worker.metrics.memory import memory_report
 from worker.metrics.table import Metrics
 from worker.models import Losses, TrainedModel, build_model
-from worker.models.flops import linear_flops_per_token
+from worker.models.flops import flops_per_token
 from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups
 from worker.parallel import average_gradients, broadcast_parameters, share_scaling
@@ -184,8 +184,8 @@ class Trainer:
         self.model.train()
         *sums, num_targets = data.sum(*totals.values())
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
-        measured = {name: _finite(value) for name, value in means.items() if name != "loss"}
-        loss = _finite(means["loss"])
+        measured = {name: _finite(value) for name, value in means.items()}
+        loss = measured.pop("loss")
         self._tell(EvaluationReport(step=self.progress.step, loss=loss, tokens=int(num_targets), metrics=measured))
         return means
 
@@ -206,8 +206,7 @@ class Trainer:
 
     def _prepare(self, model: TrainedModel) -> None:
         config = self.config
-        counted = config.sizes.flops_per_token(config.sequence_length)
-        self.flops_per_token = linear_flops_per_token(model) if counted is None else counted
+        self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
         prepared = prepare(
             model,

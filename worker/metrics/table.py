@@ -49,11 +49,6 @@ FAMILIES = (
     ),
     Family("octet_train_flops_utilization_ratio", "model FLOP/s of the last step over the peak that the label names", "peak"),
     Family("octet_train_evaluation_loss", "loss of the last evaluation, nats per token"),
-    Family(
-        "octet_train_evaluation_accuracy_ratio",
-        "share of targets that the last evaluation found right, by the model's own measure",
-        "measure",
-    ),
     Family("octet_memory_bytes", "bytes of live tensors at the end of the first step's backward pass, by class", "class"),
     Family("octet_memory_used_bytes", "memory in use now: on cuda by the whole device, on cpu by this process (resident)"),
     Family("octet_memory_peak_bytes", "highest use so far: on cuda allocated by torch, on cpu resident in this process"),
@@ -178,8 +173,6 @@ class Metrics:
                 self._observe_step(body)
             case EvaluationReport():
                 self.set("octet_train_evaluation_loss", _number(body.loss))
-                for name, value in body.metrics.items():
-                    self.set("octet_train_evaluation_accuracy_ratio", _number(value), name)
             case CheckpointReport():
                 self.add("octet_checkpoints_total", 1)
                 self.set("octet_checkpoint_bytes", body.num_bytes)

@@ -1,6 +1,14 @@
-"""Count the operations of a network whose code is not ours, from its linear layers."""
+"""Count the operations of a network, by its contract or, if its code is not ours, from its linear layers."""
 
 from torch import nn
+
+from api_schemas import FamilySizes
+
+
+def flops_per_token(sizes: FamilySizes, model: nn.Module, sequence_length: int) -> float:
+    """FLOPs of the model for one token, forward and backward, without recomputation. Call it before conversion."""
+    counted = sizes.flops_per_token(sequence_length)
+    return linear_flops_per_token(model) if counted is None else counted
 
 
 def linear_flops_per_token(model: nn.Module) -> float:
