@@ -35,6 +35,8 @@ def test_a_presets_name_selects_the_family() -> None:
 @pytest.mark.parametrize(
     ("preset", "num_parameters"),
     [
+        ("gpt-13b", 12_853_626_880),
+        ("gpt-175b", 174_604_836_864),
         ("roberta-base", 124_697_433),
         ("roberta-large", 355_412_057),
         ("deit-s", 22_050_664),
