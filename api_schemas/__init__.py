@@ -6,6 +6,8 @@ This is the one import path for other packages; `tests/api_schemas/test_surface.
 from api_schemas.attempt import Attempt, Checkpoint, Event, LogLine, MetricPoint
 from api_schemas.base import Contract, JsonScalar, Timestamp, refusal
 from api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec, Unfit
+from api_schemas.fit import misfit, tokens_per_sample
+from api_schemas.inputs import ImageInput, Task, TokenInput
 from api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes, ValidatedJob
 from api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
 from api_schemas.layout import AxisName, BatchDivision, Layout
@@ -61,6 +63,7 @@ __all__ = [
     "FinishedReport",
     "GPTSizes",
     "GPTSpec",
+    "ImageInput",
     "Job",
     "JobSpec",
     "JobState",
@@ -98,13 +101,17 @@ __all__ = [
     "StartTimes",
     "StartedReport",
     "StepReport",
+    "Task",
     "TextSpec",
     "Timestamp",
+    "TokenInput",
     "TrainingSpec",
     "Unfit",
     "ValidatedJob",
     "Violation",
     "explain",
     "explain_details",
+    "misfit",
     "refusal",
+    "tokens_per_sample",
 ]

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from api_schemas.accelerate import is_accelerate, precision_from_accelerate
 from api_schemas.base import Contract, Timestamp, refusal
 from api_schemas.data import DataSpec, Unfit
+from api_schemas.fit import misfit, tokens_per_sample
 from api_schemas.layout import BatchDivision, Layout
 from api_schemas.models import ModelSizes, ModelSpec
 from api_schemas.precision import PrecisionSpec
@@ -65,6 +66,11 @@ class JobSpec(Contract):
         micro_batch_size = training.micro_batch_size or training.global_batch_size // num_data_ranks
         return BatchDivision(training.global_batch_size, micro_batch_size, num_data_ranks)
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens of one sample: those of a sequence, or those that the model takes from an image."""
+        return tokens_per_sample(self.model.sizes.takes, self.training.sequence_length)
+
     def without_effect(self) -> Unfit | None:
         """Return the option that a library call accepts but a job would ignore, or None. Stored jobs may have one."""
         torchao = self.precision.torchao
@@ -78,21 +84,9 @@ class JobSpec(Contract):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        training, sizes = self.training, self.model.sizes
-        if training.sequence_length > sizes.max_sequence_length:
-            raise refusal(
-                "training.sequence_length",
-                got=training.sequence_length,
-                allowed=f"at most the model's max_sequence_length, {sizes.max_sequence_length}",
-                change="Shorten training.sequence_length or raise model.max_sequence_length.",
-            )
-        if sizes.vocab_size < self.data.min_vocab_size:
-            raise refusal(
-                "model.vocab_size",
-                got=sizes.vocab_size,
-                allowed=f"at least {self.data.min_vocab_size}, the vocabulary of source {self.data.source}",
-                change="Raise model.vocab_size.",
-            )
+        training = self.training
+        if unfit := misfit(self.model.sizes.takes, self.data, training.sequence_length):
+            raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
         self._check_division()
         if training.schedule.warmup_steps >= training.steps and training.schedule.warmup_steps > 0:
             raise refusal(
@@ -131,9 +125,9 @@ class ValidatedJob(Contract):
     object: Literal["validated_job"] = "validated_job"
     spec: JobSpec = Field(description="with every default filled in")
     sizes: ModelSizes
-    num_parameters: int
+    num_parameters: int | None = Field(description="null if only a rank can count: family huggingface")
     recipe: RecipeSpec | None = Field(description=_RECIPE)
-    num_block_weights: int = Field(description="elements of the weight matrices that the level converts")
+    num_block_weights: int | None = Field(description="elements of the weight matrices that the level converts; null as above")
     micro_batch_size: int
     tokens_per_step: int
 

@@ -55,12 +55,15 @@ class StepReport(Contract):
 
 
 class EvaluationReport(Contract):
-    """The mean loss over the evaluation batches after `step`, in nats per token."""
+    """The mean loss over the evaluation batches after `step`, in nats per target: a token or an image."""
 
     kind: Literal["evaluation"] = "evaluation"
     step: Step
     loss: float | None
     tokens: Count
+    metrics: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$")], float | None] = Field(
+        default_factory=dict, max_length=16, description="other values that the model's family measures, by name"
+    )
 
 
 class CheckpointReport(Contract):

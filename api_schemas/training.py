@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from api_schemas.base import Contract, refusal
 
 _EPS = 1e-8
+DEFAULT_SEQUENCE_LENGTH = 256
 
 OptimizerName = Literal["adamw", "lion"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -56,7 +57,7 @@ class TrainingSpec(Contract):
         le=1_048_576,
         description="sequences per rank and forward pass; default: all sequences of the rank",
     )
-    sequence_length: int = Field(default=256, ge=2, le=1_048_576)
+    sequence_length: int = Field(default=DEFAULT_SEQUENCE_LENGTH, ge=2, le=1_048_576)
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()
     gradient_clip: float | None = Field(

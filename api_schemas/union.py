@@ -13,11 +13,16 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True)
 class FieldTag:
-    """Reads the tag of a document or instance. `hint`: another field; its value up to the first "-" serves as the tag."""
+    """Reads the tag of a document or instance.
+
+    `hint`: another field; its value up to the first "-" serves as the tag. `other_hints`: such values that stand for another
+    tag, each with the tag.
+    """
 
     field: str
     default: str
     hint: str | None = None
+    other_hints: tuple[tuple[str, str], ...] = ()
 
     __name__ = "FieldTag"  # pydantic asks a discriminator for its name
 
@@ -25,12 +30,12 @@ class FieldTag:
         if not isinstance(value, Mapping):
             return str(getattr(value, self.field, self.default))
         hinted = str(value.get(self.hint) or "").partition("-")[0] if self.hint else ""
-        return str(value.get(self.field) or hinted or self.default)
+        return str(value.get(self.field) or dict(self.other_hints).get(hinted, hinted) or self.default)
 
 
-def by_field(field: str, default: str, hint: str | None = None) -> Discriminator:
+def by_field(field: str, default: str, hint: str | None = None, other_hints: tuple[tuple[str, str], ...] = ()) -> Discriminator:
     """Build the metadata with which `field` selects the member of a union of tagged contracts."""
-    return Discriminator(FieldTag(field, default, hint))
+    return Discriminator(FieldTag(field, default, hint, other_hints))
 
 
 def member_for(annotation: Any, value: Any) -> Any:

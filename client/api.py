@@ -22,6 +22,7 @@ from urllib.parse import quote
 import httpx
 
 from api_schemas import Attempt, Checkpoint, Contract, Event, Job, JobSpec, LogLine, MetricPoint, Page, Pool, ValidatedJob
+from api_schemas.catalog import ModelFamily
 from api_schemas.levels import Level
 from client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
 from client.errors import WaitTimeout
@@ -111,6 +112,10 @@ class Client:
     def metrics(self, job_id: str, *, after: int = 0) -> Iterator[MetricPoint]:
         """Iterate over the job's curve: the steps later than `after`, in order."""
         return self._records(job_id, "metrics", Page[MetricPoint], after)
+
+    def models(self) -> Iterator[ModelFamily]:
+        """Iterate over the families of models, with their presets and the bytes that each takes at each level."""
+        return self._items("/v1/models", Page[ModelFamily])
 
     def levels(self) -> Iterator[Level]:
         """Iterate over the precision levels and what each stores in what."""

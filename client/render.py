@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api_schemas import Attempt, Checkpoint, Event, Job, JobState, LogLine, MetricPoint, Pool
+from api_schemas.catalog import ModelFamily
 from api_schemas.levels import Level
 from client.text import duration, num_bytes, number, one_line, printable
 
@@ -73,7 +74,7 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
         yield "recipe", str(job.recipe)
     for setting in spec.precision.not_applied:
         yield "ignored", setting
-    yield "model", f"{spec.model.preset or spec.model.family}, {spec.model.sizes.num_parameters:,} parameters"
+    yield "model", f"{spec.model.title}, {_num_parameters(job)} parameters"
     yield "data", spec.data.path
     yield "pool", f"{spec.resources.pool}, {spec.resources.workers} worker{'s' if spec.resources.workers > 1 else ''}"
     yield "attempts", f"{job.num_attempts}, failed {job.num_failures} of at most {spec.retry.max_failures} retried"
@@ -90,12 +91,22 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
     yield from _results(job)
 
 
+def _num_parameters(job: Job) -> str:
+    """Count by the family's contract, or else as the rank counted. A dash until then."""
+    counted = job.spec.model.sizes.num_parameters
+    if counted is None and job.summary is not None:
+        counted = job.summary.num_parameters
+    return number(counted, ",d")
+
+
 def _results(job: Job) -> Iterable[tuple[str, str]]:
     summary = job.summary
     if summary is None:
         return
     yield "final loss", number(summary.final_loss)
     yield "evaluation", f"loss {summary.evaluation_loss:.4f}, perplexity {summary.evaluation_perplexity:.3f}"
+    for name, value in summary.evaluation_metrics.items():
+        yield name.replace("_", " "), f"{value:.2%}"
     yield (
         "speed",
         f"{summary.tokens_per_s:,.0f} tokens/s, {summary.tokens:,} tokens in {duration(summary.train_time_s)}",
@@ -156,6 +167,24 @@ def metrics_table(points: Iterable[MetricPoint]) -> Table:
             number(point.tokens_per_s, ",.0f"),
             duration(point.data_wait_s),
         )
+    return grid
+
+
+def models_table(families: Sequence[ModelFamily]) -> Table:
+    """Presets with parameters and bytes; a column stands for all levels that take the same bytes for every preset."""
+    presets = [(family.family, preset) for family in families for preset in family.presets]
+    columns: dict[tuple[int, ...], list[str]] = {}
+    for level in presets[0][1].bytes_by_level if presets else ():
+        columns.setdefault(tuple(preset.bytes_by_level[level] for _, preset in presets), []).append(level)
+    names = [f"{levels[0]}, …" if len(levels) > 1 else levels[0] for levels in columns.values()]
+    grid = table("FAMILY", "PRESET", "PARAMETERS", *names, right=("PARAMETERS", *names))
+    for row, (family, preset) in enumerate(presets):
+        sizes = (num_bytes(bytes_of_presets[row]) for bytes_of_presets in columns)
+        grid.add_row(family, preset.name, f"{preset.num_parameters:,}", *sizes)
+    for entry in families:
+        if entry.architectures:
+            count = sum(map(len, entry.architectures.values()))
+            grid.add_row(entry.family, f"{count} architectures", number(None), *(number(None) for _ in names))
     return grid
 
 

@@ -7,6 +7,7 @@ from api_schemas import (
     ANY_FILE,
     BatchDivision,
     DataSpec,
+    FamilySizes,
     Files,
     JobSpec,
     Layout,
@@ -14,6 +15,8 @@ from api_schemas import (
     OptimizerSpec,
     PrecisionSpec,
     ScheduleSpec,
+    misfit,
+    tokens_per_sample,
 )
 
 
@@ -37,10 +40,11 @@ class RankEnv:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Every number that the training loop reads. Batch sizes count sequences."""
+    """Every number that the training loop reads. Batch sizes count samples of `sequence_length` tokens each."""
 
     precision: PrecisionSpec
     model: ModelSpec
+    sizes: FamilySizes
     data: DataSpec
     readable_files: Files
     env: RankEnv
@@ -63,9 +67,9 @@ class TrainConfig:
 
 
 def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = None) -> TrainConfig:
-    """Resolve the spec for this rank. Raises ValueError if the number of ranks differs from the spec's.
+    """Resolve the spec for this rank. Raises ValueError if it does not fit the number of ranks or the model's files.
 
-    data_roots: the folders that the job's data must lie in; None allows any file.
+    data_roots: the folders that the job's data and model must lie in; None allows any file.
     """
     layout = spec.layout
     if env.world_size != layout.num_ranks:
@@ -76,16 +80,19 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
     if unfit := spec.without_effect():
         raise unfit
     training = spec.training
+    files = ANY_FILE if data_roots is None else Files.below(tuple(map(Path, data_roots)))
+    sizes = _read_sizes(spec, files)
     return TrainConfig(
         precision=spec.precision,
         model=spec.model,
+        sizes=sizes,
         data=spec.data,
-        readable_files=ANY_FILE if data_roots is None else Files.below(tuple(map(Path, data_roots))),
+        readable_files=files,
         env=env,
         layout=layout,
         batch=spec.batch,
         steps=training.steps,
-        sequence_length=training.sequence_length,
+        sequence_length=tokens_per_sample(sizes.takes, training.sequence_length),
         optimizer=training.optimizer,
         schedule=training.schedule,
         gradient_clip=training.gradient_clip,
@@ -94,3 +101,15 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
         checkpoint_every=training.checkpoint_every,
         seed=training.seed,
     )
+
+
+def _read_sizes(spec: JobSpec, files: Files) -> FamilySizes:
+    """Return the model's sizes, with what its files say. Raises Unfit if the files are wrong or do not fit the data."""
+    try:
+        sizes = spec.model.read_sizes(files)
+    except OSError as error:
+        folder = error.filename or spec.model.files
+        raise ValueError(f"cannot read {folder}: {error.strerror}. Mount it, make it readable or change model.path.") from error
+    if unfit := misfit(sizes.takes, spec.data, spec.training.sequence_length):
+        raise unfit
+    return sizes

@@ -37,6 +37,7 @@ from worker.metrics.activations import activations_counted_once
 from worker.metrics.memory import memory_report
 from worker.metrics.table import Metrics
 from worker.models import Losses, TrainedModel, build_model
+from worker.models.flops import flops_per_token
 from worker.optim import build_optimizer, clip_grad_norm_
 from worker.optim.schedule import learning_rate_at, parameter_groups
 from worker.parallel import average_gradients, broadcast_parameters, share_scaling
@@ -66,6 +67,7 @@ class Trainer:
     conversion: ConversionReport
     optimizer: torch.optim.Optimizer
     health: StepKeeper | None
+    flops_per_token: float
     progress: Progress
     step_times_s: deque[float]
 
@@ -79,9 +81,9 @@ class Trainer:
         self.folder = job_dir / "checkpoints"
         self.progress = Progress()
         self.step_times_s = deque(maxlen=_STEP_TIMES_KEPT)
-        self.source = open_source(config.data, config.sequence_length, config.seed, config.readable_files)
+        self.source = open_source(config.data, config.sequence_length, config.seed, config.readable_files, config.sizes.takes)
         torch.manual_seed(config.seed)
-        self._prepare(build_model(config.model, config.seed).to(mesh.device))
+        self._prepare(build_model(config.model, config.seed, config.readable_files).to(mesh.device))
         broadcast_parameters(self.model, mesh.data)
         self._tell(PhaseReport(phase="model_built"))
 
@@ -169,7 +171,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss, and the family's metrics, over the evaluation samples of all data ranks."""
         self.model.eval()
-        names = ("loss", *self.config.model.sizes.metrics)
+        names = ("loss", *self.config.sizes.metrics)
         totals = dict.fromkeys((*names, "num_targets"), 0.0)
         data = self.mesh.data
         for samples in self.source.evaluation_batches(
@@ -182,7 +184,9 @@ class Trainer:
         self.model.train()
         *sums, num_targets = data.sum(*totals.values())
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
-        self._tell(EvaluationReport(step=self.progress.step, loss=_finite(means["loss"]), tokens=int(num_targets)))
+        measured = {name: _finite(value) for name, value in means.items()}
+        loss = measured.pop("loss")
+        self._tell(EvaluationReport(step=self.progress.step, loss=loss, tokens=int(num_targets), metrics=measured))
         return means
 
     def save(self) -> None:
@@ -202,6 +206,7 @@ class Trainer:
 
     def _prepare(self, model: TrainedModel) -> None:
         config = self.config
+        self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
         prepared = prepare(
             model,
@@ -243,13 +248,13 @@ class Trainer:
         self.metrics.describe_work(
             rank_share=1 / self.mesh.world.size,
             samples_per_step=self.config.batch.global_batch_size,
-            flops_per_token=self.config.model.sizes.flops_per_token(self.config.sequence_length),
+            flops_per_token=self.flops_per_token,
         )
         self._tell(started(self.config, self.mesh, self.model, self.conversion, self.progress.step))
         for _ in range(count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
-            for event in conversion_events(self.conversion):
+            for event in conversion_events(self.conversion, self.model):
                 self._tell(event)
 
     def _set_learning_rate(self) -> float:

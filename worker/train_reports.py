@@ -38,8 +38,15 @@ def started(config: TrainConfig, mesh: Mesh, model: nn.Module, conversion: Conve
     )
 
 
-def conversion_events(conversion: ConversionReport) -> Iterator[EventReport]:
+def conversion_events(conversion: ConversionReport, model: nn.Module) -> Iterator[EventReport]:
     """What a person should know of the conversion before the first step."""
+    if left := stacked_matrices(model):
+        num_left, share = sum(left.values()), sum(left.values()) / num_parameters(model)
+        message = (
+            f"{num_left:,} parameters ({share:.0%} of the model) stay in fp32: no nn.Linear holds them, as experts that "
+            f"lie in one tensor: {', '.join(left)}"
+        )
+        yield EventReport(type="layers.not_linear", message=message[:4096], data={"parameters": num_left})
     if conversion.filtered:
         message = f"layers that multiply in bf16 because FP8 gains nothing there: {conversion.why_filtered}"
         yield EventReport(type="layers.filtered", message=message[:4096], data={"layers": len(conversion.filtered)})
@@ -73,6 +80,17 @@ def summarize(
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         data=dict(facts),
     )
+
+
+def stacked_matrices(model: nn.Module) -> dict[str, int]:
+    """Elements of the parameters that hold several matrices outside torch's own modules, which no level converts, by name."""
+    return {
+        f"{name}.{parameter_name}" if name else parameter_name: parameter.numel()
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn")
+        for parameter_name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3 and min(parameter.shape) > 1
+    }
 
 
 def num_parameters(model: nn.Module) -> int:

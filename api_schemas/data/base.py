@@ -13,19 +13,23 @@ from pydantic import Field, field_validator
 
 from api_schemas.base import Contract, refusal
 from api_schemas.data.files import ANY_FILE, Files
+from api_schemas.inputs import BatchKind, ImageInput
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The properties of a job that its data must satisfy."""
+    """The properties of a job that its data must satisfy. images: of a model that takes images; the others are of tokens."""
 
     sequence_length: int
     vocab_size: int
+    images: ImageInput | None = None
 
 
 class SourceSpec(Contract):
     """Base of all sources that are files under a path."""
 
+    gives: ClassVar[BatchKind] = "tokens"
+    """The kind of batches that models are given from this source."""
     min_vocab_size: ClassVar[int] = 1
     """The smallest vocabulary of a model that can read this source, if the spec alone determines it."""
 

@@ -7,26 +7,54 @@ from typing import Annotated
 
 from pydantic import Tag
 
-from api_schemas.models.base import FamilySizes, FamilySpec
+from api_schemas.models.base import FamilySizes, FamilySpec, SizedSpec
+from api_schemas.models.deit import DeiTSizes, DeiTSpec
 from api_schemas.models.gpt import GPTSizes, GPTSpec
+from api_schemas.models.huggingface import HuggingFaceSizes, HuggingFaceSpec
 from api_schemas.models.llama import LlamaSizes, LlamaSpec
+from api_schemas.models.roberta import RobertaSizes, RobertaSpec
+from api_schemas.models.swin import SwinSizes, SwinSpec
 from api_schemas.union import by_field
 
 ModelSpec = Annotated[
-    Annotated[GPTSpec, Tag("gpt")] | Annotated[LlamaSpec, Tag("llama")],
-    by_field("family", default="gpt", hint="preset"),
+    Annotated[GPTSpec, Tag("gpt")]
+    | Annotated[LlamaSpec, Tag("llama")]
+    | Annotated[RobertaSpec, Tag("roberta")]
+    | Annotated[DeiTSpec, Tag("deit")]
+    | Annotated[SwinSpec, Tag("swin")]
+    | Annotated[HuggingFaceSpec, Tag("huggingface")],
+    by_field("family", default="gpt", hint="preset", other_hints=(("vit", "deit"),)),
 ]
-ModelSizes = GPTSizes | LlamaSizes
-PRESETS: dict[str, FamilySizes] = {**GPTSpec.presets, **LlamaSpec.presets}
+ModelSizes = GPTSizes | LlamaSizes | RobertaSizes | DeiTSizes | SwinSizes | HuggingFaceSizes
+FAMILIES_WITH_PRESETS: dict[str, type[SizedSpec]] = {
+    "gpt": GPTSpec,
+    "llama": LlamaSpec,
+    "roberta": RobertaSpec,
+    "deit": DeiTSpec,
+    "swin": SwinSpec,
+}
+PRESETS: dict[str, FamilySizes] = {
+    name: sizes for family in FAMILIES_WITH_PRESETS.values() for name, sizes in family.presets.items()
+}
 
 __all__ = [
+    "FAMILIES_WITH_PRESETS",
     "PRESETS",
+    "DeiTSizes",
+    "DeiTSpec",
     "FamilySizes",
     "FamilySpec",
     "GPTSizes",
     "GPTSpec",
+    "HuggingFaceSizes",
+    "HuggingFaceSpec",
     "LlamaSizes",
     "LlamaSpec",
     "ModelSizes",
     "ModelSpec",
+    "RobertaSizes",
+    "RobertaSpec",
+    "SizedSpec",
+    "SwinSizes",
+    "SwinSpec",
 ]

@@ -11,28 +11,45 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from api_schemas.base import Contract, refusal
+from api_schemas.data.files import ANY_FILE, Files
+from api_schemas.inputs import METRICS, ImageInput, Task, TokenInput
 
 Size = Annotated[int, Field(ge=1, le=1_048_576)]
 
 
 class FamilySizes(Contract):
-    """Every size of a network, resolved: no defaults are left to fill in."""
+    """Every size of a network, resolved: no defaults are left to fill in.
 
-    metrics: ClassVar[tuple[str, ...]]
-    """Names of the values that an evaluation measures besides the loss; each is a mean over the same targets."""
+    Counts are None where only the rank can count, because the network's code is not ours (`huggingface`).
+    """
 
     @property
     @abstractmethod
-    def num_parameters(self) -> int:
+    def task(self) -> Task:
+        """The values that the network learns to predict."""
+
+    @property
+    @abstractmethod
+    def takes(self) -> TokenInput | ImageInput:
+        """The batches that the network reads."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the values that an evaluation measures besides the loss; each is a mean over the same targets."""
+        return METRICS[self.task]
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int | None:
         """Parameters of the network; tied ones count once."""
 
     @property
     @abstractmethod
-    def num_block_weights(self) -> int:
+    def num_block_weights(self) -> int | None:
         """Elements of the weight matrices inside the blocks, which a level converts."""
 
     @abstractmethod
-    def flops_per_token(self, sequence_length: int) -> float:
+    def flops_per_token(self, sequence_length: int) -> float | None:
         """FLOPs of the model for one token, forward and backward, without recomputation."""
 
     def check(self) -> None:
@@ -40,6 +57,31 @@ class FamilySizes(Contract):
 
 
 class FamilySpec(Contract):
+    """A network as a job asks for it. A subclass names the fields; each has `preset`, None if the family has no presets."""
+
+    family: str
+
+    @property
+    @abstractmethod
+    def sizes(self) -> FamilySizes:
+        """The sizes, as far as the spec alone says them."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The network's name in a table."""
+
+    @property
+    def files(self) -> str | None:
+        """The absolute path of the folder that holds the network's configuration and weights; None without such files."""
+        return None
+
+    def read_sizes(self, files: Files = ANY_FILE) -> FamilySizes:
+        """Return the sizes together with what the network's files say. Raises Unfit or OSError if those do not fit."""
+        return self.sizes
+
+
+class SizedSpec(FamilySpec):
     """A network by preset, by sizes, or by preset with some sizes changed. A subclass names the fields of its sizes."""
 
     sizes_type: ClassVar[type[FamilySizes]]
@@ -49,8 +91,12 @@ class FamilySpec(Contract):
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Default values of sizes set by neither preset nor job."""
 
-    family: str
     preset: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The preset's name, or else the family's."""
+        return self.preset or self.family
 
     @model_validator(mode="after")
     def _complete_and_consistent(self) -> Self:
@@ -69,8 +115,13 @@ class FamilySpec(Contract):
         preset = self.presets[self.preset].model_dump() if self.preset else {}
         names = self.sizes_type.model_fields
         merged = {name: preset.get(name) if getattr(self, name) is None else getattr(self, name) for name in names}
+        merged |= self._derived(merged)
         others = {name: merged[source] for name, source in self.optional_sizes.items()} | dict(self.defaults)
         return {name: others.get(name) if value is None else value for name, value in merged.items()}
+
+    def _derived(self, sizes: dict[str, Any]) -> dict[str, Any]:
+        """Return sizes that follow from others, unless the job sets them. sizes: from preset and job; None where unset."""
+        return {}
 
     def _resolved(self) -> FamilySizes:
         return self.sizes_type.model_validate(self._merged())

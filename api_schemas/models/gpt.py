@@ -3,15 +3,16 @@
 from typing import ClassVar, Literal
 
 from api_schemas.base import refusal
-from api_schemas.models.base import FamilySizes, FamilySpec, Size, divisors
+from api_schemas.inputs import Task, TokenInput
+from api_schemas.models.base import FamilySizes, Size, SizedSpec, divisors
 
-PresetName = Literal["gpt-tiny", "gpt-mini", "gpt-125m", "gpt-350m", "gpt-1.3b", "gpt-6.7b"]
+PresetName = Literal[
+    "gpt-tiny", "gpt-mini", "gpt-125m", "gpt-350m", "gpt-760m", "gpt-1.3b", "gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-175b"
+]
 
 
 class GPTSizes(FamilySizes):
     """Every size of a GPT, resolved: no defaults are left to fill in."""
-
-    metrics: ClassVar[tuple[str, ...]] = ("token_accuracy",)
 
     hidden_size: Size
     num_layers: Size
@@ -27,6 +28,16 @@ class GPTSizes(FamilySizes):
                 allowed=f"a divisor of hidden_size {self.hidden_size}: {divisors(self.hidden_size)}",
                 change="Change model.num_heads or model.hidden_size.",
             )
+
+    @property
+    def task(self) -> Task:
+        """Predict each next token."""
+        return "next_token"
+
+    @property
+    def takes(self) -> TokenInput:
+        """Sequences of tokens."""
+        return TokenInput(self.vocab_size, self.max_sequence_length)
 
     @property
     def num_parameters(self) -> int:
@@ -61,8 +72,12 @@ def gpt_sizes(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int
     )
 
 
-class GPTSpec(FamilySpec):
-    """A GPT by preset, by sizes, or by preset with some sizes changed."""
+class GPTSpec(SizedSpec):
+    """A GPT by preset, by sizes, or by preset with some sizes changed.
+
+    From 125m on, presets have the widths and depths of GPT-3 (Brown et al. 2020, table 2.1); 13b has width 5120 in place of
+    5140, which 40 heads do not divide into multiples of 16.
+    """
 
     sizes_type: ClassVar[type[FamilySizes]] = GPTSizes
     presets: ClassVar[dict[str, GPTSizes]] = {
@@ -70,8 +85,12 @@ class GPTSpec(FamilySpec):
         "gpt-mini": gpt_sizes(256, 6, 8, 256, 512),
         "gpt-125m": gpt_sizes(768, 12, 12, 50_304, 1024),
         "gpt-350m": gpt_sizes(1024, 24, 16, 50_304, 1024),
+        "gpt-760m": gpt_sizes(1536, 24, 16, 50_304, 2048),
         "gpt-1.3b": gpt_sizes(2048, 24, 16, 50_304, 2048),
+        "gpt-2.7b": gpt_sizes(2560, 32, 32, 50_304, 2048),
         "gpt-6.7b": gpt_sizes(4096, 32, 32, 50_304, 2048),
+        "gpt-13b": gpt_sizes(5120, 40, 40, 50_304, 2048),
+        "gpt-175b": gpt_sizes(12_288, 96, 96, 50_304, 2048),
     }
 
     family: Literal["gpt"] = "gpt"

@@ -6,15 +6,14 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from api_schemas.base import refusal
-from api_schemas.models.base import FamilySizes, FamilySpec, Size, divisors
+from api_schemas.inputs import Task, TokenInput
+from api_schemas.models.base import FamilySizes, Size, SizedSpec, divisors
 
 PresetName = Literal["llama-tiny", "llama-1b", "llama-3b", "llama-8b", "llama-70b"]
 
 
 class LlamaSizes(FamilySizes):
     """Every size of a Llama, resolved, with transformers' names."""
-
-    metrics: ClassVar[tuple[str, ...]] = ("token_accuracy",)
 
     hidden_size: Size
     intermediate_size: Size
@@ -30,6 +29,16 @@ class LlamaSizes(FamilySizes):
     def head_size(self) -> int:
         """Elements of one head's queries, keys and values."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def task(self) -> Task:
+        """Predict each next token."""
+        return "next_token"
+
+    @property
+    def takes(self) -> TokenInput:
+        """Sequences of tokens."""
+        return TokenInput(self.vocab_size, self.max_sequence_length)
 
     @property
     def num_parameters(self) -> int:
@@ -89,7 +98,7 @@ def llama_sizes(
     )
 
 
-class LlamaSpec(FamilySpec):
+class LlamaSpec(SizedSpec):
     """A Llama by preset, by sizes, or by preset with some sizes changed. Presets have the sizes of Llama 3.2 and 3.1."""
 
     sizes_type: ClassVar[type[FamilySizes]] = LlamaSizes

@@ -55,6 +55,7 @@ def build_app() -> typer.Typer:
         "metrics": show.metrics,
         "checkpoints": show.checkpoints,
         "attempts": show.attempts,
+        "models": show.models,
         "levels": show.levels,
         "pools": show.pools,
         "version": version,

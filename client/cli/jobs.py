@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from api_schemas import JobState
+from api_schemas import JobState, ValidatedJob
 from client.api import Client
 from client.cli.options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, JobFile, JobId, Settings, Url, connect
 from client.job_file import apply_settings, check_spec, load_job_file
@@ -51,7 +51,7 @@ def validate(file: JobFile, settings: Settings = None, url: Url = DEFAULT_URL, a
     document = load_job_file(file)
     apply_settings(document, settings or [])
     spec = check_spec(document, file)
-    terminal = Terminal()
+    terminal, samples = Terminal(), "images" if spec.data.gives == "images" else "sequences"
     with connect(url) as client:
         valid = client.validate(spec)
     if as_json:
@@ -59,12 +59,18 @@ def validate(file: JobFile, settings: Settings = None, url: Url = DEFAULT_URL, a
     else:
         terminal.show(
             Text(
-                f"{file} is a valid job: {valid.num_parameters:,} parameters, {valid.num_block_weights:,} of them in block "
-                f"weights; {valid.tokens_per_step:,} tokens a step in {spec.batch.num_micro_batches} micro-batches of "
-                f"{valid.micro_batch_size} sequences on each of {spec.resources.workers} workers. Level {spec.precision.level}"
+                f"{file} is a valid job: {_size_words(valid)}; {valid.tokens_per_step:,} tokens a step in "
+                f"{spec.batch.num_micro_batches} micro-batches of {valid.micro_batch_size} {samples} "
+                f"on each of {spec.resources.workers} workers. Level {spec.precision.level}"
                 f"{'' if valid.recipe is None else f': {valid.recipe}'}."
             )
         )
+
+
+def _size_words(valid: ValidatedJob) -> str:
+    if valid.num_parameters is None or valid.num_block_weights is None:
+        return "its parameters are counted when it starts"
+    return f"{valid.num_parameters:,} parameters, {valid.num_block_weights:,} of them in block weights"
 
 
 def cancel(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:

@@ -1,4 +1,4 @@
-"""Commands that read: list, show, attempts, checkpoints, metrics, events, logs, levels, pools."""
+"""Commands that read: list, show, attempts, checkpoints, metrics, events, logs, models, levels, pools."""
 
 from typing import Annotated
 
@@ -90,6 +90,14 @@ def logs(
     with connect(url) as client:
         for line in client.logs(job_id, follow=follow, rank=rank):
             terminal.show_json_line(line) if as_json else terminal.show(render.log_line(line))
+
+
+def models(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show the models that a job can name, and the bytes of each at the levels. JSON has every level and architecture."""
+    terminal = Terminal()
+    with connect(url) as client:
+        found = list(client.models())
+    terminal.show_json_array(found) if as_json else terminal.show(render.models_table(found))
 
 
 def levels(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:

@@ -1,4 +1,5 @@
-"""What can be known of a job at submission and needs this server to know it: its pool, its slots, its data.
+"""What can be known of a job at submission and needs this server to know it: its pool, its slots, its data, and
+the folder of its model.
 
 A source's own contract (`api_schemas/data/`) reads the files as the workers will, with bounds; where they may lie is decided
 here. Raises InvalidRequest with one violation; returns nothing.
@@ -12,12 +13,15 @@ from typing import NoReturn
 import anyio
 from anyio.to_thread import run_sync
 
-from api_schemas import DataSpec, JobSpec, Needs, Unfit, Violation
+from api_schemas import FamilySizes, ImageInput, JobSpec, Needs, Unfit, Violation, misfit
 from api_schemas.data.files import NEVER_READ
 from service.errors import InvalidRequest, NotReady
 from service.settings import Settings
 
 CHECKS_AT_ONCE = 4
+FILES_TO_READ = "files that the service can read"
+UNKNOWN_VOCAB_SIZE = 1 << 32
+"""The vocabulary of a model whose configuration does not say it: any data fits, and the rank checks."""
 
 
 class Admission:
@@ -53,14 +57,34 @@ def check(spec: JobSpec, settings: Settings) -> None:
     _check_pool(spec, settings)
     if unfit := spec.without_effect():
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
-    path = _readable_path(spec.data, settings)
+    takes = _checked_model(spec, settings).takes
+    path = _readable_path("data.path", spec.data.path, settings)
+    if isinstance(takes, ImageInput):
+        needs = Needs(spec.training.sequence_length, 0, takes)
+    else:
+        needs = Needs(spec.training.sequence_length, takes.vocab_size or UNKNOWN_VOCAB_SIZE)
     try:
-        spec.data.check(path, Needs(spec.training.sequence_length, spec.model.sizes.vocab_size), settings.readable_files)
+        spec.data.check(path, needs, settings.readable_files)
     except Unfit as unfit:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     except OSError as error:
-        name = os.fsencode(error.filename or path).decode("utf-8", "backslashreplace")
-        _refuse("data.path", name, "files that the service can read", f"{_words(error)}. Make it readable or exclude it.")
+        _refuse("data.path", _name_in(error, path), FILES_TO_READ, f"{_words(error)}. Make it readable or exclude it.")
+
+
+def _checked_model(spec: JobSpec, settings: Settings) -> FamilySizes:
+    """Return the model's sizes, with what its files say, once they fit the data."""
+    if spec.model.files is None:
+        return spec.model.sizes
+    path = _readable_path("model.path", spec.model.files, settings)
+    try:
+        sizes = spec.model.read_sizes(settings.readable_files)
+    except Unfit as unfit:
+        _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
+    except OSError as error:
+        _refuse("model.path", _name_in(error, path), FILES_TO_READ, f"{_words(error)}. Make it readable.")
+    if misfitting := misfit(sizes.takes, spec.data, spec.training.sequence_length):
+        _refuse(misfitting.field, misfitting.got, misfitting.allowed, misfitting.change)
+    return sizes
 
 
 def _check_pool(spec: JobSpec, settings: Settings) -> None:
@@ -79,25 +103,29 @@ def _check_pool(spec: JobSpec, settings: Settings) -> None:
         )
 
 
-def _readable_path(data: DataSpec, settings: Settings) -> Path:
-    """Where the path leads once links are resolved. Says nothing of what lies outside the allowed folders."""
+def _readable_path(field: str, asked: str, settings: Settings) -> Path:
+    """Resolve the links of a path. The refusal of a path outside the allowed folders does not say what is there."""
     try:
-        path = Path(data.path).resolve()
+        path = Path(asked).resolve()
     except (OSError, RuntimeError) as error:
-        _refuse("data.path", data.path, "a path that can be resolved", f"Change data.path: {_words(error)}.")
+        _refuse(field, asked, "a path that can be resolved", f"Change {field}: {_words(error)}.")
     roots = settings.readable_roots
     if any(path.is_relative_to(never) for never in NEVER_READ) or not any(path.is_relative_to(root) for root in roots):
         allowed = f"a file or folder inside {', '.join(map(str, roots))}, and never {', '.join(NEVER_READ)}"
-        _refuse("data.path", data.path, allowed, "Change data.path, or have the operator add its folder to the data roots.")
+        _refuse(field, asked, allowed, f"Change {field}, or have the operator add its folder to the data roots.")
     try:
         is_there = path.is_file() or path.is_dir()
     except OSError as error:
-        _refuse("data.path", data.path, "a path that can be read", f"Change data.path: {_words(error)}.")
+        _refuse(field, asked, "a path that can be read", f"Change {field}: {_words(error)}.")
     if not is_there:
-        _refuse("data.path", data.path, "a file or folder that exists", "Nothing of that kind is there. Change data.path.")
+        _refuse(field, asked, "a file or folder that exists", f"Nothing of that kind is there. Change {field}.")
     if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
-        _refuse("data.path", data.path, "a path that the service can read", "Change its permissions or data.path.")
+        _refuse(field, asked, "a path that the service can read", f"Change its permissions or {field}.")
     return path
+
+
+def _name_in(error: OSError, path: Path) -> str:
+    return os.fsencode(error.filename or path).decode("utf-8", "backslashreplace")
 
 
 def _words(error: OSError | RuntimeError) -> str:

@@ -1,8 +1,9 @@
-"""The catalog that a job chooses from: precision levels and pools."""
+"""The catalog that a job chooses from: models, precision levels and pools."""
 
 from fastapi import APIRouter
 
 from api_schemas import JobState, Page, Pool
+from api_schemas.catalog import ModelFamily, model_families
 from api_schemas.levels import LEVELS, Level
 from service import store
 from service.deps import AppContextDep
@@ -12,6 +13,13 @@ from service.http.problems import answers
 router = APIRouter(prefix="/v1", tags=["catalog"])
 
 _LIVE = [state for state in JobState if not state.is_terminal and state is not JobState.QUEUED]
+
+
+@router.get("/models", operation_id="list_models", responses=answers(422))
+def models() -> Page[ModelFamily]:
+    """Every family of models, its presets and their bytes at each level."""
+    families = model_families()
+    return page_of(families, len(families), lambda family: family.family)
 
 
 @router.get("/levels", operation_id="list_levels", responses=answers(422))

@@ -50,7 +50,7 @@ async def validate(spec: JobSpec, context: AppContextDep) -> ValidatedJob:
         recipe=spec.precision.resolved_recipe,
         num_block_weights=sizes.num_block_weights,
         micro_batch_size=spec.batch.micro_batch_size,
-        tokens_per_step=spec.training.global_batch_size * spec.training.sequence_length,
+        tokens_per_step=spec.training.global_batch_size * spec.tokens_per_sample,
     )
 
 

@@ -19,6 +19,7 @@ from api_schemas import (
     JobSummary,
     LogReport,
 )
+from api_schemas.catalog import model_families
 from api_schemas.levels import LEVELS
 from client import ApiError, Client, SpecRefused
 from client.job_file import check_spec
@@ -161,7 +162,8 @@ def test_waiting_sees_each_change(app: OctetApp, client: Client, runnable: dict[
     assert seen == [("running", 2), ("running", 3), ("succeeded", 3)]
 
 
-def test_levels_and_pools(client: Client) -> None:
+def test_models_levels_and_pools(client: Client) -> None:
+    assert list(client.models()) == model_families()
     assert list(client.levels()) == list(LEVELS.values())
     assert [pool.name for pool in client.pools()] == ["cpu"]
 

@@ -1,10 +1,12 @@
 """Admission finds out at submission whatever can be known about a job by then."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from api_schemas import Files, JobSpec, Unfit, Violation
@@ -208,3 +210,63 @@ def test_below_the_whole_file_system_some_folders_stay_closed(monkeypatch: pytes
     assert [name for name, _ in everything.list_below(tmp_path, lambda _: True)] == ["open/a.txt"]
     with pytest.raises(Unfit, match="never"):
         everything.read(tmp_path / "closed" / "b.txt")
+
+
+def model_folder(folder: Path, **config: Any) -> dict[str, Any]:
+    """Write the configuration of a model, and return the `model` of a job that trains it."""
+    folder.mkdir(exist_ok=True)
+    document = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 64} | config
+    (folder / "config.json").write_text(json.dumps(document))
+    return {"family": "huggingface", "path": str(folder)}
+
+
+def violation_of_model(root: Path, document: Document, model: dict[str, Any], **changes: Any) -> Violation | None:
+    write(root / "text", {"a.txt": 500, "b.txt": 500})
+    return violation(root, {**document, "model": {}}, model=model, data={"path": str(root / "text")}, **changes)
+
+
+def test_a_models_folder_is_checked_as_data_is(root: Path, spec_document: Document) -> None:
+    assert violation_of_model(root, spec_document, model_folder(root / "model")) is None
+    outside = model_folder(root.parent / "outside")
+    (root / "link").symlink_to(root.parent / "outside")
+    for path in (outside["path"], str(root / "link"), "/proc/self", str(root / "missing")):
+        found = violation_of_model(root, spec_document, {"family": "huggingface", "path": path})
+        assert found is not None, path
+        assert found.field == "model.path"
+    (root / "sneaky").mkdir()
+    (root / "sneaky" / "config.json").symlink_to(root.parent / "outside" / "config.json")
+    found = violation_of_model(root, spec_document, {"family": "huggingface", "path": str(root / "sneaky")})
+    assert found is not None
+    assert found.field == "model.path"
+    assert str(root) in str(found.allowed)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "says"),
+    [
+        ({"model_type": "lama"}, "model.path", "Did you mean 'llama'"),
+        ({"model_type": None}, "model.path", "no such architecture"),
+        ({"vocab_size": 200}, "model.vocab_size", "Raise model.vocab_size"),
+        ({"vocab_size": -1}, "model.path", "vocab_size"),
+        ({"max_position_embeddings": 31}, "training.sequence_length", "Shorten"),
+        ({"model_type": "bert"}, "model.mask_token", "Set model.mask_token"),
+        ({"model_type": "vit", "image_size": 32, "id2label": {"0": "cat"}}, "data.source", "Change data.source"),
+    ],
+)
+def test_a_models_folder_that_does_not_fit_the_job(
+    root: Path, spec_document: Document, config: dict[str, Any], field: str, says: str
+) -> None:
+    found = violation_of_model(root, spec_document, model_folder(root / "model", **config))
+    assert found is not None
+    assert (found.field, says in found.message) == (field, True), found
+
+
+def test_images_are_checked_against_the_model(root: Path, spec_document: Document) -> None:
+    np.savez(root / "images.npz", images=np.zeros((8, 32, 32, 3), np.uint8), labels=np.zeros(8, np.int64))
+    document = {**spec_document, "training": {"steps": 2}, "model": {}, "data": {}}
+    data = {"source": "images", "path": str(root / "images.npz")}
+    assert violation(root, document, model={"preset": "swin-tiny"}, data=data) is None
+    found = violation(root, document, model={"preset": "deit-s"}, data=data)
+    assert found is not None
+    assert found.field == "model.image_size"
+    assert "32 × 32" in str(found.allowed)

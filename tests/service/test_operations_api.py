@@ -75,6 +75,16 @@ def test_levels_are_the_table(client: TestClient) -> None:
     assert [level["name"] for level in levels] == list(LEVELS)
 
 
+def test_models_are_the_families_with_their_bytes(client: TestClient) -> None:
+    families = {family["family"]: family for family in client.get("/v1/models").json()["data"]}
+    (tiny, *_) = families["gpt"]["presets"]
+    assert tiny["name"] == "gpt-tiny"
+    assert tiny["sizes"]["hidden_size"] == 128
+    assert tiny["bytes_by_level"]["fp32"] == 16 * tiny["num_parameters"] > tiny["bytes_by_level"]["O2"]
+    assert families["swin"]["metrics"] == {"image_class": ["top1_accuracy", "top5_accuracy"]}
+    assert "llama" in families["huggingface"]["architectures"]["next_token"]
+
+
 def test_pools_show_what_is_free_and_who_waits(client: TestClient, world: World) -> None:
     world.start(workers=2)
     world.submit()

@@ -6,7 +6,11 @@ from typing import Protocol
 from torch import Tensor
 
 Batch = Mapping[str, Tensor]
-"""Tensors by name; the first dimension counts samples. Text: "tokens" and "targets", int64 (B sequences, T tokens)."""
+"""Tensors by name; the first dimension counts samples.
+
+Text: "tokens" and "targets", int64 (B sequences, T tokens). Masked text: see `worker.data.masking`. Images: "images", fp32
+(B, C channels, H height, W width), and "labels", int64 (B).
+"""
 
 
 class Source(Protocol):

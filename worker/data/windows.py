@@ -6,7 +6,6 @@ this one number resumes the stream exactly.
 Shape suffixes: B sequences, T tokens.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from worker.data.order import EpochOrder, evaluation_rows
 from worker.data.source import Batch
 
 
@@ -35,7 +35,10 @@ class TokenWindows:
     sequence_length: int
     seed: int
     facts: dict[str, float]
-    _permutations: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    _order: EpochOrder = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._order = EpochOrder(self.num_train_windows, self.seed)
 
     @property
     def num_train_windows(self) -> int:
@@ -49,25 +52,12 @@ class TokenWindows:
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` sequences that follow `position` in the stream of epochs."""
-        return self._gather(self.train, [self._window_at(position + offset) for offset in range(batch_size)])
+        return self._gather(self.train, [self._order[position + offset] for offset in range(batch_size)])
 
     def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
         """Yield this part's share of the first `num_batches` × `batch_size` windows, spread over the whole text."""
-        wanted = min(batch_size * num_batches, self.num_evaluation_windows)
-        indices = [position * self.num_evaluation_windows // wanted for position in range(wanted)]
-        mine = indices[part::num_parts]
-        rows = max(1, batch_size // num_parts)
-        for start in range(0, len(mine), rows):
-            yield self._gather(self.evaluation, mine[start : start + rows])
-
-    def _window_at(self, position: int) -> int:
-        epoch, offset = divmod(position, self.num_train_windows)
-        if epoch not in self._permutations:
-            generator = torch.Generator().manual_seed(_epoch_seed(self.seed, epoch))
-            # A batch spans two epochs at most.
-            self._permutations = {key: value for key, value in self._permutations.items() if key >= epoch - 1}
-            self._permutations[epoch] = torch.randperm(self.num_train_windows, generator=generator)
-        return int(self._permutations[epoch][offset])
+        for windows in evaluation_rows(self.num_evaluation_windows, batch_size, num_batches, part, num_parts):
+            yield self._gather(self.evaluation, windows)
 
     def _gather(self, tokens: Tokens, windows: list[int]) -> Batch:
         starts = [window * self.sequence_length for window in windows]
@@ -78,8 +68,3 @@ class TokenWindows:
 def num_windows(tokens: Tokens, sequence_length: int) -> int:
     """Count the whole windows in a run of tokens. The last window needs one token after it."""
     return max(0, len(tokens) - 1) // sequence_length
-
-
-def _epoch_seed(seed: int, epoch: int) -> int:
-    digest = hashlib.sha256(f"epoch {seed} {epoch}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -28,7 +28,7 @@ from worker.fp8.speedups import why_bf16
 MIN_FEATURES = 16
 """FP8 products on CUDA work on multiples of 16; a dimension below that would be mostly padding."""
 
-HEADS = ("head", "*.head", "*lm_head*", "*classifier*", "score", "*.score", "*predictions*", "*qa_outputs")
+HEADS = ("head", "*.head", "*lm_head*", "*embed_out", "*classifier*", "score", "*.score", "*predictions*", "*qa_outputs")
 """What torchvision, timm and transformers call the layer that makes the logits."""
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

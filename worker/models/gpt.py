@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from api_schemas import GPTSizes, GPTSpec
+from api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
 from worker.models.language import checked_length, next_token_losses
 from worker.models.model import Losses, TrainedModel
 
@@ -106,6 +106,6 @@ class GPT(TrainedModel):
                 parameter.normal_(0.0, residual_std if writes_residual else 0.02, generator=generator)
 
 
-def build(spec: GPTSpec, seed: int) -> GPT:
-    """Build the GPT that a job asks for."""
+def build(spec: GPTSpec, seed: int, _files: Files = ANY_FILE) -> GPT:
+    """Build the GPT that a job asks for, with random values."""
     return GPT(spec.sizes, seed)

@@ -1,4 +1,4 @@
-"""What models that predict the next token have in common."""
+"""What models that predict tokens have in common."""
 
 from torch import Tensor
 
@@ -11,8 +11,13 @@ def next_token_losses(logits_BTV: Tensor, targets_BT: Tensor, *, with_metrics: b
 
     The backward pass overwrites the logits, so it can run only once.
     """
-    logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
-    metrics = {"token_accuracy": (logits_NV.argmax(-1) == targets_N).float().mean()} if with_metrics else {}
+    return token_losses(logits_BTV, targets_BT, "token_accuracy" if with_metrics else None)
+
+
+def token_losses(logits_BPV: Tensor, targets_BP: Tensor, accuracy_name: str | None) -> Losses:
+    """Return the mean cross entropy in nats and, under `accuracy_name` if given, the share of targets with the top logit."""
+    logits_NV, targets_N = logits_BPV.flatten(0, 1), targets_BP.flatten()
+    metrics = {accuracy_name: (logits_NV.argmax(-1) == targets_N).float().mean()} if accuracy_name else {}
     return Losses(cross_entropy(logits_NV, targets_N), targets_N.numel(), metrics)
 
 

@@ -14,7 +14,7 @@ from client.cli import build_app
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
     "serve", "api", "dispatcher", "demo", "submit", "validate", "watch", "cancel", "list", "show", "logs", "events", "metrics",
-    "checkpoints", "attempts", "levels", "pools", "version",
+    "checkpoints", "attempts", "models", "levels", "pools", "version",
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_version() -> None:
     assert octet("version").stdout == "0.1.0\n"
 
 
-@pytest.mark.parametrize("command", ["list", "levels", "show x", "logs -f x", "cancel x", "watch x"])
+@pytest.mark.parametrize("command", ["list", "models", "levels", "show x", "logs -f x", "cancel x", "watch x"])
 def test_no_server_is_status_3_on_stderr(command: str) -> None:
     shown = octet(*command.split(), "--url", NOBODY)
     assert shown.exit_code == 3

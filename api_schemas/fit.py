@@ -1,0 +1,50 @@
+"""The rules that tie a model to its data: checked when a job is read, and again once the files of its model are read."""
+
+from api_schemas.data import SourceSpec, Unfit
+from api_schemas.inputs import ImageInput, TokenInput
+from api_schemas.training import DEFAULT_SEQUENCE_LENGTH
+
+
+def tokens_per_sample(takes: TokenInput | ImageInput, sequence_length: int) -> int:
+    """Return the tokens of one sample: those of a sequence, or those that the model takes from an image."""
+    return takes.tokens_per_image if isinstance(takes, ImageInput) else sequence_length
+
+
+def misfit(takes: TokenInput | ImageInput, data: SourceSpec, sequence_length: int) -> Unfit | None:
+    """Return the first rule that a model and its data break, or None. takes: what the model reads."""
+    if takes.kind != data.gives:
+        return Unfit(
+            "data.source",
+            data.source,
+            f"a source of {takes.kind}, which the model reads",
+            "Change data.source or model.family.",
+        )
+    return (
+        _image_misfit(takes, sequence_length) if isinstance(takes, ImageInput) else _token_misfit(takes, data, sequence_length)
+    )
+
+
+def _image_misfit(takes: ImageInput, sequence_length: int) -> Unfit | None:
+    if sequence_length != DEFAULT_SEQUENCE_LENGTH:  # the default says nothing: a stored spec has every field
+        allowed = f"no training.sequence_length: the model takes {takes.tokens_per_image} tokens from an image"
+        return Unfit("training.sequence_length", sequence_length, allowed, "Remove training.sequence_length.")
+    return None
+
+
+def _token_misfit(takes: TokenInput, data: SourceSpec, sequence_length: int) -> Unfit | None:
+    longest, vocab_size = takes.max_sequence_length, takes.vocab_size
+    if longest is not None and sequence_length > longest:
+        return Unfit(
+            "training.sequence_length",
+            sequence_length,
+            f"at most the model's max_sequence_length, {longest}",
+            "Shorten training.sequence_length or raise model.max_sequence_length.",
+        )
+    if vocab_size is not None and vocab_size < data.min_vocab_size:
+        allowed = f"at least {data.min_vocab_size}, the vocabulary of source {data.source}"
+        return Unfit("model.vocab_size", vocab_size, allowed, "Raise model.vocab_size.")
+    if takes.mask_token is not None and data.min_vocab_size > 1 and takes.mask_token < data.min_vocab_size:
+        allowed = f"at least {data.min_vocab_size}: source {data.source} has all tokens below"
+        change = "Raise model.vocab_size, whose last token is the mask, or change model.mask_token."
+        return Unfit("model.mask_token", takes.mask_token, allowed, change)
+    return None

@@ -1,0 +1,37 @@
+"""The batches that a network takes and the values that it predicts: what ties a family of models to a source of data."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+Task = Literal["next_token", "masked_token", "image_class"]
+BatchKind = Literal["tokens", "images"]
+
+METRICS: dict[Task, tuple[str, ...]] = {
+    "next_token": ("token_accuracy",),
+    "masked_token": ("masked_token_accuracy",),
+    "image_class": ("top1_accuracy", "top5_accuracy"),
+}
+"""The values that an evaluation of each task measures besides the loss; each is a mean over the same targets."""
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """Sequences of tokens. None: only the rank can know. mask_token: the token that hides others, if the task masks."""
+
+    kind: ClassVar[BatchKind] = "tokens"
+
+    vocab_size: int | None
+    max_sequence_length: int | None
+    mask_token: int | None = None
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """Square images with a class each. tokens_per_image: the tokens that most of the network's blocks see of one image."""
+
+    kind: ClassVar[BatchKind] = "images"
+
+    image_size: int
+    num_channels: int
+    num_classes: int
+    tokens_per_image: int

@@ -1,0 +1,44 @@
+"""The architectures of transformers that a job can train, by the values that they predict.
+
+Names are transformers' `model_type`. The control plane never imports transformers, so they stand here; a test compares them
+with transformers' own tables. Encoder-decoders and models that need more than tokens or images are left out. A masked model is
+never trained on next tokens, although transformers has classes for that: it sees the tokens that it should predict.
+"""
+
+from collections.abc import Mapping
+
+from api_schemas.inputs import Task
+
+
+def _words(spaced: str) -> tuple[str, ...]:
+    return tuple(spaced.split())
+
+
+ARCHITECTURES: Mapping[Task, tuple[str, ...]] = {
+    "next_token": _words(
+        "afmoe apertus arcee bamba biogpt bloom codegen cohere cohere2 ctrl cwm dbrx deepseek_v2 deepseek_v3 diffllama "
+        "doge dots1 ernie4_5 ernie4_5_moe exaone4 falcon falcon_h1 falcon_mamba flex_olmo gemma gemma2 gemma3_text glm "
+        "glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granitemoe "
+        "granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jamba jetmoe lfm2 lfm2_moe llama "
+        "mamba mamba2 ministral mistral mixtral modernbert-decoder mpt nemotron olmo olmo2 olmo3 olmoe openai-gpt opt "
+        "persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 stablelm "
+        "starcoder2 xglm zamba2"
+    ),
+    "masked_token": _words(
+        "albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert "
+        "fnet ibert longformer megatron-bert mobilebert modernbert mpnet mra nomic_bert nystromformer rembert roberta "
+        "roberta-prelayernorm roformer squeezebert xlm-roberta xlm-roberta-xl yoso"
+    ),
+    "image_class": _words(
+        "beit bit convnext convnextv2 cvt data2vec-vision deit dinov2 dinov2_with_registers efficientnet focalnet "
+        "hgnet_v2 hiera ijepa levit mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 poolformer pvt pvt_v2 regnet resnet "
+        "swiftformer swin swinv2 vit vit_msn"
+    ),
+}
+
+TASKS: Mapping[str, Task] = {name: task for task, names in ARCHITECTURES.items() for name in names}
+
+POSITIONS_AFTER_PADDING = frozenset(
+    _words("camembert data2vec-text ibert longformer mpnet roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl")
+)
+"""Architectures whose first position is the padding token's number plus one: positions below, 2 by default, are never used."""

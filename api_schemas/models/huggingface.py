@@ -1,0 +1,248 @@
+"""Any architecture of `architectures.py`, through transformers' own classes, from a configuration or a folder with weights.
+
+The control plane does not import transformers, so it counts neither parameters nor FLOPs of this family: a rank does, and
+reports them when it starts. A folder is read by the same rules as data: `config.json` at submission, all of it in the rank.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from api_schemas.base import refusal
+from api_schemas.data.files import ANY_FILE, Files
+from api_schemas.data.unfit import Unfit
+from api_schemas.inputs import ImageInput, Task, TokenInput
+from api_schemas.models.architectures import POSITIONS_AFTER_PADDING, TASKS
+from api_schemas.models.base import FamilySizes, FamilySpec, Size
+
+CONFIG_NAME = "config.json"
+MAX_CONFIG_BYTES = 1 << 20
+LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+CLOSED_FIELDS = frozenset({"architectures", "attn_implementation", "auto_map", "dtype", "model_type", "quantization_config"})
+"""Fields of transformers' configurations that a job does not set: they load code or weights, or contradict the level."""
+
+ConfigField = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+
+
+class HuggingFaceSizes(FamilySizes):
+    """The sizes that tie a network of transformers to its data. null: only the rank knows, or the task has no such size."""
+
+    architecture: str | None
+    vocab_size: Size | None = None
+    max_sequence_length: Size | None = None
+    mask_token: int | None = None
+    image_size: Size | None = None
+    num_channels: Size | None = None
+    num_classes: Size | None = None
+    tokens_per_image: Size | None = None
+
+    @property
+    def task(self) -> Task:
+        """The architecture's task. Before a folder is read it counts as a language model."""
+        return "next_token" if self.architecture is None else TASKS[self.architecture]
+
+    @property
+    def takes(self) -> TokenInput | ImageInput:
+        """Images for a classifier, else tokens."""
+        if self.task != "image_class":
+            return TokenInput(self.vocab_size, self.max_sequence_length, self.mask_token)
+        sizes = (self.image_size, self.num_channels, self.num_classes, self.tokens_per_image)
+        image_size, num_channels, num_classes, tokens_per_image = (size or 1 for size in sizes)
+        return ImageInput(image_size, num_channels, num_classes, tokens_per_image)
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Unknown here: a rank counts and reports them."""
+        return None
+
+    @property
+    def num_block_weights(self) -> int | None:
+        """Unknown here: a rank counts and reports them."""
+        return None
+
+    def flops_per_token(self, sequence_length: int) -> float | None:
+        """Unknown here: a rank counts them from the network's layers."""
+        return None
+
+
+class _Fields(NamedTuple):
+    """A configuration, and the names under which messages speak of its fields."""
+
+    values: Mapping[str, Any]
+    prefix: str
+
+    def number(self, *names: str) -> int | None:
+        """Return the first of these fields that is set, as a positive integer; None if none is. Raises Unfit."""
+        for name in names:
+            value = self.values.get(name)
+            if isinstance(value, list) and value and len(set(map(str, value))) == 1:
+                value = value[0]  # transformers writes the sides of a square as a list
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1_048_576:
+                raise Unfit(f"{self.prefix}{name}", value, "an integer from 1 to 1048576", f"Change {self.prefix}{name}.")
+            return value
+        return None
+
+    def required(self, name: str) -> int:
+        """Return a field that must be set. Raises Unfit."""
+        value = self.number(name)
+        if value is None:
+            field = f"{self.prefix}{name}"
+            raise Unfit(
+                field, None, f"an integer: the data has to fit {name}, whatever transformers' default is", f"Set {field}."
+            )
+        return value
+
+
+class HuggingFaceSpec(FamilySpec):
+    """A network of transformers: `architecture` with fields of its configuration, or the folder of a saved model."""
+
+    family: Literal["huggingface"] = "huggingface"
+    preset: None = None
+    architecture: str | None = Field(
+        default=None, max_length=64, description="transformers' model_type, such as llama or qwen3"
+    )
+    config: dict[ConfigField, JsonValue] = Field(
+        default_factory=dict, max_length=128, description="fields of the architecture's configuration, with transformers' names"
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="absolute path of a folder with config.json and weights as safetensors, as the workers see it",
+    )
+    mask_token: int | None = Field(
+        default=None, ge=0, description="the token that hides others, for masked models; default: the vocabulary's last"
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, path: str | None) -> str | None:
+        if path is not None and ("\0" in path or not path.startswith("/")):
+            raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change model.path.")
+        return path
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.architecture is None):
+            raise refusal(
+                "architecture",
+                got=f"architecture {self.architecture} and path {self.path}",
+                allowed="one of them: an architecture to train from random values, or the folder of a saved model",
+                change="Set model.architecture or model.path.",
+            )
+        if self.path is not None and self.config:
+            change = "Remove model.config, or change the folder's config.json."
+            raise refusal("config", got=self.config, allowed="no fields next to model.path", change=change)
+        closed = sorted(CLOSED_FIELDS & self.config.keys())
+        if closed:
+            allowed = "fields that describe the network; precision and code are the job's"
+            raise refusal(f"config.{closed[0]}", got=self.config[closed[0]], allowed=allowed, change="Remove it.")
+        if self.architecture is not None:
+            try:
+                self._read(self.architecture, _Fields(self.config, "config."))
+            except Unfit as unfit:
+                raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change) from None
+        return self
+
+    @property
+    def title(self) -> str:
+        """The architecture, or the folder's name."""
+        return self.architecture or Path(self.path or "").name
+
+    @property
+    def files(self) -> str | None:
+        """The folder of the saved model."""
+        return self.path
+
+    @property
+    def sizes(self) -> HuggingFaceSizes:
+        """The sizes that the spec says; nothing is known of a folder."""
+        if self.architecture is None:
+            return HuggingFaceSizes(architecture=None)
+        return self._read(self.architecture, _Fields(self.config, "config."))
+
+    def read_sizes(self, files: Files = ANY_FILE) -> HuggingFaceSizes:
+        """Return the sizes, of a folder from its config.json. Raises Unfit or OSError."""
+        if self.path is None:
+            return self.sizes
+        config = self.read_config(files)
+        try:
+            found = self._read(str(config.get("model_type")), _Fields(config, f"{CONFIG_NAME} "))
+        except Unfit as unfit:
+            field = "mask_token" if unfit.field == "mask_token" else "path"
+            got = unfit.got if unfit.field == field else f"{unfit.field} {unfit.got}"
+            raise Unfit(f"model.{field}", got, unfit.allowed, unfit.change) from None
+        if found.task == "masked_token" and self.mask_token is None:
+            allowed = "the number of the tokenizer's mask token, which config.json does not say"
+            raise Unfit("model.mask_token", None, allowed, "Set model.mask_token.")
+        return found
+
+    def read_config(self, files: Files = ANY_FILE) -> dict[str, Any]:
+        """Read the configuration of a folder. Raises Unfit or OSError."""
+        path = Path(self.path or "") / CONFIG_NAME
+        try:
+            config = json.loads(files.read(path, MAX_CONFIG_BYTES))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            allowed = f"a folder with {CONFIG_NAME} and weights, as save_pretrained writes it"
+            raise Unfit("model.path", self.path, allowed, "Change model.path.") from None
+        except Unfit as unfit:
+            raise Unfit("model.path", unfit.got, unfit.allowed, unfit.change.replace("data.path", "model.path")) from None
+        except (ValueError, RecursionError):
+            raise Unfit("model.path", path, "a configuration in JSON of at most 1 MiB", "Save the model again.") from None
+        if not isinstance(config, dict):
+            raise Unfit("model.path", path, "a configuration: a JSON object", "Save the model again.")
+        return config
+
+    def _read(self, architecture: str, fields: _Fields) -> HuggingFaceSizes:
+        if architecture not in TASKS:
+            raise _unknown(architecture)
+        task = TASKS[architecture]
+        if task == "image_class":
+            self._refuse_mask_token(architecture)
+            return _image_sizes(architecture, fields)
+        vocab_size, longest = fields.required("vocab_size"), fields.number(*LENGTH_FIELDS)
+        if task == "next_token":
+            self._refuse_mask_token(architecture)
+            return HuggingFaceSizes(architecture=architecture, vocab_size=vocab_size, max_sequence_length=longest)
+        mask_token = vocab_size - 1 if self.mask_token is None else self.mask_token
+        if mask_token >= vocab_size:
+            raise Unfit("mask_token", mask_token, f"below vocab_size, {vocab_size}", "Change model.mask_token.")
+        if longest is not None and architecture in POSITIONS_AFTER_PADDING:
+            longest = max(1, longest - 2)
+        return HuggingFaceSizes(
+            architecture=architecture, vocab_size=vocab_size, max_sequence_length=longest, mask_token=mask_token
+        )
+
+    def _refuse_mask_token(self, architecture: str) -> None:
+        if self.mask_token is not None:
+            allowed = f"no mask_token: {architecture} does not predict masked tokens"
+            raise Unfit("mask_token", self.mask_token, allowed, "Remove model.mask_token.")
+
+
+def _image_sizes(architecture: str, fields: _Fields) -> HuggingFaceSizes:
+    labels = fields.values.get("id2label")
+    named = {"num_labels": len(labels)} if isinstance(labels, dict) and labels else {}
+    num_classes = _Fields({**fields.values, **named}, fields.prefix).required("num_labels")
+    image_size = fields.required("image_size")
+    patch_size = fields.number("patch_size")
+    return HuggingFaceSizes(
+        architecture=architecture,
+        image_size=image_size,
+        num_channels=fields.number("num_channels") or 3,
+        num_classes=num_classes,
+        tokens_per_image=max(1, image_size // patch_size) ** 2 if patch_size else 1,
+    )
+
+
+def _unknown(architecture: str) -> Unfit:
+    longer = [name for name in TASKS if name.startswith(f"{architecture}_")]  # gemma3, whose text model is gemma3_text
+    close = longer or difflib.get_close_matches(architecture, list(TASKS), n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    allowed = f"one of the {len(TASKS)} architectures that `octet models --json` lists, such as llama, qwen3, bert or swin"
+    return Unfit("architecture", architecture, allowed, f"no such architecture.{hint} Change the architecture.")

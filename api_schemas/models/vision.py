@@ -1,0 +1,52 @@
+"""What the families of image classifiers have in common: images, classes, and the FLOPs of one image."""
+
+from abc import abstractmethod
+
+from api_schemas.base import refusal
+from api_schemas.inputs import ImageInput, Task
+from api_schemas.models.base import FamilySizes, Size
+
+
+class VisionSizes(FamilySizes):
+    """Sizes of a network that divides square images into patches and predicts one class."""
+
+    image_size: Size
+    patch_size: Size
+    num_channels: Size
+    num_classes: Size
+
+    @property
+    @abstractmethod
+    def tokens_per_image(self) -> int:
+        """Tokens of an image that most of the blocks see."""
+
+    @property
+    @abstractmethod
+    def flops_per_image(self) -> float:
+        """FLOPs of one image, forward and backward, without recomputation."""
+
+    @property
+    def task(self) -> Task:
+        """Predict an image's class."""
+        return "image_class"
+
+    @property
+    def takes(self) -> ImageInput:
+        """Square images with a class each."""
+        return ImageInput(self.image_size, self.num_channels, self.num_classes, self.tokens_per_image)
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """FLOPs of one image, divided by its tokens. sequence_length has no effect: an image has as many tokens as it has."""
+        return self.flops_per_image / self.tokens_per_image
+
+    @property
+    def patches_per_side(self) -> int:
+        """Patches along a side of an image."""
+        return self.image_size // self.patch_size
+
+    @staticmethod
+    def require_multiple(field: str, got: int, divisor: int, divisor_name: str) -> None:
+        """Raise a `refusal` that names `field` if a size is no multiple of another."""
+        if got % divisor:
+            allowed = f"a multiple of {divisor_name}, {divisor}"
+            raise refusal(field, got=got, allowed=allowed, change=f"Change model.{field} or the other size.")

@@ -1,0 +1,128 @@
+"""The architectures in most use convert, train a few steps at O2 and learn. Three run in `make test`, the rest as a matrix."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from api_schemas import TokenInput
+from api_schemas.models.architectures import TASKS
+from api_schemas.models.huggingface import HuggingFaceSpec
+from tests.text import text
+from worker.fp8.convert import ConversionReport
+from worker.fp8.layout import layout_of
+from worker.models import build_model
+from worker.prepare import initialize
+
+NUM_STEPS, BATCH_SIZE, LENGTH, VOCABULARY = 20, 8, 32, 272
+MASK = VOCABULARY - 1
+
+WIDE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = WIDE | {"vocab_size": VOCABULARY, "intermediate_size": 128, "max_position_embeddings": 64}
+GROUPED = DECODER | {"num_key_value_heads": 2}
+UNPADDED = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODER = DECODER | NO_DROPOUT
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": GROUPED,
+    "mistral": GROUPED | {"head_dim": 16},
+    "qwen2": GROUPED,
+    "qwen3": GROUPED | {"head_dim": 16},
+    "gemma2": GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "gemma3_text": GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "phi3": GROUPED | UNPADDED | {"original_max_position_embeddings": 64},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt_neox": DECODER,
+    "opt": WIDE
+    | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+    | {"word_embed_proj_dim": 64, "ffn_dim": 128, "dropout": 0.0},
+    "falcon": WIDE | {"vocab_size": VOCABULARY},
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "hidden_dropout": 0.0},
+    "olmo2": GROUPED | UNPADDED,
+    "granite": GROUPED,
+    "stablelm": GROUPED,
+    "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "roberta": ENCODER | {"max_position_embeddings": 66},
+    "bert": ENCODER,
+    "deberta-v2": ENCODER | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16},
+    "vit": WIDE | NO_DROPOUT | {"intermediate_size": 128, "image_size": 16, "patch_size": 4, "num_labels": 4},
+    "swin": {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "image_size": 16, "patch_size": 2}
+    | {"num_labels": 4, "drop_path_rate": 0.0},
+}
+IN_EVERY_RUN = ("qwen3", "deberta-v2", "gpt2")
+"""Of three kinds: a decoder with all that is new, an encoder with an attention of its own, and Conv1D layers."""
+LEARNED = 0.9
+
+
+def batch_of(architecture: str) -> dict[str, Tensor]:
+    """One batch: text for language models, images that are bright in one of three channels or dark for the others."""
+    generator = torch.Generator().manual_seed(0)
+    if TASKS[architecture] == "image_class":
+        labels = torch.arange(BATCH_SIZE) % 4
+        images = torch.randn(BATCH_SIZE, 3, 16, 16, generator=generator)
+        for image, label in zip(images, labels.tolist(), strict=True):
+            image[:label] += 2.0
+        return {"images": images, "labels": labels}
+    rows = torch.tensor(list(text(40).encode())[: BATCH_SIZE * (LENGTH + 1)]).view(BATCH_SIZE, LENGTH + 1)
+    if TASKS[architecture] == "next_token":
+        return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+    positions = torch.rand(BATCH_SIZE, LENGTH, generator=generator).argsort(1)[:, :5].sort(1).values
+    targets = rows.gather(1, positions)
+    return {"tokens": rows.scatter(1, positions, MASK)[:, :LENGTH].contiguous(), "positions": positions, "targets": targets}
+
+
+def parameters() -> list[Any]:
+    return [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.matrix) for name in CONFIGS]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers' DeBERTa, when it is imported
+@pytest.mark.parametrize("architecture", parameters())
+def test_it_converts_and_learns(architecture: str) -> None:
+    torch.set_num_threads(1)
+    model = build_model(HuggingFaceSpec(architecture=architecture, config=CONFIGS[architecture]), seed=0)
+    batch = batch_of(architecture)
+    linears = {name for name, module in model.named_modules() if layout_of(module) is not None}
+    trained, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "O2")
+    assert optimizer is not None
+    report = trained.octet_report
+    assert isinstance(report, ConversionReport)
+    assert set(report.converted) | {layer.name for layer in report.skipped} == linears
+    assert len(report.converted) >= 8
+    unasked = [layer for layer in report.skipped if not layer.by_request and "shared" not in layer.reason]
+    assert [layer.name for layer in unasked] == [name for name in linears if name.endswith("mlp.gate")], str(report)
+    losses = []
+    for _ in range(NUM_STEPS):
+        loss = model.loss(batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert losses[-1] < LEARNED * losses[0]
+    assert set(model.eval().loss(batch).metrics)
+
+
+@pytest.mark.parametrize("architecture", [name for name in CONFIGS if TASKS[name] == "next_token"])
+def test_a_causal_model_does_not_see_the_tokens_that_it_predicts(architecture: str) -> None:
+    model = build_model(HuggingFaceSpec(architecture=architecture, config=CONFIGS[architecture]), seed=0).eval()
+    tokens = batch_of(architecture)["tokens"][:2]
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 256
+    with torch.no_grad():
+        first, second = model.logits(tokens), model.logits(changed)
+    torch.testing.assert_close(first[:, :-1], second[:, :-1])
+    assert not torch.allclose(first[:, -1], second[:, -1])
+
+
+def test_every_configuration_says_what_its_data_must_fit() -> None:
+    for architecture, config in CONFIGS.items():
+        takes = HuggingFaceSpec(architecture=architecture, config=config).sizes.takes
+        if isinstance(takes, TokenInput):
+            assert takes.vocab_size == VOCABULARY
+            assert takes.max_sequence_length in (None, 64)
+        else:
+            assert (takes.image_size, takes.num_classes) == (16, 4)

@@ -1,0 +1,80 @@
+"""Labelled images of a .npz file, in memory as bytes; the contract checks and divides them (`api_schemas/data/images.py`).
+
+Shape suffixes: N images of the file, B images of a batch, C channels, H height, W width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from api_schemas import ANY_FILE, Files, ImageInput, Unfit
+from api_schemas.data.images import IMAGES, LABELS, ImagesSpec, check_shapes, read_headers
+from worker.data.order import EpochOrder, evaluation_rows, seed_of
+from worker.data.source import Batch
+from worker.errors import DataError
+
+
+@dataclass
+class LabelledImages:
+    """A `Source` of images. train, evaluation: numbers of the images of each part, int64."""
+
+    images_NHWC: Tensor = field(repr=False)
+    labels_N: Tensor = field(repr=False)
+    train: Tensor = field(repr=False)
+    evaluation: Tensor = field(repr=False)
+    seed: int
+    _order: EpochOrder = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._order = EpochOrder(len(self.train), self.seed)
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """Return the numbers of images, and the share of the most frequent class: the accuracy of always guessing it."""
+        counts = torch.bincount(self.labels_N[self.evaluation])
+        return {
+            "train_images": float(len(self.train)),
+            "evaluation_images": float(len(self.evaluation)),
+            "largest_class_ratio": float(counts.max() / counts.sum()),
+        }
+
+    def train_batch(self, position: int, batch_size: int) -> Batch:
+        """Return the `batch_size` images that follow `position` in the stream of epochs."""
+        return self._gather(self.train[[self._order[position + offset] for offset in range(batch_size)]])
+
+    def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
+        """Yield this part's share of the first `num_batches` × `batch_size` images, spread over the whole evaluation part."""
+        for rows in evaluation_rows(len(self.evaluation), batch_size, num_batches, part, num_parts):
+            yield self._gather(self.evaluation[rows])
+
+    def _gather(self, numbers_B: Tensor) -> Batch:
+        images_BCHW = self.images_NHWC[numbers_B].permute(0, 3, 1, 2).float() / 127.5 - 1.0
+        return {"images": images_BCHW.contiguous(), "labels": self.labels_N[numbers_B]}
+
+
+def open_source(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files = ANY_FILE) -> LabelledImages:
+    """Read the images. Raises DataError if the file is missing or does not hold the images that the model takes."""
+    path = Path(spec.path)
+    try:
+        with files.open(path) as file:
+            check_shapes(path, *read_headers(path, file), takes)
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:
+                images, labels = arrays[IMAGES], arrays[LABELS].astype(np.int64)
+    except Unfit as unfit:
+        raise DataError(str(unfit)) from None
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"cannot read {path}: {error}. Write it with numpy.savez, or change data.path.") from error
+    if not 0 <= labels.min() <= labels.max() < takes.num_classes:
+        raise DataError(
+            f"the labels in {path} go from {labels.min()} to {labels.max()}; allowed: 0 to {takes.num_classes - 1}, as "
+            f"the model has {takes.num_classes} classes. Change model.num_classes or the labels."
+        )
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed_of("evaluation images")))
+    num_evaluation = spec.num_evaluation(len(labels))
+    images_NHWC = torch.from_numpy(images.reshape(*images.shape[:3], -1))
+    return LabelledImages(images_NHWC, torch.from_numpy(labels), shuffled[num_evaluation:], shuffled[:num_evaluation], seed)

@@ -1,0 +1,40 @@
+"""The order in which samples are read. It depends only on (seed, epoch), so a rank finds its samples by position alone."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class EpochOrder:
+    """A stream of epochs; each is a permutation of `num_samples` samples."""
+
+    num_samples: int
+    seed: int
+    _permutations: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, position: int) -> int:
+        """Return the sample at a position in the stream."""
+        epoch, offset = divmod(position, self.num_samples)
+        if epoch not in self._permutations:
+            generator = torch.Generator().manual_seed(seed_of("epoch", self.seed, epoch))
+            # A batch spans two epochs at most.
+            self._permutations = {key: value for key, value in self._permutations.items() if key >= epoch - 1}
+            self._permutations[epoch] = torch.randperm(self.num_samples, generator=generator)
+        return int(self._permutations[epoch][offset])
+
+
+def evaluation_rows(num_samples: int, batch_size: int, num_batches: int, part: int, num_parts: int) -> list[list[int]]:
+    """Divide the first `num_batches` × `batch_size` samples, spread over the whole set; returns this part's batches."""
+    wanted = min(batch_size * num_batches, num_samples)
+    mine = [position * num_samples // wanted for position in range(wanted)][part::num_parts]
+    rows = max(1, batch_size // num_parts)
+    return [mine[start : start + rows] for start in range(0, len(mine), rows)]
+
+
+def seed_of(*words: object) -> int:
+    """Return a generator's seed that depends on all words and on nothing else."""
+    digest = hashlib.sha256(" ".join(map(str, words)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,21 @@
+"""What models that predict one class for each image have in common."""
+
+from torch import Tensor
+
+from worker.models.cross_entropy import cross_entropy
+from worker.models.model import Losses
+
+TOP = 5
+
+
+def class_losses(logits_BK: Tensor, labels_B: Tensor, *, with_metrics: bool) -> Losses:
+    """Return the mean cross entropy in nats and, if requested, `top1_accuracy` and `top5_accuracy`.
+
+    Top-5 accuracy is the share of images whose class is among the five (or all, if there are fewer) largest logits. The
+    backward pass overwrites the logits, so it can run only once.
+    """
+    metrics = {}
+    if with_metrics:
+        hits_Bk = logits_BK.topk(min(TOP, logits_BK.shape[1]), dim=-1).indices == labels_B[:, None]
+        metrics = {"top1_accuracy": hits_Bk[:, 0].float().mean(), "top5_accuracy": hits_Bk.any(-1).float().mean()}
+    return Losses(cross_entropy(logits_BK, labels_B), labels_B.numel(), metrics)

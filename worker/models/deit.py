@@ -1,0 +1,29 @@
+"""A DeiT without distillation: transformers' ViTForImageClassification in the sizes of the contract."""
+
+from typing import Any
+
+from api_schemas import ANY_FILE, Files
+from api_schemas.models.deit import DeiTSizes, DeiTSpec
+from worker.models.huggingface import from_random_values, make_config
+from worker.models.model import TrainedModel
+from worker.models.wrapped import wrap
+
+
+def build(spec: DeiTSpec, seed: int, _files: Files = ANY_FILE) -> TrainedModel:
+    """Build the DeiT that a job asks for, with random values."""
+    return wrap(from_random_values(config_of(spec.sizes), "image_class", seed), "image_class")
+
+
+def config_of(sizes: DeiTSizes) -> Any:
+    """Return the configuration of transformers with these sizes."""
+    fields = {
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": 4 * sizes.hidden_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "image_size": sizes.image_size,
+        "patch_size": sizes.patch_size,
+        "num_channels": sizes.num_channels,
+        "num_labels": sizes.num_classes,
+    }
+    return make_config("vit", fields)

@@ -1,0 +1,87 @@
+"""Networks of transformers as the training loop sees them: one class for each task, with the loss computed by our code.
+
+Shape suffixes: B samples, T tokens, P predicted tokens of each sequence, V vocabulary, K classes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from api_schemas import Task
+from api_schemas.models.architectures import POSITIONS_AFTER_PADDING
+from worker.models.classes import class_losses
+from worker.models.language import checked_length, next_token_losses, token_losses
+from worker.models.model import Losses, TrainedModel
+
+
+class _TokenModel(TrainedModel):
+    """Base of the networks that read tokens. Sequences are full: no token is padding, so every token's embedding learns."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+        embedding = network.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding):
+            embedding.padding_idx = None
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """Return the network's logits (B, T, V)."""
+        options: dict[str, Any] = {}
+        config = self.network.config
+        first = 0
+        if config.model_type in POSITIONS_AFTER_PADDING:
+            first = config.pad_token_id + 1
+            positions_T = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
+            options["position_ids"] = positions_T.expand_as(tokens_BT)
+        longest = getattr(config, "max_position_embeddings", None)
+        if isinstance(longest, int) and longest > 0:
+            checked_length(tokens_BT, longest - first)
+        if hasattr(config, "use_cache"):
+            options["use_cache"] = False
+        return self.network(input_ids=tokens_BT, **options).logits
+
+
+class NextTokenModel(_TokenModel):
+    """A causal language model."""
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Losses:
+        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
+        return next_token_losses(self.logits(batch["tokens"]), batch["targets"], with_metrics=not self.training)
+
+
+class MaskedTokenModel(_TokenModel):
+    """A masked language model. Batches come from `worker.data.masking`."""
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Losses:
+        """Mean cross entropy in nats over the predicted tokens, computed in fp32. Its backward pass can run only once."""
+        positions_BP = batch["positions"]
+        logits_BTV = self.logits(batch["tokens"])
+        logits_BPV = logits_BTV.gather(1, positions_BP[..., None].expand(-1, -1, logits_BTV.shape[-1]))
+        return token_losses(logits_BPV, batch["targets"], "masked_token_accuracy" if not self.training else None)
+
+
+class ImageClassModel(TrainedModel):
+    """An image classifier."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Losses:
+        """Mean cross entropy in nats per image, computed in fp32. Its backward pass can run only once."""
+        logits_BK = self.network(pixel_values=batch["images"]).logits
+        return class_losses(logits_BK, batch["labels"], with_metrics=not self.training)
+
+
+WRAPPERS: Mapping[Task, type[TrainedModel]] = {
+    "next_token": NextTokenModel,
+    "masked_token": MaskedTokenModel,
+    "image_class": ImageClassModel,
+}
+
+
+def wrap(network: Any, task: Task) -> TrainedModel:
+    """Wrap a network of transformers for its task."""
+    return WRAPPERS[task](network)
