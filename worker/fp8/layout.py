@@ -9,8 +9,6 @@ from torch import nn
 
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
 """Module and name of the class, which is recognised without importing transformers."""
-SAME_AS_LINEAR = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
-"""Subclasses of `nn.Linear` that compute what it computes; Falcon's rounds once more in 16 bits."""
 
 
 class Layout(NamedTuple):
@@ -32,9 +30,8 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def is_known_class(module: nn.Module) -> bool:
-    """Return True for `nn.Linear`, `Conv1D` and classes known to compute the same. Others may compute something else."""
-    cls = type(module)
-    return cls is nn.Linear or _is_conv1d(cls) or (cls.__module__, cls.__name__) in SAME_AS_LINEAR
+    """Whether a module is `nn.Linear` or `Conv1D` itself; a subclass may compute something else."""
+    return type(module) is nn.Linear or _is_conv1d(type(module))
 
 
 def _is_conv1d(cls: type) -> bool:

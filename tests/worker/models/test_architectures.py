@@ -75,7 +75,8 @@ def batch_of(architecture: str) -> dict[str, Tensor]:
 
 
 def parameters() -> list[Any]:
-    return [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.matrix) for name in CONFIGS]
+    names = [name for name in CONFIGS if name != "falcon"]  # see test_falcon_says_why_nothing_is_converted
+    return [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.matrix) for name in names]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers' DeBERTa, when it is imported
@@ -104,6 +105,13 @@ def test_it_converts_and_learns(architecture: str) -> None:
     assert all(torch.isfinite(torch.tensor(losses)))
     assert losses[-1] < LEARNED * losses[0]
     assert set(model.eval().loss(batch).metrics)
+
+
+def test_falcon_says_why_nothing_is_converted() -> None:
+    """Its linear layers are of a class of its own, and it adds to their outputs in place, which autograd forbids for ours."""
+    model = build_model(HuggingFaceSpec(architecture="falcon", config=CONFIGS["falcon"]), seed=0)
+    with pytest.warns(UserWarning, match="nothing was converted: 8 of FalconLinear"):
+        initialize(model, None, "O2")
 
 
 @pytest.mark.parametrize("architecture", [name for name in CONFIGS if TASKS[name] == "next_token"])
