@@ -40,7 +40,7 @@ from worker.models import Losses, TrainedModel, build_model
 from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups
 from worker.parallel import average_gradients, broadcast_parameters, share_scaling
-from worker.prepare import prepare
+from worker.prepare import prepare, share_rounding
 from worker.progress import Progress
 from worker.reporting.reporter import Reporter
 from worker.train_reports import conversion_events, count_fallbacks, started, summarize
@@ -210,8 +210,8 @@ class Trainer:
             seed=config.seed,
             tokens=config.batch.micro_batch_size * config.sequence_length,
             on_event=self._layer_demoted,
-            share=(self.mesh.data.rank, self.mesh.data.size),
         )
+        share_rounding(prepared.model, self.mesh.data.rank, self.mesh.data.size)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
