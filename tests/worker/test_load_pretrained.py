@@ -117,6 +117,27 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
     assert_same_bits(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+class WithStatistics(nn.Module):
+    """Buffers that are saved, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("positions", torch.arange(4.0), persistent=False)
+
+
+def test_buffers_are_read_where_they_are_saved(tmp_path: Path) -> None:
+    plain = WithStatistics()
+    plain.norm(torch.randn(8, 64))
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    model, _ = load_pretrained(tmp_path, "O2", build=WithStatistics)
+    assert torch.equal(model.norm.running_mean, plain.norm.running_mean)
+    assert int(model.norm.num_batches_tracked) == 1
+    assert torch.equal(model.positions, plain.positions)
+
+
 def split_into_files(folder: Path) -> None:
     """Give each tensor a file of its own, with an index."""
     tensors, weight_map = tensors_in(folder), {}

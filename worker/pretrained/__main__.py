@@ -20,7 +20,7 @@ from worker.optim import build_optimizer
 from worker.optim.schedule import parameter_groups
 from worker.prepare import prepare
 from worker.pretrained.compressed import KINDS
-from worker.pretrained.export import FORMATS, PLAIN_DTYPES, export
+from worker.pretrained.write import FORMATS, PLAIN_DTYPES, export
 from worker.resume import resume
 
 

@@ -73,6 +73,7 @@ class FileSource:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(parameter), []).append(name)
             self._meta.append(parameter)
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if self.layout.rename(name) in files}
         missing = []
         for key, names in names_of.items():
             found = next((name for name in names if self.layout.rename(name) in files), None)
@@ -93,12 +94,17 @@ class FileSource:
                 setattr(layer, attribute, self._parameter(parameter))
 
     def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Fill what is still on `meta`, move the buffers to the device, and give the optimizer the new parameters."""
+        """Fill what is still on `meta`, read the buffers and move them, and give the optimizer the new parameters."""
+        for name, buffer in self._buffers.items():
+            buffer.copy_(self._values(name))
         for module in model.modules():
             self.fill(module)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:
-                    raise ValueError(f"buffer {name} of {type(module).__name__} has no values; allowed: buffers off meta.")
+                    raise ValueError(
+                        f"buffer {name} of {type(module).__name__} has no values; allowed: buffers off meta. Let `build` "
+                        "make the model without a device of its own."
+                    )
                 module._buffers[name] = buffer.to(self.device)
         for group in optimizer.param_groups if optimizer is not None else ():
             group["params"] = [self._given.get(id(parameter), parameter) for parameter in group["params"]]
@@ -142,7 +148,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return a parameter
     try:
         yield
     finally:
