@@ -16,6 +16,8 @@ from client.cli import build_app
 from tests.client.octet_app import API_KEY, OctetApp
 from tests.worker.test_train import train
 
+pytestmark = pytest.mark.slow
+
 MANIFEST = "manifest.json"
 
 
@@ -143,13 +145,14 @@ def test_download_and_export_by_command(app: OctetApp, client: Client, finished:
     assert shown.exit_code == 0
     assert shown.stdout.startswith("3 files, ")
     assert "of step 4 are in" in shown.stdout
-    for format in ("bf16", "fp8"):
-        out = tmp_path / format
-        exported = octet(app, "export", str(saved), "--format", format, "--out", str(out))
-        assert exported.exit_code == 0, exported.stderr
-        assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
-        assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    again = octet(app, "export", str(saved), "--out", str(tmp_path / "bf16"))
+    out = tmp_path / "out"
+    exported = octet(app, "export", str(saved), "--format", "fp8", "--strategy", "channel", "--out", str(out))
+    assert exported.exit_code == 0, exported.stderr
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
+    again = octet(app, "export", str(saved), "--out", str(out))
     assert again.exit_code == 2
     assert "is not an empty folder" in again.stderr
 
