@@ -3,7 +3,7 @@
 This is the one import path for other packages; `tests/api_schemas/test_surface.py` freezes it.
 """
 
-from api_schemas.attempt import Attempt, Checkpoint, Event, LogLine, MetricPoint
+from api_schemas.attempt import Attempt, Checkpoint, CheckpointFile, Event, LogLine, MetricPoint
 from api_schemas.base import Contract, JsonScalar, Timestamp, refusal
 from api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec, Unfit
 from api_schemas.fit import misfit, tokens_per_sample
@@ -46,6 +46,7 @@ __all__ = [
     "BatchDivision",
     "Blame",
     "Checkpoint",
+    "CheckpointFile",
     "CheckpointRef",
     "CheckpointReport",
     "Contract",

@@ -91,3 +91,12 @@ class Checkpoint(Contract):
     num_bytes: int
     sha256: str
     loss: float | None
+
+
+class CheckpointFile(Contract):
+    """A file of a checkpoint. `path` is relative to the checkpoint's folder."""
+
+    object: Literal["checkpoint_file"] = "checkpoint_file"
+    path: str
+    num_bytes: int
+    sha256: str

@@ -4,6 +4,7 @@ from client.api import Client
 from client.errors import (
     ApiError,
     ConnectionFailed,
+    DownloadFailed,
     JobFileError,
     OctetError,
     ServerFailed,
@@ -16,6 +17,7 @@ __all__ = [
     "ApiError",
     "Client",
     "ConnectionFailed",
+    "DownloadFailed",
     "JobFileError",
     "OctetError",
     "ServerFailed",

@@ -15,17 +15,31 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
 
-from api_schemas import Attempt, Checkpoint, Contract, Event, Job, JobSpec, LogLine, MetricPoint, Page, Pool, ValidatedJob
+from api_schemas import (
+    Attempt,
+    Checkpoint,
+    CheckpointFile,
+    Contract,
+    Event,
+    Job,
+    JobSpec,
+    LogLine,
+    MetricPoint,
+    Page,
+    Pool,
+    ValidatedJob,
+)
 from api_schemas.catalog import ModelFamily
 from api_schemas.levels import Level
 from client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
-from client.errors import WaitTimeout
+from client.errors import DownloadFailed, WaitTimeout
 
 Item = TypeVar("Item")
 Shown = TypeVar("Shown", bound=Contract)
@@ -108,6 +122,35 @@ class Client:
     def checkpoints(self, job_id: str) -> Iterator[Checkpoint]:
         """Iterate over the job's checkpoints, in order."""
         return self._records(job_id, "checkpoints", Page[Checkpoint])
+
+    def checkpoint_files(self, job_id: str, checkpoint_id: str) -> Iterator[CheckpointFile]:
+        """Iterate over a checkpoint's files, the manifest last."""
+        return self._items(f"{_path(job_id)}/checkpoints/{quote(checkpoint_id, safe='')}/files", Page[CheckpointFile])
+
+    def download(self, checkpoint: Checkpoint, folder: str | Path) -> list[CheckpointFile]:
+        """Write a checkpoint's files into a folder, which is made if it is missing; returns them.
+
+        The manifest is written last, so a folder with one is complete. Raises DownloadFailed for content with another SHA-256
+        than the server lists, and for a manifest that is not the one that was registered.
+        """
+        files = list(self.checkpoint_files(checkpoint.job_id, checkpoint.id))
+        if not files or files[-1].sha256 != checkpoint.sha256:
+            raise DownloadFailed(f"{checkpoint.id}: the server lists another manifest than the one that was registered.")
+        for file in files:
+            place = _place_below(Path(folder), file.path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = place.with_name(f"{place.name}.part")
+            path = f"{_path(checkpoint.job_id)}/checkpoints/{checkpoint.id}/files/{quote(file.path)}"
+            with unfinished.open("wb") as content:
+                sha256 = self._connection.download(path, content, patience_s=self._patience_s)
+            if sha256 != file.sha256:
+                unfinished.unlink()
+                raise DownloadFailed(
+                    f"{file.path} of {checkpoint.id} arrived with SHA-256 {sha256}; expected {file.sha256}. Download it again; "
+                    "if that does not help, the checkpoint is damaged: use another."
+                )
+            unfinished.replace(place)
+        return files
 
     def metrics(self, job_id: str, *, after: int = 0) -> Iterator[MetricPoint]:
         """Iterate over the job's curve: the steps later than `after`, in order."""
@@ -200,6 +243,14 @@ class Client:
 
 def _document(spec: JobSpec | Mapping[str, Any]) -> Any:
     return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
+
+
+def _place_below(folder: Path, path: str) -> Path:
+    """The place of a listed file. Raises DownloadFailed for a path that leads out of the folder."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts:
+        raise DownloadFailed(f"the server lists the file {path!r}, which does not lie in the checkpoint's folder.")
+    return folder.joinpath(*parts)
 
 
 def _path(job_id: str) -> str:

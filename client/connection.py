@@ -1,11 +1,12 @@
 """The connection to one server: it repeats requests, reads event streams and checks answers."""
 
+import hashlib
 import ipaddress
 import json
 import random
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from client.sse import ServerSentEvent, parse_sse
 Shown = TypeVar("Shown", bound=Contract)
 
 TRIED_AGAIN = (httpx.TransportError, httpx.HTTPStatusError)  # HTTPStatusError is raised for 5xx only
+_CHUNK_BYTES = 1 << 20
 LONGEST_SILENCE_S = 60.0  # a live event stream is never silent for longer: the server sends keep-alive comments
 
 
@@ -60,6 +62,24 @@ class Connection:
         while True:
             try:
                 return _checked(self._http.request(method, path, params=params, json=document, headers=headers))
+            except TRIED_AGAIN as error:
+                self.pause(delays, error)
+
+    def download(self, path: str, file: BinaryIO, *, patience_s: float) -> str:
+        """Write an answer's content to a file, from its start, and return the SHA-256. Errors and patience as for `request`."""
+        delays = delays_s(patience_s)
+        while True:
+            file.seek(0)
+            file.truncate()
+            digest = hashlib.sha256()
+            try:
+                with self._http.stream("GET", path) as response:
+                    if response.is_error:
+                        response.read()
+                    for chunk in _checked(response).iter_bytes(_CHUNK_BYTES):
+                        file.write(chunk)
+                        digest.update(chunk)
+                return digest.hexdigest()
             except TRIED_AGAIN as error:
                 self.pause(delays, error)
 

@@ -7,6 +7,7 @@ OctetError
 ├── JobFileError        a job file that cannot be read, or a --set that cannot be applied to it
 ├── SpecRefused         a job file that is no valid job; `violations` are those the server would list
 ├── WaitTimeout         the job was still alive when the caller's patience ended; it goes on
+├── DownloadFailed      a file that arrived is not the one that the server lists
 └── ServerFailed        the server that `octet demo` starts did not start, or ended early
 """
 
@@ -62,6 +63,10 @@ class WaitTimeout(OctetError, TimeoutError):
     def __init__(self, job: Job, timeout_s: float) -> None:
         self.job = job
         super().__init__(f"{job.id} was still {job.state} after {timeout_s:g} s. It goes on; wait longer or cancel it.")
+
+
+class DownloadFailed(OctetError):
+    """What arrived does not have the SHA-256 that it should have."""
 
 
 class ServerFailed(OctetError):

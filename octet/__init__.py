@@ -10,9 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from client import Client
-    from worker import AveragedModel, fp8_statistics, initialize, memory_report, plain_state_dict
+    from worker import (
+        AveragedModel,
+        export,
+        fp8_statistics,
+        initialize,
+        load_pretrained,
+        memory_report,
+        plain_state_dict,
+    )
 
-__all__ = ["AveragedModel", "Client", "fp8_statistics", "initialize", "memory_report", "plain_state_dict"]
+__all__ = [
+    "AveragedModel",
+    "Client",
+    "export",
+    "fp8_statistics",
+    "initialize",
+    "load_pretrained",
+    "memory_report",
+    "plain_state_dict",
+]
 
 _HOME = {name: "client" if name == "Client" else "worker" for name in __all__}
 

@@ -21,7 +21,7 @@ from service.jobs.admission import Admission
 from service.jobs.reports import is_token_of
 from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
-from service.routes import catalog, jobs, operations, prometheus, records, reports
+from service.routes import catalog, files, jobs, operations, prometheus, records, reports
 from service.routes.shown import shown_submissions
 from service.settings import Settings
 from service.store.ids import is_id
@@ -63,7 +63,7 @@ def create_app(
     context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show))
     app.state.context = context
     app.state.telemetry = telemetry
-    for router in (jobs.router, records.router, catalog.router, operations.router, prometheus.router):
+    for router in (jobs.router, records.router, files.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
     app.include_router(reports.router)
     app.include_router(operations.health)

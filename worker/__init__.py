@@ -7,19 +7,30 @@ is in this package too, starts without it.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from worker.export import plain_state_dict
     from worker.metrics.memory import memory_report
     from worker.optim.average import AveragedModel
+    from worker.plain import plain_state_dict
     from worker.prepare import fp8_statistics, initialize
+    from worker.pretrained import export, load_pretrained
 
-__all__ = ["AveragedModel", "fp8_statistics", "initialize", "memory_report", "plain_state_dict"]
+__all__ = [
+    "AveragedModel",
+    "export",
+    "fp8_statistics",
+    "initialize",
+    "load_pretrained",
+    "memory_report",
+    "plain_state_dict",
+]
 
 _HOME = {
     "AveragedModel": "worker.optim.average",
+    "export": "worker.pretrained",
     "fp8_statistics": "worker.prepare",
     "initialize": "worker.prepare",
+    "load_pretrained": "worker.pretrained",
     "memory_report": "worker.metrics.memory",
-    "plain_state_dict": "worker.export",
+    "plain_state_dict": "worker.plain",
 }
 
 

@@ -100,6 +100,17 @@ def load(folder: Path, ref: CheckpointRef) -> dict[str, Any]:
     return state
 
 
+def load_folder(folder: Path) -> dict[str, Any]:
+    """Read the checkpoint in a folder of its own, wherever it was copied to. Raises BadCheckpoint as `load` does."""
+    folder = folder.resolve()
+    try:
+        manifest_bytes = (folder / _MANIFEST).read_bytes()
+        step = int(json.loads(manifest_bytes)["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadCheckpoint(f"{folder} holds no checkpoint: {_MANIFEST} cannot be read ({error})") from error
+    return load(folder.parent, CheckpointRef(step=step, name=folder.name, sha256=hashlib.sha256(manifest_bytes).hexdigest()))
+
+
 def _take_tensors(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     """Convert `value` to JSON and move its tensors to `tensors`. Dicts become pairs, since their keys may be int or str."""
     if isinstance(value, Tensor):

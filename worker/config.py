@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from api_schemas import (
     ANY_FILE,
@@ -64,6 +65,16 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens that all ranks together train on in one optimizer step."""
         return self.batch.global_batch_size * self.sequence_length
+
+
+def trained_job(config: TrainConfig) -> dict[str, Any]:
+    """Return what a checkpoint says of its job, as JSON: what it takes to build the model and its optimizer again."""
+    return {
+        "model": config.model.model_dump(mode="json"),
+        "precision": config.precision.model_dump(mode="json"),
+        "optimizer": config.optimizer.model_dump(mode="json"),
+        "seed": config.seed,
+    }
 
 
 def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = None) -> TrainConfig:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from api_schemas.levels import LEVELS, Level
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import explain
-from worker.export import save_plainly
 from worker.fp8.bf16 import HalfLinear
 from worker.fp8.casts import guard_casts
 from worker.fp8.convert import (
@@ -44,6 +43,7 @@ from worker.fp8.torchao_linear import torchao_converter
 from worker.fp8.weights import encode_weight
 from worker.metrics.memory import memory_report
 from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt, check_adoptable, make_by_name, take_over
+from worker.plain import save_plainly
 
 MIN_COMPUTE_CAPABILITY = (8, 9)
 
@@ -58,6 +58,18 @@ class Conversion:
     model: nn.Module
     report: ConversionReport
     quantized: list[QuantizedWeight]
+
+
+class WeightSource(Protocol):
+    """Where the values of a model come from whose parameters are on `meta`."""
+
+    device: torch.device
+
+    def fill(self, layer: nn.Module) -> None:
+        """Give a layer's own parameters their values, right before it is converted."""
+
+    def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Give the rest of the model its values, and the optimizer the new parameters."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +107,14 @@ def initialize(
     """
     if any(hasattr(module, "octet_report") for module in model.modules()):
         raise ValueError("the model, or a part of it, is initialized already. Build a new one to train it at another level.")
-    precision = _read_options(opt_level, options)
+    precision = read_options(opt_level, options)
     if optimizer_name is not None:
         if optimizer is not None:
             raise ValueError("got both an optimizer and optimizer_name; allowed: one of them. Leave one out.")
         optimizer = make_by_name(optimizer_name, model)
-    share = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-    prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, on_event=on_event, share=share)
+    prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, on_event=on_event)
+    if dist.is_available() and dist.is_initialized():
+        share_rounding(prepared.model, dist.get_rank(), dist.get_world_size())
     if prepared.report.nothing_converted:
         warnings.warn(prepared.report.nothing_converted, stacklevel=2)
     return prepared.model, prepared.optimizer
@@ -115,20 +128,19 @@ def prepare(
     seed: int = 0,
     tokens: int | None = None,
     on_event: Callable[[LayerDemoted], None] | None = None,
-    share: tuple[int, int] = (0, 1),
+    source: WeightSource | None = None,
 ) -> Prepared:
     """Check everything, convert the model, then make its optimizer. Arguments and errors as for `initialize`.
 
-    share: which part of each batch this rank trains, from 0, and how many parts there are. `model.octet_report` is the report.
+    source: gives a model on `meta` its values. `model.octet_report` is the report.
     """
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}; allowed: 1 or more. Give batch size times sequence length, or leave it out.")
     if optimizer is not None:
         _check_optimizer(optimizer, model, precision.storage)
-    conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens)
-    for layer in conversion.model.modules():
-        if isinstance(layer, Float8Linear) and layer.gradient_position is not None:
-            layer.gradient_position.share, layer.gradient_position.num_shares = share
+    conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens, source=source)
+    if source is not None:
+        source.finish(conversion.model, optimizer)
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
         adopted = adopt(optimizer, precision.storage, quantized=conversion.quantized, seed=seed)
         optimizer = take_over(optimizer, adopted)
@@ -149,18 +161,32 @@ def prepare(
     return Prepared(conversion.model, optimizer, report, health)
 
 
-def convert(model: nn.Module, precision: PrecisionSpec, *, seed: int = 0, tokens: int = DEFAULT_TOKENS) -> Conversion:
+def share_rounding(model: nn.Module, rank: int, num_ranks: int) -> None:
+    """Let this rank round its FP8 gradients with numbers of its own: it trains one of `num_ranks` parts of each batch."""
+    for layer in model.modules():
+        if isinstance(layer, Float8Linear) and layer.gradient_position is not None:
+            layer.gradient_position.share, layer.gradient_position.num_shares = rank, num_ranks
+
+
+def convert(
+    model: nn.Module,
+    precision: PrecisionSpec,
+    *,
+    seed: int = 0,
+    tokens: int = DEFAULT_TOKENS,
+    source: WeightSource | None = None,
+) -> Conversion:
     """Put the layers of a level into a model. Raises ValueError, before anything is changed, for what cannot be done."""
-    device, capability = next((parameter.device for parameter in model.parameters()), None), None
+    device, capability = _device_of(model, source), None
     if device is not None and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         check_capability(capability, torch.cuda.get_device_name(device), precision.storage)
     selected, skipped = select_layers(model, precision)
     filtered = filter_layers(model, selected, precision, tokens, capability)
     weights = [model.get_parameter(f"{name}.weight".lstrip(".")) for name in selected]
-    needs_master = precision.storage.master_weight == "fp16+scale"
+    needs_master = precision.storage.master_weight == "fp16+scale" and source is None
     originals = {weight: weight.detach() for weight in weights} if needs_master else {}
-    model = _replace(model, selected, precision, seed)
+    model = _replace(model, selected, precision, seed, source)
     for layer in filtered:
         model.get_submodule(layer.name).fallback = Fallback.FILTERED  # type: ignore[assignment]
     num_parameters = sum(weight.numel() for weight in weights)
@@ -186,7 +212,8 @@ def check_capability(capability: tuple[int, int], device_name: str, level: Level
         )
 
 
-def _read_options(opt_level: str | PrecisionSpec, options: dict[str, Any]) -> PrecisionSpec:
+def read_options(opt_level: str | PrecisionSpec, options: dict[str, Any]) -> PrecisionSpec:
+    """Return the spec of a level's name with the other fields as options, or of a whole spec. ValueError as `initialize`."""
     if isinstance(opt_level, PrecisionSpec):
         if options:
             raise ValueError(f"got a whole PrecisionSpec and also {', '.join(options)}. Put these into the spec.")
@@ -231,7 +258,14 @@ def _takes_any_optimizer(level: Level) -> bool:
     return {level.weight, level.weight_gradient, level.exp_avg, level.exp_avg_sq} == {"fp32"} and not level.loss_scaling
 
 
-def _replace(model: nn.Module, selected: list[str], precision: PrecisionSpec, seed: int) -> nn.Module:
+def _device_of(model: nn.Module, source: WeightSource | None) -> torch.device | None:
+    """The device that the model is on, or will be."""
+    return next((parameter.device for parameter in model.parameters()), None) if source is None else source.device
+
+
+def _replace(
+    model: nn.Module, selected: list[str], precision: PrecisionSpec, seed: int, source: WeightSource | None
+) -> nn.Module:
     """Replace the selected layers by the level's own, and all others that can be by layers of 16 bits."""
     storage = precision.storage
     if storage.gemm == "fp32":
@@ -240,13 +274,23 @@ def _replace(model: nn.Module, selected: list[str], precision: PrecisionSpec, se
     if storage.gemm == "fp8":
         in_half = [name for name in in_half if name not in set(selected)]
         if storage.engine == "torchao":
-            make = torchao_converter(precision, next(model.parameters()).device)
+            device = _device_of(model, source)
+            assert device is not None
+            make = torchao_converter(precision, device)
         else:
             make = _float8_converter(precision, seed)
-        model = replace_layers(model, selected, make)
+        model = replace_layers(model, selected, make if source is None else _filled(make, source))
         take_over_activations(model)
     compute_dtype = torch.float16 if storage.gemm == "fp16" else torch.bfloat16
     return replace_layers(model, in_half, lambda linear: HalfLinear(linear, compute_dtype))
+
+
+def _filled(make: Callable[[Any], nn.Module], source: WeightSource) -> Callable[[Any], nn.Module]:
+    def fill_and_make(linear: nn.Module) -> nn.Module:
+        source.fill(linear)
+        return make(linear)
+
+    return fill_and_make
 
 
 def _float8_converter(precision: PrecisionSpec, seed: int) -> Callable[[nn.Linear], nn.Module]:

@@ -26,7 +26,7 @@ from api_schemas import (
     StepReport,
 )
 from worker import checkpoint
-from worker.config import TrainConfig
+from worker.config import TrainConfig, trained_job
 from worker.data import Batch, Source, open_source
 from worker.errors import Cancelled, Stopped
 from worker.fp8.convert import ConversionReport
@@ -41,9 +41,10 @@ from worker.models.flops import flops_per_token
 from worker.optim import build_optimizer, clip_grad_norm_
 from worker.optim.schedule import learning_rate_at, parameter_groups
 from worker.parallel import average_gradients, broadcast_parameters, share_scaling
-from worker.prepare import prepare
+from worker.prepare import prepare, share_rounding
 from worker.progress import Progress
 from worker.reporting.reporter import Reporter
+from worker.resume import resume
 from worker.train_reports import conversion_events, count_fallbacks, started, summarize
 
 _STEP_TIMES_KEPT = 1000
@@ -194,6 +195,7 @@ class Trainer:
         if not self.mesh.reports:
             return
         state = {
+            "job": trained_job(self.config),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": asdict(self.progress),
@@ -215,8 +217,8 @@ class Trainer:
             seed=config.seed,
             tokens=config.batch.micro_batch_size * config.sequence_length,
             on_event=self._layer_demoted,
-            share=(self.mesh.data.rank, self.mesh.data.size),
         )
+        share_rounding(prepared.model, self.mesh.data.rank, self.mesh.data.size)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
@@ -236,8 +238,7 @@ class Trainer:
                 message = f"{error}; trying the previous checkpoint"
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            resume(self.model, self.optimizer, state["model"], state["optimizer"])
             self.progress = Progress(**state["progress"])
             self.step_times_s.extend(state["step_times_s"])
             checkpoint.set_random_state(state["random"])

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from client.cli import demo, imports, jobs, server, show
+from client.cli import demo, imports, jobs, results, server, show
 from client.cli.options import exit_status
 from client.errors import OctetError
 from client.terminal import Terminal
@@ -54,6 +54,8 @@ def build_app() -> typer.Typer:
         "events": show.events,
         "metrics": show.metrics,
         "checkpoints": show.checkpoints,
+        "download": results.download,
+        "export": results.export,
         "attempts": show.attempts,
         "models": show.models,
         "levels": show.levels,

@@ -34,7 +34,7 @@ class RefuseOtherHosts:
 
 async def refuse_unknown_query(request: Request) -> None:
     """Answer 422 to a query parameter that the OpenAPI document does not have: a mistyped filter must not be ignored."""
-    operation = request.app.openapi()["paths"][request.scope["route"].path][request.method.lower()]
+    operation = request.app.openapi()["paths"][request.scope["route"].path_format][request.method.lower()]
     known = [parameter["name"] for parameter in operation.get("parameters", []) if parameter["in"] == "query"]
     unknown = [name for name in request.query_params if name not in known]
     if unknown:

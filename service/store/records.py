@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import delete, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -115,6 +115,12 @@ def checkpoints_after(session: Session, job_id: str, step: int, limit: int) -> l
 def newest_checkpoints(session: Session, job_id: str, limit: int) -> list[CheckpointRow]:
     query = select(CheckpointRow).where(CheckpointRow.job_id == job_id).order_by(CheckpointRow.step.desc()).limit(limit)
     return list(session.scalars(query))
+
+
+def find_checkpoint(session: Session, job_id: str, name: str) -> CheckpointRow | None:
+    """Find a checkpoint of a job by the name of its folder or by its id."""
+    either = or_(CheckpointRow.name == name, CheckpointRow.id == name)
+    return session.scalar(select(CheckpointRow).where(CheckpointRow.job_id == job_id, either))
 
 
 def checkpoint_step(session: Session, job_id: str, checkpoint_id: str) -> int | None:

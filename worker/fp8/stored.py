@@ -54,10 +54,15 @@ def read_weight(layer: nn.Module, state: dict[str, Any], prefix: str, encode: En
 
 def make_plain(state: dict[str, Any], prefix: str) -> None:
     """Change a layer's part of a state dict into that of a plain layer."""
+    put_values(state, prefix)
+    drop_history(state, prefix)
+
+
+def put_values(state: dict[str, Any], prefix: str, values: Tensor | None = None) -> None:
+    """Replace a layer's codes in a state dict by fp32 values, if it has any. values: finer ones than those of the codes."""
     own = {name: state.pop(prefix + name) for name in (CODES, *PARTS) if prefix + name in state}
     if CODES in own:
-        state[prefix + "weight"] = _decode(own)
-    drop_history(state, prefix)
+        state[prefix + "weight"] = _decode(own) if values is None else values
 
 
 def drop_history(state: dict[str, Any], prefix: str) -> None:

@@ -153,6 +153,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         own += ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]  # a converted model follows the steps by these
         return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_fused_step": None}
 
+    @torch.no_grad()
+    def follow_weight(self, parameter: Tensor) -> None:
+        """Let the states follow a parameter that was moved or loaded now, instead of at the next step; errors as there."""
+        self._follow(parameter)
+
     def _follow(self, parameter: Tensor) -> None:
         """Let the states follow a parameter that was moved or loaded since the last step. ValueError if it was cast."""
         weight, state = self._quantized.get(parameter), self.state.get(parameter)

@@ -263,6 +263,11 @@ def is_stale(master: Parts, weight: QuantizedWeight) -> bool:
     if not weight.holder.has_new_codes:
         return False
     weight.holder.has_new_codes = False
+    return not is_rounding(weight, master)
+
+
+def is_rounding(weight: QuantizedWeight, master: Parts) -> bool:
+    """Whether the E4M3 codes are a rounding of the master weight."""
     held, exact = weight.values().reshape(-1), kernels.dequantize(master["codes"], master["dequant_scale"])
     one_code = float(weight.dequant_scale) * 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
-    return not torch.allclose(held, exact, rtol=2.0**-E4M3.mantissa_bits, atol=one_code, equal_nan=True)
+    return torch.allclose(held, exact, rtol=2.0**-E4M3.mantissa_bits, atol=one_code, equal_nan=True)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from worker import kernels
 from worker.fp8.linear import Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER
-from worker.fp8.stored import make_plain
+from worker.fp8.stored import CODES, PARTS, make_plain
+from worker.optim.weights import QuantizedWeight, is_rounding
 
 
 def plain_state_dict(
@@ -19,14 +20,30 @@ def plain_state_dict(
     optimizer: its master weights are taken where it has any; without it an O3 weight has the precision of E4M3.
     dtype: of the weights that are held as codes; what is held as values keeps its dtype. The weights of codes are new tensors.
     """
-    state = as_plain(model, model.state_dict())
-    for name, layer in _layers_of_codes(model):
-        weight = state[_join(name, "weight")]
-        master = optimizer.state.get(layer.weight, {}).get("master_weights") if optimizer is not None else None
-        if master is not None:
-            weight = kernels.dequantize(master["codes"], master["dequant_scale"]).view_as(weight)
-        state[_join(name, "weight")] = weight.to(dtype)
-    return state
+    state = model.state_dict()
+    for name, layer in layers_of_codes(model):  # one weight at a time is fp32
+        drop_codes(state, join(name, ""))
+        state[join(name, "weight")] = finest_values(layer, optimizer).to(dtype)
+    return as_plain(model, state)
+
+
+def finest_values(layer: Float8Linear, optimizer: torch.optim.Optimizer | None) -> Tensor:
+    """The fp32 values of a layer's weight, in its shape: those of its master weight if the optimizer holds one.
+
+    A master weight that is older than the layer's codes, because codes were loaded since, does not count.
+    """
+    if layer.initial_values is not None:
+        return layer.initial_values
+    master = optimizer.state.get(layer.weight, {}).get("master_weights") if optimizer is not None else None
+    if master is None or (layer.has_new_codes and not is_rounding(QuantizedWeight(layer), master)):
+        return layer.weight_values()
+    return kernels.dequantize(master["codes"], master["dequant_scale"]).view_as(layer.weight)
+
+
+def drop_codes(state: dict[str, Any], prefix: str) -> None:
+    """Remove the weight of a layer of codes, with what belongs to it, from a state dict."""
+    for name in (CODES, *PARTS):
+        state.pop(prefix + name, None)
 
 
 def as_plain(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +52,7 @@ def as_plain(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     plain.pop(STATE_BUFFER, None)
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, Float8Linear):
-            make_plain(plain, _join(name, ""))
+            make_plain(plain, join(name, ""))
     return plain
 
 
@@ -57,12 +74,14 @@ def save_plainly(model: nn.Module) -> None:
         model.save_pretrained = PlainSaving(model)  # type: ignore[assignment]
 
 
-def _layers_of_codes(model: nn.Module) -> list[tuple[str, Float8Linear]]:
+def layers_of_codes(model: nn.Module) -> list[tuple[str, Float8Linear]]:
+    """The layers that hold their weight as codes, under every name each is known by."""
     layers = model.named_modules(remove_duplicate=False)
     return [
         (name, layer) for name, layer in layers if isinstance(layer, Float8Linear) and layer.weight_dequant_scale is not None
     ]
 
 
-def _join(name: str, attribute: str) -> str:
+def join(name: str, attribute: str) -> str:
+    """The full name of a module's attribute; the root module's name is empty."""
     return f"{name}.{attribute}" if name else attribute

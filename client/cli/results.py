@@ -1,0 +1,73 @@
+"""Commands that fetch what was trained: download, export."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.text import Text
+
+from api_schemas import Checkpoint
+from client.api import Client
+from client.cli.options import DEFAULT_URL, REFUSED, AsJson, JobId, Url, connect
+from client.terminal import Terminal
+from client.text import num_bytes
+
+_WORKER = "worker.pretrained"
+"""The module that exports. It runs in a process of its own: the client loads no torch."""
+
+
+def download(
+    job_id: JobId,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to; it is made if it is missing.")],
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", metavar="ID", help="A checkpoint's id, ckpt_…; default: the newest.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Download a checkpoint of a job and check every file's SHA-256."""
+    terminal = Terminal()
+    with connect(url) as client:
+        chosen = _choose(client, job_id, checkpoint)
+        try:
+            files = client.download(chosen, out)
+        except OSError as error:
+            terminal.complain(f"cannot write to {out}: {error.strerror or error}")
+            raise typer.Exit(REFUSED) from error
+    if as_json:
+        terminal.show_json_array(files)
+    else:
+        size = num_bytes(sum(file.num_bytes for file in files))
+        terminal.show(Text(f"{len(files)} files, {size}, of step {chosen.step} are in {out}. Convert them with: octet export"))
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, such as one downloaded.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to, new or empty.")],
+    format: Annotated[Literal["bf16", "fp32", "fp8"], typer.Option("--format", help="What the weights become.")] = "bf16",
+    strategy: Annotated[
+        Literal["tensor", "channel", "block"] | None,
+        typer.Option("--strategy", help="With fp8: what shares a scale; default: as it was trained."),
+    ] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face model, which from_pretrained loads. Needs the extra 'worker' on this machine."""
+    command = [sys.executable, "-m", _WORKER, str(checkpoint), "--format", format, "--out", str(out)]
+    command += [] if strategy is None else ["--strategy", strategy]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    terminal = Terminal()
+    if ended.returncode:
+        terminal.complain(ended.stderr.strip())
+        raise typer.Exit(ended.returncode)
+    terminal.show(Text(f"{out} holds the model in {format}."))
+
+
+def _choose(client: Client, job_id: str, checkpoint_id: str | None) -> Checkpoint:
+    """Return the checkpoint with an id, or the newest. Exits where there is none."""
+    found = [each for each in client.checkpoints(job_id) if checkpoint_id in (None, each.id)]
+    if not found:
+        wanted = "no checkpoint yet" if checkpoint_id is None else f"no checkpoint {checkpoint_id}"
+        Terminal().complain(f"{job_id} has {wanted}. List them with: octet checkpoints {job_id}")
+        raise typer.Exit(REFUSED)
+    return max(found, key=lambda each: each.step)

@@ -1,0 +1,49 @@
+"""The files of a job's checkpoints: their list, and each as a download."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from fastapi.responses import FileResponse
+
+from api_schemas import CheckpointFile, Page
+from service import store
+from service.db.tables import CheckpointRow
+from service.deps import AppContext, AppContextDep, JobIdDep
+from service.errors import NotFound
+from service.http.pages import page_of
+from service.http.problems import Answers, answers
+from service.jobs import checkpoint_files
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/checkpoints/{name}/files", tags=["records"])
+
+CheckpointName = Annotated[str, Path(max_length=31, description="the checkpoint's id, or step_ and ten digits")]
+_CONTENT: Answers = {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+@router.get("", operation_id="list_checkpoint_files", responses=answers(404, 422))
+def list_files(job_id: JobIdDep, name: CheckpointName, context: AppContextDep) -> Page[CheckpointFile]:
+    """All files of a checkpoint, each with its SHA-256. 404 where the server cannot read them."""
+    files = checkpoint_files.files_of(context.settings, _checkpoint(context, job_id, name))
+    return page_of(files, len(files), lambda file: file.path)
+
+
+@router.get(
+    "/{path:path}", operation_id="get_checkpoint_file", response_class=FileResponse, responses=answers(404, 422) | _CONTENT
+)
+def get_file(
+    job_id: JobIdDep, name: CheckpointName, path: Annotated[str, Path(max_length=1024)], context: AppContextDep
+) -> FileResponse:
+    """The content of a file that the list has."""
+    place = checkpoint_files.path_of(context.settings, _checkpoint(context, job_id, name), path)
+    return FileResponse(place, media_type="application/octet-stream")
+
+
+def _checkpoint(context: AppContext, job_id: str, name: str) -> CheckpointRow:
+    with context.database.read() as session:
+        if store.jobs.find_job(session, job_id) is None:
+            raise NotFound(f"there is no job {job_id}")
+        row = store.records.find_checkpoint(session, job_id, name) if name.isascii() and name.isprintable() else None
+        if row is None:
+            raise NotFound(f"job {job_id} has no checkpoint {name!r}; its list of checkpoints has their ids")
+        session.expunge(row)
+        return row

@@ -1,0 +1,12 @@
+"""Hugging Face checkpoints: what was trained comes out as one, and a converted model starts from one.
+
+    export(model, optimizer, "folder", format="fp8")            then AutoModelForCausalLM.from_pretrained("folder")
+    model, optimizer = load_pretrained("folder", "O3-split", make_optimizer=lambda model: AdamW(model.parameters()))
+
+A folder holds `config.json` and safetensors files: plain values, or FP8 weights in the form of compressed-tensors.
+"""
+
+from worker.pretrained.load import load_pretrained
+from worker.pretrained.write import export
+
+__all__ = ["export", "load_pretrained"]

@@ -1,0 +1,65 @@
+"""Export a job's checkpoint: what `octet export` runs in a process of its own, because it needs torch.
+
+python -m worker.pretrained runs/first/checkpoints/step_0000000100 --format bf16 --out exported
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from torch import nn
+
+from api_schemas import ModelSpec, OptimizerSpec, PrecisionSpec
+from worker.checkpoint import BadCheckpoint, load_folder
+from worker.errors import RankError
+from worker.models import build_model
+from worker.optim import build_optimizer
+from worker.optim.schedule import parameter_groups
+from worker.prepare import prepare
+from worker.pretrained.compressed import KINDS
+from worker.pretrained.write import FORMATS, PLAIN_DTYPES, export
+from worker.resume import resume
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Export, and print the folder. Exit status: 0, or 2 with the reason on standard error."""
+    parser = argparse.ArgumentParser(prog="python -m worker.pretrained", description="Export a checkpoint of a job.")
+    parser.add_argument("checkpoint", type=Path, help="a folder step_…")
+    parser.add_argument("--format", choices=FORMATS, default="bf16")
+    parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet, or is empty")
+    parser.add_argument("--strategy", choices=KINDS, help="of FP8 scales; default: as the weights were trained")
+    parser.add_argument("--plain-dtype", choices=PLAIN_DTYPES, default="bf16", help="with fp8: of everything that is not FP8")
+    options = parser.parse_args(arguments)
+    try:
+        model, optimizer = trained(load_folder(options.checkpoint))
+        plain_dtype = PLAIN_DTYPES[options.plain_dtype]
+        export(model, optimizer, options.out, format=options.format, strategy=options.strategy, plain_dtype=plain_dtype)
+    except (BadCheckpoint, RankError, OSError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{options.out}\n")
+    return 0
+
+
+def trained(state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Build the model and the optimizer of a checkpoint on the CPU. ValueError for one that does not say what it is of."""
+    if "job" not in state:
+        raise ValueError(
+            "the checkpoint does not say which model it is of: an earlier version wrote it. Continue its job with this "
+            "version, and export the checkpoint that it writes."
+        )
+    job = state["job"]
+    spec = TypeAdapter(OptimizerSpec).validate_python(job["optimizer"])
+    model = build_model(TypeAdapter(ModelSpec).validate_python(job["model"]), job["seed"])
+    optimizer = build_optimizer(parameter_groups(model, spec.weight_decay), spec)
+    prepared = prepare(model, optimizer, PrecisionSpec.model_validate(job["precision"]), seed=job["seed"])
+    assert prepared.optimizer is not None
+    resume(prepared.model, prepared.optimizer, state["model"], state["optimizer"])
+    return prepared.model, prepared.optimizer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Start a converted model from a Hugging Face checkpoint without holding it in fp32.
+
+The model is built on the device `meta`. Each linear layer is read from the files when it is converted, and is codes before the
+next one is read; what no level converts is read afterwards. An optimizer is made for the parameters on `meta` and follows them.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from worker.fp8.linear import Float8Linear
+from worker.optim import LowBitOptimizer
+from worker.prepare import prepare, read_options, share_rounding
+from worker.pretrained.files import PretrainedFiles
+from worker.pretrained.layouts import Layout, layout_in_file
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def load_pretrained(
+    folder: str | Path,
+    opt_level: str = "O2",
+    *,
+    build: Callable[[], nn.Module] | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    tokens: int | None = None,
+    **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Return a model at a level with the values of a checkpoint folder, and its optimizer, as `initialize` does.
+
+    folder: `config.json` and safetensors, plain or FP8 (compressed-tensors' float-quantized; 128×128 blocks). build: makes the
+    model; by default transformers makes it in fp32 from `config.json`. make_optimizer: given the model, whose parameters are
+    still on `meta`, makes an optimizer that has not stepped. The rest: as for `initialize`.
+    At its peak this holds what the level holds and the layer that is being read; files are mapped into memory, not read as a
+    whole.
+
+    Raises ValueError for what `initialize` refuses, and, before anything is read, for tensors that are missing or have another
+    shape.
+    """
+    files = PretrainedFiles(Path(folder))
+    with _parameters_on_meta():
+        model = _from_transformers(files) if build is None else build()
+    optimizer = None if make_optimizer is None else make_optimizer(model)
+    source = FileSource(files, model, torch.device(device))
+    precision = read_options(opt_level, options)
+    prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, source=source)
+    source.make_masters(prepared.model, prepared.optimizer)
+    if dist.is_available() and dist.is_initialized():
+        share_rounding(prepared.model, dist.get_rank(), dist.get_world_size())
+    return prepared.model, prepared.optimizer
+
+
+class FileSource:
+    """Gives the parameters of a model on `meta` their values, one layer at a time."""
+
+    def __init__(self, files: PretrainedFiles, model: nn.Module, device: torch.device) -> None:
+        """Find every parameter's tensor. Raises ValueError that names those that are missing or have another shape."""
+        self.files, self.device = files, device
+        self.layout: Layout = layout_in_file(model, files.config)
+        self._names: dict[int, str] = {}
+        self._given: dict[int, nn.Parameter] = {}
+        self._meta: list[nn.Parameter] = []  # kept alive, so that ids stay unique
+        names_of: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(id(parameter), []).append(name)
+            self._meta.append(parameter)
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if self.layout.rename(name) in files}
+        missing = []
+        for key, names in names_of.items():
+            found = next((name for name in names if self.layout.rename(name) in files), None)
+            missing += [] if found else [self.layout.rename(names[0])]
+            self._names[key] = found or names[0]
+        if missing:
+            raise ValueError(
+                f"{files.folder} has no {missing[0]}, nor {len(missing) - 1} more of the model's parameters; allowed: a "
+                "checkpoint of this model. Build the model that the checkpoint is of."
+            )
+        for parameter in model.parameters():
+            self._check_shape(parameter)
+
+    def fill(self, layer: nn.Module) -> None:
+        """Put the values of a layer's own parameters in the place of those on `meta`."""
+        for attribute, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                setattr(layer, attribute, self._parameter(parameter))
+
+    def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill what is still on `meta`, read the buffers and move them, and give the optimizer the new parameters."""
+        for name, buffer in self._buffers.items():
+            buffer.copy_(self._values(name))
+        for module in model.modules():
+            self.fill(module)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    raise ValueError(
+                        f"buffer {name} of {type(module).__name__} has no values; allowed: buffers off meta. Let `build` "
+                        "make the model without a device of its own."
+                    )
+                module._buffers[name] = buffer.to(self.device)
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["params"] = [self._given.get(id(parameter), parameter) for parameter in group["params"]]
+
+    def make_masters(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Make each master weight of the file's values; so far they were made of codes."""
+        for name, layer in model.named_modules():
+            if isinstance(layer, Float8Linear) and layer.has_master:
+                assert isinstance(optimizer, LowBitOptimizer)
+                layer.initial_values = self._values(f"{name}.weight".lstrip(".")).float()
+                optimizer.follow_weight(layer.weight)
+
+    def _parameter(self, on_meta: nn.Parameter) -> nn.Parameter:
+        if id(on_meta) not in self._given:
+            values = self._values(self._names[id(on_meta)]).to(on_meta.dtype)
+            self._given[id(on_meta)] = nn.Parameter(values, requires_grad=on_meta.requires_grad)
+        return self._given[id(on_meta)]
+
+    def _values(self, name: str) -> Tensor:
+        """The tensor that the model calls `name`, on the device."""
+        return self.layout.from_file(name, self.files.read(self.layout.rename(name)).to(self.device)).contiguous()
+
+    def _check_shape(self, parameter: nn.Parameter) -> None:
+        name = self._names[id(parameter)]
+        found = self.files.shape(self.layout.rename(name))
+        expected = tuple(self.layout.to_file(name, parameter).shape)
+        if found != expected:
+            raise ValueError(
+                f"{self.layout.rename(name)} in {self.files.folder} has shape {found}; the model's is {expected}. Build the "
+                "model that the checkpoint is of."
+            )
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Put every parameter that this thread's modules register on `meta`; buffers stay where they are made."""
+    builder = threading.get_ident()
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or threading.get_ident() != builder:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return a parameter
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _from_transformers(files: PretrainedFiles) -> nn.Module:
+    """Build the model of `config.json` in fp32, without the quantization that the folder has."""
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ValueError("transformers is not installed; install it, or give `build`, which makes the model.") from error
+
+    config = transformers.AutoConfig.from_pretrained(files.folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    names = config.architectures or []
+    model_class = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        raise ValueError(
+            f"config.json names the architectures {names}; allowed: a class of transformers. Give `build`, which makes a model."
+        )
+    config.dtype = torch.float32
+    model: nn.Module = model_class(config)
+    return model

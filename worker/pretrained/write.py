@@ -1,0 +1,173 @@
+"""Write a trained model as a Hugging Face checkpoint: bf16 or fp32 values, or FP8 codes that stay as they were trained."""
+
+import json
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from worker.errors import StorageFull, is_storage_full
+from worker.fp8.bf16 import HalfLinear
+from worker.fp8.convert import ConversionReport
+from worker.fp8.linear import Float8Linear
+from worker.fp8.recipe import E4M3
+from worker.plain import as_plain, drop_codes, finest_values, join, layers_of_codes, plain_state_dict
+from worker.pretrained.compressed import KINDS, CompressedWeight, compress, quantization_config
+from worker.pretrained.layouts import Layout, layout_of_model
+
+PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FORMATS = (*PLAIN_DTYPES, "fp8")
+
+
+def export(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    folder: str | Path,
+    *,
+    format: str = "bf16",
+    strategy: str | None = None,
+    plain_dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write `config.json` and safetensors that transformers' `from_pretrained` loads; returns the folder.
+
+    model: of transformers, or one of our families (`layouts.py`), plain or initialized. optimizer: its master weights are
+    taken where it holds any. format: "bf16" and "fp32" write values, every floating-point tensor in that dtype; "fp8" writes
+    the converted layers in the form of compressed-tensors (`compressed.py`), everything else in `plain_dtype`.
+    strategy: of FP8 scales: "tensor", "channel" or "block"; by default that in which the level holds or multiplies the weight.
+    E4M3 codes are written byte for byte with their scale under the default strategy; the rest is quantized from the finest
+    values.
+
+    Raises ValueError for a model that cannot be written like this, and for a folder that is not empty; StorageFull.
+    """
+    folder = Path(folder)
+    layout = layout_of_model(model, in_fp8=format == "fp8")
+    _check(model, folder, format, strategy, layout)
+    if format == "fp8":
+        strategy = _strategy_of(model) if strategy is None else strategy
+        state = _in_fp8(model, optimizer, strategy, layout)
+        state = {name: _cast(tensor, name, plain_dtype) for name, tensor in state.items()}
+        extra = {"dtype": _name(plain_dtype), "quantization_config": quantization_config(strategy, _ignored(model, layout))}
+    else:
+        dtype = PLAIN_DTYPES[format]
+        plain = plain_state_dict(model, optimizer, dtype=dtype)
+        state = {layout.rename(name): layout.to_file(name, _cast(tensor, name, dtype)) for name, tensor in plain.items()}
+        extra = {"dtype": _name(dtype)}
+    unfinished = folder.with_name(f".unfinished_{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        _write(model, state, unfinished, layout, extra)
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if is_storage_full(error):
+            raise StorageFull(f"the exported model does not fit on the disk of {folder}: {error}") from error
+        raise
+    return folder
+
+
+def _check(model: nn.Module, folder: Path, format: str, strategy: str | None, layout: Layout) -> None:
+    """Refuse what cannot be written, before anything is."""
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; allowed: {', '.join(FORMATS)}.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder; allowed: an empty or a new one. Name another.")
+    if layout.config is None and not callable(getattr(type(model), "save_pretrained", None)):
+        raise ValueError(
+            f"{type(model).__name__} has no form in transformers; allowed: transformers' models and the families gpt and "
+            "llama. Use plain_state_dict, and save that."
+        )
+    if strategy is not None and (format != "fp8" or strategy not in KINDS):
+        raise ValueError(f'strategy is {strategy!r} for {format}; allowed: {", ".join(KINDS)}, with format "fp8" alone.')
+    if format != "fp8":
+        return
+    if not _converted(model):
+        raise ValueError('format "fp8" writes converted layers; the model has none. Initialize it at a level, or use "bf16".')
+    transposed = [name for name in _converted(model) if getattr(model.get_submodule(name), "is_transposed", False)]
+    if transposed:
+        raise ValueError(
+            f"{transposed[0]} and {len(transposed) - 1} more layers are Conv1D, which compressed-tensors does not quantize; "
+            'allowed: models of nn.Linear. Use format "bf16".'
+        )
+
+
+def _converted(model: nn.Module) -> Collection[str]:
+    report = getattr(model, "octet_report", None)
+    return report.converted if isinstance(report, ConversionReport) else ()
+
+
+def _strategy_of(model: nn.Module) -> str:
+    """The strategy that loses nothing: a tensor's where codes are held, else that of the products' weight scales."""
+    layer = model.get_submodule(next(iter(_converted(model))))
+    if not isinstance(layer, Float8Linear) or layer.weight.dtype == E4M3:
+        return "tensor"
+    return next(strategy for strategy, kind in KINDS.items() if kind is layer.recipe.weight.kind)
+
+
+def _in_fp8(model: nn.Module, optimizer: torch.optim.Optimizer | None, strategy: str, layout: Layout) -> dict[str, Tensor]:
+    """The tensors under the file's names. One weight at a time is decoded."""
+    converted = set(_converted(model))
+    held = model.state_dict()
+    for name, _ in layers_of_codes(model):
+        drop_codes(held, join(name, ""))
+    held = as_plain(model, held)
+    for name in converted:
+        held.pop(join(name, "weight"), None)
+    state = {layout.rename(name): layout.to_file(name, tensor) for name, tensor in held.items()}
+    for name in _converted(model):
+        weight = _compressed(name, model.get_submodule(name), optimizer, strategy, layout)
+        theirs = layout.rename_module(name)
+        state[join(theirs, "weight")], state[join(theirs, "weight_scale")] = weight
+    return state
+
+
+def _compressed(
+    name: str, layer: nn.Module, optimizer: torch.optim.Optimizer | None, strategy: str, layout: Layout
+) -> CompressedWeight:
+    weight_name = join(name, "weight")
+    if not isinstance(layer, Float8Linear):
+        return compress(layout.to_file(weight_name, layer.get_parameter("weight").detach().float()), strategy)
+    if layer.weight.dtype == E4M3 and strategy == "tensor":
+        assert layer.weight_dequant_scale is not None
+        codes = layout.to_file(weight_name, layer.weight.detach().view(torch.uint8)).view(E4M3)
+        return CompressedWeight(codes, layer.weight_dequant_scale.detach().reshape(1))
+    return compress(layout.to_file(weight_name, finest_values(layer, optimizer).float()), strategy)
+
+
+def _ignored(model: nn.Module, layout: Layout) -> list[str]:
+    """The file's names of the linear layers that hold no codes."""
+    converted = set(_converted(model))
+    linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, HalfLinear, Float8Linear))]
+    return [layout.rename_module(name) for name in linears if name not in converted]
+
+
+def _cast(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Values in the wanted dtype. Codes, their scales and whole numbers stay."""
+    is_of_codes = tensor.dtype == E4M3 or name.endswith(".weight_scale")
+    return tensor if is_of_codes or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _write(model: nn.Module, state: dict[str, Tensor], folder: Path, layout: Layout, extra: dict[str, Any]) -> None:
+    """Write the tensors, and a config.json with `extra` in it. A tied head is left out, as transformers expects."""
+    folder.mkdir(parents=True)
+    if layout.config is None:
+        before = {name: getattr(model.config, name, None) for name in ("architectures", "dtype")}
+        type(model).save_pretrained(model, folder, state_dict=state)  # sets both
+        vars(model.config).update(before)
+        config = json.loads((folder / "config.json").read_text())
+    else:
+        config = dict(layout.config)
+        if config["tie_word_embeddings"]:
+            state.pop("lm_head.weight")
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | extra, indent=2) + "\n")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
