@@ -210,14 +210,8 @@ class Trainer:
         config = self.config
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
-        prepared = prepare(
-            model,
-            optimizer,
-            config.precision,
-            seed=config.seed,
-            tokens=config.batch.micro_batch_size * config.sequence_length,
-            on_event=self._layer_demoted,
-        )
+        tokens, on_event = config.batch.micro_batch_size * config.sequence_length, self._layer_demoted
+        prepared = prepare(model, optimizer, config.precision, seed=config.seed, tokens=tokens, on_event=on_event)
         share_rounding(prepared.model, self.mesh.data.rank, self.mesh.data.size)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
