@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from client import Client
-    from worker import AveragedModel, fp8_statistics, initialize, memory_report, plain_state_dict
+    from worker import AveragedModel, fp8_statistics, initialize, memory_report, parallelize, plain_state_dict
 
-__all__ = ["AveragedModel", "Client", "fp8_statistics", "initialize", "memory_report", "plain_state_dict"]
+__all__ = ["AveragedModel", "Client", "fp8_statistics", "initialize", "memory_report", "parallelize", "plain_state_dict"]
 
 _HOME = {name: "client" if name == "Client" else "worker" for name in __all__}
 

@@ -11,13 +11,14 @@ import worker
 
 
 def test_the_public_names() -> None:
-    assert octet.__all__ == ["AveragedModel", "Client", "fp8_statistics", "initialize", "memory_report", "plain_state_dict"]
+    library = ["AveragedModel", "fp8_statistics", "initialize", "memory_report", "parallelize", "plain_state_dict"]
+    assert octet.__all__ == sorted([*library, "Client"])
     assert dir(octet) == octet.__all__
 
 
 def test_each_name_comes_from_its_own_package() -> None:
     assert octet.Client is client.Client
-    for name in ("AveragedModel", "fp8_statistics", "initialize", "memory_report", "plain_state_dict"):
+    for name in ("AveragedModel", "fp8_statistics", "initialize", "memory_report", "parallelize", "plain_state_dict"):
         assert getattr(octet, name) is getattr(worker, name)
 
 

@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from worker.export import plain_state_dict
     from worker.metrics.memory import memory_report
     from worker.optim.average import AveragedModel
+    from worker.parallel.parallelize import parallelize
     from worker.prepare import fp8_statistics, initialize
 
-__all__ = ["AveragedModel", "fp8_statistics", "initialize", "memory_report", "plain_state_dict"]
+__all__ = ["AveragedModel", "fp8_statistics", "initialize", "memory_report", "parallelize", "plain_state_dict"]
 
 _HOME = {
     "AveragedModel": "worker.optim.average",
     "fp8_statistics": "worker.prepare",
     "initialize": "worker.prepare",
     "memory_report": "worker.metrics.memory",
+    "parallelize": "worker.parallel.parallelize",
     "plain_state_dict": "worker.export",
 }
 

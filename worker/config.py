@@ -45,6 +45,7 @@ class TrainConfig:
     readable_files: Files
     env: RankEnv
     layout: Layout
+    zero_stage: int
     batch: BatchDivision
     steps: int
     sequence_length: int
@@ -83,6 +84,7 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
         readable_files=ANY_FILE if data_roots is None else Files.below(tuple(map(Path, data_roots))),
         env=env,
         layout=layout,
+        zero_stage=spec.parallelism.zero_stage,
         batch=spec.batch,
         steps=training.steps,
         sequence_length=training.sequence_length,

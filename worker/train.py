@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from worker.metrics.table import Metrics
 from worker.models import Losses, TrainedModel, build_model
 from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups
-from worker.parallel import average_gradients, broadcast_parameters, share_scaling
+from worker.parallel import Parallel, broadcast_parameters
 from worker.prepare import prepare
 from worker.progress import Progress
 from worker.reporting.reporter import Reporter
@@ -65,6 +66,7 @@ class Trainer:
     model: nn.Module
     conversion: ConversionReport
     optimizer: torch.optim.Optimizer
+    parallel: Parallel
     health: StepKeeper | None
     progress: Progress
     step_times_s: deque[float]
@@ -113,11 +115,11 @@ class Trainer:
         with self.metrics.timed("forward_backward"):
             rank_loss, data_wait_s = self._forward_backward()
         with self.metrics.timed("communication"):
-            average_gradients(self.model.parameters(), self.mesh.data, self.config.precision.gradient_communication)
-            share_scaling(self.model, self.mesh.stage)
+            self.parallel.synchronize()
         with self.metrics.timed("optimizer"):
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
+            norm = self.parallel.clip_grad_norm_(self.config.gradient_clip or math.inf)
             self.optimizer.step()
+            self.parallel.publish()
         if not self.progress.memory_bytes:
             self._count_memory()
         self.optimizer.zero_grad(set_to_none=True)
@@ -161,7 +163,9 @@ class Trainer:
             data_wait_s += wait.seconds
             with activations_counted_once(self.model, self.metrics):
                 loss = self._loss(samples).loss / batch.num_micro_batches
-            loss.backward()
+            is_last = index == batch.num_micro_batches - 1
+            with nullcontext() if is_last else self.parallel.no_sync():
+                loss.backward()
             losses.append(loss.detach())
         return float(torch.stack(losses).sum()), data_wait_s
 
@@ -186,12 +190,15 @@ class Trainer:
         return means
 
     def save(self) -> None:
-        """Write a checkpoint from the rank that reports. The other ranks hold the same state."""
+        """Write a checkpoint from the rank that reports. The other ranks hold the same state, or their shares of it."""
+        if not self.mesh.reports and not self.parallel.shards_states:
+            return
+        optimizer_state = self.optimizer.state_dict()
         if not self.mesh.reports:
             return
         state = {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer_state,
             "progress": asdict(self.progress),
             "step_times_s": list(self.step_times_s),
             "random": checkpoint.random_state(),
@@ -215,6 +222,7 @@ class Trainer:
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
+        self.parallel = Parallel(self.model, self.optimizer, self.mesh.data, self.mesh.stage, zero_stage=config.zero_stage)
 
     def _loss(self, samples: Batch) -> Losses:
         losses: Losses = self.model.loss(samples)  # type: ignore[operator]

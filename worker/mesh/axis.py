@@ -12,6 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class Pending:
+    """A collective that is under way. It keeps the tensors alive that the backend still reads."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None = None, read: Tensor | None = None) -> None:
+        """read: the tensor that is being sent."""
+        self._result, self._work, self._read = result, work, read
+
+    def wait(self) -> Tensor:
+        """Wait, on CUDA only the current stream, and return the result."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._read = None
+        return self._result
+
+
 class Axis:
     """The ranks on one axis of a mesh, as one of them sees it. `rank` is its index on the axis, from 0."""
 
@@ -53,21 +68,32 @@ class Axis:
 
     def exchange(self, parts_RS: Tensor) -> Tensor:
         """Send row r to rank r. Returns the received rows, ordered by rank, in the same shape and dtype."""
+        return self.start_exchange(parts_RS).wait()
+
+    def start_exchange(self, parts_RS: Tensor) -> Pending:
+        """Start an `exchange`; all ranks start their collectives on an axis in the same order."""
         if self.size == 1:
-            return parts_RS
+            return Pending(parts_RS)
         received_RS = torch.empty_like(parts_RS)
-        dist.all_to_all_single(received_RS.view(torch.uint8), parts_RS.view(torch.uint8), group=self._group)
+        work = dist.all_to_all_single(
+            received_RS.view(torch.uint8), parts_RS.view(torch.uint8), group=self._group, async_op=True
+        )
         self._count("exchange", parts_RS.dtype, parts_RS.nbytes * (self.size - 1) // self.size)
-        return received_RS
+        return Pending(received_RS, work, parts_RS)
 
     def gather(self, own_S: Tensor) -> Tensor:
         """Gather the shares of all ranks, ordered by rank: (R, S)."""
+        return self.start_gather(own_S).wait()
+
+    def start_gather(self, own_S: Tensor) -> Pending:
+        """Start a `gather`; all ranks start their collectives on an axis in the same order."""
         if self.size == 1:
-            return own_S.unsqueeze(0)
+            return Pending(own_S.unsqueeze(0))
+        own_S = own_S.contiguous()
         gathered_RS = own_S.new_empty((self.size, *own_S.shape))
-        dist.all_gather(list(gathered_RS.view(torch.uint8)), own_S.contiguous().view(torch.uint8), group=self._group)
+        work = dist.all_gather(list(gathered_RS.view(torch.uint8)), own_S.view(torch.uint8), group=self._group, async_op=True)
         self._count("gather", own_S.dtype, own_S.nbytes * (self.size - 1))
-        return gathered_RS
+        return Pending(gathered_RS, work, own_S)
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by the first rank's tensor, bit for bit."""

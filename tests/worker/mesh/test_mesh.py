@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from api_schemas import Layout
-from tests.ranks import run_ranks
-from tests.worker.test_data_parallel import free_port
+from tests.ranks import free_port, run_ranks
 from worker.config import RankEnv
 from worker.mesh import Mesh
 
