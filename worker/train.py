@@ -106,7 +106,8 @@ class Trainer:
                     self.save()
         evaluation = evaluation or self.evaluate()
         self.progress.check_end(evaluation["loss"])
-        return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, self.source.facts)
+        sent_bytes = self.mesh.sent_bytes
+        return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, self.source.facts, sent_bytes)
 
     def step(self) -> None:
         """Take one optimizer step over the global batch."""

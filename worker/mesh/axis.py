@@ -34,7 +34,7 @@ class Axis:
         """group: the ranks of this axis; None for the whole world or for a single rank."""
         self.name, self.size, self.rank, self.device = name, size, rank, device
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
-        """Bytes of tensors that this rank sent, by collective and by the dtype of the values."""
+        """Bytes of tensors that this rank sent, by collective and by the dtype of the values; padding counts."""
         self._group = group
 
     @property
@@ -46,9 +46,8 @@ class Axis:
         """Sum each number over the ranks, in float64."""
         if self.size == 1:
             return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self._group)
-        return [float(number) for number in total]
+        total: list[float] = self.sum_(torch.tensor(numbers, dtype=torch.float64, device=self.device)).tolist()
+        return total
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by its sum over the ranks, in the order that the backend chooses."""

@@ -62,8 +62,10 @@ def test_one_rank_reports_and_one_of_each_tensor_group_owns_the_loss(results: li
 
 def test_bytes_are_counted_by_the_dtype_that_they_mean(results: list[dict[str, object]]) -> None:
     """Each of two ranks sends half of an exchange, its own share of a gather, a maximum twice; rank 0 sends the broadcast."""
-    assert results[2]["sent"] == {"float8_e4m3fn": 4, "float32": 8 + 12}
-    assert results[0]["sent"] == {"float8_e4m3fn": 4, "float32": 8 + 12 + 12}
+    sums = {("sum", "float64"): 2 * 12 + 2 * 8}  # one number on each axis: two axes have 4 ranks, two have 2
+    common = {("exchange", "float8_e4m3fn"): 4, ("gather", "float32"): 12, ("max", "float32"): 8, **sums}
+    assert results[2]["sent"] == common
+    assert results[0]["sent"] == common | {("broadcast", "float32"): 12}
 
 
 def test_a_mesh_of_one_needs_no_group(tmp_path: Path) -> None:
