@@ -15,6 +15,12 @@ from worker.fp8.casts import KeepsDtypes
 from worker.fp8.stored import name_codes, read_weight
 from worker.fp8.weights import EncodedWeight, encode_values
 
+_WRAPPERS = {
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.distributed.fsdp": "FSDP",
+}
+"""Modules of torch that would send or cut codes as if they were values, and what people call them."""
+
 
 class GuardedCodes(KeepsDtypes):
     """A layer that may hold its `weight` as codes, with a `weight_dequant_scale`.
@@ -36,6 +42,15 @@ class GuardedCodes(KeepsDtypes):
         plain = [self.bias] if self.weight_dequant_scale is not None else [self.weight, self.bias]
         for parameter in plain:
             yield from () if parameter is None else (parameter, parameter.grad)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's, but a weight of codes is not given to DDP or FSDP, which ask each layer for its parameters.
+
+        DDP reads a gradient before it becomes FP8; FSDP's shards lose the hook and the dtype of the gradient, and say nothing.
+        """
+        if self.weight_dequant_scale is not None:
+            _refuse_wrapper(sys._getframe(1).f_globals.get("__name__", ""), self.weight.dtype)
+        return super().named_parameters(*args, **kwargs)
 
     def __delattr__(self, name: str) -> None:
         """Delete an attribute, but not a weight of codes, as torch's parametrizations do: they would compute with the codes."""
@@ -72,6 +87,15 @@ class GuardedCodes(KeepsDtypes):
         if self.has_master and values.shape == self.weight.shape:
             self.initial_values = values.detach().to(self.weight.device, torch.float32, copy=True)
         return encode_values(values, self.weight.dtype, has_residual=self.weight_residual is not None)
+
+
+def _refuse_wrapper(caller: str, dtype: torch.dtype) -> None:
+    for module, name in _WRAPPERS.items():
+        if caller.startswith(module):
+            raise ValueError(
+                f"torch's {name} cannot train a layer whose weight is {dtype} codes; allowed: octet.parallelize. Call "
+                "parallelize(model, optimizer, zero_stage=...) after initialize, and leave the wrapper out."
+            )
 
 
 def _refuse_average_of_codes() -> None:
