@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections import deque
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,12 @@ from worker.metrics.memory import memory_report
 from worker.metrics.table import Metrics
 from worker.models import Losses, TrainedModel, build_model
 from worker.optim import build_optimizer
-from worker.optim.schedule import learning_rate_at, parameter_groups
+from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
 from worker.parallel import Parallel, broadcast_parameters
 from worker.prepare import prepare
 from worker.progress import Progress
 from worker.reporting.reporter import Reporter
-from worker.train_reports import conversion_events, count_fallbacks, started, summarize
+from worker.train_reports import conversion_events, count_fallbacks, finite, started, summarize
 
 _STEP_TIMES_KEPT = 1000
 
@@ -106,13 +105,15 @@ class Trainer:
                     self.save()
         evaluation = evaluation or self.evaluate()
         self.progress.check_end(evaluation["loss"])
-        sent_bytes = self.mesh.sent_bytes
-        return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, self.source.facts, sent_bytes)
+        facts, sent_bytes = self.source.facts, self.mesh.sent_bytes
+        return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, facts, sent_bytes)
 
     def step(self) -> None:
         """Take one optimizer step over the global batch."""
         started_at = time.perf_counter()
-        learning_rate = self._set_learning_rate()
+        config, step = self.config, self.progress.step
+        learning_rate = learning_rate_at(step, config.optimizer.learning_rate, config.schedule, config.steps)
+        set_learning_rate(self.optimizer, learning_rate)
         with self.metrics.timed("forward_backward"):
             rank_loss, data_wait_s = self._forward_backward()
         with self.metrics.timed("communication"):
@@ -140,8 +141,8 @@ class Trainer:
         self._tell(
             StepReport(
                 step=self.progress.step,
-                loss=_finite(loss),
-                gradient_norm=_finite(float(norm)),
+                loss=finite(loss),
+                gradient_norm=finite(float(norm)),
                 learning_rate=learning_rate,
                 tokens=self.config.tokens_per_step,
                 step_time_s=step_time_s,
@@ -164,8 +165,7 @@ class Trainer:
             data_wait_s += wait.seconds
             with activations_counted_once(self.model, self.metrics):
                 loss = self._loss(samples).loss / batch.num_micro_batches
-            is_last = index == batch.num_micro_batches - 1
-            with nullcontext() if is_last else self.parallel.no_sync():
+            with self.parallel.no_sync(index < batch.num_micro_batches - 1):
                 loss.backward()
             losses.append(loss.detach())
         return float(torch.stack(losses).sum()), data_wait_s
@@ -187,23 +187,20 @@ class Trainer:
         self.model.train()
         *sums, num_targets = data.sum(*totals.values())
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
-        self._tell(EvaluationReport(step=self.progress.step, loss=_finite(means["loss"]), tokens=int(num_targets)))
+        self._tell(EvaluationReport(step=self.progress.step, loss=finite(means["loss"]), tokens=int(num_targets)))
         return means
 
     def save(self) -> None:
         """Write a checkpoint from the rank that reports. The other ranks hold the same state, or their shares of it."""
-        if not self.mesh.reports and not self.parallel.shards_states:
-            return
-        optimizer_state = self.optimizer.state_dict()
-        if not self.mesh.reports:
-            return
         state = {
             "model": self.model.state_dict(),
-            "optimizer": optimizer_state,
+            "optimizer": self.optimizer.state_dict(),
             "progress": asdict(self.progress),
             "step_times_s": list(self.step_times_s),
             "random": checkpoint.random_state(),
         }
+        if not self.mesh.reports:
+            return
         saved = checkpoint.save(self.folder, self.progress.step, state)
         last_loss = self.progress.recent_losses[-1] if self.progress.recent_losses else None
         self._tell(CheckpointReport(step=self.progress.step, loss=last_loss, **asdict(saved)))
@@ -261,13 +258,6 @@ class Trainer:
             for event in conversion_events(self.conversion):
                 self._tell(event)
 
-    def _set_learning_rate(self) -> float:
-        config = self.config
-        learning_rate = learning_rate_at(self.progress.step, config.optimizer.learning_rate, config.schedule, config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        return learning_rate
-
     def _count_memory(self) -> None:
         """Count memory after the first step, when every state exists and the gradients are still alive."""
         self.progress.memory_bytes = memory_report(self.model, self.optimizer)
@@ -295,7 +285,3 @@ class Trainer:
         self.metrics.observe(body)
         if self.mesh.reports:
             self.reporter.send(body)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

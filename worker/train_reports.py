@@ -87,6 +87,11 @@ def _by_collective(sent_bytes: Mapping[tuple[str, str], int]) -> dict[str, dict[
     return found
 
 
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
 def num_parameters(model: nn.Module) -> int:
     """Elements of all parameters; shared ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,6 +1,7 @@
 """The ranks that train one model together: named axes, and collectives on an axis."""
 
-from worker.mesh.axis import Axis, Pending
+from worker.mesh.axis import Axis
 from worker.mesh.mesh import Mesh
+from worker.mesh.pending import Pending
 
 __all__ = ["Axis", "Mesh", "Pending"]

@@ -11,20 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-class Pending:
-    """A collective that is under way. It keeps the tensors alive that the backend still reads."""
-
-    def __init__(self, result: Tensor, work: dist.Work | None = None, read: Tensor | None = None) -> None:
-        """read: the tensor that is being sent."""
-        self._result, self._work, self._read = result, work, read
-
-    def wait(self) -> Tensor:
-        """Wait, on CUDA only the current stream, and return the result."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = self._read = None
-        return self._result
+from worker.mesh.pending import Pending
 
 
 class Axis:
@@ -46,8 +33,7 @@ class Axis:
         """Sum each number over the ranks, in float64."""
         if self.size == 1:
             return list(numbers)
-        total: list[float] = self.sum_(torch.tensor(numbers, dtype=torch.float64, device=self.device)).tolist()
-        return total
+        return list(self.sum_(torch.tensor(numbers, dtype=torch.float64, device=self.device)).tolist())
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by its sum over the ranks, in the order that the backend chooses."""
@@ -65,12 +51,8 @@ class Axis:
             self._count("max", tensor.dtype, 2 * tensor.nbytes * (self.size - 1) // self.size)
         return tensor
 
-    def exchange(self, parts_RS: Tensor) -> Tensor:
-        """Send row r to rank r. Returns the received rows, ordered by rank, in the same shape and dtype."""
-        return self.start_exchange(parts_RS).wait()
-
     def start_exchange(self, parts_RS: Tensor) -> Pending:
-        """Start an `exchange`; all ranks start their collectives on an axis in the same order."""
+        """Start to send row r to rank r. The result: received rows, by rank. All ranks start collectives in one order."""
         if self.size == 1:
             return Pending(parts_RS)
         received_RS = torch.empty_like(parts_RS)
@@ -80,12 +62,8 @@ class Axis:
         self._count("exchange", parts_RS.dtype, parts_RS.nbytes * (self.size - 1) // self.size)
         return Pending(received_RS, work, parts_RS)
 
-    def gather(self, own_S: Tensor) -> Tensor:
-        """Gather the shares of all ranks, ordered by rank: (R, S)."""
-        return self.start_gather(own_S).wait()
-
     def start_gather(self, own_S: Tensor) -> Pending:
-        """Start a `gather`; all ranks start their collectives on an axis in the same order."""
+        """Start to gather the shares of all ranks, ordered by rank: (R, S). All ranks start collectives in one order."""
         if self.size == 1:
             return Pending(own_S.unsqueeze(0))
         own_S = own_S.contiguous()

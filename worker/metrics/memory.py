@@ -38,6 +38,7 @@ def held_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every plain tensor that model and optimizer hold, with its class, as `memory_report` counts them."""
     pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})
+    residuals: dict[Tensor, Tensor] = getattr(optimizer, "own_residuals", {})
     parameters, buffers = _converted(model) if converted_only else (model.parameters(), model.named_buffers())
     for parameter in parameters:
         yield from _parts("weights", parameter)
@@ -45,6 +46,7 @@ def held_tensors(
         piece = pieces.get(parameter, parameter)
         if piece is not parameter:
             yield from _parts("gradients", piece.grad)
+            yield from _parts("master_weights", residuals.get(piece))
         state = optimizer.state.get(piece, {}) if optimizer is not None else {}
         for name, value in state.items():
             yield from _parts(name if name in CLASSES else "other", value)

@@ -127,6 +127,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return loss
 
     @property
+    def own_residuals(self) -> dict[Tensor, Tensor]:
+        """The residuals of pieces that no layer holds as a whole, by piece."""
+        own = {piece: self._quantized[piece].own_residual for piece in self.pieces.values() if piece in self._quantized}
+        return {piece: residual for piece, residual in own.items() if residual is not None}
+
+    @property
     def num_skipped_steps(self) -> int:
         """Steps that changed nothing because a gradient was not finite. Waits for the device."""
         return int(self._num_skipped)

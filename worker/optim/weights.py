@@ -63,6 +63,8 @@ class QuantizedWeight:
     holder: WeightHolder
     piece: nn.Parameter | None = None
     elements: range | None = None
+    own_residual: Tensor | None = None
+    """The residual of a piece whose holder has none: no rank holds the whole."""
 
     @classmethod
     def of(
@@ -98,7 +100,9 @@ class QuantizedWeight:
     @property
     def residual(self) -> Tensor | None:
         residual = self.holder.weight_residual
-        return residual if residual is None or self.elements is None else self.select(residual)
+        if residual is None:
+            return self.own_residual
+        return residual if self.elements is None else self.select(residual)
 
     @property
     def amax(self) -> Tensor:

@@ -44,9 +44,9 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(self._arrive)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, gradients accumulate on their rank: for all micro-batches of a step but the last."""
-        before, self.syncs = self.syncs, False
+    def no_sync(self, is_on: bool = True) -> Iterator[None]:
+        """Inside, gradients accumulate on their rank: for all micro-batches of a step but the last. Not if is_on is false."""
+        before, self.syncs = self.syncs, self.syncs and not is_on
         try:
             yield
         finally:

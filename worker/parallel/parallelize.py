@@ -63,14 +63,9 @@ class Parallel:
                 )
             self._sharded = ShardedStates(optimizer, self.gradients)
 
-    @property
-    def shards_states(self) -> bool:
-        """Whether `state_dict` of the optimizer is a collective that all ranks call."""
-        return self._sharded is not None
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, gradients accumulate on their rank: for all micro-batches of a step but the last."""
-        return self.gradients.no_sync()
+    def no_sync(self, is_on: bool = True) -> AbstractContextManager[None]:
+        """Inside, gradients accumulate on their rank: for all micro-batches of a step but the last. Not if is_on is false."""
+        return self.gradients.no_sync(is_on)
 
     def synchronize(self) -> None:
         """Wait until gradients are means over the ranks, and share the state of FP8 scaling. Once per optimizer step."""
@@ -125,9 +120,11 @@ def parallelize(
     """Train a model, converted by `initialize` or not, on all ranks of a process group; all ranks call it together.
 
     Call it after `initialize`, with the model on its device; the ranks then start from the first rank's parameters. After a
-    backward pass outside `no_sync`, gradients are means over the ranks. zero_stage: 1 shards optimizer states and master
-    weights; gradients are then on the optimizer's pieces, so clip by `Parallel.clip_grad_norm_`, and all ranks call
-    `optimizer.state_dict()` together. group: by default all ranks of the world; a single process needs none.
+    backward pass outside `no_sync`, gradients are means over the ranks.
+
+    zero_stage: 1 shards optimizer states, master weights and residuals. Gradients are then those of pieces: clip by
+    `Parallel.clip_grad_norm_`; all ranks call `state_dict` and `load_state_dict`, of model and optimizer, together.
+    group: by default all ranks of the world; a single process needs none.
     Raises ValueError without a process group under torchrun, for a stage that is not built, and for an optimizer that cannot be
     sharded.
     """

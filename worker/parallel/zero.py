@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each rank holds the optimizer states, and master weights, of its share of every bucket, and steps that share.
+"""ZeRO stage 1: each rank holds the optimizer states, master weights and residuals of its share of every bucket, and steps it.
 
 A rank's share is even to the element and may hold parts of tensors. Gradients arrive as means of the own share alone; after the
 step the ranks agree on the weights' scales and gather each other's new weights as they are stored: as codes where the level
@@ -9,7 +9,7 @@ elements are rounded at the same places with the same random numbers. Only the n
 same, saved at any number of ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from worker.fp8.gradient import Float8Gradient
 from worker.kernels.formats import BLOCK
+from worker.mesh import Pending
 from worker.optim import LowBitOptimizer
 from worker.optim.pieces import cut_into_pieces, make_piece, shares_memory
 from worker.parallel.buckets import Bucket
 from worker.parallel.data_parallel import GradientBuckets, in_turn
 from worker.parallel.layout import Piece
+from worker.parallel.residuals import ShardedResidual, join
 
 
 class ShardedStates:
@@ -41,6 +43,12 @@ class ShardedStates:
             self._pieces[parameter] = make_piece(parameter, elements[parameter])
         for bucket in gradients.buckets:
             bucket.pieces = self._pieces
+        self._residuals = [
+            ShardedResidual(optimizer._quantized[self._pieces[parameter]], bucket, index)
+            for bucket in gradients.buckets
+            for index, parameter in enumerate(bucket.parameters)
+            if self._pieces[parameter] in optimizer._quantized
+        ]
         optimizer.all_ranks_finite = self._all_ranks_finite
         optimizer.register_state_dict_post_hook(self._make_whole)
 
@@ -68,6 +76,8 @@ class ShardedStates:
                     f"a parameter of shape {tuple(parameter.shape)} has other memory than when the model was made parallel; "
                     "a move to another device, or load_state_dict(assign=True), does that. Make the model parallel after it."
                 )
+        for residual in self._residuals:
+            residual.follow_layer()
         self._agree_on_scales()
         in_turn(self._gather_weights(bucket) for bucket in self.gradients.buckets)
 
@@ -91,23 +101,22 @@ class ShardedStates:
 
     def _gather_weights(self, bucket: Bucket) -> Iterator[None]:
         """Gather the bucket's weights, and their residuals. Each `yield` leaves a collective under way."""
-        whole = [[parameter.detach() for parameter in bucket.parameters]]
+        weights = [parameter.detach() for parameter in bucket.parameters]
+        gathers = [_start_gather(bucket, weights)]
         residuals = [self._residual(parameter) for parameter in bucket.parameters]
-        if residuals[0] is not None:
-            whole.append([residual for residual in residuals if residual is not None])
-        pending = []
-        for tensors in whole:
-            own_S = tensors[0].new_zeros(bucket.layout.share_size)
-            for piece in bucket.own:
-                own_S[piece.in_share] = _elements(tensors[piece.index], piece)
-            pending.append(self.axis.start_gather(own_S))
+        if any(residual is not None for residual in residuals):
+            gathers.append(_start_gather(bucket, residuals))
         yield
-        for tensors, gather in zip(whole, pending, strict=True):
+        held: tuple[Sequence[Tensor | None], ...] = (weights, residuals)
+        for whole, gather in zip(held, gathers, strict=False):  # there may be no residuals
             for rank, share_S in enumerate(gather.wait()):
                 for piece in bucket.layout.pieces(rank) if rank != self.axis.rank else ():
-                    _elements(tensors[piece.index], piece).copy_(share_S[piece.in_share])
+                    tensor = whole[piece.index]
+                    if tensor is not None:
+                        _elements(tensor, piece).copy_(share_S[piece.in_share])
 
     def _residual(self, parameter: Tensor) -> Tensor | None:
+        """The whole residual of a weight, where every rank holds it."""
         weight = self.optimizer._quantized.get(self._pieces[parameter])
         return None if weight is None else weight.holder.weight_residual
 
@@ -143,14 +152,7 @@ class ShardedStates:
         if entries.dim() == 0:
             scale = self._of_owners(entries, owns_some)
             return torch.where(scale.isfinite(), scale, torch.nan).cpu()
-        per_entry = 1 if part == "codes" else BLOCK
-        lengths = []
-        for rank in range(self.axis.size):
-            held = sum(piece.length for piece in bucket.layout.pieces(rank) if piece.index == index)
-            lengths.append(-(-held // per_entry))
-        own = entries.new_zeros(max(lengths))
-        own[: entries.numel()] = entries
-        return torch.cat([gathered[:length].cpu() for gathered, length in zip(self.axis.gather(own), lengths, strict=True)])
+        return join(bucket, index, entries, 1 if part == "codes" else BLOCK).cpu()
 
     def _of_owners(self, number: Tensor, owns_some: bool) -> Tensor:
         """The number, which is not negative, that all owners of a parameter have; infinity for NaN."""
@@ -167,6 +169,17 @@ def squared_norm(gradient: Tensor) -> Tensor:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What gradients of this norm are multiplied by: at most 1; torch's formula."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _start_gather(bucket: Bucket, whole: Sequence[Tensor | None]) -> Pending:
+    """Start to gather the ranks' shares of the bucket's tensors, all of one dtype."""
+    some = next(tensor for tensor in whole if tensor is not None)
+    own_S = some.new_zeros(bucket.layout.share_size)
+    for piece in bucket.own:
+        tensor = whole[piece.index]
+        if tensor is not None:
+            own_S[piece.in_share] = _elements(tensor, piece)
+    return bucket.axis.start_gather(own_S)
 
 
 def _elements(tensor: Tensor, piece: Piece) -> Tensor:

@@ -23,8 +23,8 @@ def work(rank: int, port: int, folder: str) -> None:
             "sizes": [mesh.world.size, mesh.pipeline.size, mesh.data.size, mesh.tensor.size, mesh.stage.size],
             "sums": [mesh.world.sum(rank)[0], mesh.data.sum(rank)[0], mesh.tensor.sum(rank)[0], mesh.stage.sum(rank)[0]],
             "max": mesh.data.max_(torch.tensor([float(rank), torch.nan if rank == 3 else 0.0])),
-            "gathered": mesh.tensor.gather(own),
-            "exchanged": mesh.data.exchange(codes).float(),
+            "gathered": mesh.tensor.start_gather(own).wait(),
+            "exchanged": mesh.data.start_exchange(codes).wait().float(),
             "broadcast": mesh.data.broadcast_(own.clone()),
             "roles": [mesh.reports, mesh.owns_loss],
             "sent": dict(mesh.sent_bytes),
@@ -72,8 +72,8 @@ def test_a_mesh_of_one_needs_no_group(tmp_path: Path) -> None:
     with Mesh(RankEnv(), torch.device("cpu")) as mesh:
         values = torch.tensor([1.0, torch.nan])
         assert mesh.data.sum(2.0, 3.0) == [2.0, 3.0]
-        assert mesh.data.gather(values).shape == (1, 2)
-        assert mesh.data.exchange(values.view(1, 2)).data_ptr() == values.data_ptr()
+        assert mesh.data.start_gather(values).wait().shape == (1, 2)
+        assert mesh.data.start_exchange(values.view(1, 2)).wait().data_ptr() == values.data_ptr()
         assert mesh.stage.max_(values).tolist() == [1.0, torch.inf]
         assert mesh.reports
         assert mesh.owns_loss

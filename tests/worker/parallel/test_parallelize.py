@@ -1,5 +1,6 @@
 """`parallelize` in a loop of one's own: ranks become one, hooks do the rest, and what cannot work is refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -60,7 +61,11 @@ def message(call: Any) -> str:
 def refusals() -> dict[str, str]:
     codes, values = make("O2")[0], make("te")[0]
     sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    sharded, optimizer = make("O3-split")
+    parallelize(sharded, optimizer, zero_stage=1)
     return {
+        "copy": message(lambda: copy.deepcopy(sharded)),
+        "values": message(lambda: sharded.first.weight_values()),
         "ddp": message(lambda: DistributedDataParallel(codes)),
         "fsdp2": message(lambda: fully_shard(codes)),
         "ddp of values": message(lambda: DistributedDataParallel(values)),
@@ -111,6 +116,12 @@ def test_torchs_wrappers_are_refused_where_they_would_take_codes_for_values(resu
     assert "DistributedDataParallel cannot train a layer whose weight is torch.float16 codes" in said["ddp"]
     assert "octet.parallelize" in said["fsdp2"]
     assert said["ddp of values"] == "nothing was refused"
+
+
+def test_a_divided_residual_is_not_taken_for_a_whole_one(results: list[Result]) -> None:
+    said = results[0]["refusals"]
+    assert "residuals of this model's weights are divided over the ranks" in said["copy"]
+    assert "allowed: state_dict()" in said["values"]
 
 
 def test_what_is_not_built_is_refused(results: list[Result]) -> None:

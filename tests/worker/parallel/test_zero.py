@@ -19,7 +19,7 @@ from tests.worker.test_train import Recorder
 from worker import initialize, kernels, memory_report
 from worker.config import RankEnv, resolve
 from worker.fp8.gradient import Float8Gradient
-from worker.fp8.linear import Float8Linear
+from worker.fp8.linear import Fallback, Float8Linear
 from worker.mesh import Axis, Mesh
 from worker.parallel import Parallel
 from worker.parallel.zero import clip_factor, squared_norm
@@ -140,6 +140,20 @@ def poisoned(axis: Axis) -> Result:
     return {"skipped": parallel.optimizer.num_skipped_steps, "kept": before == digest(parallel.model.state_dict())}
 
 
+def demoted(axis: Axis) -> Result:
+    """What of a layer's residual the layer holds before and after its demotion, and whether the output is as at stage 0."""
+    sharded, plain = parallel_on(axis, "O3-split", 1), parallel_on(axis, "O3-split", 0)
+    x, outputs, held = torch.ones(4, 32), [], []
+    for parallel in (sharded, plain):
+        layer = parallel.model.inner[0]
+        held.append(0 if layer.weight_residual is None else layer.weight_residual.numel())
+        layer.fallback = Fallback.DEMOTED
+        parallel.publish()
+        outputs.append(parallel.model(x).detach())
+    residual = sharded.model.inner[0].weight_residual
+    return {"held before": held[0], "held after": residual.numel(), "output is the same": torch.equal(*outputs)}
+
+
 def sent(axis: Axis) -> dict[tuple[str, str], int]:
     """Bytes that a rank sends in a step without clipping at O3, by collective and dtype."""
     parallel = parallel_on(axis, "O3", 1)
@@ -178,6 +192,7 @@ def work(rank: int, ports: list[int], folder: str, corpus: str, cases: list[tupl
         found["resumed"] = {level: resumed(mesh.world, mesh.data, level) for level in ("O3", "O3-split")}
         found["poisoned"] = poisoned(mesh.world)
         found["jobs"] = recorders
+        found["demoted"] = {name: demoted(axis) for name, axis in axes.items()}
         found["sent"] = {name: sent(axis) for name, axis in axes.items()}
     torch.save(found, f"{folder}/{rank}.pt")
 
@@ -193,7 +208,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     folder = tmp_path_factory.mktemp("zero")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     chosen = [item.callspec.params for item in tests if item.function is test_ranks_train_to_the_bits_of_one_process]
-    cases = sorted({(params["level"], params["stage"]) for params in chosen} | {("O3", 1)})
+    cases = sorted({(params["level"], params["stage"]) for params in chosen} | {("O3", 1), ("O3-split", 1)})
     corpus = write_corpus(folder / "corpus")
     run_ranks(work, ([free_port() for _ in range(3)], str(folder), str(corpus), cases), 4)
     found: list[Result] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
@@ -282,6 +297,20 @@ def test_states_masters_and_gradients_are_shared_evenly(results: list[Result], a
     assert all(rank["weights"] == NUM_CONVERTED for rank in ranks)
     num_low = 2 * 64 * 64  # in tensors that are large enough for few bits, with steps of 2 bytes for each block of 128
     assert sum(rank["exp_avg"] for rank in ranks) == num_low + 2 * num_low // 128 + 4 * (NUM_CONVERTED - num_low)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_residuals_are_shared_evenly(results: list[Result], axis: str) -> None:
+    ranks = [result[axis, "O3-split", 1]["memory_bytes"] for result in (results[::2] if axis == "data" else results)]
+    assert sum(rank["master_weights"] for rank in ranks) == NUM_CONVERTED
+    assert max(rank["master_weights"] for rank in ranks) < NUM_CONVERTED / len(ranks) + NUM_UNUSED
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_demoted_layer_gets_its_whole_residual(results: list[Result], axis: str) -> None:
+    """A layer that multiplies in bf16 reads more than codes: its output is that of the same model without sharding."""
+    for result in results:
+        assert result["demoted"][axis] == {"held before": 0, "held after": 64 * 64, "output is the same": True}
 
 
 @pytest.mark.parametrize("axis", AXES)
