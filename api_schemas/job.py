@@ -179,6 +179,7 @@ class JobSummary(Contract):
     memory_bytes: dict[str, int] = Field(description="by class, as worker.memory_report counts them")
     converted_memory_bytes: dict[str, int] = Field(description="as memory_bytes, for the converted layers' weights only")
     peak_memory_bytes: int | None = Field(description="device peak on cuda; null on cpu")
+    sent_bytes: dict[str, dict[str, int]] = Field(default_factory=dict, description="by rank 0, by collective and dtype")
     data: dict[str, float] = Field(description="facts of the data: bytes, files, unigram entropy in nats per byte")
 
 

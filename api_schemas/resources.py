@@ -19,9 +19,9 @@ class ResourceSpec(Contract):
 
 
 class ParallelismSpec(Contract):
-    """How the ranks share the work. Today all ranks are data parallel, so each field allows one value."""
+    """How the ranks share the work. Today all ranks are data parallel, so a field with one allowed value is for later."""
 
-    zero_stage: Literal[0] = 0
+    zero_stage: Literal[0, 1] = Field(default=0, description="1: ranks hold shares of optimizer states and master weights")
     tensor: Literal[1] = 1
     pipeline: Literal[1] = 1
     sequence: Literal[False] = False

@@ -113,8 +113,8 @@ def cost_of_the_calls(num_steps: int = 2000) -> tuple[float, float]:
     metrics.describe_work(rank_share=1.0, samples_per_step=8, flops_per_token=6e5)
     metrics.describe_device(device_readings(torch.device("cpu")), None)
     for family in FAMILIES:
-        for label in OPERANDS if family.label else ("",):
-            metrics.set(family.name, 1.0, label)
+        for label in OPERANDS if family.labels else ("",):
+            metrics.set(family.name, 1.0, *(label for _ in family.labels))
     report = StepReport(step=1, loss=2.0, gradient_norm=1.0, learning_rate=0.1, tokens=128, step_time_s=0.01, data_wait_s=0.001)
     collector = MetricsCollector(metrics)
     step_s, scrape_s = [], []
@@ -128,7 +128,7 @@ def cost_of_the_calls(num_steps: int = 2000) -> tuple[float, float]:
                     pass
                 with metrics.timed("optimizer"):
                     pass
-                metrics.observe_wire({"float32": 1, "float8_e4m3fn": 1})
+                metrics.observe_wire({("exchange", "float32"): 1, ("exchange", "float8_e4m3fn"): 1})
                 metrics.observe(report)
         step_s.append((time.process_time() - began) / num_steps)
         began = time.process_time()

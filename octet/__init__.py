@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         initialize,
         load_pretrained,
         memory_report,
+        parallelize,
         plain_state_dict,
     )
 
@@ -28,6 +29,7 @@ __all__ = [
     "initialize",
     "load_pretrained",
     "memory_report",
+    "parallelize",
     "plain_state_dict",
 ]
 

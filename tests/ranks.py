@@ -1,6 +1,7 @@
 """Processes that stand for the ranks of a job."""
 
 import multiprocessing
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -14,3 +15,10 @@ def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], num_ranks: 
     """
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
     torch.multiprocessing.start_processes(work, arguments, nprocs=num_ranks, start_method="forkserver")
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback that is free now, for the ranks' rendezvous."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

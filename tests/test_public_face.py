@@ -19,6 +19,7 @@ def test_the_public_names() -> None:
         "initialize",
         "load_pretrained",
         "memory_report",
+        "parallelize",
         "plain_state_dict",
     ]
     assert dir(octet) == octet.__all__

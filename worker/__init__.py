@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from worker.metrics.memory import memory_report
     from worker.optim.average import AveragedModel
+    from worker.parallel.parallelize import parallelize
     from worker.plain import plain_state_dict
     from worker.prepare import fp8_statistics, initialize
     from worker.pretrained import export, load_pretrained
@@ -20,6 +21,7 @@ __all__ = [
     "initialize",
     "load_pretrained",
     "memory_report",
+    "parallelize",
     "plain_state_dict",
 ]
 
@@ -30,6 +32,7 @@ _HOME = {
     "initialize": "worker.prepare",
     "load_pretrained": "worker.pretrained",
     "memory_report": "worker.metrics.memory",
+    "parallelize": "worker.parallel.parallelize",
     "plain_state_dict": "worker.plain",
 }
 

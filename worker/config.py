@@ -50,6 +50,7 @@ class TrainConfig:
     readable_files: Files
     env: RankEnv
     layout: Layout
+    zero_stage: int
     batch: BatchDivision
     steps: int
     sequence_length: int
@@ -101,6 +102,7 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
         readable_files=files,
         env=env,
         layout=layout,
+        zero_stage=spec.parallelism.zero_stage,
         batch=spec.batch,
         steps=training.steps,
         sequence_length=tokens_per_sample(sizes.takes, training.sequence_length),

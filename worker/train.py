@@ -38,14 +38,14 @@ from worker.metrics.memory import memory_report
 from worker.metrics.table import Metrics
 from worker.models import Losses, TrainedModel, build_model
 from worker.models.flops import flops_per_token
-from worker.optim import build_optimizer, clip_grad_norm_
-from worker.optim.schedule import learning_rate_at, parameter_groups
-from worker.parallel import average_gradients, broadcast_parameters, share_scaling
+from worker.optim import build_optimizer
+from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
+from worker.parallel import Parallel, broadcast_parameters
 from worker.prepare import prepare, share_rounding
 from worker.progress import Progress
 from worker.reporting.reporter import Reporter
 from worker.resume import resume
-from worker.train_reports import conversion_events, count_fallbacks, started, summarize
+from worker.train_reports import conversion_events, count_fallbacks, finite, started, summarize
 
 _STEP_TIMES_KEPT = 1000
 
@@ -67,6 +67,7 @@ class Trainer:
     model: nn.Module
     conversion: ConversionReport
     optimizer: torch.optim.Optimizer
+    parallel: Parallel
     health: StepKeeper | None
     flops_per_token: float
     progress: Progress
@@ -107,20 +108,23 @@ class Trainer:
                     self.save()
         evaluation = evaluation or self.evaluate()
         self.progress.check_end(evaluation["loss"])
-        return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, self.source.facts)
+        facts, sent_bytes = self.source.facts, self.mesh.sent_bytes
+        return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, facts, sent_bytes)
 
     def step(self) -> None:
         """Take one optimizer step over the global batch."""
         started_at = time.perf_counter()
-        learning_rate = self._set_learning_rate()
+        config, step = self.config, self.progress.step
+        learning_rate = learning_rate_at(step, config.optimizer.learning_rate, config.schedule, config.steps)
+        set_learning_rate(self.optimizer, learning_rate)
         with self.metrics.timed("forward_backward"):
             rank_loss, data_wait_s = self._forward_backward()
         with self.metrics.timed("communication"):
-            average_gradients(self.model.parameters(), self.mesh.data, self.config.precision.gradient_communication)
-            share_scaling(self.model, self.mesh.stage)
+            self.parallel.synchronize()
         with self.metrics.timed("optimizer"):
-            norm = clip_grad_norm_(self.model.parameters(), self.config.gradient_clip or math.inf)
+            norm = self.parallel.clip_grad_norm_(self.config.gradient_clip or math.inf)
             self.optimizer.step()
+            self.parallel.publish()
         if not self.progress.memory_bytes:
             self._count_memory()
         self.optimizer.zero_grad(set_to_none=True)
@@ -140,8 +144,8 @@ class Trainer:
         self._tell(
             StepReport(
                 step=self.progress.step,
-                loss=_finite(loss),
-                gradient_norm=_finite(float(norm)),
+                loss=finite(loss),
+                gradient_norm=finite(float(norm)),
                 learning_rate=learning_rate,
                 tokens=self.config.tokens_per_step,
                 step_time_s=step_time_s,
@@ -164,7 +168,8 @@ class Trainer:
             data_wait_s += wait.seconds
             with activations_counted_once(self.model, self.metrics):
                 loss = self._loss(samples).loss / batch.num_micro_batches
-            loss.backward()
+            with self.parallel.no_sync(index < batch.num_micro_batches - 1):
+                loss.backward()
             losses.append(loss.detach())
         return float(torch.stack(losses).sum()), data_wait_s
 
@@ -185,15 +190,13 @@ class Trainer:
         self.model.train()
         *sums, num_targets = data.sum(*totals.values())
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
-        measured = {name: _finite(value) for name, value in means.items()}
+        measured = {name: finite(value) for name, value in means.items()}
         loss = measured.pop("loss")
         self._tell(EvaluationReport(step=self.progress.step, loss=loss, tokens=int(num_targets), metrics=measured))
         return means
 
     def save(self) -> None:
-        """Write a checkpoint from the rank that reports. The other ranks hold the same state."""
-        if not self.mesh.reports:
-            return
+        """Write a checkpoint from the rank that reports. The other ranks hold the same state, or their shares of it."""
         state = {
             "job": trained_job(self.config),
             "model": self.model.state_dict(),
@@ -202,6 +205,8 @@ class Trainer:
             "step_times_s": list(self.step_times_s),
             "random": checkpoint.random_state(),
         }
+        if not self.mesh.reports:
+            return
         saved = checkpoint.save(self.folder, self.progress.step, state)
         last_loss = self.progress.recent_losses[-1] if self.progress.recent_losses else None
         self._tell(CheckpointReport(step=self.progress.step, loss=last_loss, **asdict(saved)))
@@ -216,6 +221,7 @@ class Trainer:
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
+        self.parallel = Parallel(self.model, self.optimizer, self.mesh.data, self.mesh.stage, zero_stage=config.zero_stage)
 
     def _loss(self, samples: Batch) -> Losses:
         losses: Losses = self.model.loss(samples)  # type: ignore[operator]
@@ -252,13 +258,6 @@ class Trainer:
             for event in conversion_events(self.conversion, self.model):
                 self._tell(event)
 
-    def _set_learning_rate(self) -> float:
-        config = self.config
-        learning_rate = learning_rate_at(self.progress.step, config.optimizer.learning_rate, config.schedule, config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        return learning_rate
-
     def _count_memory(self) -> None:
         """Count memory after the first step, when every state exists and the gradients are still alive."""
         self.progress.memory_bytes = memory_report(self.model, self.optimizer)
@@ -286,7 +285,3 @@ class Trainer:
         self.metrics.observe(body)
         if self.mesh.reports:
             self.reporter.send(body)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

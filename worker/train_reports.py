@@ -61,8 +61,12 @@ def summarize(
     evaluation: Mapping[str, float],
     step_times_s: Sequence[float],
     facts: Mapping[str, float],
+    sent_bytes: Mapping[tuple[str, str], int],
 ) -> JobSummary:
-    """The result of a run that took all its steps. evaluation: the loss and the family's metrics, by name."""
+    """The result of a run that took all its steps.
+
+    evaluation: the loss and the family's metrics, by name. sent_bytes: by collective and dtype.
+    """
     device = next(model.parameters()).device
     return JobSummary(
         steps=progress.step,
@@ -78,6 +82,7 @@ def summarize(
         memory_bytes=progress.memory_bytes,
         converted_memory_bytes=progress.converted_memory_bytes,
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        sent_bytes=_by_collective(sent_bytes),
         data=dict(facts),
     )
 
@@ -91,6 +96,18 @@ def stacked_matrices(model: nn.Module) -> dict[str, int]:
         for parameter_name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() == 3 and min(parameter.shape) > 1
     }
+
+
+def _by_collective(sent_bytes: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (collective, dtype), num_bytes in sorted(sent_bytes.items()):
+        found.setdefault(collective, {})[dtype] = num_bytes
+    return found
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -271,10 +271,15 @@ _WIRE = Row(
     "Wire and checkpoints",
     (
         Panel(
-            "Gradient bytes on the wire",
-            "What all ranks together send each second, by the dtype that it travels in. None with one rank.",
+            "Bytes on the wire",
+            "What all ranks together send each second, by collective and by the dtype that it travels in. None with one rank.",
             "Bps",
-            (Query(f"sum by (dtype) (rate(octet_wire_sent_bytes_total{_JOB}{_RATE}))", "{{dtype}}"),),
+            (
+                Query(
+                    f"sum by (collective, dtype) (rate(octet_wire_sent_bytes_total{_JOB}{_RATE}))",
+                    "{{collective}} {{dtype}}",
+                ),
+            ),
             kind="stacked",
         ),
         Panel(

@@ -41,7 +41,7 @@ def parse(address: str) -> dict[tuple[str, str], float]:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=LONG_S) as answer:
         text = answer.read().decode()
     return {
-        (sample.name, next(iter(sample.labels.values()), "")): sample.value
+        (sample.name, " ".join(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -160,15 +160,19 @@ def full_metrics() -> Metrics:
             "weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other", "activations",
         ),
         "octet_layers": ("converted", "filtered", "skipped", "demoted"),
-        "octet_wire_sent_bytes_total": ("float32", "float8_e4m3fn"),
+        "octet_wire_sent_bytes_total": (
+            "exchange float32", "exchange float8_e4m3fn", "gather float32", "gather float8_e4m3fn", "gather float16",
+            "gather uint8", "gather int8", "max float32", "sum float64",
+            "broadcast float32", "broadcast float16", "broadcast float8_e4m3fn", "broadcast int8", "broadcast float64",
+        ),
         "octet_train_flops_utilization_ratio": ("989 TFLOP/s dense bf16",),
     }  # fmt: skip
     metrics = Metrics()
     for family in FAMILIES:
-        default = OPERANDS if family.label == "operand" else ("",)
+        default = OPERANDS if family.labels == ("operand",) else ("",)
         for label in labels.get(family.name, default):
-            assert bool(label) == bool(family.label), family
-            metrics.set(family.name, 1.0, label)
+            values = label.split(maxsplit=len(family.labels) - 1) if family.labels else []
+            metrics.set(family.name, 1.0, *values)
     return metrics
 
 
@@ -182,7 +186,7 @@ def test_a_family_over_the_budget_is_left_out_and_counted() -> None:
     metrics = Metrics()
     metrics.observe(step(1))
     for number in range(20):
-        metrics.set("octet_wire_sent_bytes_total", 1.0, f"dtype_{number}")
+        metrics.set("octet_wire_sent_bytes_total", 1.0, "exchange", f"dtype_{number}")
     collector = MetricsCollector(metrics, max_series=15)
     for scrapes in (1, 2):
         metrics = list(collector.collect())

@@ -4,7 +4,8 @@ What would treat codes as values is done to the values, or refused where a modul
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +16,20 @@ from worker.fp8.casts import KeepsDtypes
 from worker.fp8.stored import name_codes, read_weight
 from worker.fp8.weights import EncodedWeight, encode_values
 
+_WRAPPERS = {
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.distributed.fsdp": "FSDP",
+}
+"""Modules of torch that would send or cut codes as if they were values, and what people call them."""
+
 
 class GuardedCodes(KeepsDtypes):
     """A layer that may hold its `weight` as codes, with a `weight_dequant_scale`.
 
     has_master: the optimizer has made a master weight. initial_values: fp32, what it is to make one of, until it has.
     has_new_codes: codes were loaded since the optimizer's last step.
+    whole_residual: of a residual that is divided over ranks, whoever can put it together: all ranks enter it together, and
+    inside, `weight_residual` is the whole.
     """
 
     weight: nn.Parameter
@@ -31,11 +40,29 @@ class GuardedCodes(KeepsDtypes):
     initial_values: Tensor | None = None
     has_master: bool = False
     has_new_codes: bool = False
+    whole_residual: Callable[[], AbstractContextManager[None]] | None = None
 
     def plain_tensors(self) -> Iterator[Tensor | None]:
         plain = [self.bias] if self.weight_dequant_scale is not None else [self.weight, self.bias]
         for parameter in plain:
             yield from () if parameter is None else (parameter, parameter.grad)
+
+    def check_residual(self) -> None:
+        """Raise ValueError where codes alone would be taken for the values."""
+        if self.whole_residual is not None and self.weight_residual is None:
+            raise ValueError(
+                "the weight's residual is divided over the ranks (zero_stage=1); allowed: state_dict(), called by all ranks "
+                "together, which puts it together. Read the values from there."
+            )
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's, but a weight of codes is not given to DDP or FSDP, which ask each layer for its parameters.
+
+        DDP reads a gradient before it becomes FP8; FSDP's shards lose the hook and the dtype of the gradient, and say nothing.
+        """
+        if self.weight_dequant_scale is not None:
+            _refuse_wrapper(sys._getframe(1).f_globals.get("__name__", ""), self.weight.dtype)
+        return super().named_parameters(*args, **kwargs)
 
     def __delattr__(self, name: str) -> None:
         """Delete an attribute, but not a weight of codes, as torch's parametrizations do: they would compute with the codes."""
@@ -53,7 +80,8 @@ class GuardedCodes(KeepsDtypes):
         return super().__reduce_ex__(protocol)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with nullcontext() if self.whole_residual is None else self.whole_residual():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
         name_codes(self, destination, prefix)
 
     def _load_from_state_dict(
@@ -61,9 +89,10 @@ class GuardedCodes(KeepsDtypes):
     ) -> None:
         """Read what a layer of any level, or a plain one, has saved."""
         holds_codes = self.weight_dequant_scale is not None
-        came_as_values = read_weight(self, state_dict, prefix, self._encode if holds_codes else None)
-        self.has_new_codes = self.has_new_codes or prefix + "weight" in state_dict
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        with nullcontext() if self.whole_residual is None else self.whole_residual():
+            came_as_values = read_weight(self, state_dict, prefix, self._encode if holds_codes else None)
+            self.has_new_codes = self.has_new_codes or prefix + "weight" in state_dict
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
         if came_as_values:
             missing[:] = [name for name in missing if name != prefix + "_extra_state"]
 
@@ -72,6 +101,15 @@ class GuardedCodes(KeepsDtypes):
         if self.has_master and values.shape == self.weight.shape:
             self.initial_values = values.detach().to(self.weight.device, torch.float32, copy=True)
         return encode_values(values, self.weight.dtype, has_residual=self.weight_residual is not None)
+
+
+def _refuse_wrapper(caller: str, dtype: torch.dtype) -> None:
+    for module, name in _WRAPPERS.items():
+        if caller.startswith(module):
+            raise ValueError(
+                f"torch's {name} cannot train a layer whose weight is {dtype} codes; allowed: octet.parallelize. Call "
+                "parallelize(model, optimizer, zero_stage=...) after initialize, and leave the wrapper out."
+            )
 
 
 def _refuse_average_of_codes() -> None:

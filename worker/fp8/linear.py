@@ -119,6 +119,7 @@ class Float8Linear(GuardedCodes):
         """The weight's values in the parameter's shape, as precisely as the layer holds them, or rounded once to dtype."""
         if self.weight_dequant_scale is None:
             return self.weight.detach().to(dtype)
+        self.check_residual()
         if self.weight_residual is None:
             return kernels.values_of(self._stored_weight(), dtype)
         return kernels.split_dequantize(self.weight.detach(), self.weight_residual, self.weight_dequant_scale, dtype)

@@ -1,7 +1,7 @@
-"""The ranks that train one model together: named axes, collectives on an axis, and FP8 codes averaged over an axis."""
+"""The ranks that train one model together: named axes, and collectives on an axis."""
 
 from worker.mesh.axis import Axis
-from worker.mesh.codes import average_codes
 from worker.mesh.mesh import Mesh
+from worker.mesh.pending import Pending
 
-__all__ = ["Axis", "Mesh", "average_codes"]
+__all__ = ["Axis", "Mesh", "Pending"]

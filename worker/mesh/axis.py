@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worker.mesh.pending import Pending
+
 
 class Axis:
     """The ranks on one axis of a mesh, as one of them sees it. `rank` is its index on the axis, from 0."""
@@ -19,7 +21,7 @@ class Axis:
         """group: the ranks of this axis; None for the whole world or for a single rank."""
         self.name, self.size, self.rank, self.device = name, size, rank, device
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
-        """Bytes of tensors that this rank sent, by collective and by the dtype of the values."""
+        """Bytes of tensors that this rank sent, by collective and by the dtype of the values; padding counts."""
         self._group = group
 
     @property
@@ -31,9 +33,7 @@ class Axis:
         """Sum each number over the ranks, in float64."""
         if self.size == 1:
             return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self._group)
-        return [float(number) for number in total]
+        return list(self.sum_(torch.tensor(numbers, dtype=torch.float64, device=self.device)).tolist())
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by its sum over the ranks, in the order that the backend chooses."""
@@ -51,23 +51,26 @@ class Axis:
             self._count("max", tensor.dtype, 2 * tensor.nbytes * (self.size - 1) // self.size)
         return tensor
 
-    def exchange(self, parts_RS: Tensor) -> Tensor:
-        """Send row r to rank r. Returns the received rows, ordered by rank, in the same shape and dtype."""
+    def start_exchange(self, parts_RS: Tensor) -> Pending:
+        """Start to send row r to rank r. The result: received rows, by rank. All ranks start collectives in one order."""
         if self.size == 1:
-            return parts_RS
+            return Pending(parts_RS)
         received_RS = torch.empty_like(parts_RS)
-        dist.all_to_all_single(received_RS.view(torch.uint8), parts_RS.view(torch.uint8), group=self._group)
+        work = dist.all_to_all_single(
+            received_RS.view(torch.uint8), parts_RS.view(torch.uint8), group=self._group, async_op=True
+        )
         self._count("exchange", parts_RS.dtype, parts_RS.nbytes * (self.size - 1) // self.size)
-        return received_RS
+        return Pending(received_RS, work, parts_RS)
 
-    def gather(self, own_S: Tensor) -> Tensor:
-        """Gather the shares of all ranks, ordered by rank: (R, S)."""
+    def start_gather(self, own_S: Tensor) -> Pending:
+        """Start to gather the shares of all ranks, ordered by rank: (R, S). All ranks start collectives in one order."""
         if self.size == 1:
-            return own_S.unsqueeze(0)
+            return Pending(own_S.unsqueeze(0))
+        own_S = own_S.contiguous()
         gathered_RS = own_S.new_empty((self.size, *own_S.shape))
-        dist.all_gather(list(gathered_RS.view(torch.uint8)), own_S.contiguous().view(torch.uint8), group=self._group)
+        work = dist.all_gather(list(gathered_RS.view(torch.uint8)), own_S.view(torch.uint8), group=self._group, async_op=True)
         self._count("gather", own_S.dtype, own_S.nbytes * (self.size - 1))
-        return gathered_RS
+        return Pending(gathered_RS, work, own_S)
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by the first rank's tensor, bit for bit."""

@@ -69,13 +69,10 @@ class Mesh:
         return self.pipeline.rank == self.pipeline.size - 1 and self.tensor.is_first
 
     @property
-    def sent_bytes(self) -> Counter[str]:
-        """Bytes of tensors that this rank sent, over all axes, by the dtype of the values."""
-        total: Counter[str] = Counter()
-        for axis in (self.world, self.pipeline, self.data, self.tensor, self.stage):
-            for (_, dtype), num_bytes in axis.sent_bytes.items():
-                total[dtype] += num_bytes
-        return total
+    def sent_bytes(self) -> Counter[tuple[str, str]]:
+        """Bytes of tensors that this rank sent, over all axes, by collective and by the dtype of the values."""
+        axes = (self.world, self.pipeline, self.data, self.tensor, self.stage)
+        return sum((axis.sent_bytes for axis in axes), Counter())
 
     def _axis(self, name: AxisName) -> Axis:
         """Create the axis through this rank. torch requires that every rank creates every group; a world axis needs none."""

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from api_schemas import EventReport, ExporterReport, ReportBody
 from worker.metrics.table import Family, Metrics
 
-MAX_SERIES = 60
+MAX_SERIES = 72
 DROPPED = "octet_exporter_dropped_series_total"
 _POLL_S = 0.05
 
@@ -55,11 +55,11 @@ class MetricsCollector(Collector):
 
     def _families(self) -> Iterable[Metric]:
         found: dict[Family, Metric] = {}
-        for family, label, value in self._metrics.read():
+        for family, labels, value in self._metrics.read():
             if family not in found:
                 make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-                found[family] = make(family.name, family.help, labels=[family.label] if family.label else [])
-            found[family].add_metric([label] if family.label else [], value)
+                found[family] = make(family.name, family.help, labels=family.labels)
+            found[family].add_metric(labels, value)
         return found.values()
 
 

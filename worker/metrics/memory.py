@@ -37,11 +37,17 @@ def held_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, converted_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every plain tensor that model and optimizer hold, with its class, as `memory_report` counts them."""
+    pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})
+    residuals: dict[Tensor, Tensor] = getattr(optimizer, "own_residuals", {})
     parameters, buffers = _converted(model) if converted_only else (model.parameters(), model.named_buffers())
     for parameter in parameters:
         yield from _parts("weights", parameter)
         yield from _parts("gradients", parameter.grad)
-        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        piece = pieces.get(parameter, parameter)
+        if piece is not parameter:
+            yield from _parts("gradients", piece.grad)
+            yield from _parts("master_weights", residuals.get(piece))
+        state = optimizer.state.get(piece, {}) if optimizer is not None else {}
         for name, value in state.items():
             yield from _parts(name if name in CLASSES else "other", value)
     for name, buffer in buffers:

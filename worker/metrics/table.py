@@ -19,11 +19,11 @@ OPERANDS = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True)
 class Family:
-    """One metric: its name, its help text and the name of its label."""
+    """One metric: its name, its help text and the names of its labels."""
 
     name: str
     help: str
-    label: str | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Literal["counter", "gauge"]:
@@ -45,24 +45,26 @@ FAMILIES = (
     Family(
         "octet_train_seconds_total",
         "host wall time by phase; on cuda, work queued in one phase may be waited for in the next",
-        "phase",
+        ("phase",),
     ),
-    Family("octet_train_flops_utilization_ratio", "model FLOP/s of the last step over the peak that the label names", "peak"),
+    Family(
+        "octet_train_flops_utilization_ratio", "model FLOP/s of the last step over the peak that the label names", ("peak",)
+    ),
     Family("octet_train_evaluation_loss", "loss of the last evaluation, nats per token"),
-    Family("octet_memory_bytes", "bytes of live tensors at the end of the first step's backward pass, by class", "class"),
+    Family("octet_memory_bytes", "bytes of live tensors at the end of the first step's backward pass, by class", ("class",)),
     Family("octet_memory_used_bytes", "memory in use now: on cuda by the whole device, on cpu by this process (resident)"),
     Family("octet_memory_peak_bytes", "highest use so far: on cuda allocated by torch, on cpu resident in this process"),
     Family("octet_memory_limit_bytes", "memory available: on cuda the device's, on cpu the control group's or the machine's"),
-    Family("octet_layers", "linear layers by state: converted to FP8, skipped, filtered or demoted", "state"),
-    Family("octet_fp8_amax", "largest magnitude in the last sample, over the layers", "operand"),
-    Family("octet_fp8_dequant_scale", "largest dequant_scale in the last sample, over the layers", "operand"),
-    Family("octet_fp8_overflow_ratio", "share of elements clamped to the format's maximum, worst layer", "operand"),
-    Family("octet_fp8_underflow_ratio", "share of non-zero elements that became zero, worst layer", "operand"),
-    Family("octet_fp8_sqnr_decibels", "signal to quantization noise, worst layer", "operand"),
+    Family("octet_layers", "linear layers by state: converted to FP8, skipped, filtered or demoted", ("state",)),
+    Family("octet_fp8_amax", "largest magnitude in the last sample, over the layers", ("operand",)),
+    Family("octet_fp8_dequant_scale", "largest dequant_scale in the last sample, over the layers", ("operand",)),
+    Family("octet_fp8_overflow_ratio", "share of elements clamped to the format's maximum, worst layer", ("operand",)),
+    Family("octet_fp8_underflow_ratio", "share of non-zero elements that became zero, worst layer", ("operand",)),
+    Family("octet_fp8_sqnr_decibels", "signal to quantization noise, worst layer", ("operand",)),
     Family(
         "octet_wire_sent_bytes_total",
-        "bytes of gradients, codes and scales that this rank sent to others, by dtype on the wire",
-        "dtype",
+        "bytes of gradients, weights and scales that this rank sent to others, by collective and by dtype on the wire",
+        ("collective", "dtype"),
     ),
     Family("octet_checkpoints_total", "checkpoints written by this process"),
     Family("octet_checkpoint_bytes", "size of the last checkpoint"),
@@ -102,7 +104,7 @@ class Metrics:
     """The present values of one rank's metrics. The training thread writes, a scrape reads."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[str, str], float] = {}
+        self._values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._lock = threading.Lock()
         self._inner_s = 0.0
         self._rank_share = 1.0
@@ -112,28 +114,28 @@ class Metrics:
         self._peak_flops: float | None = None
         self._read_device: Callable[[], Iterable[tuple[str, float]]] = tuple
 
-    def read(self) -> list[tuple[Family, str, float]]:
-        """Return every known value in the table's order: family, value of its label, value."""
+    def read(self) -> list[tuple[Family, tuple[str, ...], float]]:
+        """Return every known value in the table's order: family, values of its labels, value."""
         with self._lock:
             values = dict(self._values)
-        values |= {(name, ""): value for name, value in self._read_device()}
+        values |= {(name, ()): value for name, value in self._read_device()}
         return sorted(
-            ((_BY_NAME[name], label, value) for (name, label), value in values.items()),
+            ((_BY_NAME[name], labels, value) for (name, labels), value in values.items()),
             key=lambda entry: FAMILIES.index(entry[0]),
         )
 
-    def knows(self, name: str, label: str = "") -> bool:
-        return (name, label) in self._values
+    def knows(self, name: str, *labels: str) -> bool:
+        return (name, labels) in self._values
 
-    def set(self, name: str, value: float, label: str = "") -> None:
-        assert name in _BY_NAME, name
+    def set(self, name: str, value: float, *labels: str) -> None:
+        assert len(_BY_NAME[name].labels) == len(labels), (name, labels)
         with self._lock:
-            self._values[name, label] = value
+            self._values[name, labels] = value
 
-    def add(self, name: str, value: float, label: str = "") -> None:
-        assert name in _BY_NAME, name
+    def add(self, name: str, value: float, *labels: str) -> None:
+        assert len(_BY_NAME[name].labels) == len(labels), (name, labels)
         with self._lock:
-            self._values[name, label] = self._values.get((name, label), 0.0) + value
+            self._values[name, labels] = self._values.get((name, labels), 0.0) + value
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[Lap]:
@@ -189,10 +191,10 @@ class Metrics:
         for kind, value in num_bytes.items():
             self.set("octet_memory_bytes", value, kind)
 
-    def observe_wire(self, sent_bytes: Mapping[str, int]) -> None:
-        """Set the bytes sent since the process started. sent_bytes: by dtype."""
-        for dtype, value in sent_bytes.items():
-            self.set("octet_wire_sent_bytes_total", value, dtype)
+    def observe_wire(self, sent_bytes: Mapping[tuple[str, str], int]) -> None:
+        """Set the bytes sent since the process started. sent_bytes: by collective and dtype."""
+        for (collective, dtype), value in sent_bytes.items():
+            self.set("octet_wire_sent_bytes_total", value, collective, dtype)
 
     def observe_fp8(self, samples: Sequence[OperandSample]) -> None:
         """Set each operand's worst value of each number over the layers of one sample."""

@@ -199,6 +199,18 @@ def zeros(codec: Codec, num_elements: int, device: torch.device) -> dict[str, Te
     return {name: torch.zeros(part.shape(num_elements), dtype=part.dtype, device=device) for name, part in codec.parts.items()}
 
 
+def select_entries(stored: Parts, elements: range) -> dict[str, Tensor]:
+    """The entries of a stored state, or of a master weight, for a run of elements that starts at a multiple of 128, as views.
+
+    A scale () of the whole tensor is selected as it is.
+    """
+    selected = {}
+    for name, entries in stored.items():
+        part = Part(entries.dtype, 1 if name == "codes" else BLOCK)
+        selected[name] = entries if entries.dim() == 0 else part.select(entries, elements)
+    return selected
+
+
 def _blocks(values: Tensor) -> Tensor:
     """1-D values as rows of 128, the last one filled with zeros."""
     missing = -values.numel() % BLOCK

@@ -8,16 +8,16 @@ run draws the same bits.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from api_schemas.formats import MIN_QUANTIZED_ELEMENTS
 from worker import kernels
 from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.kernels.rounding import NUMBERS_PER_DRAW
-from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
+from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, select_entries, zeros
 from worker.optim.gradients import GradientReader, all_finite
 from worker.optim.rule import Defaults, Group, Rule
 from worker.optim.weights import (
@@ -35,6 +35,15 @@ from worker.optim.weights import (
 
 if TYPE_CHECKING:
     from worker.optim.fused import FusedStep
+
+
+class Origin(NamedTuple):
+    """The elements that a parameter of the optimizer holds: all of a model's parameter, or a piece of it."""
+
+    parameter_index: int
+    first_element: int
+    num_elements: int
+    """Of the whole parameter, by which codecs are chosen."""
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
@@ -73,7 +82,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._num_skipped = torch.zeros((), dtype=torch.int64)
         self._fused_step: FusedStep | None = None
         self._quantized: dict[Tensor, QuantizedWeight] = {weight.codes: weight for weight in quantized}
-        self._origins: dict[Tensor, tuple[int, int]] = {}
+        self._origins: dict[Tensor, Origin] = {}
+        self.pieces: dict[Tensor, nn.Parameter] = {}
+        """The piece of each parameter of the model that this optimizer holds instead of the parameter (`pieces.py`)."""
         super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -84,13 +95,16 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter not in self._quantized and parameter.dtype not in TRAINABLE_DTYPES:
                 raise ValueError(f"{_wrong_dtype(parameter)} Name codes, and the scale that belongs to them, in `quantized`.")
-            self._origins[parameter] = (len(self._origins), 0)
+            self._origins[parameter] = Origin(len(self._origins), 0, parameter.numel())
             if parameter.requires_grad:
                 self._allocate(parameter, group)
 
-    def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int) -> None:
-        """Say which elements of which parameter a shard holds, so that it draws the random bits of the whole."""
-        self._origins[parameter] = (parameter_index, first_element)
+    def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int, num_elements: int) -> None:
+        """Say which elements of which parameter a piece holds, so that it draws the random bits of the whole.
+
+        num_elements: of the whole parameter. States that exist keep their codec: call it before the first step.
+        """
+        self._origins[parameter] = Origin(parameter_index, first_element, num_elements)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -111,6 +125,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
             for parameter, group in plain:
                 self._update(parameter, group)
         return loss
+
+    @property
+    def own_residuals(self) -> dict[Tensor, Tensor]:
+        """The residuals of pieces that no layer holds as a whole, by piece."""
+        own = {piece: self._quantized[piece].own_residual for piece in self.pieces.values() if piece in self._quantized}
+        return {piece: residual for piece, residual in own.items() if residual is not None}
 
     @property
     def num_skipped_steps(self) -> int:
@@ -149,7 +169,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold; torch's own drops every attribute that it does not know."""
-        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_quantized", "_origins"]
+        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_quantized", "_origins", "pieces"]
         own += ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]  # a converted model follows the steps by these
         return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_fused_step": None}
 
@@ -193,10 +213,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
                     parameter,
                     self.state[parameter] or self._allocate(parameter, group),
                     self._quantized.get(parameter),
-                    tuple(_codec_name(parameter, group, name) for name in self.rule.state_codecs),
+                    tuple(self._codec_name(parameter, group, name) for name in self.rule.state_codecs),
                     group_indices[id(group)],
                     self._first_stream(parameter),
-                    self._origins[parameter][1],
+                    self._origins[parameter].first_element,
                 )
                 for parameter, group in fused
             ],
@@ -208,7 +228,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _is_fused(self, parameter: Tensor) -> bool:
         wanted = parameter.is_cuda if self.fused is None else self.fused
-        starts_a_draw = self._origins[parameter][1] % NUMBERS_PER_DRAW == 0  # kernels use whole draws
+        starts_a_draw = self._origins[parameter].first_element % NUMBERS_PER_DRAW == 0  # kernels use whole draws
         return wanted and parameter.is_contiguous() and starts_a_draw
 
     def _new_step_count(self, parameter: Tensor, num_steps: int) -> int | Tensor:
@@ -235,7 +255,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """Allocate a parameter's states: the number of steps, and dicts of plain tensors."""
         state: dict[str, Any] = {"step": self._new_step_count(parameter, 0)}
         for name in self.rule.state_codecs:
-            state[name] = zeros(_codec(parameter, group, name), parameter.numel(), parameter.device)
+            state[name] = zeros(self._codec(parameter, group, name), parameter.numel(), parameter.device)
         weight = self._quantized.get(parameter)
         if weight is not None and weight.needs_master:
             state["master_weights"] = new_master(weight)
@@ -247,18 +267,27 @@ class LowBitOptimizer(torch.optim.Optimizer):
         _check_states(saved, self.rule)
         state = self.state[parameter] = {"step": self._new_step_count(parameter, int(saved["step"]))}
         for name in self.rule.state_codecs:
-            codec, saved_codec = _codec(parameter, group, name), _codec(parameter, saved_group, name)
+            codec, saved_codec = self._codec(parameter, group, name), self._codec(parameter, saved_group, name)
             parts = saved[name] if isinstance(saved[name], dict) else {"codes": saved[name].float().reshape(-1)}
             _check_parts(name, parts, saved_codec)
-            state[name] = _copy(parts, parameter.device)
+            state[name] = _copy(self._own_entries(parameter, parts), parameter.device)
             if codec is not saved_codec:
                 values = saved_codec.decode(state[name])
                 state[name] = zeros(codec, parameter.numel(), parameter.device)
                 self._stored_state(parameter, group, name).write(range(parameter.numel()), values)
         weight = self._quantized.get(parameter)
         if weight is not None and weight.needs_master:
-            is_saved = "master_weights" in saved
-            state["master_weights"] = _copy(saved["master_weights"], parameter.device) if is_saved else new_master(weight)
+            if "master_weights" in saved:
+                state["master_weights"] = _copy(self._own_entries(parameter, saved["master_weights"]), parameter.device)
+            else:
+                state["master_weights"] = new_master(weight)
+
+    def _own_entries(self, parameter: Tensor, parts: Parts) -> Parts:
+        """The entries of saved parts for the elements of a parameter: all, unless it is a piece of what was saved."""
+        first_element, num_elements = self._origins[parameter][1:]
+        if parts["codes"].numel() != num_elements or parameter.numel() == num_elements:
+            return parts
+        return select_entries(parts, range(first_element, first_element + parameter.numel()))
 
     def _stored_weight(self, parameter: Tensor, group: Group) -> StoredWeight:
         draw = self._draw(parameter, self._first_stream(parameter))
@@ -274,15 +303,24 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _stored_state(self, parameter: Tensor, group: Group, name: str) -> StoredState:
         stream = self._first_stream(parameter) + 1 + list(self.rule.state_codecs).index(name)
-        return StoredState(_codec(parameter, group, name), self.state[parameter][name], self._draw(parameter, stream))
+        return StoredState(self._codec(parameter, group, name), self.state[parameter][name], self._draw(parameter, stream))
+
+    def _codec_name(self, parameter: Tensor, group: Group, state: str) -> str:
+        """The codec of a parameter's state; a group of torch's own optimizers names none and has fp32."""
+        is_small = self._origins[parameter].num_elements < MIN_QUANTIZED_ELEMENTS
+        name: str = "fp32" if is_small else group.get(f"{state}_codec", "fp32")
+        return name
+
+    def _codec(self, parameter: Tensor, group: Group, state: str) -> Codec:
+        return CODECS[self._codec_name(parameter, group, state)]
 
     def _first_stream(self, parameter: Tensor) -> int:
         """The random stream of the weight; each state of the rule has one of the next."""
-        return self._origins[parameter][0] * (1 + len(self.rule.state_codecs))
+        return self._origins[parameter].parameter_index * (1 + len(self.rule.state_codecs))
 
     def _draw(self, parameter: Tensor, stream: int) -> Draw:
         """A source of random numbers for this step of a parameter."""
-        first_element, step = self._origins[parameter][1], int(self.state[parameter]["step"])
+        first_element, step = self._origins[parameter].first_element, int(self.state[parameter]["step"])
 
         def draw(elements: range) -> Tensor:
             shifted = range(first_element + elements.start, first_element + elements.stop)
@@ -316,12 +354,3 @@ def _check_parts(name: str, parts: Parts, codec: Codec) -> None:
 
 def _copy(parts: Parts, device: torch.device) -> dict[str, Tensor]:
     return {name: part.to(device, copy=True) for name, part in parts.items()}
-
-
-def _codec_name(parameter: Tensor, group: Group, state: str) -> str:
-    """The codec of a parameter's state; a group of torch's own optimizers names none and has fp32."""
-    return "fp32" if parameter.numel() < MIN_QUANTIZED_ELEMENTS else group.get(f"{state}_codec", "fp32")
-
-
-def _codec(parameter: Tensor, group: Group, state: str) -> Codec:
-    return CODECS[_codec_name(parameter, group, state)]

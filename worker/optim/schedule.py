@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 from torch import nn
 
 from api_schemas import ScheduleSpec
@@ -15,6 +16,12 @@ def learning_rate_at(step: int, peak: float, schedule: ScheduleSpec, num_steps: 
     done = (step - schedule.warmup_steps) / max(1, num_steps - 1 - schedule.warmup_steps)
     low = schedule.final_fraction
     return peak * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Give all parameter groups the learning rate of the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -57,9 +57,14 @@ class QuantizedWeight:
     initial_values: fp32 values that the master starts from, released once it exists; without them it starts from the codes.
 
     All are read from the holder each time, so that the optimizer steps what the layer computes with.
+    piece: 1-D, shares memory with the holder's weight: the `elements` of it that are stepped, where that is not all.
     """
 
     holder: WeightHolder
+    piece: nn.Parameter | None = None
+    elements: range | None = None
+    own_residual: Tensor | None = None
+    """The residual of a piece whose holder has none: no rank holds the whole."""
 
     @classmethod
     def of(
@@ -85,7 +90,7 @@ class QuantizedWeight:
 
     @property
     def codes(self) -> nn.Parameter:
-        return self.holder.weight
+        return self.holder.weight if self.piece is None else self.piece
 
     @property
     def dequant_scale(self) -> Tensor:
@@ -94,7 +99,10 @@ class QuantizedWeight:
 
     @property
     def residual(self) -> Tensor | None:
-        return self.holder.weight_residual
+        residual = self.holder.weight_residual
+        if residual is None:
+            return self.own_residual
+        return residual if self.elements is None else self.select(residual)
 
     @property
     def amax(self) -> Tensor:
@@ -105,6 +113,11 @@ class QuantizedWeight:
     def needs_master(self) -> bool:
         """Whether the codes alone are too coarse to be trained."""
         return self.codes.dtype == E4M3.dtype and self.residual is None
+
+    def select(self, whole: Tensor) -> Tensor:
+        """The weight's elements of a tensor in the shape of the holder's weight, 1-D; a view where strides allow it."""
+        flat = whole.reshape(-1)
+        return flat if self.elements is None else flat[self.elements.start : self.elements.stop]
 
     def values(self) -> Tensor:
         """The fp32 values, in the parameter's shape."""
@@ -249,11 +262,12 @@ def new_master(weight: QuantizedWeight) -> dict[str, Tensor]:
 
     It is made from the fp32 values that the weight was encoded from, which are released, or else from the codes.
     """
-    values = weight.values() if weight.holder.initial_values is None else weight.holder.initial_values
-    weight.holder.initial_values, weight.holder.has_master, weight.holder.has_new_codes = None, True, False
-    flat = values.detach().float().reshape(-1)
-    dequant_scale = kernels.finite_or_nan(kernels.compute_amax(flat), FP16.dtype)
-    return {"codes": kernels.encode(flat, dequant_scale, FP16.dtype), "dequant_scale": dequant_scale}
+    holder = weight.holder
+    values = QuantizedWeight(holder).values() if holder.initial_values is None else holder.initial_values
+    holder.initial_values, holder.has_master, holder.has_new_codes = None, True, False
+    values = values.detach().float()
+    dequant_scale = kernels.finite_or_nan(kernels.compute_amax(values), FP16.dtype)  # of the whole weight
+    return {"codes": kernels.encode(weight.select(values), dequant_scale, FP16.dtype), "dequant_scale": dequant_scale}
 
 
 def is_stale(master: Parts, weight: QuantizedWeight) -> bool:

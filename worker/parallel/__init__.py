@@ -1,6 +1,7 @@
-"""Strategies for training one model on several ranks. Today: data parallel, with gradients averaged once per step."""
+"""Strategies for training one model on several ranks. Today: data parallel in buckets, and ZeRO stage 1."""
 
-from worker.parallel.data_parallel import average_gradients, broadcast_parameters
+from worker.parallel.data_parallel import GradientBuckets, broadcast_parameters
+from worker.parallel.parallelize import Parallel
 from worker.parallel.scaling import share_scaling
 
-__all__ = ["average_gradients", "broadcast_parameters", "share_scaling"]
+__all__ = ["GradientBuckets", "Parallel", "broadcast_parameters", "share_scaling"]

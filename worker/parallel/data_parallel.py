@@ -1,73 +1,149 @@
-"""Data parallel: every rank holds the whole model, and gradients are averaged once per optimizer step.
+"""Data parallel: every rank holds the whole model, and gradients become their means while the backward pass still computes.
 
-`PrecisionSpec.gradient_communication` says in which format gradients travel: FP8 codes are averaged as codes
-(`worker/mesh/codes.py`), everything else is summed in fp32 by the backend.
+A bucket of gradients is exchanged as soon as the last of them has arrived. All ranks launch the buckets in one order, whatever
+arrives first: the reverse of the order in which the model names its parameters. A bucket that lacks a gradient waits for
+`finish`, and so do those after it.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import CommunicationDtype
-from worker.fp8.gradient import Float8Gradient
-from worker.mesh import Axis, average_codes
+from worker.fp8.linear import Float8Linear
+from worker.mesh import Axis
+from worker.parallel.buckets import Bucket, CodesBucket, WideBucket
+from worker.parallel.layout import fill_buckets
 
-T = TypeVar("T", bound=Tensor)
+MAX_ELEMENTS = 16 * 1024 * 1024
+"""Of one bucket. At most three buckets are under way; each holds two copies of its gradients, sent and received."""
 
-_BUCKET_ELEMENTS = 64 * 1024 * 1024
+_DONE = object()
 
 
-def broadcast_parameters(model: nn.Module, data: Axis) -> None:
-    """Give every data rank the parameters and buffers of the first rank, bit for bit."""
+class GradientBuckets:
+    """All gradients of a model, exchanged over an axis as they arrive. On an axis of one rank nothing happens."""
+
+    def __init__(self, model: nn.Module, axis: Axis, *, max_elements: int = MAX_ELEMENTS) -> None:
+        """The trainable parameters are those of this moment. max_elements: of a bucket with several parameters."""
+        self.model, self.axis = model, axis
+        self.buckets = _make_buckets(model, axis, max_elements)
+        self.syncs = True
+        """Whether gradients that arrive are exchanged."""
+        self.finishes_itself = False
+        """Whether a backward pass that exchanges gradients also finishes, before `backward` returns."""
+        self.is_finished = False
+        """Whether `finish` was called; for whoever sets it back."""
+        self._home: dict[Tensor, Bucket] = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        self._has_arrivals = False
+        self._num_launched = 0
+        self._under_way: list[Iterator[None]] = []
+        if axis.size > 1:
+            for parameter in self._home:
+                parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    @contextmanager
+    def no_sync(self, is_on: bool = True) -> Iterator[None]:
+        """Inside, gradients accumulate on their rank: for all micro-batches of a step but the last. Not if is_on is false."""
+        before, self.syncs = self.syncs, self.syncs and not is_on
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Exchange what has not been exchanged, and wait until all gradients are means. Every rank calls it once per step.
+
+        Raises ValueError if a parameter has a gradient that did not require one when the buckets were made.
+        """
+        if self.axis.size == 1:
+            return
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and parameter not in self._home:
+                raise ValueError(
+                    f"parameter {name!r} has a gradient and was frozen when the model was made parallel; allowed: parameters "
+                    "that required gradients then. Unfreeze it before, and freeze it afterwards."
+                )
+        while self._num_launched < len(self.buckets):
+            self._launch()
+        while self._under_way:
+            self._advance()
+        self._num_launched = 0
+        self._has_arrivals, self.is_finished = False, True
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.parameters)
+
+    @torch.no_grad()
+    def _arrive(self, parameter: Tensor) -> None:
+        if not self.syncs or parameter.grad is None:  # a compiled graph calls hooks once more, without a gradient
+            return
+        bucket = self._home[parameter]
+        if self.finishes_itself and not self._has_arrivals:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self._has_arrivals = True
+        if self.buckets.index(bucket) < self._num_launched:
+            raise RuntimeError(
+                f"a second gradient of a parameter of shape {tuple(parameter.shape)} arrived after its exchange; allowed: one "
+                "per exchange. Use no_sync for all micro-batches but the last, and use_reentrant=False in checkpoint()."
+            )
+        bucket.missing.discard(parameter)
+        while self._num_launched < len(self.buckets) and not self.buckets[self._num_launched].missing:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Start the next bucket's exchange. What is under way goes one collective further, in one order on all ranks."""
+        self._advance()
+        average = self.buckets[self._num_launched].average()
+        next(average)
+        self._under_way.append(average)
+        self._num_launched += 1
+
+    def _advance(self) -> None:
+        self._under_way = _advanced(self._under_way)
+
+
+def in_turn(runs: Iterable[Iterator[None]]) -> None:
+    """Take generators that yield with a collective under way to their ends, in one order on all ranks, with few under way."""
+    under_way: list[Iterator[None]] = []
+    for run in runs:
+        under_way = _advanced(under_way)
+        next(run)
+        under_way.append(run)
+    while under_way:
+        under_way = _advanced(under_way)
+
+
+def _advanced(runs: list[Iterator[None]]) -> list[Iterator[None]]:
+    """Take each generator one step further; returns those that are not at their ends."""
+    return [run for run in runs if next(run, _DONE) is not _DONE]
+
+
+def broadcast_parameters(model: nn.Module, axis: Axis) -> None:
+    """Give every rank of the axis the parameters and buffers of the first rank, bit for bit."""
     for tensor in (*model.parameters(), *model.buffers()):
-        data.broadcast_(tensor)
+        axis.broadcast_(tensor)
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], data: Axis, communication: CommunicationDtype) -> None:
-    """Replace every gradient by its mean over the data ranks, in the format in which it is stored.
-
-    communication: the format in which gradients of converted layers travel. "fp8" sends codes unchanged; "fp32" decodes,
-    sums and quantizes them again. All other gradients travel in fp32.
-    """
-    if data.size == 1:
-        return
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    in_codes = [gradient for gradient in gradients if communication == "fp8" and isinstance(gradient, Float8Gradient)]
-    for bucket in _buckets(in_codes):
-        average_codes(data, [gradient.codes for gradient in bucket], [gradient.dequant_scale for gradient in bucket])
-    sent = {id(gradient) for gradient in in_codes}
-    for wide in _buckets([gradient for gradient in gradients if id(gradient) not in sent]):
-        _average_wide(wide, data)
-
-
-def _average_wide(gradients: list[Tensor], data: Axis) -> None:
-    flat = data.sum_(torch.cat([_values(gradient) for gradient in gradients]))
-    flat /= data.size
-    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        mean = part.view(gradient.shape)
-        if isinstance(gradient, Float8Gradient):
-            quantized = Float8Gradient.quantize(mean, gradient.position)
-            gradient.codes.copy_(quantized.codes)
-            gradient.dequant_scale.copy_(quantized.dequant_scale)
-        else:
-            gradient.copy_(mean)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    wide = gradient.dequantize() if isinstance(gradient, Float8Gradient) else gradient
-    return wide.reshape(-1).float()
-
-
-def _buckets(gradients: list[T]) -> Iterator[list[T]]:
-    bucket: list[T] = []
-    num_elements = 0
-    for gradient in gradients:
-        if bucket and num_elements + gradient.numel() > _BUCKET_ELEMENTS:
-            yield bucket
-            bucket, num_elements = [], 0
-        bucket.append(gradient)
-        num_elements += gradient.numel()
-    if bucket:
-        yield bucket
+def _make_buckets(model: nn.Module, axis: Axis, max_elements: int) -> list[Bucket]:
+    """Buckets of parameters that are stored alike, in the order in which a backward pass is expected to fill them."""
+    positions = {
+        layer.weight: layer.gradient_position
+        for layer in model.modules()
+        if isinstance(layer, Float8Linear) and layer.gradient_position is not None
+    }
+    ordered = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
+    place = {parameter: index for index, parameter in enumerate(ordered)}
+    kinds: dict[tuple[bool, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in ordered:
+        kinds.setdefault((parameter in positions, parameter.dtype, parameter.device), []).append(parameter)
+    buckets: list[Bucket] = []
+    for (is_in_codes, _, _), parameters in kinds.items():
+        for indices in fill_buckets([parameter.numel() for parameter in parameters], max_elements):
+            held = parameters[indices.start : indices.stop]
+            if is_in_codes:
+                buckets.append(CodesBucket(held, axis, [positions[parameter] for parameter in held]))
+            else:
+                buckets.append(WideBucket(held, axis))
+    return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])

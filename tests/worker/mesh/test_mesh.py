@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from api_schemas import Layout
-from tests.ranks import run_ranks
-from tests.worker.test_data_parallel import free_port
+from tests.ranks import free_port, run_ranks
 from worker.config import RankEnv
 from worker.mesh import Mesh
 
@@ -24,8 +23,8 @@ def work(rank: int, port: int, folder: str) -> None:
             "sizes": [mesh.world.size, mesh.pipeline.size, mesh.data.size, mesh.tensor.size, mesh.stage.size],
             "sums": [mesh.world.sum(rank)[0], mesh.data.sum(rank)[0], mesh.tensor.sum(rank)[0], mesh.stage.sum(rank)[0]],
             "max": mesh.data.max_(torch.tensor([float(rank), torch.nan if rank == 3 else 0.0])),
-            "gathered": mesh.tensor.gather(own),
-            "exchanged": mesh.data.exchange(codes).float(),
+            "gathered": mesh.tensor.start_gather(own).wait(),
+            "exchanged": mesh.data.start_exchange(codes).wait().float(),
             "broadcast": mesh.data.broadcast_(own.clone()),
             "roles": [mesh.reports, mesh.owns_loss],
             "sent": dict(mesh.sent_bytes),
@@ -63,16 +62,18 @@ def test_one_rank_reports_and_one_of_each_tensor_group_owns_the_loss(results: li
 
 def test_bytes_are_counted_by_the_dtype_that_they_mean(results: list[dict[str, object]]) -> None:
     """Each of two ranks sends half of an exchange, its own share of a gather, a maximum twice; rank 0 sends the broadcast."""
-    assert results[2]["sent"] == {"float8_e4m3fn": 4, "float32": 8 + 12}
-    assert results[0]["sent"] == {"float8_e4m3fn": 4, "float32": 8 + 12 + 12}
+    sums = {("sum", "float64"): 2 * 12 + 2 * 8}  # one number on each axis: two axes have 4 ranks, two have 2
+    common = {("exchange", "float8_e4m3fn"): 4, ("gather", "float32"): 12, ("max", "float32"): 8, **sums}
+    assert results[2]["sent"] == common
+    assert results[0]["sent"] == common | {("broadcast", "float32"): 12}
 
 
 def test_a_mesh_of_one_needs_no_group(tmp_path: Path) -> None:
     with Mesh(RankEnv(), torch.device("cpu")) as mesh:
         values = torch.tensor([1.0, torch.nan])
         assert mesh.data.sum(2.0, 3.0) == [2.0, 3.0]
-        assert mesh.data.gather(values).shape == (1, 2)
-        assert mesh.data.exchange(values.view(1, 2)).data_ptr() == values.data_ptr()
+        assert mesh.data.start_gather(values).wait().shape == (1, 2)
+        assert mesh.data.start_exchange(values.view(1, 2)).wait().data_ptr() == values.data_ptr()
         assert mesh.stage.max_(values).tolist() == [1.0, torch.inf]
         assert mesh.reports
         assert mesh.owns_loss

@@ -203,7 +203,7 @@ def test_shards_have_the_bits_of_the_whole(exp_avg_codec: str, exp_avg_sq_codec:
         defaults = Hyperparameters(exp_avg_codec=exp_avg_codec, exp_avg_sq_codec=exp_avg_sq_codec)
         optimizer = LowBitAdamW(shards, defaults, seed=9)
         for shard, first_element in zip(shards, origins, strict=True):
-            optimizer.set_origin(shard, 0, first_element)
+            optimizer.set_origin(shard, 0, first_element, 100_000)
         for step in range(3):
             gradient = gaussian(100_000, seed=step)
             for shard, first_element in zip(shards, origins, strict=True):

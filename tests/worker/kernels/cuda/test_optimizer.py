@@ -193,7 +193,7 @@ def test_shards_draw_the_numbers_of_the_whole() -> None:
         shards = [nn.Parameter(values[start:end].clone()) for start, end in itertools.pairwise(cuts)]
         optimizer = LowBitAdamW(shards, Hyperparameters(exp_avg_sq_codec="uint8-companded"), fused=fused)
         for shard, (start, end) in zip(shards, itertools.pairwise(cuts), strict=True):
-            optimizer.set_origin(shard, 0, start)
+            optimizer.set_origin(shard, 0, start, 9000)
             shard.grad_dtype = None
             shard.grad = gradient[start:end].clone()
         optimizer.step()

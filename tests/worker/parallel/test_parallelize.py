@@ -1,0 +1,146 @@
+"""`parallelize` in a loop of one's own: ranks become one, hooks do the rest, and what cannot work is refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.golden.record import digest
+from tests.ranks import free_port, run_ranks
+from tests.worker.small import Small, make
+from worker import initialize, parallelize
+
+NUM_RANKS = 2
+Result = dict[str, Any]
+
+
+def train(rank: int, level: str, zero_stage: int, max_norm: float | None) -> Result:
+    """Three steps of two micro-batches from a model that each rank has drawn for itself."""
+    model, optimizer = make(level, seed=rank)
+    parallel = parallelize(model, optimizer, zero_stage=zero_stage)
+    numbers = torch.Generator().manual_seed(rank)
+    losses, norms = [], []
+    for _ in range(3):
+        with parallel.no_sync():
+            model(torch.randn(8, 32, generator=numbers)).square().mean().backward()
+        loss = model(torch.randn(8, 32, generator=numbers)).square().mean()
+        loss.backward()
+        if max_norm is not None:
+            norms.append(float(parallel.clip_grad_norm_(max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return {"state": digest(states), "losses": losses, "norms": norms}
+
+
+def one_rank_has_no_gradient(rank: int) -> list[bool]:
+    """Whether each layer's weight has changed after a step in which only rank 0 has had a backward pass."""
+    model, optimizer = make("O2")
+    parallelize(model, optimizer, zero_stage=1)
+    before = [layer.weight.detach().clone() for layer in (model.first, model.last)]
+    if rank == 0:
+        model(torch.ones(4, 32)).sum().backward()
+    optimizer.step()
+    return [not torch.equal(old, layer.weight) for old, layer in zip(before, (model.first, model.last), strict=True)]
+
+
+def message(call: Any) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refusals() -> dict[str, str]:
+    codes, values = make("O2")[0], make("te")[0]
+    sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    sharded, optimizer = make("O3-split")
+    parallelize(sharded, optimizer, zero_stage=1)
+    return {
+        "copy": message(lambda: copy.deepcopy(sharded)),
+        "values": message(lambda: sharded.first.weight_values()),
+        "ddp": message(lambda: DistributedDataParallel(codes)),
+        "fsdp2": message(lambda: fully_shard(codes)),
+        "ddp of values": message(lambda: DistributedDataParallel(values)),
+        "stage": message(lambda: parallelize(*make("O2"), zero_stage=3)),
+        "optimizer": message(lambda: parallelize(nn.Linear(2, 2), sgd, zero_stage=1)),
+    }
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS)
+    cases = [("O2", 0, None), ("O3", 0, None), ("O3", 1, None), ("O3", 0, 0.1), ("O3", 1, 0.1), ("te", 1, None)]
+    found: Result = {"trained": {case: train(rank, *case) for case in cases}}
+    found["changed"] = one_rank_has_no_gradient(rank)
+    found["refusals"] = refusals()
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(work, (free_port(), str(folder)), NUM_RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+
+
+def test_ranks_that_start_apart_train_one_model(results: list[Result]) -> None:
+    for case, trained in results[0]["trained"].items():
+        other = results[1]["trained"][case]
+        assert trained["state"] == other["state"], case
+        assert trained["norms"] == other["norms"], case
+        assert trained["losses"] != other["losses"]  # each rank reads its own part of the batch
+
+
+def test_sharding_changes_no_bit_of_a_step_that_does_not_clip(results: list[Result]) -> None:
+    trained = results[0]["trained"]
+    assert trained["O3", 1, None] == trained["O3", 0, None]
+    assert trained["O3", 1, None]["state"] != trained["O3", 1, 0.1]["state"]
+    assert trained["O3", 1, 0.1]["norms"] == pytest.approx(trained["O3", 0, 0.1]["norms"], rel=1e-2)
+
+
+def test_a_rank_without_any_gradient_takes_part(results: list[Result]) -> None:
+    assert [result["changed"] for result in results] == [[True, True]] * NUM_RANKS
+
+
+def test_torchs_wrappers_are_refused_where_they_would_take_codes_for_values(results: list[Result]) -> None:
+    said = results[0]["refusals"]
+    assert "DistributedDataParallel cannot train a layer whose weight is torch.float16 codes" in said["ddp"]
+    assert "octet.parallelize" in said["fsdp2"]
+    assert said["ddp of values"] == "nothing was refused"
+
+
+def test_a_divided_residual_is_not_taken_for_a_whole_one(results: list[Result]) -> None:
+    said = results[0]["refusals"]
+    assert "residuals of this model's weights are divided over the ranks" in said["copy"]
+    assert "allowed: state_dict()" in said["values"]
+
+
+def test_what_is_not_built_is_refused(results: list[Result]) -> None:
+    said = results[0]["refusals"]
+    assert "zero_stage is 3; allowed: 0 or 1" in said["stage"]
+    assert "the optimizer a SGD" in said["optimizer"]
+
+
+def test_a_single_process_needs_no_group() -> None:
+    torch.manual_seed(0)
+    model, optimizer = initialize(Small(), opt_level="O2", optimizer_name="adamw")
+    assert optimizer is not None
+    parallel = parallelize(model, optimizer, zero_stage=1)
+    model(torch.ones(4, 32)).sum().backward()
+    assert float(parallel.clip_grad_norm_(1.0)) > 1
+    optimizer.step()
+
+
+def test_torchrun_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="init_process_group"):
+        parallelize(*make("O2"))

@@ -1,0 +1,177 @@
+"""Parameters whose gradients travel together, and how their means are computed.
+
+Each rank receives its share of the bucket from all ranks, adds in the order of the ranks in fp32, and divides. FP8 gradients
+travel as codes, and their mean is rounded once; the others travel in fp32. Then either the means are gathered, so that every
+rank has the whole gradients, or each rank keeps the pieces that it owns (ZeRO). Results are the same, bit for bit, however
+parameters are divided into buckets. A parameter without a gradient counts as zeros if another rank has one; without one on any
+rank it stays without.
+
+Shape suffixes: R ranks, S elements of one rank's share, G parameters of the bucket.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from worker import kernels
+from worker.fp8.gradient import Float8Gradient, RoundingPosition
+from worker.kernels.formats import E4M3
+from worker.mesh import Axis
+from worker.parallel.layout import BucketLayout
+
+
+class Bucket(ABC):
+    """Parameters whose gradients travel together. `average` runs once for each exchange."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
+        self.parameters, self.axis = parameters, axis
+        self.layout = BucketLayout(tuple(parameter.numel() for parameter in parameters), axis.size)
+        self.own = self.layout.pieces(axis.rank)
+        self.pieces: Mapping[Tensor, nn.Parameter] | None = None
+        """What receives the means of this rank's share, by whole parameter. None: every rank receives all means."""
+        self.missing = set(parameters)
+        """Parameters whose gradients have not arrived since the last exchange."""
+
+    @abstractmethod
+    def average(self) -> Iterator[None]:
+        """Replace the gradients by their means. Each `yield` leaves a collective under way."""
+
+    def _take_gradients(self) -> list[Tensor | None]:
+        """The gradients; in a bucket of pieces, the parameters no longer hold them."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        if self.pieces is not None:
+            for parameter in self.parameters:
+                parameter.grad = None
+        return gradients
+
+    def _is_used(self, gradients: Sequence[Tensor | None], marks_RG: Tensor) -> list[bool]:
+        """Whether any rank has a gradient of each parameter. marks_RG: 0 where one has none. Waits only if some are missing."""
+        if all(gradient is not None for gradient in gradients):
+            return [True] * len(gradients)
+        found: list[bool] = (marks_RG != 0).any(0).tolist()
+        return found
+
+    def _whole(self, flat: Tensor, index: int) -> Tensor:
+        """One parameter's part of the gathered buffer, as a view in the parameter's shape."""
+        offset, parameter = self.layout.offsets[index], self.parameters[index]
+        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+class CodesBucket(Bucket):
+    """FP8 gradients: codes travel, with one scale per gradient; a scale of 0 says that the rank has no gradient."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, positions: Sequence[RoundingPosition]) -> None:
+        super().__init__(parameters, axis)
+        self.positions = positions
+
+    def average(self) -> Iterator[None]:
+        gradients = [
+            Float8Gradient.quantize(gradient, position)
+            if gradient is not None and not isinstance(gradient, Float8Gradient)
+            else gradient
+            for gradient, position in zip(self._take_gradients(), self.positions, strict=True)
+        ]
+        sent_RS, scales_G = self._pack(gradients)
+        exchange, scales = self.axis.start_exchange(sent_RS.view(E4M3.dtype)), self.axis.start_gather(scales_G)
+        del sent_RS
+        yield
+        received_RS, scales_RG = exchange.wait(), scales.wait()
+        means = [kernels.mean_of_shards(received_RS[:, piece.in_share], scales_RG[:, piece.index]) for piece in self.own]
+        amaxes_G = torch.zeros_like(scales_G)
+        for piece, (_, amax) in zip(self.own, means, strict=True):
+            amaxes_G[piece.index] = amax
+        self.axis.max_(amaxes_G)
+        new_scales_G = kernels.finite_or_nan(amaxes_G, E4M3.dtype)
+        own_codes = [
+            kernels.quantize(mean, E4M3.dtype, amax=amaxes_G[piece.index])[0]
+            for piece, (mean, _) in zip(self.own, means, strict=True)
+        ]
+        is_used = self._is_used(gradients, scales_RG)
+        if self.pieces is not None:
+            self._keep_pieces(own_codes, new_scales_G, is_used)
+            return
+        share_S = torch.zeros(self.layout.share_size, dtype=torch.uint8, device=received_RS.device)
+        for piece, codes in zip(self.own, own_codes, strict=True):
+            share_S[piece.in_share] = codes.view(torch.uint8)
+        gather = self.axis.start_gather(share_S.view(E4M3.dtype))
+        del received_RS, means, own_codes
+        yield
+        flat = gather.wait().view(-1)
+        for index, parameter in enumerate(self.parameters):
+            if is_used[index]:
+                mean = Float8Gradient(self._whole(flat, index), new_scales_G[index], self.positions[index])
+                parameter.grad = _written(gradients[index], mean)
+
+    def _pack(self, gradients: Sequence[Float8Gradient | None]) -> tuple[Tensor, Tensor]:
+        """The codes as bytes (R, S), and the scales (G)."""
+        device = self.parameters[0].device
+        sent = torch.zeros(self.layout.num_ranks * self.layout.share_size, dtype=torch.uint8, device=device)
+        scales = [torch.zeros((), device=device)] * len(gradients)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._whole(sent, index).copy_(gradient.codes.view(torch.uint8))
+                scales[index] = gradient.dequant_scale.reshape(())
+        return sent.view(self.layout.num_ranks, -1), torch.stack(scales)
+
+    def _keep_pieces(self, own_codes: Sequence[Tensor], scales_G: Tensor, is_used: Sequence[bool]) -> None:
+        assert self.pieces is not None
+        for piece, codes in zip(self.own, own_codes, strict=True):
+            if is_used[piece.index]:
+                mean = Float8Gradient(codes, scales_G[piece.index].clone(), self.positions[piece.index])
+                self.pieces[self.parameters[piece.index]].grad = mean
+
+
+class WideBucket(Bucket):
+    """Plain gradients: they travel in fp32, whatever their dtype."""
+
+    def average(self) -> Iterator[None]:
+        gradients = self._take_gradients()
+        device = self.parameters[0].device
+        sent = torch.zeros(self.layout.num_ranks * self.layout.share_size, device=device)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._whole(sent, index).copy_(gradient)
+        marks_G = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=device)
+        exchange = self.axis.start_exchange(sent.view(self.layout.num_ranks, -1))
+        marks = self.axis.start_gather(marks_G)
+        del sent
+        yield
+        received_RS = exchange.wait()
+        mean_S = received_RS[0].clone()
+        for rank in range(1, self.axis.size):
+            mean_S += received_RS[rank]
+        mean_S /= self.axis.size
+        is_used = self._is_used(gradients, marks.wait())
+        if self.pieces is not None:
+            for piece in self.own:
+                if is_used[piece.index]:
+                    owned = self.pieces[self.parameters[piece.index]]
+                    owned.grad = mean_S[piece.in_share].to(gradient_dtype(owned))
+            return
+        gather = self.axis.start_gather(mean_S)
+        del received_RS
+        yield
+        flat = gather.wait().view(-1)
+        for index, parameter in enumerate(self.parameters):
+            if is_used[index]:
+                mean = self._whole(flat, index).to(gradient_dtype(parameter))
+                parameter.grad = _written(gradients[index], mean)
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype in which autograd accumulates the parameter's gradient."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _written(gradient: Tensor | None, mean: Tensor) -> Tensor:
+    """The gradient with the mean's values, in the memory that it has; without a gradient, a copy of the mean."""
+    if gradient is None:
+        return mean.clone()
+    if isinstance(gradient, Float8Gradient) and isinstance(mean, Float8Gradient):
+        gradient.codes.copy_(mean.codes)
+        gradient.dequant_scale.copy_(mean.dequant_scale)
+    else:
+        gradient.copy_(mean)
+    return gradient

@@ -1,0 +1,92 @@
+"""The residual of a weight in FP8, divided over the ranks: only the optimizer reads it, so each rank holds its own piece.
+
+A layer that reads its residual, because it multiplies in bf16 or with scales of blocks, keeps the whole on every rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from worker.fp8.linear import Fallback, Float8Linear
+from worker.optim import QuantizedWeight
+from worker.parallel.buckets import Bucket
+
+
+class ShardedResidual:
+    """The residual of one weight of a bucket. Without a residual, or where the layer reads it, nothing is divided."""
+
+    def __init__(self, weight: QuantizedWeight, bucket: Bucket, index: int) -> None:
+        """weight: this rank's piece, maybe of no elements. index: the parameter's, in the bucket."""
+        self.weight, self.bucket, self.index = weight, bucket, index
+        self._divide()
+
+    def follow_layer(self) -> None:
+        """Put the residual together for good if the layer reads it by now: it was demoted. All ranks call it together."""
+        layer = self._layer
+        if layer is not None and layer.whole_residual is not None and reads_residual(layer):
+            with self.whole():
+                pass
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the layer holds the whole residual. All ranks enter together."""
+        layer, own = self._layer, self.weight.own_residual
+        assert layer is not None
+        assert own is not None
+        layer.weight_residual = join(self.bucket, self.index, own, 1).view(layer.weight.shape)
+        try:
+            yield
+        finally:
+            self._divide()
+
+    @property
+    def _layer(self) -> Float8Linear | None:
+        return self.weight.holder if isinstance(self.weight.holder, Float8Linear) else None
+
+    def _divide(self) -> None:
+        """Keep the own piece of the layer's residual, if the layer does not read it."""
+        layer = self._layer
+        if layer is None or layer.weight_residual is None:
+            return
+        if reads_residual(layer):
+            self.weight.own_residual = layer.whole_residual = None
+            return
+        self.weight.own_residual = self.weight.select(layer.weight_residual).clone()
+        layer.weight_residual, layer.whole_residual = None, _Whole(self)
+
+
+def reads_residual(layer: Float8Linear) -> bool:
+    """Whether a product may read the weight more precisely than its FP8 codes are."""
+    recipe = layer.recipe
+    uses_fp8 = layer.fallback is Fallback.NONE and recipe.fp8_in_evaluation
+    return not uses_fp8 or recipe.weight.kind.is_blockwise or bool(recipe.high_precision & {"output", "grad_input"})
+
+
+class _Whole:
+    """`ShardedResidual.whole`, which does not follow a layer into a copy."""
+
+    def __init__(self, residual: ShardedResidual) -> None:
+        self._residual = residual
+
+    def __call__(self) -> Any:
+        return self._residual.whole()
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            "the residuals of this model's weights are divided over the ranks (zero_stage=1); allowed: copies of models "
+            "that hold them. Load state_dict(), called by all ranks together, into a new model."
+        )
+
+
+def join(bucket: Bucket, index: int, own: Tensor, elements_per_entry: int) -> Tensor:
+    """Put the ranks' pieces of a tensor together: the entries, 1-D, of one parameter of the bucket. A collective."""
+    lengths = []
+    for rank in range(bucket.axis.size):
+        held = sum(piece.length for piece in bucket.layout.pieces(rank) if piece.index == index)
+        lengths.append(-(-held // elements_per_entry))
+    padded = own.new_zeros(max(lengths))
+    padded[: own.numel()] = own
+    return torch.cat([share[:length] for share, length in zip(bucket.axis.start_gather(padded).wait(), lengths, strict=True)])

@@ -1,0 +1,187 @@
+"""ZeRO stage 1: each rank holds the optimizer states, master weights and residuals of its share of every bucket, and steps it.
+
+A rank's share is even to the element and may hold parts of tensors. Gradients arrive as means of the own share alone; after the
+step the ranks agree on the weights' scales and gather each other's new weights as they are stored: as codes where the level
+holds codes. Every rank has the whole weights in between. A step gives the bits that it gives without sharding: the same
+elements are rounded at the same places with the same random numbers. Only the norm is summed in another order (in float64).
+
+`optimizer.state_dict()` is that of the whole optimizer, on every rank; all ranks call it together. `load_state_dict` takes the
+same, saved at any number of ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.fp8.gradient import Float8Gradient
+from worker.kernels.formats import BLOCK
+from worker.mesh import Pending
+from worker.optim import LowBitOptimizer
+from worker.optim.pieces import cut_into_pieces, make_piece, shares_memory
+from worker.parallel.buckets import Bucket
+from worker.parallel.data_parallel import GradientBuckets, in_turn
+from worker.parallel.layout import Piece
+from worker.parallel.residuals import ShardedResidual, join
+
+
+class ShardedStates:
+    """The optimizer of one rank, which steps the rank's pieces of all trainable parameters."""
+
+    def __init__(self, optimizer: LowBitOptimizer, gradients: GradientBuckets) -> None:
+        """Cut the optimizer's states, and let the buckets deliver to pieces. ValueError if a parameter is not contiguous."""
+        self.optimizer, self.gradients, self.axis = optimizer, gradients, gradients.axis
+        self._own_finite = optimizer.all_ranks_finite
+        elements = {parameter: range(0) for bucket in gradients.buckets for parameter in bucket.parameters}
+        for bucket in gradients.buckets:
+            elements |= {bucket.parameters[piece.index]: piece.elements for piece in bucket.own}
+        cut_into_pieces(optimizer, elements)
+        self._elements: dict[Tensor, range] = dict(elements.items())
+        self._pieces: dict[Tensor, nn.Parameter] = {**optimizer.pieces}
+        for parameter in elements.keys() - optimizer.pieces.keys():  # trainable, and not the optimizer's
+            self._pieces[parameter] = make_piece(parameter, elements[parameter])
+        for bucket in gradients.buckets:
+            bucket.pieces = self._pieces
+        self._residuals = [
+            ShardedResidual(optimizer._quantized[self._pieces[parameter]], bucket, index)
+            for bucket in gradients.buckets
+            for index, parameter in enumerate(bucket.parameters)
+            if self._pieces[parameter] in optimizer._quantized
+        ]
+        optimizer.all_ranks_finite = self._all_ranks_finite
+        optimizer.register_state_dict_post_hook(self._make_whole)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale gradients so that their norm is at most max_norm, as torch's function of the name. Returns the norm, fp32 ().
+
+        Squares are summed in float64, so that the norm hardly depends on how gradients are cut.
+        """
+        gradients = [piece.grad for piece in self._pieces.values() if piece.grad is not None]
+        squares = torch.zeros((), dtype=torch.float64, device=self.axis.device)
+        for gradient in gradients:
+            squares += squared_norm(gradient)
+        norm = self.axis.sum_(squares).sqrt().float()
+        for gradient in gradients:
+            gradient.mul_(clip_factor(norm, max_norm))
+        return norm
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give every rank the weights, and scales, that the ranks have stepped. ValueError if a parameter has other memory."""
+        for parameter, piece in self._pieces.items():
+            if not shares_memory(piece, parameter, self._elements[parameter].start):
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has other memory than when the model was made parallel; "
+                    "a move to another device, or load_state_dict(assign=True), does that. Make the model parallel after it."
+                )
+        for residual in self._residuals:
+            residual.follow_layer()
+        self._agree_on_scales()
+        in_turn(self._gather_weights(bucket) for bucket in self.gradients.buckets)
+
+    def _agree_on_scales(self) -> None:
+        """Give each quantized weight the amax and the scale that its owners have written; NaN where one is not finite."""
+        pieces = [self._pieces[parameter] for bucket in self.gradients.buckets for parameter in bucket.parameters]
+        weights = [self.optimizer._quantized[piece] for piece in pieces if piece in self.optimizer._quantized]
+        if not weights:
+            return
+        device = weights[0].amax.device
+        is_owned = torch.tensor([weight.codes.numel() > 0 for weight in weights], device=device)
+        written = torch.stack([torch.stack([w.amax.reshape(()), w.dequant_scale.reshape(())]) for w in weights])
+        amaxes, scales = self.axis.max_(torch.where(is_owned[:, None], written, 0.0)).unbind(1)
+        scales = torch.where(scales.isfinite(), scales, torch.nan)
+        for weight, amax, dequant_scale in zip(weights, amaxes, scales, strict=True):
+            weight.amax.copy_(amax)
+            weight.dequant_scale.copy_(dequant_scale)
+            if weight.needs_master:
+                master_scale = self.optimizer.state[weight.codes]["master_weights"]["dequant_scale"]
+                master_scale.copy_(torch.where(dequant_scale.isfinite(), master_scale, torch.nan))
+
+    def _gather_weights(self, bucket: Bucket) -> Iterator[None]:
+        """Gather the bucket's weights, and their residuals. Each `yield` leaves a collective under way."""
+        weights = [parameter.detach() for parameter in bucket.parameters]
+        gathers = [_start_gather(bucket, weights)]
+        residuals = [self._residual(parameter) for parameter in bucket.parameters]
+        if any(residual is not None for residual in residuals):
+            gathers.append(_start_gather(bucket, residuals))
+        yield
+        held: tuple[Sequence[Tensor | None], ...] = (weights, residuals)
+        for whole, gather in zip(held, gathers, strict=False):  # there may be no residuals
+            for rank, share_S in enumerate(gather.wait()):
+                for piece in bucket.layout.pieces(rank) if rank != self.axis.rank else ():
+                    tensor = whole[piece.index]
+                    if tensor is not None:
+                        _elements(tensor, piece).copy_(share_S[piece.in_share])
+
+    def _residual(self, parameter: Tensor) -> Tensor | None:
+        """The whole residual of a weight, where every rank holds it."""
+        weight = self.optimizer._quantized.get(self._pieces[parameter])
+        return None if weight is None else weight.holder.weight_residual
+
+    def _all_ranks_finite(self, finite: Tensor) -> Tensor:
+        finite = finite if self._own_finite is None else self._own_finite(finite)
+        return self.axis.max_((~finite).to(self.axis.device, torch.float32)) == 0
+
+    @torch.no_grad()
+    def _make_whole(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Put the whole parameters' states in the place of the pieces' states: on the host, since they may not fit a device."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = {piece: number for number, piece in enumerate(held)}
+        states = state_dict["state"]
+        for bucket in self.gradients.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                number = numbers.get(self._pieces[parameter])
+                if number in states:
+                    states[number] = self._whole_state(bucket, index, states[number])
+
+    def _whole_state(self, bucket: Bucket, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        owns_some = any(piece.index == index for piece in bucket.own)
+        whole: dict[str, Any] = {}
+        for name, value in state.items():
+            if isinstance(value, dict):
+                whole[name] = {part: self._join(bucket, index, part, entries, owns_some) for part, entries in value.items()}
+            else:  # the number of steps: a rank that owns nothing has taken none
+                steps = int(self._of_owners(torch.tensor(float(value), dtype=torch.float64), owns_some))
+                whole[name] = torch.full((), steps, dtype=value.dtype) if isinstance(value, Tensor) else steps
+        return whole
+
+    def _join(self, bucket: Bucket, index: int, part: str, entries: Tensor, owns_some: bool) -> Tensor:
+        """The entries of a part of a state, of all ranks' pieces of a parameter."""
+        if entries.dim() == 0:
+            scale = self._of_owners(entries, owns_some)
+            return torch.where(scale.isfinite(), scale, torch.nan).cpu()
+        return join(bucket, index, entries, 1 if part == "codes" else BLOCK).cpu()
+
+    def _of_owners(self, number: Tensor, owns_some: bool) -> Tensor:
+        """The number, which is not negative, that all owners of a parameter have; infinity for NaN."""
+        own = number.to(self.axis.device, copy=True)
+        return self.axis.max_(own if owns_some else torch.zeros_like(own))
+
+
+def squared_norm(gradient: Tensor) -> Tensor:
+    """The sum of squares, float64 ()."""
+    values = gradient.dequantize() if isinstance(gradient, Float8Gradient) else gradient
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this norm are multiplied by: at most 1; torch's formula."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _start_gather(bucket: Bucket, whole: Sequence[Tensor | None]) -> Pending:
+    """Start to gather the ranks' shares of the bucket's tensors, all of one dtype."""
+    some = next(tensor for tensor in whole if tensor is not None)
+    own_S = some.new_zeros(bucket.layout.share_size)
+    for piece in bucket.own:
+        tensor = whole[piece.index]
+        if tensor is not None:
+            own_S[piece.in_share] = _elements(tensor, piece)
+    return bucket.axis.start_gather(own_S)
+
+
+def _elements(tensor: Tensor, piece: Piece) -> Tensor:
+    """A piece's elements of its whole tensor, as a view."""
+    return tensor.view(-1)[piece.first : piece.first + piece.length]
