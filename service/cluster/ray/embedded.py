@@ -22,8 +22,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from api_schemas import PoolConfig
+if TYPE_CHECKING:  # the keeper, which runs this module, would load pydantic for nothing
+    from api_schemas import PoolConfig
 
 _START_S = 60.0
 _LINGER_S = 120.0
@@ -44,7 +46,7 @@ _DRIVER_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1000000"}
 class LocalRay:
     """The embedded cluster of one data folder."""
 
-    def __init__(self, data_dir: Path, pools: tuple[PoolConfig, ...]) -> None:
+    def __init__(self, data_dir: Path, pools: "tuple[PoolConfig, ...]") -> None:
         self._dir = data_dir / "ray"
         self._pools = pools
         self._lock = threading.Lock()
@@ -213,6 +215,8 @@ def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"),
         *("--include-dashboard=false", "--disable-usage-stats", f"--node-ip-address={_ADDRESS}"),
+        # Two processes of 1 CPU second and 90 MB each: nothing is copied to the driver, and one machine does not autoscale.
+        *("--include-log-monitor=false", "--no-monitor"),
         *(f"--temp-dir={temp_dir}", f"--resources={resources}", f"--labels={labels}"),
         # Port 0 takes any free port; with Ray's fixed range two local clusters would collide.
         *("--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
