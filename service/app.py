@@ -17,6 +17,7 @@ from service.errors import NotReady
 from service.http.bodies import LimitBodies
 from service.http.guards import RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
+from service.http.streams import Streams
 from service.jobs.admission import Admission
 from service.jobs.reports import is_token_of
 from service.jobs.requests import Request, Submission
@@ -63,6 +64,7 @@ def create_app(
     context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show))
     app.state.context = context
     app.state.telemetry = telemetry
+    app.state.streams = Streams(database)
     for router in (jobs.router, records.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
     app.include_router(reports.router)
