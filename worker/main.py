@@ -53,13 +53,6 @@ class Outcome:
         return self.finished is not None and self.finished.outcome == "succeeded"
 
 
-def run_order(order_json: str, env: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
-    """Run one rank of an attempt; return its outcome, reason and message, the first two None if it may not report any more."""
-    outcome = run_rank(LaunchOrder.model_validate_json(order_json), RankEnv(**env), placed_at)
-    finished = outcome.finished
-    return (finished.outcome, finished.reason, outcome.message) if finished else (None, None, outcome.message)
-
-
 def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
     """Run one rank of an attempt and report to the control plane."""
     metrics = Metrics()

@@ -63,11 +63,10 @@ class RankActor:
         labels: dict[str, Any] = dict(ray.get_runtime_context().get_node_labels())
         return RankNode(address, port, labels, self._process.pid if self._process else os.getpid())
 
-    def run(self, order_json: str, env: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
+    def run(self, order_json: str, env: dict[str, Any], placed_at: datetime) -> warm.Ending:
         """Run the rank; return its outcome, reason and message. The runtime is imported by name because it loads torch."""
         if self._process is None:
-            ending: tuple[str | None, str | None, str]
-            ending = importlib.import_module("worker.main").run_order(order_json, env, placed_at)
+            ending: warm.Ending = importlib.import_module("worker.warm.order").run_order(order_json, env, placed_at)
             return ending
         try:
             return self._process.run(order_json, env, placed_at)

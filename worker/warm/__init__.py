@@ -5,6 +5,6 @@ ends. It is used only where environment, user and search path are those of the p
 the rank itself. `take` and `start` are for the rank's actor, `template` is the process.
 """
 
-from worker.warm.process import ProcessLost, WarmProcess, start, take
+from worker.warm.process import Ending, ProcessLost, WarmProcess, start, take
 
-__all__ = ["ProcessLost", "WarmProcess", "start", "take"]
+__all__ = ["Ending", "ProcessLost", "WarmProcess", "start", "take"]

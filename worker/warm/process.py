@@ -27,7 +27,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 _OF_EACH_RANK = {"CUDA_VISIBLE_DEVICES", *_ONE_THREAD}
 
 Ending = tuple[str | None, str | None, str]
-"""Outcome, reason and message of a rank that has ended; see `worker.main.run_order`."""
+"""Outcome, reason and message of a rank that has ended; see `worker.warm.order`."""
 
 logger = logging.getLogger(__name__)
 

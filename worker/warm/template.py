@@ -28,7 +28,7 @@ from worker.warm import messages
 LIFE_S = 6 * 3600.0
 """A template this old takes no more requests, and the next rank starts another."""
 
-_IMPORTED = ("worker.main", "worker.train", "torch._dynamo")  # torch.optim imports the last one at the first optimizer
+_IMPORTED = ("worker.warm.order", "worker.train", "torch._dynamo")  # torch.optim imports the last one at the first optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +143,10 @@ def run_forked(connection: socket.socket) -> None:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    main = importlib.import_module("worker.main")
+    order = importlib.import_module("worker.warm.order")
     try:
         placed_at = datetime.fromisoformat(request["placed_at"])
-        return {"ending": main.run_order(request["order"], request["rank_env"], placed_at)}
+        return {"ending": order.run_order(request["order"], request["rank_env"], placed_at)}
     except BaseException:  # noqa: BLE001  (the actor raises it)
         return {"error": traceback.format_exc()}
 
