@@ -162,7 +162,8 @@ class RayLauncher:
         """Have the pools' nodes import torch before the first job comes. Nobody waits for it; a node may do without."""
         labels = {pool.node_label for pool in self._pools}
         task: Any = ray.remote(num_cpus=0, max_retries=0)(warm_up)
-        for node in ray.nodes():
+        nodes: Any = ray.nodes  # Ray's own annotations lack it
+        for node in nodes():
             if node["Alive"] and labels & set(node["Labels"].items()):
                 here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 task.options(scheduling_strategy=here).remote(self._warm_idle_s)
