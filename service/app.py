@@ -36,6 +36,7 @@ def create_app(
     """Build the API over a database. A dispatcher in this process is woken by `wake`, and `loops` counts its failures."""
 
     telemetry = Telemetry(settings, database)
+    streams = Streams(database)
     if loops is not None:
         telemetry.registry.register(loops)
     database.observe = telemetry.process.observe_transaction
@@ -45,6 +46,7 @@ def create_app(
         database.migrate()
         async with telemetry.process.watching_the_loop():
             yield
+        await streams.close()
 
     app = _Api(
         title="Octet",
@@ -64,7 +66,7 @@ def create_app(
     context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show))
     app.state.context = context
     app.state.telemetry = telemetry
-    app.state.streams = Streams(database)
+    app.state.streams = streams
     for router in (jobs.router, records.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
     app.include_router(reports.router)

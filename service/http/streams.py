@@ -89,6 +89,7 @@ class Streams:
         self._database = database
         self._feeds: dict[tuple[str, str], _Feed] = {}
         self._reader: asyncio.Task[None] | None = None
+        self._looked: asyncio.Event | None = None
         self._threads = CapacityLimiter(_THREADS)
 
     def open(self, job_id: str, source: Source[Item], after: int) -> StreamingResponse:
@@ -111,11 +112,19 @@ class Streams:
                     yield news.text
                     continue
                 if feed.last is not None and feed.is_over:
-                    return
+                    break
                 try:
                     await asyncio.wait_for(changed.wait(), KEEP_ALIVE_S)
                 except TimeoutError:
                     yield ": still here\n\n"
+
+        if not self._feeds:
+            await self.close()
+
+    async def close(self) -> None:
+        """Wait until the reader does not use the database; it ends once there are no streams."""
+        if self._looked is not None:
+            await self._looked.wait()
 
     @contextmanager
     def _following(self, job_id: str, source: Source[Item]) -> Iterator[_Feed]:
@@ -134,6 +143,7 @@ class Streams:
     async def _look_again_and_again(self) -> None:
         while self._feeds:
             feeds = list(self._feeds.values())
+            looked = self._looked = asyncio.Event()
             try:
                 shown = await run_sync(self._look, feeds, limiter=self._threads)
             except Exception as error:
@@ -143,7 +153,9 @@ class Streams:
             else:
                 for feed, (last, is_over, news) in zip(feeds, shown, strict=True):
                     feed.show(last, is_over, news)
-            if not any(feed.last is None for feed in self._feeds.values()):
+            finally:
+                looked.set()
+            if all(feed.last is not None for feed in self._feeds.values()):
                 await asyncio.sleep(POLL_S)
 
     def _look(self, feeds: Sequence[_Feed]) -> list[tuple[int, bool, list[_News]]]:

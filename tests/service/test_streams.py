@@ -32,7 +32,9 @@ async def follow(world: World, job_id: str, rank: Rank, source: Source[Event]) -
         await asyncio.sleep(3 * streams.POLL_S)
         await asyncio.to_thread(rank.send, EventReport(type="test.event", message=f"number {number}"))
     await asyncio.to_thread(rank.succeed)
-    return await asyncio.gather(*following)
+    texts = await asyncio.gather(*following)
+    await ours.close()
+    return texts
 
 
 @pytest.mark.parametrize("kept_characters", [1 << 20, 0])
@@ -66,6 +68,10 @@ def test_streams_end_with_an_error_if_the_database_cannot_be_read(world: World) 
     def read(session: Session, job_id: str, after: int, limit: int) -> list[Event]:
         raise ValueError("a row that nobody can read")
 
-    opened = Streams(world.database).open(job_id, Source("event", read, EVENTS.key, EVENTS.last), 0)
-    with pytest.raises(ValueError, match="nobody can read"):
-        asyncio.run(text_of(opened))
+    async def fail() -> None:
+        ours = Streams(world.database)
+        with pytest.raises(ValueError, match="nobody can read"):
+            await text_of(ours.open(job_id, Source("event", read, EVENTS.key, EVENTS.last), 0))
+        await ours.close()
+
+    asyncio.run(fail())
