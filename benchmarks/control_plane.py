@@ -106,13 +106,13 @@ class Server:
 
 
 @contextmanager
-def running(tree: Path, folder: Path) -> Iterator[Server]:
-    """Start the server of a tree and wait until it leads; end it afterwards."""
+def running(tree: Path, folder: Path, *, slots: int = 1, settings: dict[str, str] | None = None) -> Iterator[Server]:
+    """Start the server of a tree, with OCTET_* variables, and wait until it leads; end it afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script = Path(__file__).with_name("control_plane_server.py")
-    command = [sys.executable, "-P", str(script), "--port", str(port), "--data-dir", str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
+    command = [sys.executable, "-P", str(script), "--port", str(port), "--data-dir", str(folder), "--slots", str(slots)]
+    environment = os.environ | {"PYTHONPATH": str(tree.resolve())} | (settings or {})
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=tree, stderr=log, stdout=log)
     try:

@@ -20,10 +20,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--slots", type=int, default=1)
     options = parser.parse_args()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     log_to_stderr()
-    pools = (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=1),)
+    pools = (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=options.slots),)
     settings = Settings(data_dir=options.data_dir, port=options.port, pools=pools)
     with listening(settings) as listener:
         database = Database(settings.effective_database_url)

@@ -17,6 +17,7 @@ from service.errors import NotReady
 from service.http.bodies import LimitBodies
 from service.http.guards import RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
+from service.http.streams import Streams
 from service.jobs.admission import Admission
 from service.jobs.reports import is_token_of
 from service.jobs.requests import Request, Submission
@@ -35,6 +36,7 @@ def create_app(
     """Build the API over a database. A dispatcher in this process is woken by `wake`, and `loops` counts its failures."""
 
     telemetry = Telemetry(settings, database)
+    streams = Streams(database)
     if loops is not None:
         telemetry.registry.register(loops)
     database.observe = telemetry.process.observe_transaction
@@ -44,6 +46,7 @@ def create_app(
         database.migrate()
         async with telemetry.process.watching_the_loop():
             yield
+        await streams.close()
 
     app = _Api(
         title="Octet",
@@ -63,6 +66,7 @@ def create_app(
     context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show))
     app.state.context = context
     app.state.telemetry = telemetry
+    app.state.streams = streams
     for router in (jobs.router, records.router, files.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
     app.include_router(reports.router)

@@ -6,9 +6,10 @@ They are coroutines because FastAPI would run each function of another kind in a
 import hashlib
 import hmac
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
+from anyio import CapacityLimiter
 from fastapi import Depends, Header, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
@@ -19,13 +20,15 @@ from service.jobs.submissions import Submissions
 from service.settings import DEFAULT_TENANT, Settings
 from service.store.ids import is_id
 
+_REPORT_THREADS = 8
+
 
 @dataclass(frozen=True)
 class AppContext:
     """What one app is made of.
 
     `admission` checks new jobs, `submissions` stores them; `wake` tells a dispatcher in this process that it has something
-    to do.
+    to do. `report_threads` are for reports alone: however many people read, a rank can renew its lease.
     """
 
     settings: Settings
@@ -33,6 +36,7 @@ class AppContext:
     wake: Callable[[], None]
     admission: Admission
     submissions: Submissions
+    report_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_REPORT_THREADS))
 
 
 async def _context(request: Request) -> AppContext:

@@ -66,6 +66,10 @@ class Settings(BaseSettings):
     request_body_timeout_s: Seconds = Field(default=30, description="for the whole body of a request")
     answer_stall_timeout_s: Seconds = Field(default=30, description="for a client that does not read its answer")
 
+    warm_idle_s: float = Field(
+        default=3600, ge=0, le=86_400, description="how long an unused node keeps torch imported for further ranks; 0: never"
+    )
+
     lease_s: Seconds = 60
     lease_grace_s: Seconds = 15
     heartbeat_s: Seconds = 2

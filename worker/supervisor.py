@@ -20,7 +20,8 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from api_schemas import AttemptRef, FailureReason, JsonScalar, LaunchOrder, PoolConfig, Probe, ProbeState
+from api_schemas import AttemptRef, FailureReason, JsonScalar, PoolConfig, Probe, ProbeState
+from worker import warm
 from worker.config import RankEnv
 
 NAMESPACE = "octet"
@@ -38,7 +39,7 @@ def actor_name(ref: AttemptRef) -> str:
 
 @dataclass(frozen=True)
 class RankNode:
-    """The node on which a rank process started."""
+    """The node on which a rank process started. `pid` is the process that trains."""
 
     address: str
     free_port: int
@@ -47,7 +48,12 @@ class RankNode:
 
 
 class RankActor:
-    """One rank's process. Ray starts it inside the attempt's placement group."""
+    """One rank's process, or the one that waits for it. Ray starts it inside the attempt's placement group."""
+
+    def __init__(self, warm_idle_s: float) -> None:
+        """warm_idle_s: see `worker.warm.take`; 0 runs the rank in this process."""
+        os.umask(_PRIVATE_UMASK)
+        self._process = warm.take(warm_idle_s)
 
     def node(self) -> RankNode:
         address: str = ray.util.get_node_ip_address()
@@ -55,15 +61,24 @@ class RankActor:
             probe.bind((address, 0))
             port = int(probe.getsockname()[1])
         labels: dict[str, Any] = dict(ray.get_runtime_context().get_node_labels())
-        return RankNode(address, port, labels, os.getpid())
+        return RankNode(address, port, labels, self._process.pid if self._process else os.getpid())
 
-    def run(self, order_json: str, env: dict[str, Any], placed_at: datetime) -> tuple[str | None, str | None, str]:
+    def run(self, order_json: str, env: dict[str, Any], placed_at: datetime) -> warm.Ending:
         """Run the rank; return its outcome, reason and message. The runtime is imported by name because it loads torch."""
-        os.umask(_PRIVATE_UMASK)
-        main = importlib.import_module("worker.main")
-        outcome = main.run_rank(LaunchOrder.model_validate_json(order_json), RankEnv(**env), placed_at)
-        finished = outcome.finished
-        return (finished.outcome, finished.reason, outcome.message) if finished else (None, None, outcome.message)
+        if self._process is None:
+            ending: warm.Ending = importlib.import_module("worker.warm.order").run_order(order_json, env, placed_at)
+            return ending
+        try:
+            return self._process.run(order_json, env, placed_at)
+        except warm.ProcessLost as error:
+            return "failed", FailureReason.WORKER_LOST, str(error)
+
+
+def warm_up(warm_idle_s: float) -> None:
+    """Start this node's template of rank processes, if it has none."""
+    connection = warm.start(warm_idle_s)
+    if connection is not None:
+        connection.close()
 
 
 class RankFailed(Exception):
@@ -77,11 +92,15 @@ class RankFailed(Exception):
 class Supervisor:
     """The supervising actor. The launcher calls `probe` and `stop`; everything else happens in one thread of its own."""
 
-    def __init__(self, order_json: str, pool_json: str, num_workers: int) -> None:
-        """Place and run `num_workers` ranks in the pool. The order is passed on unparsed; only the ranks parse it."""
+    def __init__(self, order_json: str, pool_json: str, num_workers: int, warm_idle_s: float = 0) -> None:
+        """Place and run `num_workers` ranks in the pool. The order is passed on unparsed; only the ranks parse it.
+
+        warm_idle_s: how long a node keeps processes warm for further ranks; 0 keeps none.
+        """
         self._order_json = order_json
         self._pool = PoolConfig.model_validate_json(pool_json)
         self._num_workers = num_workers
+        self._warm_idle_s = warm_idle_s
         self._group: PlacementGroup | None = None
         self._ranks: list[Any] = []
         self._probe = Probe(state=ProbeState.PLACING)
@@ -136,7 +155,7 @@ class Supervisor:
                 resources={pool.slot_resource: 1},
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
-            ).remote()
+            ).remote(self._warm_idle_s)
             for index in range(num_workers)
         ]
         self._placed_at = datetime.now(UTC)

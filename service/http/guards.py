@@ -6,8 +6,10 @@ use a name that resolves to 127.0.0.1 (DNS rebinding; Host shows it) or post to 
 
 import difflib
 import ipaddress
+from collections.abc import Iterator
 
 from fastapi import Request
+from fastapi.dependencies.models import Dependant
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_schemas import Violation
@@ -33,12 +35,20 @@ class RefuseOtherHosts:
 
 
 async def refuse_unknown_query(request: Request) -> None:
-    """Answer 422 to a query parameter that the OpenAPI document does not have: a mistyped filter must not be ignored."""
-    operation = request.app.openapi()["paths"][request.scope["route"].path_format][request.method.lower()]
-    known = [parameter["name"] for parameter in operation.get("parameters", []) if parameter["in"] == "query"]
+    """Answer 422 to a query parameter that the route does not have: a mistyped filter must not be ignored."""
+    if not request.query_params:
+        return
+    known = list(dict.fromkeys(_query_parameters(request.scope["route"].dependant)))
     unknown = [name for name in request.query_params if name not in known]
     if unknown:
         raise InvalidRequest.of(tuple(_unknown(name, request.query_params[name], known) for name in unknown))
+
+
+def _query_parameters(dependant: Dependant) -> Iterator[str]:
+    """Name what a route and its dependencies read of the query. The OpenAPI document has them too; it takes 0.5 s to build."""
+    yield from (parameter.alias for parameter in dependant.query_params)
+    for dependency in dependant.dependencies:
+        yield from _query_parameters(dependency)
 
 
 def _unknown(name: str, value: str, known: list[str]) -> Violation:

@@ -52,7 +52,7 @@ def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path 
     os.environ.update(ray_environment(ray_token_file))  # Ray reads it when it is imported
     from service.cluster.ray.launcher import RayLauncher
 
-    launcher = RayLauncher(node.ensure, settings.pools)
+    launcher = RayLauncher(node.ensure, settings.pools, warm_idle_s=settings.warm_idle_s)
     dispatcher = Dispatcher(database, launcher, settings)
 
     def request_slots() -> None:

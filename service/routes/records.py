@@ -14,7 +14,7 @@ from service.deps import AppContext, AppContextDep, JobIdDep
 from service.errors import InvalidRequest, NotFound
 from service.http.pages import AfterQuery, LimitQuery, page_of
 from service.http.problems import Answers, answers
-from service.http.streams import EVENT_STREAM, Source, stream
+from service.http.streams import EVENT_STREAM, Source, Streams
 from service.jobs import views
 from service.store.ids import is_id
 
@@ -33,8 +33,8 @@ def _read_logs(session: Session, job_id: str, after: int, limit: int) -> list[Lo
     return [views.log_line(row) for row in store.records.log_lines_after(session, job_id, after, limit)]
 
 
-EVENTS = Source("event", _read_events, lambda event: str(event.seq))
-LOGS = Source("log_line", _read_logs, lambda line: str(line.seq))
+EVENTS = Source("event", _read_events, lambda event: event.seq, lambda head: head.last_event_seq)
+LOGS = Source("log_line", _read_logs, lambda line: line.seq, lambda head: head.last_log_seq)
 
 
 @router.get("/events", operation_id="list_events", response_model=Page[Event], responses=answers(404, 422) | _STREAM)
@@ -111,8 +111,9 @@ def _page_or_stream(
     with context.database.read() as session:
         _require_job(session, job_id)
         if EVENT_STREAM in request.headers.get("accept", ""):
-            return stream(context.database, job_id, source, after)
-        return page_of(source.read(session, job_id, after, limit + 1), limit, source.key)
+            streams: Streams = request.app.state.streams
+            return streams.open(job_id, source, after)
+        return page_of(source.read(session, job_id, after, limit + 1), limit, lambda item: str(source.key(item)))
 
 
 def _require_job(session: Session, job_id: str) -> None:

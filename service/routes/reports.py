@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends
 
 from api_schemas import ReportBatch, ReportReply
@@ -16,12 +17,16 @@ from service.telemetry.control_plane import TelemetryDep
 router = APIRouter(prefix="/internal/v1/attempts", tags=["internal"])
 
 
-def _authenticated(attempt_id: str, token: AttemptTokenDep, context: AppContextDep, telemetry: TelemetryDep) -> str:
+async def _authenticated(attempt_id: str, token: AttemptTokenDep, context: AppContextDep, telemetry: TelemetryDep) -> str:
     """Check the token before anything else of the request. Without it nobody learns which attempts there are."""
-    try:
+
+    def check() -> None:
         with context.database.read() as session:
             attempt = store.jobs.find_attempt(session, attempt_id) if is_id("att", attempt_id) else None
             reports.authenticate(attempt, token)
+
+    try:
+        await run_sync(check, limiter=context.report_threads)
     except Unauthenticated:
         telemetry.fenced_writes.inc()
         raise
@@ -29,7 +34,7 @@ def _authenticated(attempt_id: str, token: AttemptTokenDep, context: AppContextD
 
 
 @router.post("/{attempt_id}/reports", operation_id="report", responses=answers(400, 401, 404, 409, 413, 422))
-def report(
+async def report(
     attempt_id: Annotated[str, Depends(_authenticated)],
     batch: ReportBatch,
     token: AttemptTokenDep,
@@ -37,10 +42,14 @@ def report(
     telemetry: TelemetryDep,
 ) -> ReportReply:
     """Apply one rank's next reports and renew the lease. The answer says what is wanted of the job."""
-    try:
+
+    def apply() -> reports.Applied:
         with context.database.write() as session:
             now = context.database.now(session)
-            applied = reports.apply(session, attempt_id, token, batch, context.settings.lease_s, now)
+            return reports.apply(session, attempt_id, token, batch, context.settings.lease_s, now)
+
+    try:
+        applied = await run_sync(apply, limiter=context.report_threads)
     except (StaleAttempt, Unauthenticated):
         telemetry.fenced_writes.inc()
         raise

@@ -4,7 +4,7 @@ A transaction that changes a job locks its row first (`lock_job`, `lock_attempt`
 order: event numbers have no gaps, and two transitions never race.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -27,6 +27,15 @@ class JobFilter:
     pool: str | None = None
     name: str | None = None
     labels: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Head:
+    """How far a job is: whether it is over, and the numbers of its last event and log line."""
+
+    is_over: bool
+    last_event_seq: int
+    last_log_seq: int
 
 
 def find_job(session: Session, job_id: str) -> JobRow | None:
@@ -103,6 +112,13 @@ def current_attempts(session: Session, jobs: Sequence[JobRow]) -> dict[str, Atte
     """Find the last attempt of each job that had one; by job id."""
     ids = [job.current_attempt_id for job in jobs if job.current_attempt_id is not None]
     return {attempt.job_id: attempt for attempt in session.scalars(select(AttemptRow).where(AttemptRow.id.in_(ids)))}
+
+
+def heads(session: Session, job_ids: Collection[str]) -> dict[str, Head]:
+    """Find how far each job is; by job id."""
+    columns = (JobRow.id, JobRow.state, JobRow.last_event_seq, JobRow.last_log_seq)
+    rows = session.execute(select(*columns).where(JobRow.id.in_(job_ids)))
+    return {job_id: Head(state.is_terminal, event_seq, log_seq) for job_id, state, event_seq, log_seq in rows}
 
 
 def add_event(

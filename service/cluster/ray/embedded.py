@@ -22,8 +22,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from api_schemas import PoolConfig
+if TYPE_CHECKING:  # the keeper, which runs this module, would load pydantic for nothing
+    from api_schemas import PoolConfig
 
 _START_S = 60.0
 _LINGER_S = 120.0
@@ -37,7 +39,8 @@ _ADDRESS = "127.0.0.1"
 _STAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # By default the raylet answers the first driver only after it has started idle workers. The driver waits for that answer and
 # holds the interpreter's lock: the event loop stood still for 0.6 to 1.1 s, and the first job started 3 s later (docs/log.md).
-_RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0"}
+# By default supervisors and ranks have niceness 15: with other work on the machine they get next to nothing.
+_RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 # By default Ray ends the driver's process, the server, 60 s after a call to a GCS that is gone. The server starts another GCS.
 # And it tries 20 times, 41 s each, to connect to one that went away meanwhile; the next call of the launcher finds the new one.
 _DRIVER_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1000000", "RAY_NUM_REDIS_GET_RETRIES": "2"}
@@ -46,7 +49,7 @@ _DRIVER_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1000000", "RAY_NU
 class LocalRay:
     """The embedded cluster of one data folder."""
 
-    def __init__(self, data_dir: Path, pools: tuple[PoolConfig, ...]) -> None:
+    def __init__(self, data_dir: Path, pools: "tuple[PoolConfig, ...]") -> None:
         self._dir = data_dir / "ray"
         self._pools = pools
         self._lock = threading.Lock()
@@ -216,6 +219,8 @@ def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"),
         *("--include-dashboard=false", "--disable-usage-stats", f"--node-ip-address={_ADDRESS}"),
+        # Two processes of 1 CPU second and 90 MB each: nothing is copied to the driver, and one machine does not autoscale.
+        *("--include-log-monitor=false", "--no-monitor"),
         *(f"--temp-dir={temp_dir}", f"--resources={resources}", f"--labels={labels}"),
         # Port 0 takes any free port; with Ray's fixed range two local clusters would collide.
         *("--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={_OBJECT_STORE_BYTES}"),

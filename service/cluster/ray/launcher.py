@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
 from service.cluster.launcher import LauncherError
-from worker.supervisor import NAMESPACE, Supervisor, actor_name
+from worker.supervisor import NAMESPACE, Supervisor, actor_name, warm_up
 
 _CONNECT_S = 60.0
 _LAUNCH_S = 60.0
@@ -35,9 +36,11 @@ logger = logging.getLogger(__name__)
 class RayLauncher:
     """`Launcher` over one Ray cluster. `find_cluster` returns its address; for an embedded cluster it starts it first."""
 
-    def __init__(self, find_cluster: Callable[[], str], pools: tuple[PoolConfig, ...]) -> None:
+    def __init__(self, find_cluster: Callable[[], str], pools: tuple[PoolConfig, ...], *, warm_idle_s: float = 0) -> None:
+        """warm_idle_s: how long a node of a pool keeps processes warm for further ranks; 0 keeps none."""
         self._find_cluster = find_cluster
         self._pools = pools
+        self._warm_idle_s = warm_idle_s
         self._connect_lock = threading.Lock()
 
     def launch(self, order: LaunchOrder) -> None:
@@ -45,7 +48,7 @@ class RayLauncher:
         ref = AttemptRef(attempt_id=order.attempt_id, epoch=order.epoch)
         key, value = order.pool.node_label
         actor: Any = ray.remote(Supervisor)
-        arguments = (order.model_dump_json(), order.pool.model_dump_json(), order.spec.resources.workers)
+        arguments = (order.model_dump_json(), order.pool.model_dump_json(), order.spec.resources.workers, self._warm_idle_s)
 
         def start() -> None:
             supervisor = actor.options(
@@ -152,6 +155,18 @@ class RayLauncher:
                 log_to_driver=False,
                 configure_logging=False,
             )
+            if self._warm_idle_s:
+                self._warm_nodes()
+
+    def _warm_nodes(self) -> None:
+        """Have the pools' nodes import torch before the first job comes. Nobody waits for it; a node may do without."""
+        labels = {pool.node_label for pool in self._pools}
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(warm_up)
+        nodes: Any = ray.nodes  # Ray's own annotations lack it
+        for node in nodes():
+            if node["Alive"] and labels & set(node["Labels"].items()):
+                here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                task.options(scheduling_strategy=here).remote(self._warm_idle_s)
 
 
 def _answer(future: "Future[Answer]", function: Callable[[], Answer]) -> None:

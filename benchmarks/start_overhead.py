@@ -1,0 +1,218 @@
+"""Time the way of a tiny job of one rank from its submission to its first step, phase by phase, and count the CPU.
+
+    python -m benchmarks.start_overhead --tree . --tree ../before --rounds 3 --write
+
+Each tree (a checkout) gets an `octet serve` of its own, with its own Ray, and the trees take turns. A bare `import torch` runs
+before each server. The first job finds a fresh server, the others one that has trained; each waits until the server's
+processes are quiet. CPU is user and system time of all the processes of a server, between one quiet moment and the next.
+"""
+
+import argparse
+import contextlib
+import os
+import resource
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from client import Client
+
+_READY_S = 180.0
+_JOB_S = 120.0
+_POLL_S = 0.05
+_LOOKS = 20
+_QUIET_S = 3.0
+_QUIET_SHARE = 0.25
+_QUIET_TIMEOUT_S = 40.0
+PHASES = ("queue", "supervisor and placement", "process", "import torch", "model", "first step")
+
+
+def spec_of(corpus: Path) -> dict[str, Any]:
+    return {
+        "name": "start",
+        "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 64},
+        "precision": {"level": "O2"},
+        "data": {"source": "text", "path": str(corpus)},
+        "training": {"steps": 2, "global_batch_size": 4, "sequence_length": 32, "optimizer": {"learning_rate": 3e-4}},
+    }
+
+
+class CpuMeter:
+    """Counts the CPU seconds of all processes of a data folder: the server, and whatever has its Ray token.
+
+    It looks every 0.05 s; what a process uses after the last look before its end is missed.
+    """
+
+    def __init__(self, data_dir: Path, server_pid: int) -> None:
+        self._token = str(data_dir / "ray" / "token").encode()
+        self._server_pid = server_pid
+        self._used_s: dict[tuple[int, str], float] = {}
+        self._num_looks: dict[tuple[int, str], int] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "CpuMeter":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def used_s(self) -> float:
+        return sum(list(self._used_s.values()))
+
+    def quiet_s(self) -> float:
+        """Wait until the processes use little; return the CPU seconds used up to then."""
+        deadline = time.monotonic() + _QUIET_TIMEOUT_S
+        while time.monotonic() < deadline:
+            before = self.used_s()
+            time.sleep(_QUIET_S)
+            if self.used_s() - before < _QUIET_SHARE * _QUIET_S:
+                break
+        return self.used_s()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_POLL_S):
+            for name in filter(str.isdigit, os.listdir("/proc")):
+                with contextlib.suppress(OSError):
+                    self._look(int(name))
+
+    def _look(self, pid: int) -> None:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        key = (pid, fields[19])  # its start time: a number may be used again
+        if key not in self._used_s:
+            # A process has its own environment only after `exec`, so a new one is looked at several times.
+            looks = self._num_looks[key] = self._num_looks.get(key, 0) + 1
+            is_ours = pid == self._server_pid or (looks <= _LOOKS and self._token in Path(f"/proc/{pid}/environ").read_bytes())
+            if not is_ours:
+                return
+        self._used_s[key] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def server_of(tree: Path, data_dir: Path, figures: dict[str, list[float]]) -> Iterator[tuple[Client, CpuMeter]]:
+    """Start the server of a tree, note what that took, and end it afterwards."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "client.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)]
+    environment = os.environ | {"PYTHONPATH": str(tree.resolve()), "PYTHONDONTWRITEBYTECODE": ""}
+    data_dir.mkdir()
+    began = time.monotonic()
+    with (data_dir / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, cwd=tree, stdout=log, stderr=log)
+    try:
+        with CpuMeter(data_dir, process.pid) as meter, Client(f"http://127.0.0.1:{port}", patience_s=_READY_S) as client:
+            while not client.is_ready():
+                if process.poll() is not None or time.monotonic() > began + _READY_S:
+                    raise RuntimeError(f"the server did not start: {(data_dir / 'server.log').read_text()}")
+                time.sleep(0.02)
+            note(figures, "octet serve to ready (s)", time.monotonic() - began)
+            note(figures, "octet serve to ready (CPU s)", meter.used_s())
+            note(figures, "octet serve until quiet (CPU s)", meter.quiet_s())
+            yield client, meter
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def run_job(client: Client, meter: CpuMeter, corpus: Path, name: str, figures: dict[str, list[float]]) -> None:
+    """Run one job and note its phases in seconds."""
+    cpu_s = meter.used_s()
+    job = client.submit(spec_of(corpus))
+    deadline = time.monotonic() + _JOB_S
+    while not (job := client.job(job.id)).state.is_terminal:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the job did not end: {job}")
+        time.sleep(0.1)
+    if job.state.value != "succeeded":
+        raise RuntimeError(f"the job ended otherwise: {job}")
+    (attempt,) = client.attempts(job.id)
+    assert job.start is not None
+    start = job.start
+    moments = [start.accepted_at, attempt.created_at, start.placed_at, start.process_up_at, start.torch_imported_at]
+    moments += [start.model_built_at, start.first_step_at]
+    seconds = [(later - earlier).total_seconds() for earlier, later in pairwise(each for each in moments if each is not None)]
+    note(figures, f"{name}: submit to first step (s)", sum(seconds))
+    for phase, duration_s in zip(PHASES, seconds, strict=True):
+        note(figures, f"{name}: {phase} (s)", duration_s)
+    note(figures, f"{name}: until quiet (CPU s)", meter.quiet_s() - cpu_s)
+
+
+def import_torch(figures: dict[str, list[float]]) -> None:
+    """Note what a bare import of torch takes in a new process."""
+
+    def cpu_s() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    began, cpu_before_s = time.monotonic(), cpu_s()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    note(figures, "python -c 'import torch' (s)", time.monotonic() - began)
+    note(figures, "python -c 'import torch' (CPU s)", cpu_s() - cpu_before_s)
+
+
+def note(figures: dict[str, list[float]], name: str, value: float) -> None:
+    figures.setdefault(name, []).append(value)
+
+
+def measure(tree: Path, folder: Path, num_jobs: int, figures: dict[str, list[float]]) -> None:
+    """Measure one server of a tree: its start, and `num_jobs` jobs one after the other."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text("text to train on\n" * 1000)
+    import_torch(figures)
+    with server_of(tree, folder / "data", figures) as (client, meter):
+        for number in range(num_jobs):
+            run_job(client, meter, corpus, "later job" if number else "first job", figures)
+
+
+def table(trees: list[Path], found: list[dict[str, list[float]]], num_rounds: int) -> str:
+    """Format the medians as a page."""
+    lines = [
+        f"# From submission to the first step, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python -m benchmarks.start_overhead {' '.join(sys.argv[1:])}`, {os.cpu_count()} CPU cores, load average "
+        f"{os.getloadavg()[1]:.1f}. Median of {num_rounds} rounds.",
+        "",
+        f"| figure | {' | '.join(str(tree) for tree in trees)} |",
+        f"| --- |{' ---: |' * len(trees)}",
+        *(f"| {name} | {' | '.join(f'{statistics.median(each[name]):.2f}' for each in found)} |" for name in found[0]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Print and write the table."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=3, help="jobs of each server, at least 2")
+    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    options = parser.parse_args()
+    trees: list[Path] = options.tree or [Path()]
+    found: list[dict[str, list[float]]] = [{} for _ in trees]
+    for _ in range(options.rounds):
+        for tree, figures in zip(trees, found, strict=True):
+            with tempfile.TemporaryDirectory(prefix="octet-start-") as folder:
+                measure(tree, Path(folder).resolve(), options.jobs, figures)
+    report = table(trees, found, options.rounds)
+    sys.stdout.write(report)
+    if options.write:
+        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-start-overhead.md").write_text(report)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,77 @@
+"""Many streams of one job: the database is read once for all of them, and each of them gets everything."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from sqlalchemy.orm import Session
+
+from api_schemas import Event, EventReport
+from service.http import streams
+from service.http.streams import Source, Streams
+from service.routes.records import EVENTS
+from tests.service.world import Rank, World
+
+NUM_STREAMS = 30
+NUM_REPORTS = 4
+
+
+async def text_of(opened: streams.StreamingResponse) -> str:
+    return "".join([str(part) async for part in opened.body_iterator])
+
+
+def numbers(text: str) -> list[int]:
+    return [int(line.removeprefix("id: ")) for line in text.split("\n") if line.startswith("id: ")]
+
+
+async def follow(world: World, job_id: str, rank: Rank, source: Source[Event]) -> list[str]:
+    """Open all streams, let the job report when they have caught up, and end the job."""
+    ours = Streams(world.database)
+    following = [asyncio.create_task(text_of(ours.open(job_id, source, after=0))) for _ in range(NUM_STREAMS)]
+    for number in range(NUM_REPORTS):
+        await asyncio.sleep(3 * streams.POLL_S)
+        await asyncio.to_thread(rank.send, EventReport(type="test.event", message=f"number {number}"))
+    await asyncio.to_thread(rank.succeed)
+    texts = await asyncio.gather(*following)
+    await ours.close()
+    return texts
+
+
+@pytest.mark.parametrize("kept_characters", [1 << 20, 0])
+def test_every_stream_gets_everything_once(world: World, monkeypatch: pytest.MonkeyPatch, kept_characters: int) -> None:
+    """With no room for what was rendered, each stream reads for itself."""
+    monkeypatch.setattr(streams, "_KEPT_CHARACTERS", kept_characters)
+    job_id, rank = world.start()
+    reads: Counter[int] = Counter()
+
+    def read(session: Session, job_id: str, after: int, limit: int) -> list[Event]:
+        reads[after] += 1
+        return EVENTS.read(session, job_id, after, limit)
+
+    texts = asyncio.run(follow(world, job_id, rank, Source("event", read, EVENTS.key, EVENTS.last)))
+    assert len(set(texts)) == 1 or kept_characters == 0
+    with world.database.read() as session:
+        expected = [event.seq for event in EVENTS.read(session, job_id, 0, 1000)]
+    assert {tuple(numbers(text)) for text in texts} == {tuple(expected)}
+    read_by_streams = sum(count for after, count in reads.items() if after == 0)
+    read_for_all = sum(count for after, count in reads.items() if after > 0)
+    assert read_by_streams <= NUM_STREAMS + 1
+    if kept_characters:
+        assert NUM_REPORTS <= read_for_all <= NUM_STREAMS + NUM_REPORTS + 2, "a few may have asked before the first look"
+    else:
+        assert read_for_all > NUM_STREAMS * NUM_REPORTS
+
+
+def test_streams_end_with_an_error_if_the_database_cannot_be_read(world: World) -> None:
+    job_id, _ = world.start()
+
+    def read(session: Session, job_id: str, after: int, limit: int) -> list[Event]:
+        raise ValueError("a row that nobody can read")
+
+    async def fail() -> None:
+        ours = Streams(world.database)
+        with pytest.raises(ValueError, match="nobody can read"):
+            await text_of(ours.open(job_id, Source("event", read, EVENTS.key, EVENTS.last), 0))
+        await ours.close()
+
+    asyncio.run(fail())
