@@ -88,6 +88,16 @@ class GradientBuckets:
                 f"a second gradient of a parameter of shape {tuple(parameter.shape)} arrived after its exchange; allowed: one "
                 "per exchange. Use no_sync for all micro-batches but the last, and use_reentrant=False in checkpoint()."
             )
+        if (
+            bucket.pieces is not None
+            and bucket.pieces[parameter].grad is not None
+            and self.is_finished
+            and self.finishes_itself
+        ):
+            raise RuntimeError(
+                f"a second exchange of the gradient of shape {tuple(parameter.shape)} came before optimizer.step(); allowed at "
+                "zero_stage 1: one. Use no_sync for all micro-batches but the last, or optimizer.zero_grad() to drop the first."
+            )
         bucket.missing.discard(parameter)
         while self._num_launched < len(self.buckets) and not self.buckets[self._num_launched].missing:
             self._launch()

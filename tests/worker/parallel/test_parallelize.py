@@ -10,12 +10,18 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from api_schemas import PrecisionSpec
+from api_schemas.levels import LEVELS
 from tests.golden.record import digest
 from tests.ranks import free_port, run_ranks
-from tests.worker.small import Small, make
+from tests.worker.small import FP8_LEVELS, Small, make
 from worker import initialize, parallelize
+from worker.mesh import Axis
+from worker.parallel import GradientBuckets
+from worker.parallel.buckets import CodesBucket, WideBucket
 
 NUM_RANKS = 2
+ALONE = Axis("data", 1, 0, torch.device("cpu"))
 Result = dict[str, Any]
 
 
@@ -36,7 +42,8 @@ def train(rank: int, level: str, zero_stage: int, max_norm: float | None) -> Res
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    return {"state": digest(states), "losses": losses, "norms": norms}
+    sent = {dtype for collective, dtype in parallel.data.sent_bytes if collective == "exchange"}
+    return {"state": digest(states), "losses": losses, "norms": norms, "sent": sent}
 
 
 def one_rank_has_no_gradient(rank: int) -> list[bool]:
@@ -53,7 +60,7 @@ def one_rank_has_no_gradient(rank: int) -> list[bool]:
 def message(call: Any) -> str:
     try:
         call()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing was refused"
 
@@ -63,7 +70,9 @@ def refusals() -> dict[str, str]:
     sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     sharded, optimizer = make("O3-split")
     parallelize(sharded, optimizer, zero_stage=1)
+    sharded(torch.ones(4, 32)).sum().backward()
     return {
+        "second backward": message(lambda: sharded(torch.ones(4, 32)).sum().backward()),
         "copy": message(lambda: copy.deepcopy(sharded)),
         "values": message(lambda: sharded.first.weight_values()),
         "ddp": message(lambda: DistributedDataParallel(codes)),
@@ -107,6 +116,24 @@ def test_sharding_changes_no_bit_of_a_step_that_does_not_clip(results: list[Resu
     assert trained["O3", 1, 0.1]["norms"] == pytest.approx(trained["O3", 0, 0.1]["norms"], rel=1e-2)
 
 
+def test_gradients_travel_as_the_table_of_levels_says(results: list[Result]) -> None:
+    """The other parameters' gradients travel in fp32."""
+    for (level, *_), trained in results[0]["trained"].items():
+        in_codes = {"float8_e4m3fn"} if LEVELS[level].gradient_communication == "fp8" else set()
+        assert trained["sent"] == {"float32"} | in_codes
+
+
+@pytest.mark.parametrize("accumulation", ["fp8", "fp32"])
+@pytest.mark.parametrize("level", FP8_LEVELS)
+def test_the_table_holds_at_every_level(level: str, accumulation: str) -> None:
+    precision = PrecisionSpec.model_validate({"level": level, "gradient_accumulation": accumulation})
+    options: dict[str, Any] = {"gradient_accumulation": accumulation}
+    model, _ = initialize(Small(), None, level, optimizer_name="adamw", convert_heads=True, **options)
+    home = {parameter: bucket for bucket in GradientBuckets(model, ALONE).buckets for parameter in bucket.parameters}
+    kinds = {type(home[layer.weight]) for layer in (model.first, model.last)}
+    assert kinds == {CodesBucket if precision.gradient_communication == "fp8" else WideBucket}
+
+
 def test_a_rank_without_any_gradient_takes_part(results: list[Result]) -> None:
     assert [result["changed"] for result in results] == [[True, True]] * NUM_RANKS
 
@@ -122,6 +149,10 @@ def test_a_divided_residual_is_not_taken_for_a_whole_one(results: list[Result]) 
     said = results[0]["refusals"]
     assert "residuals of this model's weights are divided over the ranks" in said["copy"]
     assert "allowed: state_dict()" in said["values"]
+
+
+def test_a_second_exchange_before_the_step_is_refused(results: list[Result]) -> None:
+    assert "Use no_sync for all micro-batches but the last" in results[0]["refusals"]["second backward"]
 
 
 def test_what_is_not_built_is_refused(results: list[Result]) -> None:
