@@ -240,10 +240,12 @@ def test_wheels_from_a_folder_are_installed(scratch: Scratch) -> None:
 
 
 def test_the_cpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from api_schemas.models.gpt import gpt_sizes
     from benchmarks import cpu_step
 
     monkeypatch.setattr("sys.argv", ["cpu_step", "--levels", "fp32", "--rounds", "1"])
     monkeypatch.setattr(cpu_step, "BATCH_SIZE", 1)
+    monkeypatch.setattr(cpu_step, "SIZES", gpt_sizes(32, 1, 2, 256, 32))
     assert cpu_step.main() == 0
     assert "| fp32 | " in capsys.readouterr().out
 

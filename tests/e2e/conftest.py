@@ -10,8 +10,8 @@ from tests.e2e.octet_server import Server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for the tests of a module that do not kill it."""
-    yield from served(Server(tmp_path_factory.mktemp("octet"), counts_validations=True))
+    """One server for the tests of a module that do not kill it. It was started with umask 0."""
+    yield from served(Server(tmp_path_factory.mktemp("open") / "octet", counts_validations=True, umask=0))
 
 
 @pytest.fixture(scope="module")

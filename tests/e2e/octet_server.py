@@ -30,7 +30,7 @@ class Server:
         self._umask = umask
         self.port = _free_port()
         self._counts_validations = counts_validations
-        self._validations_file = data_dir / "validations"
+        self._validations_file = data_dir.with_name("validations")
         self.client = Client(f"http://127.0.0.1:{self.port}", patience_s=LONG_S)
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -1,6 +1,8 @@
 """A real job through the whole path: REST, database, dispatcher, Ray, a PyTorch process, and the results back."""
 
+import ipaddress
 import json
+import stat
 import subprocess
 import sys
 from collections import Counter
@@ -8,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from api_schemas import JobState
@@ -15,6 +18,7 @@ from client import ApiError
 from tests.e2e.octet_server import Server, losses
 from tests.waiting import LONG_S
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -66,6 +70,48 @@ def test_a_running_job_is_cancelled(server: Server, long_job: dict[str, Any]) ->
     server.wait_for_step(job.id, 3)
     server.client.cancel(job.id)
     assert server.finish(job.id).state is JobState.CANCELLED
+
+
+def test_two_ranks_listen_and_write_for_us_alone(server: Server, long_job: dict[str, Any]) -> None:
+    """Nobody else reaches a server on loopback: not through its sockets, not through its files, whatever the caller's umask."""
+    long_job["training"] |= {"steps": 100_000, "checkpoint_every": 5}
+    job = server.client.submit(long_job | {"resources": {"pool": "cpu", "workers": 2}})
+    server.wait_for(lambda: len(list(server.client.checkpoints(job.id))) > 0)
+    assert len([each for each in server.processes() if "RankActor" in " ".join(each.cmdline())]) == 2
+    assert open_sockets(server) == []
+    assert open_paths(server.data_dir) == []
+    temp_dir = Path(json.loads((server.data_dir / "ray" / "cluster.json").read_text())["temp_dir"])
+    assert stat.S_IMODE(temp_dir.parent.stat().st_mode) == 0o700, "Ray's own folder is open to all; the one around it is not"
+    server.client.cancel(job.id)
+    server.finish(job.id)
+
+
+def open_sockets(server: Server) -> list[str]:
+    """Name every listening socket that another machine can reach, with its process."""
+    found, names = [], set()
+    for process in [*server.processes(), psutil.Process(server.pid)]:
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                ip, port = connection.laddr
+                names.add(process.name())
+                found += [] if is_loopback(ip) else [f"{process.name()} {' '.join(process.cmdline())[:160]}: {ip}:{port}"]
+    assert {"gcs_server", "raylet"} < names, "they listen, and so do the ranks"
+    assert any("RankActor" in name for name in names), names
+    return found
+
+
+def is_loopback(ip: str) -> bool:
+    address = ipaddress.ip_address(ip)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def open_paths(folder: Path) -> list[str]:
+    """Name every path of the data folder that has a mode for other users."""
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in [folder, *folder.rglob("*")] if not path.is_symlink()}
+    assert any(path.name == "tensors.safetensors" for path in modes)
+    assert any(path.name == "octet.db-wal" for path in modes)
+    return [f"{path.relative_to(folder)} {mode:04o}" for path, mode in modes.items() if mode & 0o077]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from deploy.grafana.render import draw
 from tests.observability.live import ROOT, Live, Run, running
 
 FOLDER = ROOT / "docs/dashboards"
-DRAWN = Run(hidden_size=128, steps=100, sequence_length=256, statistics_every=20, other_workers=2, demotes=False)
+DRAWN = Run(
+    hidden_size=128, steps=100, other_steps=100, sequence_length=256, statistics_every=20, other_workers=2, demotes=False
+)
 
 
 def ask(live: Live, job_id: str, expr: str) -> list[dict[str, Any]]:

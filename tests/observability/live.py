@@ -43,11 +43,13 @@ DCGM = {
 
 @dataclass(frozen=True)
 class Run:
-    """The jobs to run: O2 on two ranks, then the other levels, with the same model, text and number of steps."""
+    """The jobs to run: O2 on two ranks, then the other levels, with the same model and text."""
 
     hidden_size: int = 32
     num_layers: int = 2
     steps: int = 100
+    other_steps: int = 600
+    """Of the other levels, whose steps are faster: a job has to last for some scrapes."""
     global_batch_size: int = 4
     sequence_length: int = 64
     statistics_every: int = 5
@@ -58,6 +60,7 @@ class Run:
     """True to run another job, which demotes a layer."""
 
     def spec(self, corpus: Path, level: str, *, workers: int) -> dict[str, Any]:
+        steps = self.steps if level == "O2" else self.other_steps
         precision = {"level": level} | ({"statistics_every": self.statistics_every} if LEVELS[level].gemm == "fp8" else {})
         return JobSpec.model_validate(
             {
@@ -69,9 +72,10 @@ class Run:
                 "precision": precision,
                 "data": {"source": "text", "path": str(corpus)},
                 "training": {
-                    "steps": self.steps, "global_batch_size": self.global_batch_size,
+                    "steps": steps, "global_batch_size": self.global_batch_size,
                     "micro_batch_size": self.global_batch_size // 2, "sequence_length": self.sequence_length,
-                    "eval_every": 20, "eval_batches": 2, "checkpoint_every": 20, "schedule": {"warmup_steps": 10},
+                    "eval_every": steps // 5, "eval_batches": 2, "checkpoint_every": steps // 5,
+                    "schedule": {"warmup_steps": 10},
                 },
                 "resources": {"workers": workers},
                 "labels": {"comparison": "live"},
@@ -180,7 +184,7 @@ class Live:
             demoting = run.spec(corpus, "O2", workers=1) | {"labels": {}}
             demoting["precision"] |= {"demotion": {"min_sqnr_db": 100.0, "patience": 8}}  # nothing reaches 100 dB
             self.jobs["demotes"] = self.server.client.submit(demoting).id
-        self.jobs["fails"] = self.server.client.submit(Run(steps=20).spec(gone, "fp32", workers=1)).id
+        self.jobs["fails"] = self.server.client.submit(Run(other_steps=20).spec(gone, "fp32", workers=1)).id
         shutil.rmtree(gone)
         self.server.wait_for_step(self.jobs["O2"], 1)
         self.prometheus.wait_for(f'octet_train_step{{job_id="{self.jobs["O2"]}", rank="1"}} > {run.steps // 4}')

@@ -159,7 +159,7 @@ def test_killed_at_every_instant_it_recovers(
     cluster_dies_too: bool,
 ) -> None:
     """A spread of the instants; in the matrix every one."""
-    spread = (9 if cluster_dies_too else 5) if mortal.is_sqlite else (25 if cluster_dies_too else 10)
+    spread = (15 if cluster_dies_too else 7) if mortal.is_sqlite else (25 if cluster_dies_too else 15)
     stride = 1 if is_whole else spread
     instant, burnt = 0, True
     while burnt:

@@ -245,6 +245,7 @@ def test_the_summary_is_the_job_s_result(client: TestClient, world: World) -> No
         "evaluation_loss": 1.25,
         "evaluation_perplexity": 3.49,
         "evaluation_metrics": {"token_accuracy": 0.25},
+        "sent_bytes": {},
         "tokens": 512,
         "tokens_per_s": 256.0,
         "train_time_s": 2.0,

@@ -14,7 +14,7 @@ from client.cli import build_app
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
     "serve", "api", "dispatcher", "demo", "submit", "validate", "watch", "cancel", "list", "show", "logs", "events", "metrics",
-    "checkpoints", "attempts", "models", "levels", "pools", "version",
+    "checkpoints", "download", "export", "attempts", "models", "levels", "pools", "version",
 }  # fmt: skip
 
 
