@@ -78,13 +78,15 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
 def optimizer_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Adam with each weight and the codecs of each level; every other rule, by its name, with each weight once.
 
-    spread: Adam too has each weight once. Then O2 and O3-split-8bit are the levels with both their own weight and codecs.
+    spread: each weight once, by the rules in turn. Then O2 is the level with both its own weight and codecs.
     """
     options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": optimizer.NUM_BLOCKS, "NUM_TURNS": optimizer.NUM_TURNS}
-    for rule in (known.rule for known in OPTIMIZERS):
+    for turn, rule in enumerate(known.rule for known in OPTIMIZERS):
         codecs = {" ".join(getattr(level, state) for state in rule.state_codecs): None for level in LEVELS.values()}
         label = "" if rule.name == "adam" else f"{rule.name} "
         for number, weight in enumerate(("fp32", "bf16", "fp16", "fp16-scaled", "split", "master")):
+            if spread and (number + turn + 1) % len(OPTIMIZERS):
+                continue
             gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8"
             formats = {"RULE": rule.name, "WEIGHT": weight, "GRADIENT": gradient}
             yield f"prepare {label}{weight}", optimizer.prepare_kernel, formats
