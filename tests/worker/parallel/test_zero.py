@@ -262,7 +262,6 @@ def mean_of(gradients: list[Any]) -> Tensor | None:
     return Float8Gradient(codes.view(first.shape), dequant_scale, first.position)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("level", [*spread(LEVELS)])
