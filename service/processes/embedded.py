@@ -96,7 +96,7 @@ def _local_cluster(settings: Settings) -> Iterator[Launcher]:
     os.environ.update(local.environment())
     from service.cluster.ray.launcher import RayLauncher
 
-    launcher = RayLauncher(local.ensure, settings.pools, warm_idle_s=settings.warm_idle_s)
+    launcher = RayLauncher(local.ensure, settings.pools, warm_idle_s=settings.warm_idle_s, warms_ahead=True)
     try:
         yield launcher
     finally:

@@ -36,11 +36,19 @@ logger = logging.getLogger(__name__)
 class RayLauncher:
     """`Launcher` over one Ray cluster. `find_cluster` returns its address; for an embedded cluster it starts it first."""
 
-    def __init__(self, find_cluster: Callable[[], str], pools: tuple[PoolConfig, ...], *, warm_idle_s: float = 0) -> None:
-        """warm_idle_s: how long a node of a pool keeps processes warm for further ranks; 0 keeps none."""
+    def __init__(
+        self,
+        find_cluster: Callable[[], str],
+        pools: tuple[PoolConfig, ...],
+        *,
+        warm_idle_s: float = 0,
+        warms_ahead: bool = False,
+    ) -> None:
+        """warm_idle_s: how long a node keeps processes warm for further ranks; 0: none. warms_ahead: before the first job."""
         self._find_cluster = find_cluster
         self._pools = pools
         self._warm_idle_s = warm_idle_s
+        self._warms_ahead = warms_ahead
         self._connect_lock = threading.Lock()
 
     def launch(self, order: LaunchOrder) -> None:
@@ -155,7 +163,7 @@ class RayLauncher:
                 log_to_driver=False,
                 configure_logging=False,
             )
-            if self._warm_idle_s:
+            if self._warm_idle_s and self._warms_ahead:
                 self._warm_nodes()
 
     def _warm_nodes(self) -> None:
