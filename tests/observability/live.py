@@ -48,7 +48,7 @@ class Run:
     hidden_size: int = 32
     num_layers: int = 2
     steps: int = 100
-    other_steps: int = 600
+    other_steps: int = 1200
     """Of the other levels, whose steps are faster: a job has to last for some scrapes."""
     global_batch_size: int = 4
     sequence_length: int = 64

@@ -123,7 +123,8 @@ def test_losses_overlay_by_step_though_the_jobs_ran_at_different_times(live: Liv
     assert {"O2", "bf16-amp"} <= set(found)
     for level, num_steps in (("O2", Run.steps), ("bf16-amp", Run.other_steps)):
         steps, losses = found[level]
-        assert min(steps) < max(steps) == num_steps
+        assert min(steps) < num_steps // 2
+        assert max(steps) == num_steps
         assert losses[steps.index(max(steps))] < losses[steps.index(min(steps))]
 
 
