@@ -19,13 +19,12 @@ from service.http.guards import RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
 from service.http.streams import Streams
 from service.jobs.admission import Admission
-from service.jobs.reports import is_token_of
+from service.jobs.report_batches import ReportBatches
 from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
 from service.routes import catalog, files, jobs, operations, prometheus, records, reports
 from service.routes.shown import shown_submissions
 from service.settings import Settings
-from service.store.ids import is_id
 from service.telemetry.control_plane import Telemetry, TimeRequests
 from service.telemetry.loops import LoopHealth
 
@@ -63,7 +62,8 @@ def create_app(
     def show(session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
         return shown_submissions(session, context, pairs)
 
-    context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show))
+    batches = ReportBatches(database, settings.lease_s)
+    context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show), batches)
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
@@ -72,19 +72,16 @@ def create_app(
     app.include_router(reports.router)
     app.include_router(operations.health)
     install(app)
-    app.add_middleware(LimitBodies, settings=settings, knows_attempt=partial(_knows_attempt, database))
+    app.add_middleware(LimitBodies, settings=settings, knows_attempt=partial(_knows_attempt, batches))
     if settings.is_loopback and not settings.api_keys:
         app.add_middleware(RefuseOtherHosts)
     app.add_middleware(TimeRequests, telemetry=telemetry)
     return app
 
 
-def _knows_attempt(database: Database, attempt_id: str, token: str) -> bool:
-    if not is_id("att", attempt_id):
-        return False
+def _knows_attempt(batches: ReportBatches, attempt_id: str, token: str) -> bool:
     try:
-        with database.read() as session:
-            return is_token_of(session, attempt_id, token)
+        return batches.knows(attempt_id, token)
     except OperationalError:
         raise NotReady("the database does not answer; try again") from None
 

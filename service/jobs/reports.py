@@ -91,19 +91,14 @@ def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lea
     return applied
 
 
-def is_token_of(session: Session, attempt_id: str, token: str) -> bool:
-    """Return True if the token was made at the launch of this attempt."""
-    return _is_token(store.jobs.find_attempt(session, attempt_id), token)
-
-
 def authenticate(attempt: AttemptRow | None, token: str) -> None:
     """Raise Unauthenticated unless the token is the attempt's. An attempt that is not there gets the same answer."""
-    if not _is_token(attempt, token):
+    if not is_token_of(attempt, token):
         raise Unauthenticated("the token is not this attempt's; end this process")
 
 
-def _is_token(attempt: AttemptRow | None, token: str) -> bool:
-    """Takes as long for an attempt that is not there."""
+def is_token_of(attempt: AttemptRow | None, token: str) -> bool:
+    """Return True if the token was made at the launch of this attempt. It takes as long for one that is not there."""
     given = hashlib.sha256(token.encode()).digest()
     known = attempt.token_hash if attempt is not None else None
     return hmac.compare_digest(given, known or bytes(len(given))) and known is not None

@@ -1,17 +1,16 @@
 """The route where ranks report. It is not for people: the token is made at launch and works for one attempt."""
 
+import asyncio
 from typing import Annotated
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends
 
 from api_schemas import ReportBatch, ReportReply
-from service import store
 from service.deps import AppContextDep, AttemptTokenDep
 from service.errors import StaleAttempt, Unauthenticated
 from service.http.problems import answers
-from service.jobs import reports
-from service.store.ids import is_id
+from service.jobs.report_batches import SentBatch
 from service.telemetry.control_plane import TelemetryDep
 
 router = APIRouter(prefix="/internal/v1/attempts", tags=["internal"])
@@ -19,17 +18,10 @@ router = APIRouter(prefix="/internal/v1/attempts", tags=["internal"])
 
 async def _authenticated(attempt_id: str, token: AttemptTokenDep, context: AppContextDep, telemetry: TelemetryDep) -> str:
     """Check the token before anything else of the request. Without it nobody learns which attempts there are."""
-
-    def check() -> None:
-        with context.database.read() as session:
-            attempt = store.jobs.find_attempt(session, attempt_id) if is_id("att", attempt_id) else None
-            reports.authenticate(attempt, token)
-
-    try:
-        await run_sync(check, limiter=context.report_threads)
-    except Unauthenticated:
+    known = context.reports.remembers(attempt_id, token)
+    if not known and not await run_sync(context.reports.knows, attempt_id, token, limiter=context.report_threads):
         telemetry.fenced_writes.inc()
-        raise
+        raise Unauthenticated("the token is not this attempt's; end this process")
     return attempt_id
 
 
@@ -42,14 +34,8 @@ async def report(
     telemetry: TelemetryDep,
 ) -> ReportReply:
     """Apply one rank's next reports and renew the lease. The answer says what is wanted of the job."""
-
-    def apply() -> reports.Applied:
-        with context.database.write() as session:
-            now = context.database.now(session)
-            return reports.apply(session, attempt_id, token, batch, context.settings.lease_s, now)
-
     try:
-        applied = await run_sync(apply, limiter=context.report_threads)
+        applied = await asyncio.wrap_future(context.reports.add(SentBatch(attempt_id, token, batch)))
     except (StaleAttempt, Unauthenticated):
         telemetry.fenced_writes.inc()
         raise

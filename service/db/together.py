@@ -1,0 +1,84 @@
+"""Group commit: requests that arrive while one transaction is written share the next one, and its flush to disk.
+
+A request is answered after its transaction is durable, as if it had one of its own.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+class Together(Generic[Request, Answer]):
+    """The requests of one kind in one process. One thread writes them.
+
+    write: stores all requests in one transaction and returns an answer for each, in order. An answer that is an exception is
+    raised for that request alone. If `write` raises, nothing may be stored, and each request is tried alone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        write: Callable[[Sequence[Request]], Sequence[Answer | Exception]],
+        *,
+        max_weight: int = 64,
+        weigh: Callable[[Request], int] = lambda _: 1,
+    ) -> None:
+        """name: of the thread. max_weight: of the requests of one transaction together, as `weigh` tells it."""
+        self._write_all_of = write
+        self._max_weight, self._weigh = max_weight, weigh
+        self._waiting: list[tuple[Request, Future[Answer]]] = []
+        self._lock = threading.Lock()
+        self._is_writing = False
+        self._writer = ThreadPoolExecutor(1, name)
+
+    def add(self, request: Request) -> "Future[Answer]":
+        """Store a request soon. The future raises what `write` raised or answered for it."""
+        future: Future[Answer] = Future()
+        with self._lock:
+            self._waiting.append((request, future))
+            if self._is_writing:
+                return future
+            self._is_writing = True
+        self._writer.submit(self._write_until_none_waits)
+        return future
+
+    def _write_until_none_waits(self) -> None:
+        while taken := self._take():
+            together = [one for one in taken if one[1].set_running_or_notify_cancel()]
+            answers = self._write([request for request, _ in together]) if together else []
+            for (_, future), answer in zip(together, answers, strict=True):
+                if isinstance(answer, Exception):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+
+    def _take(self) -> "list[tuple[Request, Future[Answer]]]":
+        """Take the requests of the next transaction, at least one. Returns none, and ends the turn, if none waits."""
+        with self._lock:
+            number, weight = 0, 0
+            while number < len(self._waiting) and (number == 0 or weight < self._max_weight):
+                weight += self._weigh(self._waiting[number][0])
+                number += 1
+            taken, self._waiting = self._waiting[:number], self._waiting[number:]
+            self._is_writing = bool(taken)
+            return taken
+
+    def _write(self, requests: Sequence[Request]) -> "Sequence[Answer | Exception]":
+        try:
+            return self._write_all_of(requests)
+        except Exception as error:  # noqa: BLE001  the requests get it
+            if len(requests) == 1 or _may_be_stored(error):
+                return [error] * len(requests)
+            # One request is the reason. Nothing was stored, so each is tried alone.
+            return [answer for one in requests for answer in self._write([one])]
+
+
+def _may_be_stored(error: Exception) -> bool:
+    """Return True for a database that went away: it may have committed, and a second try could store a request twice."""
+    return isinstance(error, DBAPIError) and not isinstance(error, IntegrityError | DataError)

@@ -1,0 +1,87 @@
+"""Applies the batches of all ranks: those that arrive together in one transaction, and each as if it were alone.
+
+A token that was an attempt's once is remembered, so a rank's next batch is read without asking the database first. Whether it
+still counts is decided where the batch is applied.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from api_schemas import ReportBatch
+from service import store
+from service.db.engine import Database
+from service.db.together import Together
+from service.errors import ServiceError
+from service.jobs import reports
+from service.jobs.reports import Applied
+from service.store.ids import is_id
+
+_MAX_REPORTS_TOGETHER = 2000
+"""In one transaction. It takes about a tenth of a second; a batch that arrives meanwhile waits for so long."""
+_TOKENS_KEPT = 10_000
+
+
+@dataclass(frozen=True)
+class SentBatch:
+    """One request of a rank."""
+
+    attempt_id: str
+    token: str
+    batch: ReportBatch
+
+
+class ReportBatches:
+    """The reports of one process."""
+
+    def __init__(self, database: Database, lease_s: float) -> None:
+        """lease_s: how long a report renews its attempt's lease for, in seconds."""
+        self._database = database
+        self._lease_s = lease_s
+        self._token_hashes: dict[str, bytes] = {}
+        self._together = Together[SentBatch, Applied](
+            "octet-reports", self._apply_all, max_weight=_MAX_REPORTS_TOGETHER, weigh=lambda sent: 20 + len(sent.batch.reports)
+        )
+
+    def add(self, sent: SentBatch) -> "Future[Applied]":
+        """Apply a batch soon. The future raises what `reports.apply` raises, and the database's errors."""
+        return self._together.add(sent)
+
+    def remembers(self, attempt_id: str, token: str) -> bool:
+        """Return True if `knows` has found this token to be the attempt's."""
+        return hmac.compare_digest(self._token_hashes.get(attempt_id, b""), _hash(token))
+
+    def knows(self, attempt_id: str, token: str) -> bool:
+        """Return True if the token was made at the launch of this attempt. Raises the database's errors."""
+        if self.remembers(attempt_id, token):
+            return True
+        with self._database.read() as session:
+            attempt = store.jobs.find_attempt(session, attempt_id) if is_id("att", attempt_id) else None
+            if not reports.is_token_of(attempt, token):
+                return False
+        while len(self._token_hashes) >= _TOKENS_KEPT:
+            self._token_hashes.pop(next(iter(self._token_hashes)), None)
+        self._token_hashes[attempt_id] = _hash(token)
+        return True
+
+    def _apply_all(self, together: Sequence[SentBatch]) -> "list[Applied | Exception]":
+        answers: dict[int, Applied | Exception] = {}
+        with self._database.write() as session:
+            now = self._database.now(session)
+            # Two processes that lock the same jobs lock them in this order.
+            for number in sorted(range(len(together)), key=lambda number: together[number].attempt_id):
+                sent = together[number]
+                try:
+                    # An empty batch is refused before it changes anything; another may be refused in the middle.
+                    with session.begin_nested() if sent.batch.reports else nullcontext():
+                        answers[number] = reports.apply(session, sent.attempt_id, sent.token, sent.batch, self._lease_s, now)
+                except ServiceError as error:
+                    answers[number] = error
+        return [answers[number] for number in range(len(together))]
+
+
+def _hash(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

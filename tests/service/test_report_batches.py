@@ -1,0 +1,109 @@
+"""Batches that arrive together are applied together, each as if it were alone."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from api_schemas import FinishedReport, JobState
+from service.errors import InvalidRequest, StaleAttempt, Unauthenticated
+from service.jobs import report_batches
+from service.jobs.report_batches import ReportBatches, SentBatch
+from tests.service.simulation import check_invariants, curve
+from tests.service.world import Rank, World, step
+from tests.waiting import LONG_S
+
+
+@pytest.fixture
+def batches(world: World) -> ReportBatches:
+    return ReportBatches(world.database, world.settings.lease_s)
+
+
+class Gate:
+    """Holds the first transaction back until others wait for the next one, and counts transactions."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.let_go, self.num_transactions = threading.Event(), threading.Event(), 0
+        write = world.database.write
+
+        def held() -> Any:
+            self.num_transactions += 1
+            self.began.set()
+            assert self.let_go.wait(LONG_S)
+            return write()
+
+        monkeypatch.setattr(world.database, "write", held)
+
+
+def sent(rank: Rank, *bodies: Any, token: str | None = None) -> SentBatch:
+    return SentBatch(rank.order.attempt_id, token or rank.order.token, rank.batch(*bodies))
+
+
+def test_each_is_answered_for_itself(world: World, batches: ReportBatches, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, ranks = zip(*(world.start(name=f"job-{number}", pool="h100") for number in range(3)), strict=True)
+    gate = Gate(world, monkeypatch)
+    first = batches.add(sent(ranks[0], step(1)))
+    assert gate.began.wait(LONG_S)
+    good = [batches.add(sent(rank, step(2 if rank is ranks[0] else 1))) for rank in ranks[:2]]
+    in_the_middle = batches.add(sent(ranks[2], step(1), FinishedReport(outcome="succeeded"), step(2)))
+    wrong = batches.add(sent(ranks[1], token="wrong"))
+    beat = batches.add(sent(ranks[1]))
+    cancelled = batches.add(sent(ranks[1]))
+    assert cancelled.cancel()
+    gate.let_go.set()
+    assert [future.result(LONG_S).reply.acknowledged_seq for future in (first, *good, beat)] == [2, 3, 2, 2]
+    with pytest.raises(InvalidRequest, match="after 'finished'"):
+        in_the_middle.result(LONG_S)
+    with pytest.raises(Unauthenticated):
+        wrong.result(LONG_S)
+    assert gate.num_transactions == 2
+    assert [curve(world, job) for job in jobs] == [[1, 2], [1], []]
+    assert [world.job(job).state for job in jobs] == [JobState.RUNNING] * 3
+    check_invariants(world)
+
+
+def test_what_comes_after_the_end_in_the_same_transaction_is_stale(
+    world: World, batches: ReportBatches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, rank = world.start()
+    gate = Gate(world, monkeypatch)
+    first = batches.add(sent(rank, step(1)))
+    assert gate.began.wait(LONG_S)
+    later = [batches.add(sent(rank, step(2), FinishedReport(outcome="succeeded"))), batches.add(sent(rank, step(3)))]
+    gate.let_go.set()
+    first.result(LONG_S)
+    later[0].result(LONG_S)
+    with pytest.raises(StaleAttempt):
+        later[1].result(LONG_S)
+    assert curve(world, job) == [1, 2]
+    assert world.job(job).state is JobState.SUCCEEDED
+
+
+def test_a_transaction_has_a_limit(world: World, batches: ReportBatches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches._together, "_max_weight", 50)
+    job, rank = world.start()
+    gate = Gate(world, monkeypatch)
+    first = batches.add(sent(rank))
+    assert gate.began.wait(LONG_S)
+    rest = [batches.add(sent(rank, *(step(number) for number in range(10 * part + 1, 10 * part + 11)))) for part in range(5)]
+    gate.let_go.set()
+    for future in (first, *rest):
+        future.result(LONG_S)
+    assert gate.num_transactions == 1 + 3  # each batch of ten weighs 30
+    assert curve(world, job) == list(range(1, 51))
+
+
+def test_a_token_is_remembered_once_it_was_right(world: World, batches: ReportBatches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_batches, "_TOKENS_KEPT", 2)
+    ranks = [world.start(name=f"job-{number}", pool="h100")[1] for number in range(3)]
+    attempt_id, token = ranks[0].order.attempt_id, ranks[0].order.token
+    assert not batches.remembers(attempt_id, token)
+    assert not batches.knows(attempt_id, "wrong")
+    assert not batches.remembers(attempt_id, "wrong")
+    assert not batches.knows("att_nobody", token)
+    assert batches.knows(attempt_id, token)
+    assert batches.remembers(attempt_id, token)
+    assert not batches.remembers(attempt_id, "wrong")
+    for rank in ranks[1:]:
+        assert batches.knows(rank.order.attempt_id, rank.order.token)
+    assert [batches.remembers(rank.order.attempt_id, rank.order.token) for rank in ranks] == [False, True, True]
