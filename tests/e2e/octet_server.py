@@ -18,6 +18,7 @@ from api_schemas import Job
 from client import Client
 from tests.waiting import LONG_S
 
+_POLL_S = 0.2  # each look at a job costs client and server some milliseconds of the CPU that the job needs too
 _COUNTING = Path(__file__).with_name("counting")  # its sitecustomize.py notes each validation of a JobSpec
 
 
@@ -92,7 +93,7 @@ class Server:
             if time.monotonic() > deadline:
                 log = (self.data_dir / "server.log").read_text(errors="replace")[-4000:]
                 pytest.fail(f"it did not happen within {LONG_S:g} s; the server's log ends:\n{log}")
-            time.sleep(0.05)
+            time.sleep(_POLL_S)
 
     def wait_for_step(self, job_id: str, step: int) -> None:
         """Wait until the job has reported this step. Fails if the job ends before that."""
