@@ -1,188 +1,223 @@
-"""Compare the losses of all levels with fp32: the same GPT, seed and batches, on the Python standard library's source.
+"""Compare the final losses of all levels with fp32's, paired by seed: a small Llama on the Python standard library's source.
 
-    python -m benchmarks.accuracy --steps 1000 --runs FOLDER
+    python -m benchmarks.accuracy --seeds 5 --runs FOLDER
 
-writes to benchmarks/results/ a dated table (gap of the smoothed final loss to fp32, bytes per parameter) and a plot of the
-curves. The test suite runs a short version of the same `train_curve`.
+First it measures how far fp32's own final loss moves when its initial values change by a thousandth. A setting where that is
+more than a third of the smallest limit is refused. Then every level runs from the same start on the same batches as fp32, for
+each seed. Written to benchmarks/results/: a dated table of mean gaps with 95 % intervals, and a plot of the mean curves.
+Runs that are finished are kept in FOLDER. The test suite runs a short version of the same `train_curve`.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
-import sysconfig
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
-from api_schemas import GPTSizes, TextSpec
 from api_schemas.levels import LEVELS
-from api_schemas.models.gpt import gpt_sizes
-from worker import initialize, memory_report
-from worker.data.text import open_source
+from api_schemas.models.llama import llama_sizes
+from api_schemas.recipe import RecipeSpec
+from benchmarks.curves import Run, Setting, draw, gap, load_source_text, mean_curve, train_curve
+from benchmarks.paired import MAX_VALUES, Interval, gaps, moved_by_chance, why_not_calm
 from worker.data.windows import TokenWindows
-from worker.models.gpt import GPT
 
 RESULTS = Path(__file__).parent / "results"
-LIMITS = {"O3": 0.007, "O3-split": 0.007, "O3-split-8bit": 0.007}
-DEFAULT_LIMIT = 0.005
+LIMIT, LIMIT_OF_FEWER_BITS = 0.0025, 0.004
+START_CHANGE = 1e-3
+SETTING_OPTIONS: Mapping[str, Any] = {"hidden_size": 128, "num_layers": 3, "batch_size": 8, "steps": 150, "learning_rate": 1e-3}
+"""Options of the command, with the setting that showed to be calm."""
+
+
+def small_llama(hidden_size: int = 128, num_layers: int = 3, **changes: Any) -> Setting:
+    """Build the setting: a Llama with four heads and an MLP of 2.75 times its width. changes: other fields of `Setting`."""
+    sizes = llama_sizes((hidden_size, 11 * hidden_size // 4), num_layers, (4, 4), 256, 128, tied=False)
+    steps = changes.pop("steps", 150)
+    return Setting(sizes, steps=steps, warmup_steps=max(1, steps // 10), **changes)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One network and one schedule, the same for every level."""
-
-    sizes: GPTSizes
-    batch_size: int = 8
-    steps: int = 1000
-    warmup_steps: int = 50
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.1
-    seed: int = 0
-
-    def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then linear decay to zero."""
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        return self.learning_rate * warm * (1 - step / self.steps)
-
-
-@dataclass(frozen=True)
-class Run:
-    """The results of one level."""
+class Variant:
+    """A level, with options of `PrecisionSpec` that change one ingredient."""
 
     level: str
-    losses: list[float]
-    bytes_per_parameter: float
-    step_time_s: float
-
-    @property
-    def final_loss(self) -> float:
-        """Mean loss over the last tenth of the steps."""
-        return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_source_text(sequence_length: int) -> TokenWindows:
-    """Read the Python source files of the standard library, as bytes."""
-    spec = TextSpec(path=sysconfig.get_path("stdlib"), include=("**/*.py",), exclude=("site-packages/**",))
-    return open_source(spec, sequence_length, seed=0)
+def _te(**recipe: Any) -> Variant:
+    own = LEVELS["te"].recipe
+    assert own is not None
+    return Variant("te", {"recipe": RecipeSpec.model_validate(own.model_dump() | recipe)})
 
 
-def train_curve(level: str, setting: Setting, data: TokenWindows) -> Run:
-    """Train one level and return its losses."""
-    model = GPT(setting.sizes, seed=setting.seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay
-    )
-    model, optimizer = initialize(model, optimizer, opt_level=level, seed=setting.seed)
-    losses: list[float] = []
-    step_times_s: list[float] = []
-    for step in range(setting.steps):
-        started_at = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = setting.learning_rate_at(step)
-        optimizer.zero_grad()
-        loss = model.loss(data.train_batch(step * setting.batch_size, setting.batch_size)).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-        step_times_s.append(time.perf_counter() - started_at)
-    held = sum(memory_report(model, optimizer, converted_only=True).values())
-    return Run(level, losses, held / model.octet_report.num_converted_parameters, statistics.median(step_times_s))
+VARIANTS: Mapping[str, Variant] = {name: Variant(name) for name in LEVELS} | {
+    "te-window-16": _te(amax_history_length=16),
+    "te-e4m3": _te(format="E4M3"),
+    "te-output-bf16": _te(high_precision_gemms=("output",)),
+    "te-backward-bf16": _te(high_precision_gemms=("grad_input", "grad_weight")),
+    "O2-wide-gradient": Variant("O2", {"gradient_accumulation": "fp32"}),
+    "O3-split-wide-gradient": Variant("O3-split", {"gradient_accumulation": "fp32"}),
+}
+CONTRASTS = (
+    ("bf16-amp", "te", "FP8 products"),
+    ("te", "ao", "torchao's scales, which are no powers of two"),
+    ("te", "te-window-16", "scales from the 16 steps before; te's own window of 1024 is not full, so its scales are exact"),
+    ("te", "te-e4m3", "output gradients in E4M3"),
+    ("te", "te-output-bf16", "the forward product in bf16"),
+    ("te", "te-backward-bf16", "both backward products in bf16"),
+    ("te", "O1", "FP16 weights with a scale, FP8 gradients"),
+    ("te", "O2", "these, and moments in FP8 and FP16"),
+    ("O1", "O2", "moments in FP8 and FP16"),
+    ("O2", "O2-wide-gradient", "gradients in fp32"),
+    ("O2", "O3", "E4M3 weights with an FP16 master"),
+    ("O2", "O3-split", "E4M3 weights with an INT8 residual"),
+    ("O3", "O3-split", "an INT8 residual instead of an FP16 master"),
+    ("O3-split", "O3-split-wide-gradient", "gradients in fp32"),
+    ("O2", "O2-8bit", "both moments in 8 bits"),
+    ("O3-split", "O3-split-8bit", "both moments in 8 bits"),
+)
+"""Pairs that differ in one ingredient, and the ingredient that the second has."""
 
 
-def gap(run: Run, reference: Run) -> float:
-    """Relative gap of the smoothed final loss to the reference; a positive gap is worse."""
-    return run.final_loss / reference.final_loss - 1
+@dataclass(frozen=True)
+class Runs:
+    """Finished runs in a folder, one file each: by variant, seed and setting."""
+
+    folder: Path
+    data: TokenWindows
+
+    def get(self, variant: str, setting: Setting) -> Run:
+        """Return the run, trained now unless it is there."""
+        digest = sha256(repr(setting).encode()).hexdigest()[:12]
+        kept = self.folder / f"{variant}-seed{setting.seed}-{digest}.json"
+        if kept.exists():
+            return Run(**json.loads(kept.read_text()))
+        trained = VARIANTS[variant]
+        run = replace(train_curve(trained.level, setting, self.data, **trained.options), level=variant)
+        kept.write_text(json.dumps(asdict(run)))
+        return run
 
 
-def table(runs: list[Run], setting: Setting) -> str:
-    """Format the report in Markdown."""
-    num_parameters = GPT(setting.sizes).num_parameters
+def limit_of(variant: str) -> float:
+    """The largest mean gap to fp32 that a level may have, to either side: larger with weights or second moments of 8 bits."""
+    row = LEVELS[VARIANTS[variant].level]
+    return LIMIT_OF_FEWER_BITS if row.weight == "fp8" or row.exp_avg_sq == "uint8-companded" else LIMIT
+
+
+def final_losses(runs: Sequence[Run]) -> list[float]:
+    """The final loss of each seed."""
+    return [run.final_loss for run in runs]
+
+
+def table(by_variant: Mapping[str, Sequence[Run]], changed_start: Sequence[Run], setting: Setting, command: str) -> str:
+    """Format the report in Markdown. by_variant: one run for each seed; fp32 is among them."""
+    references = final_losses(by_variant["fp32"])
+    chance = gaps(final_losses(changed_start), references)
+    moved = moved_by_chance(final_losses(changed_start), references)
+    num_seeds, num_parameters = len(references), sum(each.numel() for each in setting.build_model().parameters())
     lines = [
         f"# Accuracy of the levels, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        f"`python -m benchmarks.accuracy --steps {setting.steps}` on {platform.machine()}, {torch.get_num_threads()} thread; "
-        f"torch {torch.__version__}, Python {platform.python_version()}.",
-        f"GPT of {num_parameters:,} parameters, {setting.steps} steps of {setting.batch_size} x "
-        f"{setting.sizes.max_sequence_length} bytes of the standard library's source, learning rate {setting.learning_rate}, "
-        f"seed {setting.seed}. Final loss: mean of the last tenth of the steps, nats per byte.",
+        f"`{command}` on {platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} thread; torch {torch.__version__}, Python {platform.python_version()}.",
+        f"{type(setting.build_model()).__name__} of {num_parameters:,} parameters (hidden {setting.sizes.hidden_size}, "
+        f"{setting.sizes.num_layers} layers), {setting.steps} steps of {setting.batch_size} × "
+        f"{setting.sizes.max_sequence_length} bytes of the standard library's source, learning rate {setting.learning_rate:g}, "
+        f"{num_seeds} seeds. Final loss: mean of the last tenth of the steps, nats per byte. Intervals: 95 %, Student's t.",
         "",
-        "| level | final loss | gap to fp32 | limit | bytes/param in converted layers | median step (s) |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        f"**Noise of the setting.** fp32 from a start changed by {START_CHANGE:g} of each value ends "
+        f"{', '.join(f'{100 * each:+.3f}' for each in chance)} % away (by seed); on average {moved:.3%}. "
+        f"A third of the smallest limit is {LIMIT / 3:.3%}: the setting is calm.",
+        "",
+        "## Gap to fp32",
+        "",
+        "| level | final loss | gap to fp32 | by seed, % | limit | within it | bytes/param | median step (s) |",
+        "| --- | ---: | ---: | --- | ---: | --- | ---: | ---: |",
     ]
-    for run in runs:
-        limit = LIMITS.get(run.level, DEFAULT_LIMIT)
-        lines.append(
-            f"| {run.level} | {run.final_loss:.4f} | {gap(run, runs[0]):+.2%} | {limit:.1%} "
-            f"| {run.bytes_per_parameter:.2f} | {run.step_time_s:.3f} |"
-        )
+    for variant, runs in by_variant.items():
+        lines.append(_row(variant, runs, references))
+    lines += [
+        "",
+        "## One ingredient at a time",
+        "",
+        "| from | to | what changes | difference | |",
+        "| --- | --- | --- | ---: | --- |",
+    ]
+    for before, after, change in CONTRASTS:
+        if before in by_variant and after in by_variant:
+            difference = Interval.of(gaps(final_losses(by_variant[after]), final_losses(by_variant[before])))
+            shown = "not told from zero" if difference.is_zero else "better" if difference.mean < 0 else "worse"
+            lines.append(f"| {before} | {after} | {change} | {difference} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
-def draw(runs: list[Run], path: Path) -> None:
-    """Plot the curves, and their relative distance from the first curve."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (curves, gaps) = plt.subplots(1, 2, figsize=(14, 5))
-    reference = smooth(runs[0].losses)
-    for run in runs:
-        smoothed = smooth(run.losses)
-        curves.plot(smoothed, label=run.level, linewidth=1)
-        gaps.plot([100 * (a / b - 1) for a, b in zip(smoothed, reference, strict=True)], label=run.level, linewidth=1)
-    curves.set(xlabel="step", ylabel="training loss (nats per byte, smoothed)", yscale="log")
-    gaps.set(xlabel="step", ylabel=f"gap to {runs[0].level} (%)", ylim=(-2, 2))
-    gaps.legend(ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def _row(variant: str, runs: Sequence[Run], references: Sequence[float]) -> str:
+    measured = [f"{statistics.median(run.bytes_per_parameter for run in runs):.2f}"]
+    measured += [f"{statistics.median(run.step_time_s for run in runs):.3f}"]
+    loss = f"{statistics.fmean(final_losses(runs)):.4f}"
+    if variant == "fp32":
+        return f"| fp32 | {loss} | | | | | {' | '.join(measured)} |"
+    by_seed = gaps(final_losses(runs), references)
+    interval, limit = Interval.of(by_seed), limit_of(variant)
+    each = ", ".join(f"{100 * seed_gap:+.2f}" for seed_gap in by_seed)
+    return f"| {variant} | {loss} | {interval} | {each} | {limit:.2%} | {interval.verdict(limit)} | {' | '.join(measured)} |"
 
 
-def smooth(losses: list[float], decay: float = 0.95) -> list[float]:
-    """Exponential moving average with bias correction for the first steps."""
-    average, weight, smoothed = 0.0, 0.0, []
-    for loss in losses:
-        average, weight = decay * average + (1 - decay) * loss, decay * weight + 1 - decay
-        smoothed.append(average / weight)
-    return smoothed
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print and write the report.
 
-
-def main() -> int:
-    """Run every level, print and write the report. Returns 1 if a gap is above its limit."""
+    Returns 0 if every gap is shown to be within its limit, 1 if one is not, 2 if the setting is not calm.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--levels", default=",".join(LEVELS), help="levels to run; fp32 always runs, as the first")
-    parser.add_argument("--name", default=f"{datetime.now(UTC):%Y-%m-%d}-accuracy")
+    parser.add_argument("--seeds", type=int, default=5)
+    for option, default in SETTING_OPTIONS.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", type=type(default), default=default)
+    parser.add_argument("--levels", default=",".join(LEVELS), help=f"allowed: {', '.join(VARIANTS)}; fp32 always runs")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table and the plot")
     parser.add_argument("--runs", type=Path, required=True, help="folder of finished runs; these are not repeated")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    setting = Setting(gpt_sizes(128, 5, 4, 256, 128), steps=options.steps)
-    data = load_source_text(setting.sizes.max_sequence_length)
+    options = parser.parse_args(arguments)
+    if not 2 <= options.seeds <= MAX_VALUES:
+        parser.error(f"--seeds is {options.seeds}; allowed: 2 to {MAX_VALUES}")
+    unknown = sorted(set(options.levels.split(",")) - set(VARIANTS))
+    if unknown:
+        parser.error(f"--levels has {', '.join(unknown)}; allowed: {', '.join(VARIANTS)}")
+    torch.set_num_threads(1)
+    setting = small_llama(**{option: getattr(options, option) for option in SETTING_OPTIONS})
     options.runs.mkdir(parents=True, exist_ok=True)
-    runs: list[Run] = []
-    for level in dict.fromkeys(["fp32", *options.levels.split(",")]):
-        kept = options.runs / f"{level}-{setting.steps}.json"
-        if kept.exists():
-            runs.append(Run(**json.loads(kept.read_text())))
-        else:
-            runs.append(train_curve(level, setting, data))
-            kept.write_text(json.dumps(asdict(runs[-1])))
-        sys.stderr.write(f"{level}: final loss {runs[-1].final_loss:.4f}, gap {gap(runs[-1], runs[0]):+.2%}\n")
-    report = table(runs, setting)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{options.name}.md").write_text(report + f"\n![curves]({options.name}.png)\n")
-    draw(runs, RESULTS / f"{options.name}.png")
+    runs = Runs(options.runs, load_source_text(setting.sizes.max_sequence_length))
+    settings = [replace(setting, seed=seed) for seed in range(options.seeds)]
+    by_variant = {"fp32": [runs.get("fp32", each) for each in settings]}
+    changed_start = [runs.get("fp32", replace(each, start_change=START_CHANGE)) for each in settings]
+    complaint = why_not_calm(moved_by_chance(final_losses(changed_start), final_losses(by_variant["fp32"])), LIMIT)
+    if complaint:
+        sys.stderr.write(f"{complaint}\n")
+        return 2
+    others = [variant for variant in dict.fromkeys(options.levels.split(",")) if variant != "fp32"]
+    for each in settings:  # seed by seed: whoever stops the run has whole seeds
+        for variant in others:
+            by_variant.setdefault(variant, []).append(runs.get(variant, each))
+            sys.stderr.write(
+                f"seed {each.seed}, {variant}: gap {gap(by_variant[variant][-1], by_variant['fp32'][each.seed]):+.2%}\n"
+            )
+    changed = [f" --{name.replace('_', '-')} {getattr(options, name)}" for name in SETTING_OPTIONS]
+    command = f"python -m benchmarks.accuracy --seeds {options.seeds} --levels {','.join(by_variant)}{''.join(changed)}"
+    report = table(by_variant, changed_start, setting, command)
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"{datetime.now(UTC):%Y-%m-%d}-accuracy"
+    (options.out / f"{name}.md").write_text(report + f"\n![curves]({name}.png)\n")
+    draw([mean_curve(each) for each in by_variant.values()], options.out / f"{name}.png")
     sys.stdout.write(report)
-    return int(any(gap(run, runs[0]) > LIMITS.get(run.level, DEFAULT_LIMIT) for run in runs))
+    references = final_losses(by_variant["fp32"])
+    verdicts = {Interval.of(gaps(final_losses(by_variant[each]), references)).verdict(limit_of(each)) for each in others}
+    return int(verdicts != {"inside"})
 
 
 if __name__ == "__main__":

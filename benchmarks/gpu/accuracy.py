@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.accuracy [--out FOLDER] [--runs FOLDER] [--smoke]
 
 writes a dated table and the curves. Initial values, batches and their order are the same for every level. Finished levels are
-kept in --runs and not repeated. Schedule, text and smoothing are those of `benchmarks/accuracy.py`.
+kept in --runs and not repeated. Schedule, text and smoothing are those of `benchmarks/curves.py`.
 """
 
 import json
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from api_schemas.models.gpt import gpt_sizes
-from benchmarks.accuracy import Run, Setting, draw, gap, load_source_text
+from benchmarks.curves import Run, Setting, draw, gap, load_source_text
 from benchmarks.gpu.networks import in_fp8
 from benchmarks.gpu.report import Report, Row, Target
 from benchmarks.gpu.session import Case, Section, Session, parser, run

@@ -5,10 +5,11 @@ own magnitude, and quality is measured per tile. A failure names the worst tile 
 """
 
 from collections.abc import Callable
-from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
 
 TILE = 128
@@ -55,9 +56,32 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """The most that torch's CPU allocator held at a time during a call, beyond what was held before."""
+    """The most that torch's CPU allocator gave during a call and held at a time.
+
+    What it gave before does not count when it is freed during the call: garbage of an earlier test goes whenever it pleases
+    the collector, and took its bytes off the peak.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         function()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    return max(held, default=0)
+    peak, held = 0, dict[int, int]()
+    num_bytes = 0
+    for event in allocations(profiled):
+        if event.alloc_size > 0:
+            held[event.ptr] = event.alloc_size
+            num_bytes += event.alloc_size
+        else:
+            num_bytes -= held.pop(event.ptr, 0)
+        peak = max(peak, num_bytes)
+    return peak
+
+
+def allocations(profiled: profile) -> list[Any]:
+    """The allocator's events in the order of time: ptr, and alloc_size in bytes, negative where the block was freed."""
+    assert profiled.profiler is not None
+    waiting, found = list(profiled.profiler.kineto_results.experimental_event_tree()), []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if isinstance(event.extra_fields, _ExtraFields_Allocation):
+            found.append(event)
+    return [event.extra_fields for event in sorted(found, key=lambda event: event.start_time_ns)]

@@ -1,6 +1,6 @@
 """Every level learns text as well as fp32, from the same start on the same batches.
 
-60 steps of one block, or 150 of two in the matrix. benchmarks/accuracy.py is the version with a thousand steps and curves.
+60 steps of one block, or 150 of two in the matrix. benchmarks/accuracy.py has five seeds, with intervals and curves.
 """
 
 import math
@@ -11,7 +11,7 @@ import pytest
 
 from api_schemas import GPTSizes, TextSpec
 from api_schemas.levels import LEVELS
-from benchmarks.accuracy import DEFAULT_LIMIT, LIMITS, Run, Setting, gap, train_curve
+from benchmarks.curves import Run, Setting, gap, train_curve
 from tests.text import write_corpus
 from tests.worker.small import spread
 from worker.data.text import open_source
@@ -23,6 +23,8 @@ SHORT = Setting(ONE_BLOCK, batch_size=8, steps=60, warmup_steps=10, learning_rat
 SHORT_LIMIT, SHORT_LIMIT_OF_8BIT_STATES = 0.004, 0.008
 """Three times and twice the largest gap that was measured with seeds 0 and 1: te 0.0013, O2-8bit 0.0038."""
 
+ONE_SEED_LIMITS = {"O3": 0.007, "O3-split": 0.007, "O3-split-8bit": 0.007}
+ONE_SEED_LIMIT = 0.005
 LONG = Setting(ONE_BLOCK.model_copy(update={"num_layers": 2}), batch_size=8, steps=150, warmup_steps=20, learning_rate=3e-3)
 
 
@@ -61,5 +63,8 @@ def test_the_reference_learns_more_than_frequencies(reference: Callable[[Setting
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "fp32"])
 def test_the_final_loss_equals_that_of_fp32(level: str, reference: Callable[[Setting], Run], text: TokenWindows) -> None:
     run = train_curve(level, LONG, text)
-    assert abs(gap(run, reference(LONG))) <= LIMITS.get(level, DEFAULT_LIMIT), (run.final_loss, reference(LONG).final_loss)
+    assert abs(gap(run, reference(LONG))) <= ONE_SEED_LIMITS.get(level, ONE_SEED_LIMIT), (
+        run.final_loss,
+        reference(LONG).final_loss,
+    )
     assert run.losses != reference(LONG).losses

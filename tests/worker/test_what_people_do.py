@@ -5,20 +5,24 @@ What cannot be done is refused and changes nothing. `torch.compile` is in test_t
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel
-from torch.nn.utils import parametrizations
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.fusion import fuse_linear_bn_eval
+from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
 from api_schemas.levels import LEVELS
 from tests.worker.small import spread
-from worker import initialize
+from worker import AveragedModel, initialize
 
 Results = list[Tensor]
 TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 0.15}
@@ -151,6 +155,69 @@ def fused_with_a_norm(model: nn.Module) -> Results:
     return [fuse_linear_bn_eval(copy.deepcopy(model.first).eval(), norm)(x())]
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> Results:
+    model.to(dtype)
+    return backward(model, x().to(dtype))
+
+
+def clipped_by_norm(model: nn.Module) -> Results:
+    backward(model)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return [norm.reshape(1), *gradients(model)]
+
+
+def clipped_by_value(model: nn.Module) -> Results:
+    """At half of the largest one, since each model has a limit of its own to compare by."""
+    backward(model)
+    limit = max(float(gradient.abs().max()) for gradient in gradients(model)) / 2
+    nn.utils.clip_grad_value_(model.parameters(), limit)
+    found = gradients(model)
+    assert max(float(gradient.abs().max()) for gradient in found) == pytest.approx(limit, rel=1e-6)
+    return found
+
+
+def scaled_by_hand(model: nn.Module) -> Results:
+    """A loss scale that GradScaler takes out of the gradients again. A larger one overflows at fp16-amp, which has its own."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(x()).square().mean()).backward()
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.0))
+    return gradients(model)
+
+
+def arithmetic_on_gradients(model: nn.Module) -> Results:
+    backward(model)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(3.0)
+        parameter.grad += parameter.grad * 0.5
+        parameter.grad /= 4.5
+    return gradients(model)
+
+
+def averaged(model: nn.Module, kind: Callable[[nn.Module], nn.Module]) -> Results:
+    """The average of a model with itself is the model."""
+    average = kind(model)
+    for _ in range(3):
+        average.update_parameters(model)
+    return backward(average)
+
+
+def pruned(model: nn.Module) -> Results:
+    """The half of a weight that is smallest is zero in the products; all of it receives gradients."""
+    prune.l1_unstructured(model.twice, "weight", 0.5)
+    assert (model.twice.weight == 0).sum() == model.twice.weight.numel() // 2
+    output = model(x())
+    output.square().mean().backward()
+    return [output, model.twice.weight_orig.grad]
+
+
+def weight_normed(model: nn.Module) -> Results:
+    parametrizations.weight_norm(model.twice)
+    output = model(x())
+    output.square().mean().backward()
+    return [output, *(parameter.grad for parameter in model.twice.parametrizations.weight.parameters())]
+
+
 DONE: dict[str, Callable[[nn.Module], Results]] = {
     "nothing": backward,
     "deepcopy": lambda model: backward(copy.deepcopy(model)),
@@ -173,7 +240,24 @@ DONE: dict[str, Callable[[nn.Module], Results]] = {
     "strided input": lambda model: backward(model, x(32, 24).t()),
     "fusion with a norm": fused_with_a_norm,
     "an empty batch": lambda model: backward(model, x(0, 32))[1:],
+    "bfloat16": lambda model: cast(model, torch.bfloat16),
+    "half": lambda model: cast(model, torch.float16),
+    "clip_grad_norm_": clipped_by_norm,
+    "clip_grad_value_": clipped_by_value,
+    "GradScaler": scaled_by_hand,
+    "arithmetic on .grad": arithmetic_on_gradients,
+    "AveragedModel of ours": lambda model: averaged(model, AveragedModel),
 }  # fmt: skip
+DONE_TO_VALUES: dict[str, tuple[Callable[[nn.Module], Results], str]] = {
+    "prune": (pruned, "cannot be parametrized or pruned"),
+    "weight_norm": (weight_normed, "before octet.initialize|not implemented for 'Float8_e4m3fn'"),
+    "AveragedModel of torch": (partial(averaged, kind=swa_utils.AveragedModel), r"octet\.AveragedModel"),
+    "DistributedDataParallel": (lambda model: backward(DistributedDataParallel(model)), r"octet\.parallelize"),
+}
+"""Things that need weights as values, with what is said where a level holds them as codes."""
+
+
+IN_BF16 = (under_autocast, DONE["bfloat16"], DONE["half"])
 
 
 def pair(level: str) -> tuple[Network, Network, torch.optim.Optimizer]:
@@ -198,12 +282,30 @@ def assert_close(level: str, found: Results, expected: Results, tolerance: float
 @pytest.mark.parametrize("do", DONE.values(), ids=DONE)
 def test_it_works_as_on_a_plain_model(do: Callable[[nn.Module], Results], level: str) -> None:
     plain, model, optimizer = pair(level)
-    is_autocast = do is under_autocast
-    assert_close(level, do(model), do(plain), 0.15 if is_autocast else None)
+    assert_close(level, do(model), do(plain), 0.15 if do in IN_BF16 else None)
     before = model.first.weight.detach().clone()
     if any(parameter.grad is not None and (parameter.grad + 0).any() for parameter in model.first.parameters()):
         optimizer.step()
         assert not torch.equal(model.first.weight.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("level", spread(LEVELS))
+def test_a_layer_that_was_frozen_at_first_is_thawed(level: str) -> None:
+    """At fp16-amp its gradient would else keep the loss scale; at levels of codes it would not be held in FP8."""
+    torch.manual_seed(0)
+    plain = Network()
+    plain.twice.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), opt_level=level)
+    for each in (plain, model):
+        backward(each)
+        assert each.twice.weight.grad is None
+        each.zero_grad()
+        each.twice.requires_grad_(True)
+    assert_close(level, backward(model), backward(plain))
+    before = model.twice.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.twice.weight.view(torch.uint8), before.view(torch.uint8))
 
 
 @pytest.mark.parametrize("level", spread(LEVELS))
@@ -233,6 +335,25 @@ def twice_differentiated(model: nn.Module) -> object:
     return gradient.square().sum().backward()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, for DistributedDataParallel."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+HOLDS_CODES = tuple(name for name, level in LEVELS.items() if level.weight != "fp32")
+
+
+@pytest.mark.parametrize("level", spread(level for level in LEVELS if level not in HOLDS_CODES))
+@pytest.mark.parametrize("name", DONE_TO_VALUES)
+def test_it_works_where_weights_are_values(name: str, level: str) -> None:
+    plain, model, _ = pair(level)
+    do, _ = DONE_TO_VALUES[name]
+    assert_close(level, do(model), do(plain))
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], Callable[[str], bool], str]] = {
     "a second derivative": (twice_differentiated, lambda level: LEVELS[level].has_own_fp8, "differentiate twice"),
     "torch.func.grad": (
@@ -245,6 +366,9 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], Callable[[str], bool], str]
         lambda level: LEVELS[level].weight == "fp16+scale",
         "before octet.initialize",
     ),
+    **{name: (do, lambda level: level in HOLDS_CODES, message) for name, (do, message) in DONE_TO_VALUES.items()},
+    "fully_shard": (fully_shard, lambda level: level in HOLDS_CODES, r"octet\.parallelize"),
+    "double": (lambda model: model.double(), lambda _level: True, r"cannot be cast to torch\.float64"),
     "a second initialize": (lambda model: initialize(model, opt_level="O2"), lambda _level: True, "initialized already"),
 }
 

@@ -6,7 +6,7 @@ What would treat codes as values is done to the values, or refused where a modul
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +67,14 @@ class GuardedCodes(KeepsDtypes):
     def __delattr__(self, name: str) -> None:
         """Delete an attribute, but not a weight of codes, as torch's parametrizations do: they would compute with the codes."""
         if name == "weight" and self.weight_dequant_scale is not None:
-            raise ValueError(
-                f"a converted layer holds its weight as {self.weight.dtype} codes, which cannot be parametrized or pruned; "
-                "allowed: layers that hold values. Do it before octet.initialize, which then leaves the layer as it is."
-            )
+            _refuse_parametrization(self.weight.dtype)
         super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, but not what pruning makes of a weight of codes (`weight_orig`), before it changes anything."""
+        if param is not None and name.startswith("weight_") and self._buffers.get("weight_dequant_scale") is not None:
+            _refuse_parametrization(param.dtype)
+        super().register_parameter(name, param)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle; codes are not copied for torch's average of weights."""
@@ -101,6 +104,13 @@ class GuardedCodes(KeepsDtypes):
         if self.has_master and values.shape == self.weight.shape:
             self.initial_values = values.detach().to(self.weight.device, torch.float32, copy=True)
         return encode_values(values, self.weight.dtype, has_residual=self.weight_residual is not None)
+
+
+def _refuse_parametrization(dtype: torch.dtype) -> NoReturn:
+    raise ValueError(
+        f"a converted layer holds its weight as {dtype} codes, which cannot be parametrized or pruned; allowed: layers that "
+        "hold values. Do it before octet.initialize, which then leaves the layer as it is."
+    )
 
 
 def _refuse_wrapper(caller: str, dtype: torch.dtype) -> None:

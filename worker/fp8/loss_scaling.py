@@ -30,7 +30,7 @@ class LossScaling:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         state = torch.tensor([initial_scale, 0.0, 0.0], dtype=torch.float64, device=self.parameters[0].device)
         model.register_buffer(STATE_BUFFER, state)
-        self._hook_parameters()
+        self._hook(self.parameters)
 
     @property
     def state(self) -> Tensor:
@@ -58,16 +58,27 @@ class LossScaling:
 
     def unscale_gradients_of_inputs(self, _model: nn.Module, inputs: Any, named_inputs: Any) -> Any:
         """A forward pre-hook: the model's inputs, through which gradients go on divided, to what comes before the model."""
+        if not torch.compiler.is_compiling():
+            self._follow_parameters()
         return _scale_gradients((inputs, named_inputs), self.loss_scale.reciprocal())
 
-    def _hook_parameters(self) -> None:
-        for parameter in self.parameters:
+    def _follow_parameters(self) -> None:
+        """Hook the parameters that were thawed or made since: their gradients would keep the loss scale."""
+        present = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        known = set(map(id, self.parameters))
+        self._hook([parameter for parameter in present if id(parameter) not in known])
+        frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]  # they keep their hook
+        self.parameters = present + frozen
+
+    def _hook(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
             parameter.register_hook(lambda gradient: gradient / self.loss_scale)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the hooks, which copied parameters lose."""
         self.__dict__.update(state)
-        self._hook_parameters()
+        self.parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self._hook(self.parameters)
 
 
 def scale_losses(model: nn.Module) -> LossScaling:

@@ -1,4 +1,7 @@
-"""An independent definition of the quantizers, in NumPy and ml_dtypes. Shares no code with the worker."""
+"""What codes and scales mean, defined once more in NumPy and ml_dtypes: `value = codes × dequant_scale`.
+
+Nothing in this folder but the tests may import what it checks (`test_independence.py`). Formats by torch's names.
+"""
 
 import math
 
@@ -23,6 +26,7 @@ def quant_exponent(amax: float, limit: float, margin: int = 0) -> int:
 
 
 def dequant_scale(amax: float, dtype: str, margin: int = 0, previous: float = 1.0) -> np.float32:
+    """The scale for an amax; the one before if the amax is zero or not finite."""
     if amax == 0 or not math.isfinite(amax):
         return np.float32(previous)
     return np.float32(2.0 ** -quant_exponent(amax, MAX[dtype], margin))
@@ -38,16 +42,46 @@ def groups(shape: tuple[int, int], granularity: str, block: tuple[int, int]) -> 
     ]
 
 
+def encode(values: np.ndarray, scale: float, dtype: str) -> np.ndarray:
+    """Codes, as unsigned integers, at a given scale: saturating; NaN where a value is not finite."""
+    with np.errstate(invalid="ignore"):
+        scaled = np.clip(values / np.float64(scale), -MAX[dtype], MAX[dtype]).astype(np.float32)
+        codes = scaled.astype(CAST[dtype]).view(np.uint16 if dtype == "float16" else np.uint8)
+    return np.where(np.isfinite(values), codes, NAN_CODE[dtype]).astype(codes.dtype)
+
+
+def decode(codes: np.ndarray, dtype: str) -> np.ndarray:
+    """The values of codes given as unsigned integers, at a scale of 1, in fp64."""
+    return codes.view(CAST[dtype]).astype(np.float64)
+
+
+def decode_split(codes: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """The values, at a scale of 1, of E4M3 codes (uint8) with the INT8 position inside each code's rounding interval, fp64.
+
+    Together they are a number with the exponents of E4M3 and 11 bits of mantissa.
+    """
+    fine = ((codes & 0x7F).astype(np.int64) << 8) + residual
+    exponent, mantissa = fine >> 11, fine & 0x7FF
+    magnitude = np.where(exponent == 0, mantissa * 2.0**-17, (1 + mantissa / 2048) * 2.0 ** (exponent - 7))
+    return np.where(codes & 0x80, -magnitude, magnitude)
+
+
 def quantize(x: np.ndarray, dtype: str, granularity: str, block: tuple[int, int] = (1, 128)) -> tuple[np.ndarray, np.ndarray]:
     """(codes as unsigned integers, dequant_scales in order) of a matrix, one group at a time."""
     x = np.asarray(x, np.float64)
     codes = np.zeros(x.shape, np.uint16 if dtype == "float16" else np.uint8)
     scales = []
     for group in groups(x.shape, granularity, block):
-        values = x[group]
-        scale = dequant_scale(float(np.max(np.abs(values))), dtype)  # np.max propagates NaN
-        scaled = np.clip(values / np.float64(scale), -MAX[dtype], MAX[dtype]).astype(np.float32)
-        group_codes = scaled.astype(CAST[dtype]).view(codes.dtype)
-        codes[group] = np.where(np.isfinite(values), group_codes, NAN_CODE[dtype])
+        scale = dequant_scale(float(np.max(np.abs(x[group]))), dtype)  # np.max propagates NaN
+        codes[group] = encode(x[group], float(scale), dtype)
         scales.append(scale)
     return codes, np.array(scales, np.float32)
+
+
+def rounded(x: np.ndarray, dtype: str, granularity: str, block: tuple[int, int] = (1, 128)) -> np.ndarray:
+    """The values, fp64, that a matrix has once it is quantized."""
+    codes, scales = quantize(x, dtype, granularity, block)
+    values = decode(codes, dtype)
+    for scale, group in zip(scales, groups(x.shape, granularity, block), strict=True):
+        values[group] *= np.float64(scale)
+    return values
