@@ -203,6 +203,7 @@ def fp8_statistics(model: nn.Module) -> list[OperandSample]:
     report = getattr(model, "octet_report", None)
     if not isinstance(report, ConversionReport) or not isinstance(report.health, StepKeeper):
         raise ValueError("the model samples no statistics. Initialize it at an FP8 level with statistics_every.")
+    report.health.read_all()
     return report.health.samples
 
 
@@ -337,9 +338,15 @@ def _follow_health(
     if not layers or recipe is None or (recipe.scaling != "delayed" and not precision.resolved_statistics_every):
         return None
     keeper = StepKeeper(layers, precision.demotion, on_event)
+    model.register_state_dict_pre_hook(partial(_read_samples, keeper))
     if optimizer is not None:
         optimizer.register_step_post_hook(partial(_keep, keeper))
     return keeper
+
+
+def _read_samples(keeper: StepKeeper, *_state_dict: Any) -> None:
+    """Let a state dict hold the demotions that samples under way decide."""
+    keeper.read_all()
 
 
 def _keep(keeper: StepKeeper, *_step: Any) -> None:
@@ -348,4 +355,4 @@ def _keep(keeper: StepKeeper, *_step: Any) -> None:
 
 def _rescale(scaling: LossScaling, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
     assert isinstance(optimizer, LowBitOptimizer)
-    scaling.update(optimizer.num_skipped_steps)
+    scaling.update(optimizer.skipped_steps)

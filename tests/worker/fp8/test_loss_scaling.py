@@ -64,7 +64,7 @@ def test_the_scale_doubles_after_good_steps_only() -> None:
     scaling = LossScaling(nn.Linear(1, 1), initial_scale=8.0, growth_interval=3)
     scales = []
     for num_skipped in (0, 0, 1, 1, 1, 1, 1):
-        scaling.update(num_skipped)
+        scaling.update(torch.tensor(num_skipped))
         scales.append(scaling.loss_scale.item())
     assert scales == [8, 8, 4, 4, 4, 8, 8]
 
