@@ -9,6 +9,7 @@ device has long computed them (`step_log.py`). So a divergence, or a stop of sev
 import logging
 import math
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,7 @@ from api_schemas import (
     StepReport,
 )
 from worker import checkpoint
+from worker.blocks import CompileWatch, checkpoint_blocks, compile_blocks, eagerly
 from worker.config import TrainConfig, trained_job
 from worker.data import Batch, Source, open_source
 from worker.data.prefetch import Prefetcher, on_device
@@ -77,6 +79,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     parallel: Parallel
     health: StepKeeper | None
+    compiling: CompileWatch | None
     flops_per_token: float
     progress: Progress
     step_times_s: deque[float]
@@ -152,6 +155,8 @@ class Trainer:
         self.progress.position += self.config.batch.global_batch_size
         ended = Mark(self.mesh.device)
         self.log.add(TakenStep(self.progress.step, learning_rate, data_wait_s, began, ended, now()), rank_loss, norm)
+        if self.compiling is not None and (event := self.compiling.after_step()):
+            self._tell(event)
         stop = self._wants_to_stop()
         if self.log.is_due or (stop is not None and self.mesh.world.size == 1):
             reading = self.log.end_interval(wants_to_stop=stop is not None)
@@ -207,7 +212,8 @@ class Trainer:
         for samples in self.source.evaluation_batches(
             self.config.batch.global_batch_size, self.config.eval_batches, data.rank, data.size
         ):
-            losses = self._loss(on_device(samples, self.mesh.device))
+            with eagerly() if self.compiling is not None else nullcontext():  # the last batch has a shape of its own
+                losses = self._loss(on_device(samples, self.mesh.device))
             values = [{"loss": losses.loss, **losses.metrics}[name] for name in names]
             totals += torch.stack([*(value.double() for value in values), totals.new_ones(())]) * losses.num_targets
         self.model.train()
@@ -245,6 +251,9 @@ class Trainer:
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
+        checkpoint_blocks(self.model, config.activation_checkpointing)
+        compiles = config.compile == "on" or (config.compile == "auto" and self.mesh.device.type == "cuda")
+        self.compiling = CompileWatch() if compiles and compile_blocks(self.model) else None
         self.parallel = Parallel(self.model, self.optimizer, self.mesh.data, self.mesh.stage, zero_stage=config.zero_stage)
 
     def _loss(self, samples: Batch) -> Losses:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from api_schemas import EventReport, JobSpec, PhaseReport, StepReport
 from api_schemas.levels import LEVELS
+from tests.ranks import free_port, run_ranks
 from tests.worker.test_train import Recorder, with_training
 from worker import fp8_statistics, initialize
 from worker.config import RankEnv, resolve
@@ -220,3 +221,25 @@ def test_samples_are_read_some_steps_late_or_when_somebody_asks() -> None:
     )
     step()
     assert len(fp8_statistics(model)) == 3
+
+
+def stop_one_of_two(rank: int, port: int, document: dict[str, Any], folder: str) -> None:
+    """Rank 1 is told to stop at its fourth step. Writes how each rank ended."""
+    torch.set_num_threads(1)
+    env = RankEnv(rank=rank, world_size=2, master_port=port)
+    config, recorder = resolve(JobSpec.model_validate(document), env), Recorder(stop_after_step=4 if rank else None)
+    with cpu_as_accelerator(), Mesh(env, torch.device("cpu"), config.layout) as mesh:
+        trainer = Trainer(config, mesh, recorder, Path(folder))
+        with pytest.raises(Cancelled):
+            trainer.run()
+    found = {"step": trainer.progress.step, "reported": [report.step for report in recorder.of(StepReport)]}
+    torch.save(found, Path(folder, f"{rank}.pt"))
+
+
+@pytest.mark.matrix
+def test_ranks_stop_at_the_same_step(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = with_training(spec_document, "O2", steps=1000) | {"resources": {"workers": 2}}
+    run_ranks(stop_one_of_two, (free_port(), document, str(tmp_path)), 2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert 4 <= first["step"] == second["step"] < 1000
+    assert first["reported"] == list(range(1, first["step"] + 1))

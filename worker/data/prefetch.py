@@ -48,7 +48,7 @@ class _Reader:
         self, source: Source, batch: BatchDivision, data_rank: int, first: tuple[int, int], device: torch.device
     ) -> None:
         self._source, self._batch, self._data_rank = source, batch, data_rank
-        self._pins = device.type == "cuda"
+        self._device = device
         self._queue: Queue[Batch | Exception] = Queue(NUM_AHEAD)
         self._closing = threading.Event()
         self.next_taken = first
@@ -74,12 +74,14 @@ class _Reader:
         return position + self._batch.global_batch_size, 0
 
     def _read_forever(self, position: int, index: int) -> None:
+        if self._device.type == "cuda":  # a thread begins on the first device, and would pin memory from there
+            torch.cuda.set_device(self._device)
         while not self._closing.is_set():
             found: Batch | Exception
             try:
                 first = self._batch.first_sample(position, self._data_rank, index)
                 found = self._source.train_batch(first, self._batch.micro_batch_size)
-                if self._pins:
+                if self._device.type == "cuda":
                     found = {name: tensor.pin_memory() for name, tensor in found.items()}
             except Exception as error:  # noqa: BLE001 - raised again where it is waited for
                 found = error
