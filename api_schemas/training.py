@@ -66,4 +66,12 @@ class TrainingSpec(Contract):
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only after the last step")
     eval_batches: int = Field(default=16, ge=1, le=100_000, description="batches of global_batch_size sequences per evaluation")
     checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only after the last step")
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto", description="compile each repeated block of the model, for static shapes; auto: on CUDA"
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="what the backward pass computes again of each repeated block: nothing; all but matrix products and "
+        "attention; everything",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from api_schemas.levels import LEVELS, Level
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import explain
+from worker.fp8.accelerator import run_under_autocast
 from worker.fp8.bf16 import HalfLinear
 from worker.fp8.casts import guard_casts
 from worker.fp8.convert import (
@@ -99,6 +100,8 @@ def initialize(
     or lion, with default hyperparameters, for all parameters; without it and an optimizer there is none. seed: for stochastic
     rounding. tokens: how many a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
     nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
+    On an accelerator the converted model, and each part of it, enters `torch.autocast` by itself when it is called: in fp16
+    where the level's products are fp16, else in bf16. An autocast that is on already stays as it is.
     The given optimizer itself becomes what is returned: schedulers, hooks and groups that refer to it stay valid. Adam and
     AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; `LowBitAdamW` and `LowBitLion` keep their
     class. Another optimizer stays as it is where the level stores everything in fp32. Raises ValueError for
@@ -152,6 +155,7 @@ def prepare(
     if precision.storage.gemm == "fp8" or isinstance(optimizer, LowBitOptimizer) or keep:
         guard_casts(conversion.model, keep)
     save_plainly(conversion.model)
+    run_under_autocast(conversion.model, _half_dtype(precision.storage))
     if scales_losses:
         scaling = scale_losses(conversion.model)
         if optimizer is not None:
@@ -199,6 +203,7 @@ def fp8_statistics(model: nn.Module) -> list[OperandSample]:
     report = getattr(model, "octet_report", None)
     if not isinstance(report, ConversionReport) or not isinstance(report.health, StepKeeper):
         raise ValueError("the model samples no statistics. Initialize it at an FP8 level with statistics_every.")
+    report.health.read_all()
     return report.health.samples
 
 
@@ -281,8 +286,12 @@ def _replace(
             make = _float8_converter(precision, seed)
         model = replace_layers(model, selected, make if source is None else _filled(make, source))
         take_over_activations(model)
-    compute_dtype = torch.float16 if storage.gemm == "fp16" else torch.bfloat16
-    return replace_layers(model, in_half, lambda linear: HalfLinear(linear, compute_dtype))
+    return replace_layers(model, in_half, lambda linear: HalfLinear(linear, _half_dtype(storage)))
+
+
+def _half_dtype(level: Level) -> torch.dtype:
+    """The dtype of a level's 16-bit products, and of its autocast on an accelerator."""
+    return torch.float16 if level.gemm == "fp16" else torch.bfloat16
 
 
 def _filled(make: Callable[[Any], nn.Module], source: WeightSource) -> Callable[[Any], nn.Module]:
@@ -329,9 +338,15 @@ def _follow_health(
     if not layers or recipe is None or (recipe.scaling != "delayed" and not precision.resolved_statistics_every):
         return None
     keeper = StepKeeper(layers, precision.demotion, on_event)
+    model.register_state_dict_pre_hook(partial(_read_samples, keeper))
     if optimizer is not None:
         optimizer.register_step_post_hook(partial(_keep, keeper))
     return keeper
+
+
+def _read_samples(keeper: StepKeeper, *_state_dict: Any) -> None:
+    """Let a state dict hold the demotions that samples under way decide."""
+    keeper.read_all()
 
 
 def _keep(keeper: StepKeeper, *_step: Any) -> None:
@@ -340,4 +355,4 @@ def _keep(keeper: StepKeeper, *_step: Any) -> None:
 
 def _rescale(scaling: LossScaling, optimizer: torch.optim.Optimizer, *_step: Any) -> None:
     assert isinstance(optimizer, LowBitOptimizer)
-    scaling.update(optimizer.num_skipped_steps)
+    scaling.update(optimizer.skipped_steps)

@@ -27,8 +27,10 @@ class Progress:
     first_loss: float | None = None
     num_diverging: int = 0
 
-    def note_loss(self, loss: float, num_steps: int) -> str | None:
-        """Take one step's loss in a run of `num_steps`. Returns a warning when one is due, else None.
+    def note_loss(self, step: int, loss: float, num_steps: int) -> str | None:
+        """Take the loss of one step of `num_steps`, in order. Returns a warning when one is due, else None.
+
+        The run may be at a later step already: losses are read when the device has computed them.
 
         Raises NonFiniteLoss after 10 non-finite losses in a row, and Diverged after 100 losses in a row far above the first.
         """
@@ -36,7 +38,7 @@ class Progress:
             self.num_non_finite += 1
             if self.num_non_finite >= MAX_NON_FINITE_STEPS:
                 raise NonFiniteLoss(
-                    f"the loss was not finite for {MAX_NON_FINITE_STEPS} steps in a row, up to step {self.step}. "
+                    f"the loss was not finite for {MAX_NON_FINITE_STEPS} steps in a row, up to step {step}. "
                     "Lower training.optimizer.learning_rate or lengthen training.schedule.warmup_steps."
                 )
             return None
@@ -47,20 +49,20 @@ class Progress:
             self.first_loss = loss
         self.num_diverging = self.num_diverging + 1 if self._is_diverging(loss) else 0
         if self.num_diverging >= STOP_AFTER_STEPS:
-            raise Diverged(self._explain(loss))
-        return self._explain(loss) if self.num_diverging == WARN_AFTER_STEPS else None
+            raise Diverged(self._explain(step, loss))
+        return self._explain(step, loss) if self.num_diverging == WARN_AFTER_STEPS else None
 
     def check_end(self, evaluation_loss: float) -> None:
         """Raise Diverged if the evaluation loss after the last step is still far above the first training loss."""
         if self._is_diverging(evaluation_loss):
-            raise Diverged(self._explain(evaluation_loss))
+            raise Diverged(self._explain(self.step, evaluation_loss))
 
     def _is_diverging(self, loss: float) -> bool:
         return self.first_loss is not None and not loss <= DIVERGED_FACTOR * self.first_loss
 
-    def _explain(self, loss: float) -> str:
+    def _explain(self, step: int, loss: float) -> str:
         return (
-            f"the loss is {loss:.4g} at step {self.step}, more than {DIVERGED_FACTOR:g} times the loss of the first step, "
+            f"the loss is {loss:.4g} at step {step}, more than {DIVERGED_FACTOR:g} times the loss of the first step, "
             f"{self.first_loss:.4g}. Lower training.optimizer.learning_rate, lengthen training.schedule.warmup_steps or set "
             "training.gradient_clip."
         )

@@ -2,18 +2,21 @@
 
 `Trainer` declares its parts, then acts: `run` is the loop, `step` is one optimizer step. Losses are means over the global
 batch, in nats. A checkpoint holds everything that the next step depends on, so a resumed run is bit-identical.
+On an accelerator the host never waits in a step: a thread reads batches ahead, and losses, norms and samples are read when the
+device has long computed them (`step_log.py`). So a divergence, or a stop of several ranks, takes effect an interval late.
 """
 
 import logging
 import math
-import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from api_schemas import (
     CheckpointRef,
@@ -26,15 +29,19 @@ from api_schemas import (
     StepReport,
 )
 from worker import checkpoint
+from worker.blocks import CompileWatch, checkpoint_blocks, compile_blocks, eagerly
 from worker.config import TrainConfig, trained_job
 from worker.data import Batch, Source, open_source
+from worker.data.prefetch import Prefetcher, on_device
 from worker.errors import Cancelled, Stopped
+from worker.fp8.accelerator import is_accelerator
 from worker.fp8.convert import ConversionReport
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback
 from worker.mesh import Mesh
 from worker.metrics.activations import activations_counted_once
 from worker.metrics.memory import memory_report
+from worker.metrics.readback import Mark
 from worker.metrics.table import Metrics
 from worker.models import Losses, TrainedModel, build_model
 from worker.models.flops import flops_per_token
@@ -45,6 +52,7 @@ from worker.prepare import prepare, share_rounding
 from worker.progress import Progress
 from worker.reporting.reporter import Reporter
 from worker.resume import resume
+from worker.step_log import Reading, StepLog, TakenStep, now
 from worker.train_reports import conversion_events, count_fallbacks, finite, started, summarize
 
 _STEP_TIMES_KEPT = 1000
@@ -64,11 +72,14 @@ class Trainer:
 
     # Created by `_prepare`
     source: Source
+    batches: Prefetcher
+    log: StepLog
     model: nn.Module
     conversion: ConversionReport
     optimizer: torch.optim.Optimizer
     parallel: Parallel
     health: StepKeeper | None
+    compiling: CompileWatch | None
     flops_per_token: float
     progress: Progress
     step_times_s: deque[float]
@@ -84,6 +95,8 @@ class Trainer:
         self.progress = Progress()
         self.step_times_s = deque(maxlen=_STEP_TIMES_KEPT)
         self.source = open_source(config.data, config.sequence_length, config.seed, config.readable_files, config.sizes.takes)
+        self.batches = Prefetcher(self.source, config.batch, mesh.data.rank, mesh.device)
+        self.log = StepLog(mesh, is_late=is_accelerator(mesh.device))
         torch.manual_seed(config.seed)
         self._prepare(build_model(config.model, config.seed, config.readable_files).to(mesh.device))
         broadcast_parameters(self.model, mesh.data)
@@ -91,6 +104,12 @@ class Trainer:
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
         """Train to the last step, starting from the newest of `checkpoints` that passes its check."""
+        try:
+            return self._run(checkpoints)
+        finally:
+            self.batches.close()
+
+    def _run(self, checkpoints: tuple[CheckpointRef, ...]) -> JobSummary:
         self._resume(checkpoints)
         started_at_step = self.progress.step
         self._report_start()
@@ -99,21 +118,24 @@ class Trainer:
             with self.metrics.timed("other"):
                 self.step()
             if self.progress.step == started_at_step + 1:
+                self._report(self.log.flush())
                 self._tell(PhaseReport(phase="first_step"))
             if self._is_due(self.config.eval_every):
+                self._report(self.log.flush())
                 with self.metrics.timed("evaluation"):
                     evaluation = self.evaluate()
             if self._is_due(self.config.checkpoint_every):
                 with self.metrics.timed("checkpoint"):
                     self.save()
+        self._report(self.log.flush())
         evaluation = evaluation or self.evaluate()
         self.progress.check_end(evaluation["loss"])
         facts, sent_bytes = self.source.facts, self.mesh.sent_bytes
         return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, facts, sent_bytes)
 
     def step(self) -> None:
-        """Take one optimizer step over the global batch."""
-        started_at = time.perf_counter()
+        """Take one optimizer step over the global batch. Its loss is reported when the log has read it."""
+        began = Mark(self.mesh.device)
         config, step = self.config, self.progress.step
         learning_rate = learning_rate_at(step, config.optimizer.learning_rate, config.schedule, config.steps)
         set_learning_rate(self.optimizer, learning_rate)
@@ -129,66 +151,73 @@ class Trainer:
             self._count_memory()
         self.optimizer.zero_grad(set_to_none=True)
 
-        stop = self._wants_to_stop()
-        owned_loss = rank_loss if self.mesh.owns_loss else 0.0
-        loss_sum, num_stopping = self.mesh.world.sum(owned_loss, float(stop is not None))
-        loss = loss_sum / self.mesh.data.size
-        step_time_s = time.perf_counter() - started_at
         self.progress.step += 1
         self.progress.position += self.config.batch.global_batch_size
-        self.progress.train_time_s += step_time_s
-        self.step_times_s.append(step_time_s)
+        ended = Mark(self.mesh.device)
+        self.log.add(TakenStep(self.progress.step, learning_rate, data_wait_s, began, ended, now()), rank_loss, norm)
+        if self.compiling is not None and (event := self.compiling.after_step()):
+            self._tell(event)
+        stop = self._wants_to_stop()
+        if self.log.is_due or (stop is not None and self.mesh.world.size == 1):
+            reading = self.log.end_interval(wants_to_stop=stop is not None)
+            self._report(reading, stop)
+
+    def _report(self, reading: Reading, stop: Stopped | None = None) -> None:
+        """Report the steps that were read. Raises what stops the run: a rank's order to stop, or a loss that makes no sense."""
+        is_stopping = reading.num_stopping > 0 or (stop is not None and self.mesh.world.size == 1)
+        steps = (*reading.steps, *self.log.flush().steps) if is_stopping else reading.steps
         self.metrics.observe_wire(self.mesh.sent_bytes)
         if self.health is not None:
             self.metrics.observe_fp8(self.health.samples)
-        self._tell(
-            StepReport(
-                step=self.progress.step,
-                loss=finite(loss),
-                gradient_norm=finite(float(norm)),
-                learning_rate=learning_rate,
+        for step in steps:
+            self.progress.train_time_s += step.step_time_s
+            self.step_times_s.append(step.step_time_s)
+            report = StepReport(
+                step=step.step,
+                loss=finite(step.loss),
+                gradient_norm=finite(step.gradient_norm),
+                learning_rate=step.learning_rate,
                 tokens=self.config.tokens_per_step,
-                step_time_s=step_time_s,
-                data_wait_s=data_wait_s,
+                step_time_s=step.step_time_s,
+                data_wait_s=step.data_wait_s,
             )
-        )
-        if warning := self.progress.note_loss(loss, self.config.steps):
-            self._tell(EventReport(type="training.diverging", message=warning, data={"loss": loss}))
-        if num_stopping:
-            raise stop or Cancelled("rank 0 was told to stop")
+            self._tell(report, at=step.at)
+            if warning := self.progress.note_loss(step.step, step.loss, self.config.steps):
+                self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
+        if is_stopping:
+            raise stop or self._wants_to_stop() or Cancelled("rank 0 was told to stop")
 
-    def _forward_backward(self) -> tuple[float, float]:
-        """Accumulate this rank's gradients over its micro-batches. Returns its mean loss and the seconds spent on data."""
+    def _forward_backward(self) -> tuple[Tensor, float]:
+        """Accumulate this rank's gradients over its micro-batches. Returns its mean loss () and the seconds spent on data."""
         batch = self.config.batch
         losses, data_wait_s = [], 0.0
         for index in range(batch.num_micro_batches):
             with self.metrics.timed("data_wait") as wait:
-                first = batch.first_sample(self.progress.position, self.mesh.data.rank, index)
-                samples = self._on_device(self.source.train_batch(first, batch.micro_batch_size))
+                samples = self.batches.take(self.progress.position, index)
             data_wait_s += wait.seconds
             with activations_counted_once(self.model, self.metrics):
                 loss = self._loss(samples).loss / batch.num_micro_batches
             with self.parallel.no_sync(index < batch.num_micro_batches - 1):
                 loss.backward()
             losses.append(loss.detach())
-        return float(torch.stack(losses).sum()), data_wait_s
+        return torch.stack(losses).sum(), data_wait_s
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss, and the family's metrics, over the evaluation samples of all data ranks."""
         self.model.eval()
         names = ("loss", *self.config.sizes.metrics)
-        totals = dict.fromkeys((*names, "num_targets"), 0.0)
+        totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.mesh.device)
         data = self.mesh.data
         for samples in self.source.evaluation_batches(
             self.config.batch.global_batch_size, self.config.eval_batches, data.rank, data.size
         ):
-            losses = self._loss(self._on_device(samples))
-            totals["num_targets"] += losses.num_targets
-            for name, value in {"loss": losses.loss, **losses.metrics}.items():
-                totals[name] += float(value) * losses.num_targets
+            with eagerly() if self.compiling is not None else nullcontext():  # the last batch has a shape of its own
+                losses = self._loss(on_device(samples, self.mesh.device))
+            values = [{"loss": losses.loss, **losses.metrics}[name] for name in names]
+            totals += torch.stack([*(value.double() for value in values), totals.new_ones(())]) * losses.num_targets
         self.model.train()
-        *sums, num_targets = data.sum(*totals.values())
+        *sums, num_targets = data.sum_(totals).tolist()
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
         measured = {name: finite(value) for name, value in means.items()}
         loss = measured.pop("loss")
@@ -197,6 +226,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint from the rank that reports. The other ranks hold the same state, or their shares of it."""
+        self._report(self.log.flush())
         state = {
             "job": trained_job(self.config),
             "model": self.model.state_dict(),
@@ -221,14 +251,14 @@ class Trainer:
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
+        checkpoint_blocks(self.model, config.activation_checkpointing)
+        compiles = config.compile == "on" or (config.compile == "auto" and self.mesh.device.type == "cuda")
+        self.compiling = CompileWatch() if compiles and compile_blocks(self.model) else None
         self.parallel = Parallel(self.model, self.optimizer, self.mesh.data, self.mesh.stage, zero_stage=config.zero_stage)
 
     def _loss(self, samples: Batch) -> Losses:
         losses: Losses = self.model.loss(samples)  # type: ignore[operator]
         return losses
-
-    def _on_device(self, samples: Batch) -> Batch:
-        return {name: tensor.to(self.mesh.device) for name, tensor in samples.items()}
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:
@@ -280,8 +310,8 @@ class Trainer:
         message = f"layer {event.layer!r} computes in bf16 from step {event.step} on: {event.operand} {event.reason}"
         self._tell(EventReport(type="layer.demoted", message=message, data={"layer": event.layer, "step": event.step}))
 
-    def _tell(self, body: ReportBody) -> None:
-        """Update this rank's metrics. Only rank 0 also sends the report, since all ranks share its facts."""
+    def _tell(self, body: ReportBody, at: datetime | None = None) -> None:
+        """Update this rank's metrics. Only rank 0 also sends the report, since all ranks share its facts. at: default now."""
         self.metrics.observe(body)
         if self.mesh.reports:
-            self.reporter.send(body)
+            self.reporter.send(body, at=at)

@@ -12,7 +12,7 @@ def note(progress: Progress, *losses: float) -> list[str]:
     warnings = []
     for loss in losses:
         progress.step += 1
-        warning = progress.note_loss(loss, NUM_STEPS)
+        warning = progress.note_loss(progress.step, loss, NUM_STEPS)
         warnings += [warning] if warning else []
     return warnings
 

@@ -25,19 +25,21 @@ from worker.train import Trainer
 
 
 class Recorder:
-    """A reporter that keeps all reports and can stop the run after a chosen step."""
+    """A reporter that keeps all reports and can stop the run after a chosen number of steps."""
 
     def __init__(self, stop_after_step: int | None = None, stop: type[Stopped] = Cancelled) -> None:
         self.reports: list[ReportBody] = []
-        self._stop_after_step = stop_after_step
+        self._num_steps_left = stop_after_step
         self._stop = stop
 
     def send(self, body: ReportBody, at: object = None) -> None:
         self.reports.append(body)
 
     def check(self) -> None:
-        if self._stop_after_step is not None and len(self.of(StepReport)) + 1 >= self._stop_after_step:
-            raise self._stop("the test says so")
+        if self._num_steps_left is not None:
+            self._num_steps_left -= 1
+            if self._num_steps_left <= 0:
+                raise self._stop("the test says so")
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [report for report in self.reports if isinstance(report, kind)]

@@ -1,6 +1,11 @@
-"""What converted layers do between two optimizer steps: close amax windows, collect samples, fall back to bf16 by rule."""
+"""What converted layers do between two optimizer steps: close amax windows, collect samples, fall back to bf16 by rule.
+
+On an accelerator a sample is read `STEPS_LATE` optimizer steps after it was taken, when it has long arrived on the host, so
+that no step waits. A state dict, a copy and `fp8_statistics` read what is still under way. On the CPU it is read at once.
+"""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +13,13 @@ from typing import Any
 import torch
 
 from api_schemas.precision import DemotionSpec
+from worker.fp8.accelerator import is_accelerator
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.statistics import OperandSample
+from worker.metrics.readback import HostCopy
+
+STEPS_LATE = 4
+"""The host is rarely further ahead of a device: a step has hundreds of launches, and a CUDA stream queues 1024."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +32,17 @@ class LayerDemoted:
     reason: str
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """Samples that are copied to the host: where each was taken, and when to read them. step: optimizer steps so far."""
+
+    step: int
+    places: list[tuple[int, str, str]]
+    copy: HostCopy
+
+
 class StepKeeper:
-    """Runs after every optimizer step of a converted model. It remembers nothing: what must last is in the layers."""
+    """Runs after every optimizer step of a converted model. What must last is in the layers."""
 
     def __init__(
         self,
@@ -34,6 +53,8 @@ class StepKeeper:
         """limits: what a layer must break to be demoted. on_event: told of each demotion."""
         self.layers, self.limits, self.on_event = layers, limits, on_event
         self.samples: list[OperandSample] = []
+        """The newest samples that were read."""
+        self._under_way: deque[_UnderWay] = deque()
 
     def after_step(self) -> None:
         """Close the step that the optimizer has just taken or skipped."""
@@ -44,7 +65,16 @@ class StepKeeper:
                     scaling.advance()
             layer.start_step(layer.num_steps + 1)
 
+    def read_all(self) -> None:
+        """Read the samples that are under way. Waits for the device."""
+        while self._under_way:
+            self._read(self._under_way.popleft())
+
     def _collect(self) -> None:
+        """Read the samples that are due, and start to copy those that this step has taken."""
+        step = max((layer.num_steps for layer in self.layers.values()), default=0)
+        while self._under_way and self._under_way[0].step + STEPS_LATE <= step:
+            self._read(self._under_way.popleft())
         taken = [
             (layer.num_steps, name, operand, scaling.sample)
             for name, layer in self.layers.items()
@@ -53,12 +83,16 @@ class StepKeeper:
         ]
         if not taken:
             return
-        numbers = torch.stack([sample for *_, sample in taken]).tolist()  # the only wait for the device
-        samples = [
-            OperandSample(step, name, operand, *row) for (step, name, operand, _), row in zip(taken, numbers, strict=True)
-        ]
-        for *_, sample in taken:
-            sample.fill_(torch.nan)
+        places = [(step_taken, name, operand) for step_taken, name, operand, _ in taken]
+        samples = [sample for *_, sample in taken]
+        self._under_way.append(_UnderWay(step, places, HostCopy(torch.stack(samples))))
+        torch._foreach_copy_(samples, [torch.full_like(samples[0], torch.nan)] * len(samples))
+        if not is_accelerator(samples[0].device):
+            self.read_all()
+
+    def _read(self, under_way: _UnderWay) -> None:
+        rows = under_way.copy.read()
+        samples = [OperandSample(*place, *row) for place, row in zip(under_way.places, rows, strict=True)]
         samples = [sample for sample in samples if not math.isnan(sample.dequant_scale)]  # NaN: nothing was quantized
         if not samples:
             return
@@ -78,6 +112,7 @@ class StepKeeper:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model does not report to the original's listener."""
+        self.read_all()
         return {**self.__dict__, "on_event": None}
 
 

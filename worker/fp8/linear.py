@@ -13,7 +13,7 @@ Shape suffixes: T tokens (all leading dimensions), K in features, N out features
 """
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,7 @@ class Float8Linear(GuardedCodes):
     weight_dequant_scale: Tensor | None
     weight_amax: Tensor | None
     weight_residual: Tensor | None
+    returns_16_bits: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -42,15 +42,19 @@ class LossScaling:
         """The present scale: fp32, ()."""
         return self.state[0].float()
 
-    def update(self, num_skipped_steps: int) -> None:
-        """Grow or shrink the scale after an optimizer step, given how many steps the optimizer has skipped so far."""
-        loss_scale, num_good_steps, num_skipped_before = self.state.tolist()
-        num_good_steps += 1
-        if num_skipped_steps > num_skipped_before:
-            loss_scale, num_good_steps = max(loss_scale / 2, 1.0), 0
-        elif num_good_steps == self.growth_interval:
-            loss_scale, num_good_steps = min(loss_scale * 2, LARGEST_SCALE), 0
-        self.state.copy_(torch.tensor([loss_scale, num_good_steps, num_skipped_steps], dtype=torch.float64))
+    @torch.no_grad()
+    def update(self, num_skipped_steps: Tensor) -> None:
+        """Grow or shrink the scale after an optimizer step. The host does not wait for the device.
+
+        num_skipped_steps: how many steps the optimizer has skipped so far, int64 ().
+        """
+        loss_scale, num_good_steps, num_skipped_before = self.state.unbind()
+        num_skipped, num_good_steps = num_skipped_steps.to(loss_scale), num_good_steps + 1
+        is_bad, is_due = num_skipped > num_skipped_before, num_good_steps == self.growth_interval
+        shrunk, grown = (loss_scale / 2).clamp(min=1.0), (loss_scale * 2).clamp(max=LARGEST_SCALE)
+        loss_scale = torch.where(is_bad, shrunk, torch.where(is_due, grown, loss_scale))
+        num_good_steps = torch.where(is_bad | is_due, 0.0, num_good_steps)
+        self.state.copy_(torch.stack((loss_scale, num_good_steps, num_skipped)))
 
     def scale_gradients_of_outputs(self, _model: nn.Module, _inputs: Any, outputs: Any) -> Any:
         """A forward hook: the model's outputs, through which gradients come back multiplied."""

@@ -1,5 +1,8 @@
 """torchao's Float8Linear, which takes empty batches too. Importing this module loads torchao."""
 
+from typing import ClassVar
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchao.float8.float8_linear import Float8Linear
@@ -8,8 +11,12 @@ from torchao.float8.float8_linear import Float8Linear
 class TorchaoLinear(Float8Linear):
     """torchao's layer; a batch without elements, whose amax torchao cannot take, goes through `nn.Linear`'s product."""
 
+    returns_16_bits: ClassVar[bool] = True
+
     def forward(self, input: Tensor) -> Tensor:
         if input.numel() == 0:
             return F.linear(input, self.weight, self.bias)
+        if torch.is_autocast_enabled(input.device.type):  # torchao itself asks for CUDA's autocast, whatever the device
+            input = input.to(torch.get_autocast_dtype(input.device.type))
         output: Tensor = super().forward(input)
         return output

@@ -20,7 +20,10 @@ class Losses(NamedTuple):
 
 
 class TrainedModel(nn.Module):
-    """Base of the networks that a job can train. They know nothing of precision: a level converts layers from outside."""
+    """Base of the networks that a job can train. They know nothing of precision: a level converts layers from outside.
+
+    Calling the model returns logits, and `loss` calls it: hooks of the whole model, as fp16's loss scaling, see both passes.
+    """
 
     @abstractmethod
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:

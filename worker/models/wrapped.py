@@ -1,6 +1,8 @@
 """Networks of transformers as the training loop sees them: one class for each task, with the loss computed by our code.
 
-Shape suffixes: B samples, T tokens, P predicted tokens of each sequence, V vocabulary, K classes.
+The loss comes from calling the wrapper, so that hooks of the whole model, as fp16's loss scaling, see its output.
+Shape suffixes: B samples, T tokens, P predicted tokens of each sequence, V vocabulary, K classes; C channels, H height and
+W width of an image.
 """
 
 from collections.abc import Mapping
@@ -26,7 +28,7 @@ class _TokenModel(TrainedModel):
         if isinstance(embedding, nn.Embedding):
             embedding.padding_idx = None
 
-    def logits(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the network's logits (B, T, V)."""
         options: dict[str, Any] = {}
         config = self.network.config
@@ -48,7 +50,7 @@ class NextTokenModel(_TokenModel):
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self.logits(batch["tokens"]), batch["targets"], with_metrics=not self.training)
+        return next_token_losses(self(batch["tokens"]), batch["targets"], with_metrics=not self.training)
 
 
 class MaskedTokenModel(_TokenModel):
@@ -57,7 +59,7 @@ class MaskedTokenModel(_TokenModel):
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats over the predicted tokens, computed in fp32. Its backward pass can run only once."""
         positions_BP = batch["positions"]
-        logits_BTV = self.logits(batch["tokens"])
+        logits_BTV = self(batch["tokens"])
         logits_BPV = logits_BTV.gather(1, positions_BP[..., None].expand(-1, -1, logits_BTV.shape[-1]))
         return token_losses(logits_BPV, batch["targets"], "masked_token_accuracy" if not self.training else None)
 
@@ -69,10 +71,13 @@ class ImageClassModel(TrainedModel):
         super().__init__()
         self.network = network
 
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Return the network's logits (B, K)."""
+        return self.network(pixel_values=images_BCHW).logits
+
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per image, computed in fp32. Its backward pass can run only once."""
-        logits_BK = self.network(pixel_values=batch["images"]).logits
-        return class_losses(logits_BK, batch["labels"], with_metrics=not self.training)
+        return class_losses(self(batch["images"]), batch["labels"], with_metrics=not self.training)
 
 
 WRAPPERS: Mapping[Task, type[TrainedModel]] = {

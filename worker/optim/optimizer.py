@@ -133,6 +133,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return {piece: residual for piece, residual in own.items() if residual is not None}
 
     @property
+    def skipped_steps(self) -> Tensor:
+        """`num_skipped_steps` as it is held: int64, (), on the device after the first step."""
+        return self._num_skipped
+
+    @property
     def num_skipped_steps(self) -> int:
         """Steps that changed nothing because a gradient was not finite. Waits for the device."""
         return int(self._num_skipped)

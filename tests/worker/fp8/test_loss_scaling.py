@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.worker.test_accelerator import FAMILIES, batch_of
 from worker import initialize
-from worker.fp8.loss_scaling import LossScaling
+from worker.fp8.loss_scaling import STATE_BUFFER, LossScaling
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, LossScaling]:
@@ -64,7 +65,7 @@ def test_the_scale_doubles_after_good_steps_only() -> None:
     scaling = LossScaling(nn.Linear(1, 1), initial_scale=8.0, growth_interval=3)
     scales = []
     for num_skipped in (0, 0, 1, 1, 1, 1, 1):
-        scaling.update(num_skipped)
+        scaling.update(torch.tensor(num_skipped))
         scales.append(scaling.loss_scale.item())
     assert scales == [8, 8, 4, 4, 4, 8, 8]
 
@@ -79,3 +80,19 @@ def test_an_optimizer_that_cannot_skip_is_refused() -> None:
     model = nn.Linear(32, 32)
     with pytest.raises(ValueError, match="fp16-amp cannot hold the states of SGD"):
         initialize(model, torch.optim.SGD(model.parameters()), opt_level="fp16-amp")
+
+
+@pytest.mark.parametrize("family", ["vit", "roberta"])
+def test_gradients_of_wrapped_networks_are_true(family: str) -> None:
+    norms = []
+    for level in ("fp32", "fp16-amp"):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = FAMILIES[family]()
+        model, _ = initialize(model, torch.optim.AdamW(model.parameters()), level)
+        if STATE_BUFFER in dict(model.named_buffers()):
+            model.get_buffer(STATE_BUFFER)[0] = 256.0  # at its initial scale the gradient of two images overflows
+        model.loss(batch_of(family)).loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        norms.append(nn.utils.get_total_norm(gradients).item())
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)

@@ -1,0 +1,157 @@
+"""The blocks that a model repeats are found, checkpointed to the same numbers, and compiled once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from api_schemas import EventReport, JobSpec
+from api_schemas.levels import LEVELS
+from tests.worker.test_accelerator import FAMILIES, batch_of
+from tests.worker.test_train import train, with_training
+from worker import initialize
+from worker.blocks import WARM_UP_STEPS, checkpoint_blocks, compile_blocks, repeated_blocks
+
+IN_EVERY_RUN = {("gpt", "O2", "full"), ("swin", "O2", "selective"), ("gpt", "fp32", "selective")}
+BLOCKS = {
+    "gpt": ["Block"],
+    "llama": ["Block"],
+    "transformers-llama": ["LlamaDecoderLayer"],
+    "roberta": ["RobertaLayer"],
+    "vit": ["ViTLayer"],
+    "deit": ["ViTLayer"],
+    "swin": ["SwinLayer", "SwinLayer"],
+}
+
+
+def settings() -> list[Any]:
+    return [
+        pytest.param(family, level, kind, marks=() if (family, level, kind) in IN_EVERY_RUN else pytest.mark.matrix)
+        for family in FAMILIES
+        for level in LEVELS
+        for kind in ("selective", "full")
+    ]
+
+
+def gradients(family: str, level: str, kind: Any) -> tuple[list[torch.Tensor], int]:
+    """The loss and all gradients of one backward pass, and the bytes that the forward pass has kept for it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = FAMILIES[family]()
+    model, _ = initialize(model, torch.optim.AdamW(model.parameters()), level)
+    checkpoint_blocks(model, kind)
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model.loss(batch_of(family)).loss
+    loss.backward()
+    found = [loss.detach(), *(parameter.grad + 0 for parameter in model.parameters() if parameter.grad is not None)]
+    return found, sum(kept.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_blocks_of_each_family_are_found(family: str) -> None:
+    model, _ = initialize(FAMILIES[family](), opt_level="O2")
+    assert [type(block).__name__ for block in repeated_blocks(model)] == BLOCKS[family]
+
+
+def test_a_model_without_repetition_has_no_blocks() -> None:
+    assert repeated_blocks(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
+@pytest.mark.parametrize(("family", "level", "kind"), settings())
+def test_checkpointing_keeps_less_and_changes_no_bit(family: str, level: str, kind: Any) -> None:
+    expected, num_bytes = gradients(family, level, "none")
+    found, num_bytes_kept = gradients(family, level, kind)
+    assert num_bytes_kept < num_bytes
+    for value, expected_value in zip(found, expected, strict=True):
+        assert torch.equal(value, expected_value)
+
+
+class Products(TorchDispatchMode):
+    """Counts FP8 products."""
+
+    num_products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_products += func.overloadpacket is torch.ops.octet.matmul
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_repeats_no_product() -> None:
+    found = {}
+    for kind in ("none", "selective", "full"):
+        model, _ = initialize(FAMILIES["llama"](), opt_level="O2")
+        checkpoint_blocks(model, kind)
+        loss = model.loss(batch_of("llama")).loss
+        with Products() as products:
+            loss.backward()
+        found[kind] = products.num_products
+    num_layers = 7
+    assert found == {"none": 2 * num_layers, "selective": 2 * num_layers, "full": 3 * num_layers}
+
+
+def test_a_job_checkpoints_and_trains_as_without(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    curves = []
+    for kind in ("none", "full"):
+        document = with_training(spec_document, "O2", activation_checkpointing=kind)
+        recorder, _ = train(document, tmp_path / kind)
+        curves.append(recorder.losses())
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+@pytest.mark.parametrize("level", ["fp32", "fp16-amp", "te", "O2", "O3-split"])
+def test_blocks_compile_once_without_a_graph_break(
+    tmp_path: Path, spec_document: dict[str, Any], level: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with and without statistics, three blocks, accumulation, an evaluation: nothing is compiled after step 3."""
+    torch.compiler.reset()
+    monkeypatch.setattr("worker.train.compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
+    document = with_training(
+        spec_document, level, steps=6, micro_batch_size=2, activation_checkpointing=kind, compile="on", eval_every=3
+    )
+    document["model"] = document["model"] | {"num_layers": 3}
+    if LEVELS[level].has_own_fp8:
+        document["precision"] = {"level": level, "statistics_every": 2}
+    JobSpec.model_validate(document)
+    torch._dynamo.utils.counters.clear()
+    compiled, _ = train(document, tmp_path / "compiled")
+    eager, _ = train(with_training(document, compile="off") | {"precision": document["precision"]}, tmp_path / "eager")
+    events = [event for event in compiled.of(EventReport) if event.type.startswith("training.")]
+    assert [event.type for event in events] == ["training.compiled"], [event.message for event in events]
+    assert f"first {WARM_UP_STEPS} steps" in events[0].message
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert compiled.losses() == eager.losses()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_events_tell_of_the_warm_up_and_of_what_is_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    from worker import blocks
+
+    graphs = [0]
+    monkeypatch.setattr(blocks, "_num_graphs", lambda: graphs[0])
+    watch = blocks.CompileWatch()
+    events = []
+    for num_graphs in (2, 3, 4, 4, 6, 6):
+        graphs[0] = num_graphs
+        events.append(watch.after_step())
+    types = [event and event.type for event in events]
+    assert types == [None, None, "training.compiled", None, "training.recompiled", None]
+    assert events[2].data["graphs"] == 4
+    assert events[4].data["graphs"] == 2

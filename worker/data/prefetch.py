@@ -1,0 +1,104 @@
+"""Micro-batches in the order of training, read ahead by a thread while the device computes."""
+
+import threading
+from contextlib import suppress
+from queue import Empty, Full, Queue
+
+import torch
+
+from api_schemas import BatchDivision
+from worker.data.source import Batch, Source
+
+NUM_AHEAD = 4
+"""Micro-batches that wait. Each takes a batch's bytes of pinned host memory on CUDA."""
+_POLL_S = 0.1
+
+
+class Prefetcher:
+    """One data rank's micro-batches of consecutive steps, on its device.
+
+    On CUDA a batch goes from pinned memory to the device without a wait. What the source raises is raised by `take`.
+    """
+
+    def __init__(self, source: Source, batch: BatchDivision, data_rank: int, device: torch.device) -> None:
+        self._source, self._batch, self._data_rank, self._device = source, batch, data_rank, device
+        self._reader: _Reader | None = None
+
+    def take(self, position: int, index: int) -> Batch:
+        """Return micro-batch `index` of the step that begins at `position`.
+
+        Whoever takes them in order gets what the thread has read ahead; any other position starts another thread.
+        """
+        if self._reader is None or self._reader.next_taken != (position, index):
+            self.close()
+            self._reader = _Reader(self._source, self._batch, self._data_rank, (position, index), self._device)
+        return on_device(self._reader.take(), self._device)
+
+    def close(self) -> None:
+        """End the thread and wait for it."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+class _Reader:
+    """The thread, and the queue that it fills from one place on."""
+
+    def __init__(
+        self, source: Source, batch: BatchDivision, data_rank: int, first: tuple[int, int], device: torch.device
+    ) -> None:
+        self._source, self._batch, self._data_rank = source, batch, data_rank
+        self._device = device
+        self._queue: Queue[Batch | Exception] = Queue(NUM_AHEAD)
+        self._closing = threading.Event()
+        self.next_taken = first
+        self._thread = threading.Thread(target=self._read_forever, args=first, name="octet-data", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Batch:
+        found = self._queue.get()
+        if isinstance(found, Exception):
+            raise found
+        self.next_taken = self._after(*self.next_taken)
+        return found
+
+    def close(self) -> None:
+        self._closing.set()
+        with suppress(Empty):  # room for what the thread holds, so that it need not wait to notice
+            self._queue.get_nowait()
+        self._thread.join()
+
+    def _after(self, position: int, index: int) -> tuple[int, int]:
+        if index + 1 < self._batch.num_micro_batches:
+            return position, index + 1
+        return position + self._batch.global_batch_size, 0
+
+    def _read_forever(self, position: int, index: int) -> None:
+        if self._device.type == "cuda":  # a thread begins on the first device, and would pin memory from there
+            torch.cuda.set_device(self._device)
+        while not self._closing.is_set():
+            found: Batch | Exception
+            try:
+                first = self._batch.first_sample(position, self._data_rank, index)
+                found = self._source.train_batch(first, self._batch.micro_batch_size)
+                if self._device.type == "cuda":
+                    found = {name: tensor.pin_memory() for name, tensor in found.items()}
+            except Exception as error:  # noqa: BLE001 - raised again where it is waited for
+                found = error
+            self._put(found)
+            if isinstance(found, Exception):
+                return
+            position, index = self._after(position, index)
+
+    def _put(self, found: Batch | Exception) -> None:
+        while not self._closing.is_set():
+            try:
+                self._queue.put(found, timeout=_POLL_S)
+            except Full:
+                continue
+            return
+
+
+def on_device(samples: Batch, device: torch.device) -> Batch:
+    """Return a batch on a device. From pinned memory the host does not wait for the copy."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in samples.items()}

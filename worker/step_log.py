@@ -1,0 +1,133 @@
+"""The steps of a run on their way to the reports. On an accelerator they are read one reporting interval late.
+
+A step's loss and norm are values that the device still computes when the host has gone on to the next step. The log keeps them
+there. At the end of an interval it adds the losses of all ranks, starts to copy them to the host, and reads what it copied at
+the end of the interval before. With the losses travel what ranks must agree on: whether one of them was told to stop, and the
+length of the next interval. On the CPU there is nothing to wait for: an interval is one step and is read at once.
+"""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import torch
+from torch import Tensor
+
+from worker.mesh import Mesh
+from worker.metrics.readback import HostCopy, Mark
+
+INTERVAL_S = 0.5
+MAX_STEPS = 100
+"""Of one interval."""
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """What the host knows of a step that the device may still compute."""
+
+    step: int
+    learning_rate: float
+    data_wait_s: float
+    began: Mark
+    ended: Mark
+    at: datetime
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step with its numbers. loss: the mean over the global batch, in nats. at: when the host had issued the step."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    step_time_s: float
+    data_wait_s: float
+    at: datetime
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the log has read. num_stopping: ranks that were told to stop."""
+
+    steps: tuple[FinishedStep, ...] = ()
+    num_stopping: int = 0
+
+
+class StepLog:
+    """All ranks use it alike: they add the same steps, and end intervals at the same steps."""
+
+    def __init__(self, mesh: Mesh, *, is_late: bool) -> None:
+        """is_late: read an interval when the next one ends, and not when it ends itself."""
+        self.is_late = is_late
+        self.num_steps = 1
+        """The length of the interval that is open."""
+        self._mesh = mesh
+        self._open: list[tuple[TakenStep, Tensor, Tensor]] = []
+        self._under_way: list[tuple[list[TakenStep], HostCopy]] = []
+        self._proposed_num_steps = 1.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the open interval is complete."""
+        return len(self._open) >= self.num_steps
+
+    def add(self, step: TakenStep, rank_loss: Tensor, gradient_norm: Tensor) -> None:
+        """Add a step. rank_loss: this rank's mean loss, (). gradient_norm: over all ranks, ()."""
+        self._open.append((step, rank_loss, gradient_norm))
+
+    def end_interval(self, *, wants_to_stop: bool) -> Reading:
+        """End the open interval. Returns what was read: the interval before, or, unless the log is late, this one."""
+        self._send(wants_to_stop)
+        return self._read(num_kept=1 if self.is_late else 0)
+
+    def flush(self, *, wants_to_stop: bool = False) -> Reading:
+        """Read all steps that were added, and wait for those that the device still computes."""
+        if self._open:
+            self._send(wants_to_stop)
+        return self._read(num_kept=0)
+
+    @torch.no_grad()
+    def _send(self, wants_to_stop: bool) -> None:
+        steps = [step for step, _, _ in self._open]
+        losses = torch.stack([loss for _, loss, _ in self._open]).double()
+        norms = torch.stack([norm for _, _, norm in self._open]).double().to(losses.device)
+        if not self._mesh.owns_loss:
+            losses.zero_()
+        proposal = self._proposed_num_steps if self._mesh.world.is_first else 0.0
+        agreed = torch.tensor([float(wants_to_stop), proposal], dtype=torch.float64, pin_memory=losses.is_cuda)
+        summed = self._mesh.world.sum_(torch.cat((losses, agreed.to(losses.device, non_blocking=True))))
+        self._under_way.append((steps, HostCopy(torch.cat((summed, norms)))))
+        self._open = []
+
+    def _read(self, num_kept: int) -> Reading:
+        """Read all that is under way but the last `num_kept` intervals."""
+        found: list[FinishedStep] = []
+        num_stopping = 0
+        while len(self._under_way) > num_kept:
+            steps, copy = self._under_way.pop(0)
+            numbers = copy.read()
+            losses, (stopping, proposal), norms = numbers[: len(steps)], numbers[len(steps) :][:2], numbers[len(steps) + 2 :]
+            num_stopping += round(stopping)
+            if self.is_late:
+                self.num_steps = max(1, min(MAX_STEPS, round(proposal)))
+            found += [
+                FinishedStep(
+                    step=step.step,
+                    loss=loss / self._mesh.data.size,
+                    gradient_norm=norm,
+                    learning_rate=step.learning_rate,
+                    step_time_s=step.began.seconds_until(step.ended),
+                    data_wait_s=step.data_wait_s,
+                    at=step.at,
+                )
+                for step, loss, norm in zip(steps, losses, norms, strict=True)
+            ]
+        if found:
+            mean_s = sum(step.step_time_s for step in found) / len(found)
+            self._proposed_num_steps = INTERVAL_S / max(mean_s, INTERVAL_S / MAX_STEPS)
+        return Reading(tuple(found), num_stopping)
+
+
+def now() -> datetime:
+    """The time of a report."""
+    return datetime.now(UTC)
