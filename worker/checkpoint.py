@@ -103,7 +103,8 @@ def _write_together(
 
 def _write_whole(unfinished: Path, document: str, whole: dict[str, Tensor]) -> dict[str, _File]:
     unfinished.mkdir(parents=True, exist_ok=True)
-    save_file(whole, unfinished / _TENSORS)
+    copies = {path: tensor.detach().contiguous().cpu().clone() for path, tensor in whole.items()}  # none shares its memory
+    save_file(copies, unfinished / _TENSORS)
     (unfinished / _STATE).write_text(document)
     return {name: _finish(unfinished / name) for name in (_TENSORS, _STATE)}
 
@@ -196,7 +197,7 @@ def _take_tensors(value: Any, whole: dict[str, Tensor], pieces: dict[str, Tensor
     if isinstance(value, TensorInPieces) and 0 in value.shape:
         value = value.own.view(value.shape)
     if isinstance(value, Tensor):
-        whole[path] = value.detach().contiguous().cpu().clone()
+        whole[path] = value
         return {"tensor": path}
     if isinstance(value, TensorInPieces):
         pieces[path] = value
@@ -220,19 +221,21 @@ class _SavedTensors:
 
     def join(self, name: str, shape: list[int], places: list[list[int]]) -> Tensor:
         """Put the pieces of a tensor together, on the host. Raises BadCheckpoint if one is missing."""
-        num_entries, parts = 0, []
+        num_entries = 0
+        parts: list[Tensor] = []
         for rank, first, length in sorted(places, key=lambda place: place[1]):
             part = self._file(rank).get_tensor(name)
             if first != num_entries or part.numel() != length:
                 break
-            num_entries, parts = first + length, [*parts, part]
+            num_entries += length
+            parts.append(part)
         if not parts or num_entries != torch.Size(shape).numel():
             raise BadCheckpoint(f"{self.folder.name}: the pieces of {name} are not the whole tensor, {tuple(shape)}")
         return torch.cat(parts).view(shape)
 
     def _file(self, rank: int) -> Any:
         if rank not in self._files:
-            self._files[rank] = safe_open(self.folder / _rank_file(rank), "pt")  # type: ignore[no-untyped-call]
+            self._files[rank] = safe_open(self.folder / _rank_file(rank), "pt")
         return self._files[rank]
 
 

@@ -92,7 +92,7 @@ class ShardedStates:
             optimizer = self.optimizer.state_dict()
         finally:
             self._keep_pieces(False)
-        places = {
+        places: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index) for bucket in self.gradients.buckets for index, parameter in enumerate(bucket.parameters)
         }
         for name, held in model.items():

@@ -83,6 +83,7 @@ def refusals() -> dict[str, str]:
         "ddp": message(lambda: DistributedDataParallel(codes)),
         "fsdp2": message(lambda: fully_shard(codes)),
         "ddp of values": message(lambda: DistributedDataParallel(values)),
+        "dtype": message(lambda: parallelize(*make("O2"), wide_communication="fp16")),
         "stage": message(lambda: parallelize(*make("O2"), zero_stage=3)),
         "optimizer": message(lambda: parallelize(nn.Linear(2, 2), sgd, zero_stage=1)),
     }
@@ -168,6 +169,7 @@ def test_what_is_not_built_is_refused(results: list[Result]) -> None:
     said = results[0]["refusals"]
     assert "zero_stage is 3; allowed: 0, 1, 2" in said["stage"]
     assert "the optimizer a SGD" in said["optimizer"]
+    assert "wide_communication is 'fp16'; allowed: fp32, bf16" in said["dtype"]
 
 
 def test_a_single_process_needs_no_group() -> None:
