@@ -11,6 +11,9 @@ LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-
 LabelKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./-]{0,61}[a-z0-9])?$")]
 
 
+WideDtype = Literal["fp32", "bf16"]
+
+
 class ResourceSpec(Contract):
     """`workers` ranks in one pool. They start together or not at all, and each takes one slot."""
 
@@ -21,7 +24,13 @@ class ResourceSpec(Contract):
 class ParallelismSpec(Contract):
     """How the ranks share the work. Today all ranks are data parallel, so a field with one allowed value is for later."""
 
-    zero_stage: Literal[0, 1] = Field(default=0, description="1: ranks hold shares of optimizer states and master weights")
+    zero_stage: Literal[0, 1, 2] = Field(
+        default=0, description="1: ranks hold shares of optimizer states and master weights; 2: and of accumulated gradients"
+    )
+    wide_communication: WideDtype = Field(
+        default="fp32",
+        description="dtype in which gradients travel that are not in FP8; bf16 rounds each rank's once, for half the bytes",
+    )
     tensor: Literal[1] = 1
     pipeline: Literal[1] = 1
     sequence: Literal[False] = False

@@ -19,6 +19,7 @@ from api_schemas import (
     misfit,
     tokens_per_sample,
 )
+from api_schemas.resources import WideDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class TrainConfig:
     env: RankEnv
     layout: Layout
     zero_stage: int
+    wide_communication: WideDtype
     batch: BatchDivision
     steps: int
     sequence_length: int
@@ -105,6 +107,7 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
         env=env,
         layout=layout,
         zero_stage=spec.parallelism.zero_stage,
+        wide_communication=spec.parallelism.wide_communication,
         batch=spec.batch,
         steps=training.steps,
         sequence_length=tokens_per_sample(sizes.takes, training.sequence_length),

@@ -23,6 +23,7 @@ def resume(
 ) -> None:
     """Load the state dicts of a model and its optimizer into a model of the same network at this level or another.
 
+    The state dicts are those of whole tensors; ranks that hold pieces (ZeRO) call this together, and each keeps its own.
     Steps, learning rates and the seed of rounding are those of the checkpoint. What delayed scaling remembers, and which layers
     were demoted, is kept where the new level has it too. Raises ValueError for the states of another optimizer rule.
     """
@@ -43,6 +44,8 @@ def _tensors_by_name(state: dict[str, Any]) -> dict[str, torch.dtype]:
 def _names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer, saved_optimizer: dict[str, Any]) -> dict[str, int]:
     """The key of each parameter's states, by the parameter's name; groups list their parameters in the same order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})  # held instead of parameters under ZeRO
+    names |= {id(piece): names[id(parameter)] for parameter, piece in pieces.items()}
     return {
         names[id(parameter)]: key
         for group, saved_group in zip(optimizer.param_groups, saved_optimizer["param_groups"], strict=True)

@@ -47,7 +47,7 @@ from worker.models import Losses, TrainedModel, build_model
 from worker.models.flops import flops_per_token
 from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
-from worker.parallel import Parallel, broadcast_parameters
+from worker.parallel import WIDE_DTYPES, Parallel, broadcast_parameters
 from worker.prepare import prepare, share_rounding
 from worker.progress import Progress
 from worker.reporting.reporter import Reporter
@@ -225,19 +225,20 @@ class Trainer:
         return means
 
     def save(self) -> None:
-        """Write a checkpoint from the rank that reports. The other ranks hold the same state, or their shares of it."""
+        """Write a checkpoint: each rank what it alone holds, and the rank that reports what all ranks hold."""
         self._report(self.log.flush())
+        model, optimizer = self.parallel.state_dicts()
         state = {
             "job": trained_job(self.config),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": model,
+            "optimizer": optimizer,
             "progress": asdict(self.progress),
             "step_times_s": list(self.step_times_s),
             "random": checkpoint.random_state(),
         }
-        if not self.mesh.reports:
+        saved = checkpoint.save(self.folder, self.progress.step, state, self.mesh.world)
+        if saved is None:
             return
-        saved = checkpoint.save(self.folder, self.progress.step, state)
         last_loss = self.progress.recent_losses[-1] if self.progress.recent_losses else None
         self._tell(CheckpointReport(step=self.progress.step, loss=last_loss, **asdict(saved)))
 
@@ -254,7 +255,8 @@ class Trainer:
         checkpoint_blocks(self.model, config.activation_checkpointing)
         compiles = config.compile == "on" or (config.compile == "auto" and self.mesh.device.type == "cuda")
         self.compiling = CompileWatch() if compiles and compile_blocks(self.model) else None
-        self.parallel = Parallel(self.model, self.optimizer, self.mesh.data, self.mesh.stage, zero_stage=config.zero_stage)
+        data, stage, wide_dtype = self.mesh.data, self.mesh.stage, WIDE_DTYPES[config.wide_communication]
+        self.parallel = Parallel(self.model, self.optimizer, data, stage, zero_stage=config.zero_stage, wide_dtype=wide_dtype)
 
     def _loss(self, samples: Batch) -> Losses:
         losses: Losses = self.model.loss(samples)  # type: ignore[operator]
@@ -262,10 +264,9 @@ class Trainer:
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:
-            try:
-                state: dict[str, Any] = checkpoint.load(self.folder, ref)
-            except checkpoint.BadCheckpoint as error:
-                message = f"{error}; trying the previous checkpoint"
+            state, reason = self._read(ref)
+            if state is None:
+                message = f"{reason}; trying the previous checkpoint"
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
             resume(self.model, self.optimizer, state["model"], state["optimizer"])
@@ -273,6 +274,18 @@ class Trainer:
             self.step_times_s.extend(state["step_times_s"])
             checkpoint.set_random_state(state["random"])
             return
+
+    def _read(self, ref: CheckpointRef) -> tuple[dict[str, Any] | None, str]:
+        """Read a checkpoint on all ranks, or on none: the state, or None and a reason."""
+        state, reason = None, ""
+        try:
+            state = checkpoint.load(self.folder, ref)
+        except checkpoint.BadCheckpoint as error:
+            reason = str(error)
+        [num_failed] = self.mesh.world.sum(float(state is None))
+        if not num_failed:
+            return state, ""
+        return None, reason or f"{ref.name} cannot be read by {int(num_failed)} of {self.mesh.world.size} ranks"
 
     def _report_start(self) -> None:
         self.metrics.observe_memory(self.progress.memory_bytes)

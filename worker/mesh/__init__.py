@@ -3,5 +3,6 @@
 from worker.mesh.axis import Axis
 from worker.mesh.mesh import Mesh
 from worker.mesh.pending import Pending
+from worker.mesh.pieces import TensorInPieces
 
-__all__ = ["Axis", "Mesh", "Pending"]
+__all__ = ["Axis", "Mesh", "Pending", "TensorInPieces"]

@@ -126,6 +126,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 self._update(parameter, group)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as torch does; where this holds pieces, also those that wait in the model for an exchange."""
+        super().zero_grad(set_to_none)
+        for parameter in self.pieces:
+            parameter.grad = None
+
     @property
     def own_residuals(self) -> dict[Tensor, Tensor]:
         """The residuals of pieces that no layer holds as a whole, by piece."""

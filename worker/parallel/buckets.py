@@ -1,10 +1,11 @@
 """Parameters whose gradients travel together, and how their means are computed.
 
 Each rank receives its share of the bucket from all ranks, adds in the order of the ranks in fp32, and divides. FP8 gradients
-travel as codes, and their mean is rounded once; the others travel in fp32. Then either the means are gathered, so that every
-rank has the whole gradients, or each rank keeps the pieces that it owns (ZeRO). Results are the same, bit for bit, however
-parameters are divided into buckets. A parameter without a gradient counts as zeros if another rank has one; without one on any
-rank it stays without.
+travel as codes, and their mean is rounded once; the others travel in fp32, or in bf16. Then either the means are gathered, so
+that every rank has the whole gradients, or each rank keeps the pieces that it owns (ZeRO). Pieces may add the means of several
+backward passes, in fp32; the last one's sum is what is rounded. Results are the same, bit for bit, however parameters are
+divided into buckets. A parameter without a gradient counts as zeros if another rank has one; without one on any rank it stays
+without.
 
 Shape suffixes: R ranks, S elements of one rank's share, G parameters of the bucket.
 """
@@ -19,11 +20,14 @@ from worker import kernels
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.kernels.formats import E4M3
 from worker.mesh import Axis
-from worker.parallel.layout import BucketLayout
+from worker.parallel.layout import BucketLayout, Piece
 
 
 class Bucket(ABC):
-    """Parameters whose gradients travel together. `average` runs once for each exchange."""
+    """Parameters whose gradients travel together. `average` runs once for each exchange.
+
+    holds_sums: the pieces' gradients are sums over the step's earlier backward passes.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
         self.parameters, self.axis = parameters, axis
@@ -33,10 +37,14 @@ class Bucket(ABC):
         """What receives the means of this rank's share, by whole parameter. None: every rank receives all means."""
         self.missing = set(parameters)
         """Parameters whose gradients have not arrived since the last exchange."""
+        self.holds_sums = False
 
     @abstractmethod
-    def average(self) -> Iterator[None]:
-        """Replace the gradients by their means. Each `yield` leaves a collective under way."""
+    def average(self, *, is_last: bool = True) -> Iterator[None]:
+        """Replace the gradients by their means. Each `yield` leaves a collective under way.
+
+        is_last: of a step; the means of an earlier backward pass, which only a bucket of pieces takes, are added up.
+        """
 
     def _take_gradients(self) -> list[Tensor | None]:
         """The gradients; in a bucket of pieces, the parameters no longer hold them."""
@@ -45,6 +53,18 @@ class Bucket(ABC):
             for parameter in self.parameters:
                 parameter.grad = None
         return gradients
+
+    def _sum_before(self, piece: Piece) -> Tensor | None:
+        """The sum of the step's earlier means of a piece."""
+        return self._owned(piece).grad if self.holds_sums else None
+
+    def _keep(self, piece: Piece, gradient: Tensor | None) -> None:
+        """Let the owned piece have its gradient; without one, not the one of a step before."""
+        self._owned(piece).grad = gradient
+
+    def _owned(self, piece: Piece) -> nn.Parameter:
+        assert self.pieces is not None
+        return self.pieces[self.parameters[piece.index]]
 
     def _is_used(self, gradients: Sequence[Tensor | None], marks_RG: Tensor) -> list[bool]:
         """Whether any rank has a gradient of each parameter. marks_RG: 0 where one has none. Waits only if some are missing."""
@@ -66,7 +86,7 @@ class CodesBucket(Bucket):
         super().__init__(parameters, axis)
         self.positions = positions
 
-    def average(self) -> Iterator[None]:
+    def average(self, *, is_last: bool = True) -> Iterator[None]:
         gradients = [
             Float8Gradient.quantize(gradient, position)
             if gradient is not None and not isinstance(gradient, Float8Gradient)
@@ -78,7 +98,13 @@ class CodesBucket(Bucket):
         del sent_RS
         yield
         received_RS, scales_RG = exchange.wait(), scales.wait()
+        is_used = self._is_used(gradients, scales_RG)
         means = [kernels.mean_of_shards(received_RS[:, piece.in_share], scales_RG[:, piece.index]) for piece in self.own]
+        if self.pieces is not None:
+            means = [self._add(piece, *mean) for piece, mean in zip(self.own, means, strict=True)]
+            if not is_last:
+                self._keep_sums([mean for mean, _ in means], is_used)
+                return
         amaxes_G = torch.zeros_like(scales_G)
         for piece, (_, amax) in zip(self.own, means, strict=True):
             amaxes_G[piece.index] = amax
@@ -88,9 +114,8 @@ class CodesBucket(Bucket):
             kernels.quantize(mean, E4M3.dtype, amax=amaxes_G[piece.index])[0]
             for piece, (mean, _) in zip(self.own, means, strict=True)
         ]
-        is_used = self._is_used(gradients, scales_RG)
         if self.pieces is not None:
-            self._keep_pieces(own_codes, new_scales_G, is_used)
+            self._keep_codes(own_codes, new_scales_G, is_used)
             return
         share_S = torch.zeros(self.layout.share_size, dtype=torch.uint8, device=received_RS.device)
         for piece, codes in zip(self.own, own_codes, strict=True):
@@ -115,21 +140,40 @@ class CodesBucket(Bucket):
                 scales[index] = gradient.dequant_scale.reshape(())
         return sent.view(self.layout.num_ranks, -1), torch.stack(scales)
 
-    def _keep_pieces(self, own_codes: Sequence[Tensor], scales_G: Tensor, is_used: Sequence[bool]) -> None:
-        assert self.pieces is not None
+    def _add(self, piece: Piece, mean: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of a step's means so far, and its amax."""
+        before = self._sum_before(piece)
+        if before is None:
+            return mean, amax
+        mean = mean.add_(before)
+        return mean, kernels.compute_amax(mean)
+
+    def _keep_sums(self, sums: Sequence[Tensor], is_used: Sequence[bool]) -> None:
+        for piece, total in zip(self.own, sums, strict=True):
+            has_sum = is_used[piece.index] or self._sum_before(piece) is not None
+            self._keep(piece, total if has_sum else None)
+        self.holds_sums = True
+
+    def _keep_codes(self, own_codes: Sequence[Tensor], scales_G: Tensor, is_used: Sequence[bool]) -> None:
         for piece, codes in zip(self.own, own_codes, strict=True):
-            if is_used[piece.index]:
-                mean = Float8Gradient(codes, scales_G[piece.index].clone(), self.positions[piece.index])
-                self.pieces[self.parameters[piece.index]].grad = mean
+            has_mean = is_used[piece.index] or self._sum_before(piece) is not None
+            mean = Float8Gradient(codes, scales_G[piece.index].clone(), self.positions[piece.index])
+            self._keep(piece, mean if has_mean else None)
+        self.holds_sums = False
 
 
 class WideBucket(Bucket):
-    """Plain gradients: they travel in fp32, whatever their dtype."""
+    """Plain gradients: they travel in one dtype, whatever their own, and are added in fp32."""
 
-    def average(self) -> Iterator[None]:
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, sent_dtype: torch.dtype = torch.float32) -> None:
+        """sent_dtype: bf16 sends half the bytes; each rank's gradient is rounded once, and so is a mean that is gathered."""
+        super().__init__(parameters, axis)
+        self.sent_dtype = sent_dtype
+
+    def average(self, *, is_last: bool = True) -> Iterator[None]:
         gradients = self._take_gradients()
         device = self.parameters[0].device
-        sent = torch.zeros(self.layout.num_ranks * self.layout.share_size, device=device)
+        sent = torch.zeros(self.layout.num_ranks * self.layout.share_size, dtype=self.sent_dtype, device=device)
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._whole(sent, index).copy_(gradient)
@@ -139,18 +183,17 @@ class WideBucket(Bucket):
         del sent
         yield
         received_RS = exchange.wait()
-        mean_S = received_RS[0].clone()
+        mean_S = received_RS[0].to(torch.float32, copy=True)
         for rank in range(1, self.axis.size):
             mean_S += received_RS[rank]
         mean_S /= self.axis.size
         is_used = self._is_used(gradients, marks.wait())
         if self.pieces is not None:
             for piece in self.own:
-                if is_used[piece.index]:
-                    owned = self.pieces[self.parameters[piece.index]]
-                    owned.grad = mean_S[piece.in_share].to(gradient_dtype(owned))
+                self._keep(piece, self._added(piece, mean_S[piece.in_share], is_used[piece.index]))
+            self.holds_sums = not is_last
             return
-        gather = self.axis.start_gather(mean_S)
+        gather = self.axis.start_gather(mean_S.to(self.sent_dtype))
         del received_RS
         yield
         flat = gather.wait().view(-1)
@@ -158,6 +201,13 @@ class WideBucket(Bucket):
             if is_used[index]:
                 mean = self._whole(flat, index).to(gradient_dtype(parameter))
                 parameter.grad = _written(gradients[index], mean)
+
+    def _added(self, piece: Piece, mean: Tensor, is_used: bool) -> Tensor | None:
+        """The sum of a step's means so far, in the dtype of the gradient; None if no rank has had a gradient."""
+        before = self._sum_before(piece)
+        if before is not None:
+            mean = mean + before
+        return mean.to(gradient_dtype(self._owned(piece))) if is_used or before is not None else None
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:

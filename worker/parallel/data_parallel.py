@@ -1,11 +1,11 @@
 """Data parallel: every rank holds the whole model, and gradients become their means while the backward pass still computes.
 
 A bucket of gradients is exchanged as soon as the last of them has arrived. All ranks launch the buckets in one order, whatever
-arrives first: the reverse of the order in which the model names its parameters. A bucket that lacks a gradient waits for
-`finish`, and so do those after it.
+arrives first: the reverse of the order in which the model names its parameters. A bucket that lacks a gradient waits for the
+end of the backward pass, or for `finish`, and so do those after it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,18 +25,27 @@ _DONE = object()
 class GradientBuckets:
     """All gradients of a model, exchanged over an axis as they arrive. On an axis of one rank nothing happens."""
 
-    def __init__(self, model: nn.Module, axis: Axis, *, max_elements: int = MAX_ELEMENTS) -> None:
-        """The trainable parameters are those of this moment. max_elements: of a bucket with several parameters."""
+    def __init__(
+        self, model: nn.Module, axis: Axis, *, max_elements: int = MAX_ELEMENTS, wide_dtype: torch.dtype = torch.float32
+    ) -> None:
+        """The trainable parameters are those of this moment. max_elements: of a bucket with several parameters.
+
+        wide_dtype: in which gradients travel that are not in FP8.
+        """
         self.model, self.axis = model, axis
-        self.buckets = _make_buckets(model, axis, max_elements)
+        self.buckets = _make_buckets(model, axis, max_elements, wide_dtype)
         self.syncs = True
         """Whether gradients that arrive are exchanged."""
         self.finishes_itself = False
         """Whether a backward pass that exchanges gradients also finishes, before `backward` returns."""
         self.is_finished = False
         """Whether `finish` was called; for whoever sets it back."""
+        self.after_finish: Callable[[], None] | None = None
+        self.reduces_each_pass = False
+        """Whether inside `no_sync`, too, gradients are exchanged, and added up by the owners of their pieces (ZeRO 2)."""
         self._home: dict[Tensor, Bucket] = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._has_arrivals = False
+        self._num_passes = 0
         self._num_launched = 0
         self._under_way: list[Iterator[None]] = []
         if axis.size > 1:
@@ -45,12 +54,19 @@ class GradientBuckets:
 
     @contextmanager
     def no_sync(self, is_on: bool = True) -> Iterator[None]:
-        """Inside, gradients accumulate on their rank: for all micro-batches of a step but the last. Not if is_on is false."""
+        """Inside, gradients accumulate on their rank: for all micro-batches of a step but the last. Not if is_on is false.
+
+        Under ZeRO 2 the owners of pieces accumulate: each backward pass inside is an exchange. All ranks have as many; one that
+        has no gradient enters and leaves for itself.
+        """
         before, self.syncs = self.syncs, self.syncs and not is_on
+        num_passes = self._num_passes
         try:
             yield
         finally:
             self.syncs = before
+        if is_on and before and self.reduces_each_pass and self._num_passes == num_passes:
+            self._end_pass(is_last=False)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -66,22 +82,40 @@ class GradientBuckets:
                     f"parameter {name!r} has a gradient and was frozen when the model was made parallel; allowed: parameters "
                     "that required gradients then. Unfreeze it before, and freeze it afterwards."
                 )
+        self._end_pass(is_last=True)
+        self.is_finished = True
+        if self.after_finish is not None:
+            self.after_finish()
+
+    @torch.no_grad()
+    def _end_pass(self, *, is_last: bool) -> None:
+        """Exchange what has not been exchanged of a backward pass, and wait for all of it."""
+        if self.axis.size == 1:
+            return
         while self._num_launched < len(self.buckets):
-            self._launch()
+            self._launch(is_last=is_last)
         while self._under_way:
             self._advance()
         self._num_launched = 0
-        self._has_arrivals, self.is_finished = False, True
+        self._has_arrivals = False
+        self._num_passes += 1
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
 
+    def _end_backward(self) -> None:
+        if self.syncs:
+            self.finish()
+        else:
+            self._end_pass(is_last=False)
+
     @torch.no_grad()
     def _arrive(self, parameter: Tensor) -> None:
-        if not self.syncs or parameter.grad is None:  # a compiled graph calls hooks once more, without a gradient
+        is_exchanged = self.syncs or self.reduces_each_pass
+        if not is_exchanged or parameter.grad is None:  # a compiled graph calls hooks once more, without a gradient
             return
         bucket = self._home[parameter]
-        if self.finishes_itself and not self._has_arrivals:
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if not self._has_arrivals and (self.finishes_itself or not self.syncs):
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._has_arrivals = True
         if self.buckets.index(bucket) < self._num_launched:
             raise RuntimeError(
@@ -95,17 +129,17 @@ class GradientBuckets:
             and self.finishes_itself
         ):
             raise RuntimeError(
-                f"a second exchange of the gradient of shape {tuple(parameter.shape)} came before optimizer.step(); allowed at "
-                "zero_stage 1: one. Use no_sync for all micro-batches but the last, or optimizer.zero_grad() to drop the first."
+                f"a second exchange of the gradient of shape {tuple(parameter.shape)} came before optimizer.step(); allowed "
+                "under ZeRO: one. Use no_sync for all micro-batches but the last, or optimizer.zero_grad() to drop the first."
             )
         bucket.missing.discard(parameter)
         while self._num_launched < len(self.buckets) and not self.buckets[self._num_launched].missing:
-            self._launch()
+            self._launch(is_last=self.syncs)
 
-    def _launch(self) -> None:
+    def _launch(self, *, is_last: bool) -> None:
         """Start the next bucket's exchange. What is under way goes one collective further, in one order on all ranks."""
         self._advance()
-        average = self.buckets[self._num_launched].average()
+        average = self.buckets[self._num_launched].average(is_last=is_last)
         next(average)
         self._under_way.append(average)
         self._num_launched += 1
@@ -136,7 +170,7 @@ def broadcast_parameters(model: nn.Module, axis: Axis) -> None:
         axis.broadcast_(tensor)
 
 
-def _make_buckets(model: nn.Module, axis: Axis, max_elements: int) -> list[Bucket]:
+def _make_buckets(model: nn.Module, axis: Axis, max_elements: int, wide_dtype: torch.dtype) -> list[Bucket]:
     """Buckets of parameters that are stored alike, in the order in which a backward pass is expected to fill them."""
     positions = {
         layer.weight: layer.gradient_position
@@ -155,5 +189,5 @@ def _make_buckets(model: nn.Module, axis: Axis, max_elements: int) -> list[Bucke
             if is_in_codes:
                 buckets.append(CodesBucket(held, axis, [positions[parameter] for parameter in held]))
             else:
-                buckets.append(WideBucket(held, axis))
+                buckets.append(WideBucket(held, axis, wide_dtype))
     return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])

@@ -21,13 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from api_schemas.resources import WideDtype
 from worker.mesh import Axis
 from worker.optim import LowBitOptimizer, clip_grad_norm_
+from worker.parallel.buckets import gradient_dtype
 from worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets, broadcast_parameters
+from worker.parallel.divided import DividedGradient
 from worker.parallel.scaling import share_scaling
 from worker.parallel.zero import ShardedStates
 
-ZERO_STAGES = (0, 1)
+ZERO_STAGES = (0, 1, 2)
+WIDE_DTYPES: dict[WideDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Parallel:
@@ -41,30 +45,37 @@ class Parallel:
         stage: Axis,
         *,
         zero_stage: int = 0,
+        wide_dtype: torch.dtype = torch.float32,
         max_elements: int = MAX_ELEMENTS,
     ) -> None:
-        """data: ranks that train on different samples. stage: ranks that agree on FP8 scaling. max_elements: of a bucket.
+        """data: ranks that train on different samples. stage: ranks that agree on FP8 scaling.
+
+        wide_dtype: in which gradients travel that are not in FP8. max_elements: of a bucket.
 
         Raises ValueError for a stage that is not built, and for an optimizer or a parameter that cannot be sharded.
         """
         if zero_stage not in ZERO_STAGES:
             raise ValueError(
-                f"zero_stage is {zero_stage}; allowed: {' or '.join(map(str, ZERO_STAGES))}. Stages 2 and 3 are not built; "
-                "stage 1 shards optimizer states and master weights."
+                f"zero_stage is {zero_stage}; allowed: {', '.join(map(str, ZERO_STAGES))}. Stage 3 is not built; stage 2 "
+                "shards gradients, optimizer states and master weights."
             )
         self.model, self.optimizer, self.data, self.stage = model, optimizer, data, stage
-        self.gradients = GradientBuckets(model, data, max_elements=max_elements)
+        self.gradients = GradientBuckets(model, data, max_elements=max_elements, wide_dtype=wide_dtype)
         self._sharded: ShardedStates | None = None
         if zero_stage and data.size > 1:
             if not isinstance(optimizer, LowBitOptimizer):
                 raise ValueError(
-                    f"zero_stage is {zero_stage} and the optimizer a {type(optimizer).__name__}; allowed: those of which "
-                    "initialize makes its own, AdamW, Adam and Lion. Use one of these, or zero_stage=0."
+                    f"zero_stage is {zero_stage} and the optimizer a {type(optimizer).__name__}; allowed: AdamW, Adam "
+                    "and Lion after initialize. Use one of these, or zero_stage=0."
                 )
             self._sharded = ShardedStates(optimizer, self.gradients)
+            self.gradients.reduces_each_pass = zero_stage >= 2
 
     def no_sync(self, is_on: bool = True) -> AbstractContextManager[None]:
-        """Inside, gradients accumulate on their rank: for all micro-batches of a step but the last. Not if is_on is false."""
+        """Inside, gradients accumulate: for all micro-batches of a step but the last. Not if is_on is false.
+
+        Each rank accumulates its own; at stage 2 the owners of pieces do, and each backward pass inside is an exchange.
+        """
         return self.gradients.no_sync(is_on)
 
     def synchronize(self) -> None:
@@ -83,15 +94,27 @@ class Parallel:
         if self._sharded is not None:
             self._sharded.publish()
 
+    def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state dicts of model and optimizer for `worker.checkpoint.save`. All ranks call it together.
+
+        Under ZeRO each rank has its own piece of weights and states, a `TensorInPieces`.
+        """
+        if self._sharded is not None:
+            return self._sharded.state_dicts_in_pieces()
+        return self.model.state_dict(), self.optimizer.state_dict()
+
 
 class OwnLoop(Parallel):
     """`Parallel` for a loop that only calls `backward` and `optimizer.step`: all else happens in hooks."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, axis: Axis, zero_stage: int) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, axis: Axis, zero_stage: int, wide_dtype: torch.dtype
+    ) -> None:
         broadcast_parameters(model, axis)
         _broadcast_masters(optimizer, axis)
-        super().__init__(model, optimizer, axis, axis, zero_stage=zero_stage)
+        super().__init__(model, optimizer, axis, axis, zero_stage=zero_stage, wide_dtype=wide_dtype)
         self.gradients.finishes_itself = True
+        self.gradients.after_finish = self._mark_divided
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -106,7 +129,15 @@ class OwnLoop(Parallel):
 
     def _after_step(self, *_step: Any) -> None:
         self.gradients.is_finished = False
+        for parameter in self.model.parameters():
+            if isinstance(parameter.grad, DividedGradient):
+                parameter.grad = None
         self.publish()
+
+    def _mark_divided(self) -> None:
+        """Give the parameters whose gradients are pieces a gradient that says so, where None would be taken for none."""
+        for parameter in getattr(self.optimizer, "pieces", {}):
+            parameter.grad = DividedGradient(parameter.shape, gradient_dtype(parameter), parameter.device)
 
     def _finish(self) -> None:
         """Take part in the exchange on a rank where no gradient has arrived."""
@@ -115,19 +146,30 @@ class OwnLoop(Parallel):
 
 
 def parallelize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, zero_stage: int = 0, group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    zero_stage: int = 0,
+    wide_communication: WideDtype = "fp32",
+    group: dist.ProcessGroup | None = None,
 ) -> Parallel:
     """Train a model, converted by `initialize` or not, on all ranks of a process group; all ranks call it together.
 
     Call it after `initialize`, with the model on its device; the ranks then start from the first rank's parameters. After a
     backward pass outside `no_sync`, gradients are means over the ranks.
 
-    zero_stage: 1 shards optimizer states, master weights and residuals. Gradients are then those of pieces: clip by
-    `Parallel.clip_grad_norm_`; all ranks call `state_dict` and `load_state_dict`, of model and optimizer, together.
+    zero_stage: 1 shards optimizer states, master weights, residuals and the means of gradients; 2 also gradients that
+    accumulate over micro-batches. Clip then by `Parallel.clip_grad_norm_`: torch's function is refused for the model's
+    parameters, and sees only this rank's pieces in the optimizer's groups. All ranks call `state_dict` and `load_state_dict`,
+    of model and optimizer, together.
+    wide_communication: dtype in which gradients travel that are not in FP8; bf16 rounds each rank's once, for half the bytes.
     group: by default all ranks of the world; a single process needs none.
-    Raises ValueError without a process group under torchrun, for a stage that is not built, and for an optimizer that cannot be
-    sharded.
+    Raises ValueError without a process group under torchrun, for a stage that is not built, for an optimizer that cannot be
+    sharded, and for another dtype.
     """
+    if wide_communication not in WIDE_DTYPES:
+        allowed = ", ".join(WIDE_DTYPES)
+        raise ValueError(f"wide_communication is {wide_communication!r}; allowed: {allowed}. Use one of these.")
     is_ready = dist.is_available() and dist.is_initialized()
     if not is_ready and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -136,7 +178,7 @@ def parallelize(
         )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if is_ready else (1, 0)
-    return OwnLoop(model, optimizer, Axis("data", size, rank, device, group), zero_stage)
+    return OwnLoop(model, optimizer, Axis("data", size, rank, device, group), zero_stage, WIDE_DTYPES[wide_communication])
 
 
 def _broadcast_masters(optimizer: torch.optim.Optimizer, axis: Axis) -> None:

@@ -4,15 +4,14 @@ A layer that reads its residual, because it multiplies in bf16 or with scales of
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
-
-import torch
-from torch import Tensor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NoReturn
 
 from worker.fp8.linear import Fallback, Float8Linear
+from worker.mesh import TensorInPieces
 from worker.optim import QuantizedWeight
 from worker.parallel.buckets import Bucket
+from worker.parallel.entries import in_pieces, join
 
 
 class ShardedResidual:
@@ -21,7 +20,16 @@ class ShardedResidual:
     def __init__(self, weight: QuantizedWeight, bucket: Bucket, index: int) -> None:
         """weight: this rank's piece, maybe of no elements. index: the parameter's, in the bucket."""
         self.weight, self.bucket, self.index = weight, bucket, index
+        self.stays_in_pieces = False
+        """Whether state dicts leave the residual out; for whoever writes pieces and sets it back."""
         self._divide()
+
+    def in_pieces(self) -> TensorInPieces | None:
+        """This rank's piece for a checkpoint; None where the layer holds the whole, or there is no residual."""
+        layer, own = self._layer, self.weight.own_residual
+        if layer is None or own is None or layer.whole_residual is None:
+            return None
+        return in_pieces(self.bucket, self.index, own, 1, tuple(layer.weight.shape))
 
     def follow_layer(self) -> None:
         """Put the residual together for good if the layer reads it by now: it was demoted. All ranks call it together."""
@@ -71,22 +79,11 @@ class _Whole:
     def __init__(self, residual: ShardedResidual) -> None:
         self._residual = residual
 
-    def __call__(self) -> Any:
-        return self._residual.whole()
+    def __call__(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._residual.stays_in_pieces else self._residual.whole()
 
     def __reduce__(self) -> NoReturn:
         raise ValueError(
             "the residuals of this model's weights are divided over the ranks (zero_stage=1); allowed: copies of models "
             "that hold them. Load state_dict(), called by all ranks together, into a new model."
         )
-
-
-def join(bucket: Bucket, index: int, own: Tensor, elements_per_entry: int) -> Tensor:
-    """Put the ranks' pieces of a tensor together: the entries, 1-D, of one parameter of the bucket. A collective."""
-    lengths = []
-    for rank in range(bucket.axis.size):
-        held = sum(piece.length for piece in bucket.layout.pieces(rank) if piece.index == index)
-        lengths.append(-(-held // elements_per_entry))
-    padded = own.new_zeros(max(lengths))
-    padded[: own.numel()] = own
-    return torch.cat([share[:length] for share, length in zip(bucket.axis.start_gather(padded).wait(), lengths, strict=True)])

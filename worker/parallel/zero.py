@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each rank holds the optimizer states, master weights and residuals of its share of every bucket, and steps it.
+"""ZeRO stages 1 and 2: a rank holds optimizer states, master weights and residuals of its share of each bucket, and steps it.
 
 A rank's share is even to the element and may hold parts of tensors. Gradients arrive as means of the own share alone; after the
 step the ranks agree on the weights' scales and gather each other's new weights as they are stored: as codes where the level
@@ -6,7 +6,7 @@ holds codes. Every rank has the whole weights in between. A step gives the bits 
 elements are rounded at the same places with the same random numbers. Only the norm is summed in another order (in float64).
 
 `optimizer.state_dict()` is that of the whole optimizer, on every rank; all ranks call it together. `load_state_dict` takes the
-same, saved at any number of ranks.
+same, saved at any number of ranks. For checkpoints, `state_dicts_in_pieces` puts nothing together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from worker.fp8.gradient import Float8Gradient
+from worker.fp8.linear import Float8Linear
 from worker.kernels.formats import BLOCK
-from worker.mesh import Pending
+from worker.mesh import Pending, TensorInPieces
 from worker.optim import LowBitOptimizer
 from worker.optim.pieces import cut_into_pieces, make_piece, shares_memory
 from worker.parallel.buckets import Bucket
 from worker.parallel.data_parallel import GradientBuckets, in_turn
+from worker.parallel.entries import in_pieces, join
 from worker.parallel.layout import Piece
-from worker.parallel.residuals import ShardedResidual, join
+from worker.parallel.residuals import ShardedResidual
 
 
 class ShardedStates:
@@ -49,6 +51,7 @@ class ShardedStates:
             for index, parameter in enumerate(bucket.parameters)
             if self._pieces[parameter] in optimizer._quantized
         ]
+        self._keeps_pieces = False
         optimizer.all_ranks_finite = self._all_ranks_finite
         optimizer.register_state_dict_post_hook(self._make_whole)
 
@@ -80,6 +83,32 @@ class ShardedStates:
             residual.follow_layer()
         self._agree_on_scales()
         in_turn(self._gather_weights(bucket) for bucket in self.gradients.buckets)
+
+    def state_dicts_in_pieces(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state dicts of model and optimizer, with a `TensorInPieces` for what ranks share. All ranks call it together."""
+        self._keep_pieces(True)
+        try:
+            model = self.gradients.model.state_dict(keep_vars=True)
+            optimizer = self.optimizer.state_dict()
+        finally:
+            self._keep_pieces(False)
+        places: dict[Tensor, tuple[Bucket, int]] = {
+            parameter: (bucket, index) for bucket in self.gradients.buckets for index, parameter in enumerate(bucket.parameters)
+        }
+        for name, held in model.items():
+            if isinstance(held, Tensor):
+                is_shared = held in places
+                model[name] = in_pieces(*places[held], self._pieces[held], 1, tuple(held.shape)) if is_shared else held.detach()
+        residuals = {residual.weight.holder: residual.in_pieces() for residual in self._residuals}
+        for name, layer in self.gradients.model.named_modules(remove_duplicate=False):
+            if isinstance(layer, Float8Linear) and residuals.get(layer) is not None:
+                model[f"{name}.weight_residual".removeprefix(".")] = residuals[layer]
+        return model, optimizer
+
+    def _keep_pieces(self, is_on: bool) -> None:
+        self._keeps_pieces = is_on
+        for residual in self._residuals:
+            residual.stays_in_pieces = is_on
 
     def _agree_on_scales(self) -> None:
         """Give each quantized weight the amax and the scale that its owners have written; NaN where one is not finite."""
@@ -126,7 +155,10 @@ class ShardedStates:
 
     @torch.no_grad()
     def _make_whole(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Put the whole parameters' states in the place of the pieces' states: on the host, since they may not fit a device."""
+        """Put the whole parameters' states in the place of the pieces' states: on the host, since they may not fit a device.
+
+        Where pieces are kept, put their places in it instead.
+        """
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = {piece: number for number, piece in enumerate(held)}
         states = state_dict["state"]
@@ -147,12 +179,15 @@ class ShardedStates:
                 whole[name] = torch.full((), steps, dtype=value.dtype) if isinstance(value, Tensor) else steps
         return whole
 
-    def _join(self, bucket: Bucket, index: int, part: str, entries: Tensor, owns_some: bool) -> Tensor:
+    def _join(self, bucket: Bucket, index: int, part: str, entries: Tensor, owns_some: bool) -> Tensor | TensorInPieces:
         """The entries of a part of a state, of all ranks' pieces of a parameter."""
         if entries.dim() == 0:
             scale = self._of_owners(entries, owns_some)
             return torch.where(scale.isfinite(), scale, torch.nan).cpu()
-        return join(bucket, index, entries, 1 if part == "codes" else BLOCK).cpu()
+        elements_per_entry = 1 if part == "codes" else BLOCK
+        if self._keeps_pieces:
+            return in_pieces(bucket, index, entries, elements_per_entry)
+        return join(bucket, index, entries, elements_per_entry).cpu()
 
     def _of_owners(self, number: Tensor, owns_some: bool) -> Tensor:
         """The number, which is not negative, that all owners of a parameter have; infinity for NaN."""

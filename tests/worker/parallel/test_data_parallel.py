@@ -72,12 +72,12 @@ def backward(model: Net, rank: int, micro_batch: int, events: list[str]) -> None
     nn.functional.cross_entropy(model(tokens, rank % 2 == 0, events), tokens.roll(1)).backward()
 
 
-def exchanged(axis: Axis, level: str, max_elements: int) -> Result:
+def exchanged(axis: Axis, level: str, max_elements: int, wide_dtype: torch.dtype = torch.float32) -> Result:
     """This rank's gradients over two micro-batches, their means, and the order of events. axis: of ranks that start at 0."""
     recorded = RecordedAxis(axis.name, axis.size, axis.rank, axis.device, axis._group)
     recorded.events = events = []
     local, model = make(level), make(level)
-    buckets = GradientBuckets(model, recorded, max_elements=max_elements)
+    buckets = GradientBuckets(model, recorded, max_elements=max_elements, wide_dtype=wide_dtype)
     unexchanged = GradientBuckets(local, recorded, max_elements=max_elements)
     with buckets.no_sync(), unexchanged.no_sync():
         for net in (local, model):
@@ -87,7 +87,8 @@ def exchanged(axis: Axis, level: str, max_elements: int) -> Result:
     before, _ = len(events), events.clear()
     backward(model, axis.rank, 1, events)
     buckets.finish()
-    return {"own": own, "mean": values(model), "events": list(events), "events_without_sync": before}
+    sent = {dtype: num for (collective, dtype), num in recorded.sent_bytes.items() if collective == "exchange"}
+    return {"own": own, "mean": values(model), "events": list(events), "events_without_sync": before, "sent": sent}
 
 
 def poisoned(axis: Axis) -> list[bool]:
@@ -111,6 +112,7 @@ def work(rank: int, port: int, folder: str) -> None:
         for axis in (mesh.data, mesh.world):
             for level in ("te", "O2"):
                 found[axis.name, level] = exchanged(axis, level, max_elements=3000)
+            found[axis.name, "bf16 sent"] = exchanged(axis, "te", max_elements=3000, wide_dtype=torch.bfloat16)
             found[axis.name, "one bucket"] = exchanged(axis, "O2", max_elements=1 << 20)
         found["poisoned"] = poisoned(mesh.world)
         torch.manual_seed(rank)
@@ -188,6 +190,16 @@ def test_each_mean_is_that_of_one_process_on_every_rank(results: list[Result], a
         expected = mean_on_one_process([rank["own"][name] for rank in ranks])
         for rank in ranks:
             assert same(rank["mean"][name], expected), name
+
+
+def test_gradients_sent_in_bf16_are_rounded_once_by_each_rank_and_once_as_a_mean(results: list[Result]) -> None:
+    ranks = [result["world", "bf16 sent"] for result in results]
+    for name in ranks[0]["own"]:
+        rounded = [None if (own := rank["own"][name]) is None else own.bfloat16().float() for rank in ranks]
+        mean = mean_on_one_process(rounded)
+        for rank in ranks:
+            assert same(rank["mean"][name], None if mean is None else mean.bfloat16().float()), name
+    assert ranks[0]["sent"] == {"bfloat16": results[0]["world", "te"]["sent"]["float32"] // 2}
 
 
 def test_a_gradient_that_only_some_ranks_have_is_shared_and_one_that_none_has_stays_none(results: list[Result]) -> None:

@@ -46,11 +46,14 @@ def train(rank: int, level: str, zero_stage: int, max_norm: float | None) -> Res
     return {"state": digest(states), "losses": losses, "norms": norms, "sent": sent}
 
 
-def one_rank_has_no_gradient(rank: int) -> list[bool]:
-    """Whether each layer's weight has changed after a step in which only rank 0 has had a backward pass."""
+def one_rank_has_no_gradient(rank: int, zero_stage: int) -> list[bool]:
+    """Whether each layer's weight has changed after a step in which only rank 0 has had backward passes."""
     model, optimizer = make("O2")
-    parallelize(model, optimizer, zero_stage=1)
+    parallel = parallelize(model, optimizer, zero_stage=zero_stage)
     before = [layer.weight.detach().clone() for layer in (model.first, model.last)]
+    with parallel.no_sync():
+        if rank == 0:
+            model(torch.ones(4, 32)).sum().backward()
     if rank == 0:
         model(torch.ones(4, 32)).sum().backward()
     optimizer.step()
@@ -71,13 +74,16 @@ def refusals() -> dict[str, str]:
     sharded, optimizer = make("O3-split")
     parallelize(sharded, optimizer, zero_stage=1)
     sharded(torch.ones(4, 32)).sum().backward()
+    clip = nn.utils.clip_grad_norm_
     return {
+        "clip": message(lambda: clip(sharded.parameters(), 1.0)),
         "second backward": message(lambda: sharded(torch.ones(4, 32)).sum().backward()),
         "copy": message(lambda: copy.deepcopy(sharded)),
         "values": message(lambda: sharded.first.weight_values()),
         "ddp": message(lambda: DistributedDataParallel(codes)),
         "fsdp2": message(lambda: fully_shard(codes)),
         "ddp of values": message(lambda: DistributedDataParallel(values)),
+        "dtype": message(lambda: parallelize(*make("O2"), wide_communication="fp16")),
         "stage": message(lambda: parallelize(*make("O2"), zero_stage=3)),
         "optimizer": message(lambda: parallelize(nn.Linear(2, 2), sgd, zero_stage=1)),
     }
@@ -88,7 +94,7 @@ def work(rank: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS)
     cases = [("O2", 0, None), ("O3", 0, None), ("O3", 1, None), ("O3", 0, 0.1), ("O3", 1, 0.1), ("te", 1, None)]
     found: Result = {"trained": {case: train(rank, *case) for case in cases}}
-    found["changed"] = one_rank_has_no_gradient(rank)
+    found["changed"] = [one_rank_has_no_gradient(rank, zero_stage) for zero_stage in (1, 2)]
     found["refusals"] = refusals()
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -135,7 +141,7 @@ def test_the_table_holds_at_every_level(level: str, accumulation: str) -> None:
 
 
 def test_a_rank_without_any_gradient_takes_part(results: list[Result]) -> None:
-    assert [result["changed"] for result in results] == [[True, True]] * NUM_RANKS
+    assert [result["changed"] for result in results] == [[[True, True]] * 2] * NUM_RANKS
 
 
 def test_torchs_wrappers_are_refused_where_they_would_take_codes_for_values(results: list[Result]) -> None:
@@ -155,10 +161,15 @@ def test_a_second_exchange_before_the_step_is_refused(results: list[Result]) -> 
     assert "Use no_sync for all micro-batches but the last" in results[0]["refusals"]["second backward"]
 
 
+def test_torchs_clipping_is_refused_where_it_would_clip_nothing(results: list[Result]) -> None:
+    assert "Allowed: Parallel.clip_grad_norm_" in results[0]["refusals"]["clip"]
+
+
 def test_what_is_not_built_is_refused(results: list[Result]) -> None:
     said = results[0]["refusals"]
-    assert "zero_stage is 3; allowed: 0 or 1" in said["stage"]
+    assert "zero_stage is 3; allowed: 0, 1, 2" in said["stage"]
     assert "the optimizer a SGD" in said["optimizer"]
+    assert "wide_communication is 'fp16'; allowed: fp32, bf16" in said["dtype"]
 
 
 def test_a_single_process_needs_no_group() -> None:

@@ -1,99 +1,52 @@
 """ZeRO over real ranks (gloo): each level trains to the bits of one process, and states are saved whole and cut again."""
 
+import copy
+import hashlib
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from api_schemas import CheckpointRef, JobSpec, Layout, StepReport
+from api_schemas import CheckpointRef, EventReport, JobSpec, Layout, StepReport
 from api_schemas.levels import LEVELS
 from tests.golden.record import digest
 from tests.golden.record import document as golden_job
 from tests.ranks import free_port, run_ranks
 from tests.text import write_corpus
-from tests.worker.small import Small, spread
+from tests.worker.parallel.reference import (
+    NUM_BUCKETS,
+    NUM_CONVERTED,
+    NUM_UNUSED,
+    STEPS,
+    Result,
+    loss_of,
+    make,
+    parallel_on,
+    reference,
+    state_of,
+    step_on_ranks,
+)
+from tests.worker.small import SPREAD
 from tests.worker.test_train import Recorder
-from worker import initialize, kernels, memory_report
+from worker import checkpoint, memory_report
 from worker.config import RankEnv, resolve
-from worker.fp8.gradient import Float8Gradient
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.linear import Fallback
 from worker.mesh import Axis, Mesh
-from worker.parallel import Parallel
-from worker.parallel.zero import clip_factor, squared_norm
+from worker.resume import resume
 from worker.train import Trainer
 
 pytestmark = pytest.mark.slow
 AXES = {"data": 2, "world": 4}
 """Axes of one mesh of 4 ranks, with their sizes."""
-STAGES = (0, 1)
-STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 0.05
-NUM_UNUSED = 64 * 64
-NUM_CONVERTED = 32 * 64 + 64 * 64 + 64 * 32 + 32 * 16 + NUM_UNUSED
-NUM_BUCKETS = 3
-"""Of converted weights, at MAX_ELEMENTS."""
-MAX_ELEMENTS = 6000
-Result = dict[str, Any]
-
-
-class Net(Small):
-    """With a parameter that nobody uses, and one whose elements are no multiple of 128."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(64, 64)
-        self.shift = nn.Parameter(torch.zeros(16))
-
-
-def make(level: str, share: int, num_shares: int) -> tuple[Net, torch.optim.Optimizer]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = Net()
-    options = {"convert_heads": True, "statistics_every": 0} if LEVELS[level].has_own_fp8 else {}
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    model, made = initialize(net, optimizer, level, **options)
-    assert isinstance(model, Net)
-    assert made is not None
-    set_share(model, share, num_shares)
-    return model, made
-
-
-def set_share(model: nn.Module, share: int, num_shares: int) -> None:
-    for layer in model.modules():
-        if isinstance(layer, Float8Linear) and layer.gradient_position is not None:
-            layer.gradient_position.share, layer.gradient_position.num_shares = share, num_shares
-
-
-def loss_of(model: Net, rank: int, step: int, micro_batch: int) -> Tensor:
-    x = torch.randn(24, 32, generator=torch.Generator().manual_seed(1000 * rank + 10 * step + micro_batch))
-    return ((model(x) + model.shift - x[:, :16].tanh()) ** 2).mean() / MICRO_BATCHES
-
-
-def step_on_ranks(parallel: Parallel, step: int) -> float:
-    """One optimizer step of this rank. Returns its loss."""
-    losses = []
-    for micro_batch in range(MICRO_BATCHES - 1):
-        with parallel.no_sync():
-            losses.append(loss_of(parallel.model, parallel.data.rank, step, micro_batch))
-            losses[-1].backward()
-    losses.append(loss_of(parallel.model, parallel.data.rank, step, MICRO_BATCHES - 1))
-    losses[-1].backward()
-    parallel.synchronize()
-    parallel.clip_grad_norm_(MAX_NORM)
-    parallel.optimizer.step()
-    parallel.publish()
-    return sum(float(loss.detach()) for loss in losses)
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    return digest({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-
-
-def parallel_on(axis: Axis, level: str, stage: int) -> Parallel:
-    model, optimizer = make(level, axis.rank, axis.size)
-    return Parallel(model, optimizer, axis, axis, zero_stage=stage, max_elements=MAX_ELEMENTS)
+USUAL = {0: ("te", "O2"), 1: SPREAD, 2: ("O3",)}
+"""Levels that `make test` has, by stage: a wide and an FP8 mean; each way of holding a weight; sums over micro-batches."""
+CASES = [
+    pytest.param(level, stage, marks=() if level in USUAL[stage] else pytest.mark.matrix)
+    for level in LEVELS
+    for stage in (0, 1, 2)
+]
+OTHER_LEVELS = [("O2", "O3"), ("O3", "O3-split"), ("O3-split", "te")]
 
 
 def trained(axis: Axis, level: str, stage: int) -> Result:
@@ -107,8 +60,7 @@ def trained(axis: Axis, level: str, stage: int) -> Result:
 
 
 def resumed(first: Axis, second: Axis, level: str) -> Result:
-    """States: of a run of STEPS on the first axis; of one that was saved halfway and resumed there; loaded on the second."""
-    whole = trained(first, level, 1)["state"]
+    """States: of a run of STEPS that was saved halfway and resumed on the first axis; as saved; loaded on the second."""
     begun = parallel_on(first, level, 1)
     for step in range(STEPS // 2):
         step_on_ranks(begun, step)
@@ -123,7 +75,7 @@ def resumed(first: Axis, second: Axis, level: str) -> Result:
         step_on_ranks(same, step)
         same.optimizer.zero_grad()
     again = state_of(same.model, same.optimizer)
-    return {"whole": whole, "resumed": again, "saved": digest(saved), "loaded elsewhere": loaded_elsewhere}
+    return {"resumed": again, "saved": digest(saved), "loaded elsewhere": loaded_elsewhere}
 
 
 def poisoned(axis: Axis) -> Result:
@@ -165,6 +117,78 @@ def sent(axis: Axis) -> dict[tuple[str, str], int]:
     return dict(axis.sent_bytes)
 
 
+def at_another_level(axis: Axis, source: str, target: str) -> Result:
+    """States of a model that continues at another level: of pieces, and of a whole optimizer."""
+    model, optimizer = make(source, 0, 1)
+    for step in range(2):
+        loss_of(model, 0, step, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    found = {}
+    for stage in (0, 1):
+        parallel = parallel_on(axis, target, stage)
+        resume(parallel.model, parallel.optimizer, copy.deepcopy(saved["model"]), copy.deepcopy(saved["optimizer"]))
+        found[stage] = state_of(parallel.model, parallel.optimizer)
+    return found
+
+
+def accumulating(axis: Axis, stage: int) -> Result:
+    """At O3, after a backward pass that is not the step's last: bytes of gradients, and the codes sent by then."""
+    parallel = parallel_on(axis, "O3", stage)
+    axis.sent_bytes.clear()
+    with parallel.no_sync():
+        loss_of(parallel.model, axis.rank, 0, 0).backward()
+    found = {"sent": axis.sent_bytes["exchange", "float8_e4m3fn"]}
+    found["gradients"] = memory_report(parallel.model, parallel.optimizer, converted_only=True)["gradients"]
+    parallel.optimizer.zero_grad()
+    found["after zero_grad"] = memory_report(parallel.model, parallel.optimizer)["gradients"]
+    return found
+
+
+def one_micro_batch(axis: Axis, stage: int) -> str:
+    """The state after two steps of one backward pass each; in the second of them nobody uses a parameter of the first."""
+    parallel = parallel_on(axis, "O3", stage)
+    for step in range(2):
+        loss = loss_of(parallel.model, axis.rank, step, 0)
+        (loss if step else loss + parallel.model.unused(torch.ones(1, 64)).sum()).backward()
+        parallel.synchronize()
+        parallel.optimizer.step()
+        parallel.publish()
+        parallel.model.zero_grad()  # and not the optimizer's: what nobody uses has no gradient of before
+    return state_of(parallel.model, parallel.optimizer)
+
+
+def saved_in_pieces(axis: Axis, level: str, stage: int, folder: Path) -> Result:
+    """Whether a checkpoint in pieces holds, whole, what the ranks hold, and the number of bytes in each rank's file."""
+    parallel = parallel_on(axis, level, stage)
+    for step in range(2):
+        step_on_ranks(parallel, step)
+        parallel.optimizer.zero_grad()
+    model, optimizer = parallel.state_dicts()
+    saved = checkpoint.save(folder, 2, {"model": model, "optimizer": optimizer}, axis)
+    assert (saved is not None) == axis.is_first
+    axis.sum(0.0)  # until the first rank has written the manifest
+    loaded = checkpoint.load_folder(folder / "step_0000000002")
+    again = parallel_on(axis, level, stage)
+    resume(again.model, again.optimizer, loaded["model"], loaded["optimizer"])
+    states = {digest(loaded), state_of(parallel.model, parallel.optimizer), state_of(again.model, again.optimizer)}
+    sizes = [path.stat().st_size for path in sorted((folder / "step_0000000002").glob("rank_*"))]
+    return {"num_states": len(states), "sizes": sizes, "files": sorted(path.name for path in folder.glob("*/*"))}
+
+
+def failed_write(axis: Axis, folder: Path, folder_of_rank_1: Path) -> str:
+    """What each rank says when one of them writes its file elsewhere, or cannot."""
+    parallel = parallel_on(axis, "O3", 1)
+    model, optimizer = parallel.state_dicts()
+    folder = folder_of_rank_1 if axis.rank == 1 else folder
+    try:
+        checkpoint.save(folder, 2, {"model": model, "optimizer": optimizer}, axis)
+    except OSError as error:
+        return f"{error}, and left {sorted(path.name for path in folder.glob('*'))}" if axis.is_first else str(error)
+    return "nothing failed"
+
+
 def job(corpus: str, workers: int, stage: int) -> JobSpec:
     """A job that does not clip: the norm is the one number that a stage sums in another order."""
     document = golden_job({"level": "O3-split"}, Path(corpus), workers)
@@ -180,20 +204,48 @@ def run_job(spec: JobSpec, env: RankEnv, folder: Path, checkpoints: tuple[Checkp
     return recorder
 
 
+def jobs(rank: int, ports: list[int], folder: Path, corpus: str) -> list[Recorder]:
+    """A job at stage 0, one at stage 1, and that one again from its older checkpoint: three ranks find the newer damaged."""
+    envs = [RankEnv(rank=rank, world_size=4, master_port=port) for port in ports]
+    recorders = [run_job(job(corpus, 4, stage), envs[stage], folder / f"stage{stage}") for stage in (0, 1)]
+    again = folder / ("again, as rank 1 sees it" if rank == 1 else "again")
+    if rank == 0:  # the other ranks wait at their rendezvous
+        copies = [folder / name / "checkpoints" for name in ("again", "again, as rank 1 sees it")]
+        for copied in copies:
+            shutil.copytree(folder / "stage1" / "checkpoints", copied)
+        part = copies[0] / "step_0000000004" / "rank_00002.safetensors"
+        part.write_bytes(part.read_bytes()[:-1])
+        written = ".unfinished_step_0000000004"  # what is saved next, both see
+        (copies[0] / written).mkdir()
+        (copies[1] / written).symlink_to(copies[0] / written)
+    refs = tuple(
+        CheckpointRef(step=step, name=path.name, sha256=hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest())
+        for step in (4, 2)
+        for path in [folder / "stage1" / "checkpoints" / checkpoint.checkpoint_name(step)]
+    )
+    return [*recorders, run_job(job(corpus, 4, 1), envs[2], again, refs)]
+
+
 def work(rank: int, ports: list[int], folder: str, corpus: str, cases: list[tuple[str, int]]) -> None:
     torch.set_num_threads(1)
-    recorders = []
-    for stage in STAGES:
-        env = RankEnv(rank=rank, world_size=4, master_port=ports[stage])
-        recorders.append(run_job(job(corpus, 4, stage), env, Path(folder, f"stage{stage}")))
+    found: Result = {"jobs": jobs(rank, ports, Path(folder), corpus)}
     with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[-1]), torch.device("cpu"), Layout(4, tensor=2)) as mesh:
         axes = {"data": mesh.data, "world": mesh.world}
-        found: Result = {(name, *case): trained(axis, *case) for name, axis in axes.items() for case in cases}
+        found |= {(name, *case): trained(axis, *case) for name, axis in axes.items() for case in cases}
         found["resumed"] = {level: resumed(mesh.world, mesh.data, level) for level in ("O3", "O3-split")}
         found["poisoned"] = poisoned(mesh.world)
-        found["jobs"] = recorders
         found["demoted"] = {name: demoted(axis) for name, axis in axes.items()}
         found["sent"] = {name: sent(axis) for name, axis in axes.items()}
+        found["accumulating"] = {stage: accumulating(mesh.world, stage) for stage in (1, 2)}
+        found["one micro-batch"] = [one_micro_batch(mesh.data, stage) for stage in (1, 2)]
+        found["at another level"] = {levels: at_another_level(mesh.data, *levels) for levels in OTHER_LEVELS}
+        found["saved"] = {
+            (level, stage): saved_in_pieces(mesh.world, level, stage, Path(folder, f"saved {level} {stage}"))
+            for level, stage in (("te", 1), ("O3", 2), ("O3-split", 1))
+        }
+        Path(folder, f"a file of {rank}").write_bytes(b"")
+        found["failed write"] = failed_write(mesh.world, Path(folder, "failed"), Path(folder, "a file of 1"))
+        found["elsewhere"] = failed_write(mesh.world, Path(folder, "failed"), Path(folder, "elsewhere"))
     torch.save(found, f"{folder}/{rank}.pt")
 
 
@@ -210,61 +262,13 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     chosen = [item.callspec.params for item in tests if item.function is test_ranks_train_to_the_bits_of_one_process]
     cases = sorted({(params["level"], params["stage"]) for params in chosen} | {("O3", 1), ("O3-split", 1)})
     corpus = write_corpus(folder / "corpus")
-    run_ranks(work, ([free_port() for _ in range(3)], str(folder), str(corpus), cases), 4)
+    run_ranks(work, ([free_port() for _ in range(4)], str(folder), str(corpus), cases), 4)
     found: list[Result] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
     return [result | {"folder": folder, "corpus": corpus} for result in found]
 
 
-def reference(level: str, stage: int, num_ranks: int) -> Result:
-    """One process: the ranks' micro-batches in the ranks' order, each rank's gradients stored, their mean rounded once."""
-    model, optimizer = make(level, 0, num_ranks)
-    layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear) and layer.gradient_position is not None]
-    losses: list[list[float]] = [[] for _ in range(num_ranks)]
-    for step in range(STEPS):
-        counts = [layer.gradient_position.count for layer in layers]
-        found: list[list[Tensor | None]] = []
-        for rank in range(num_ranks):
-            set_share(model, rank, num_ranks)
-            for layer, count in zip(layers, counts, strict=True):
-                layer.gradient_position.count = count
-            parts = [loss_of(model, rank, step, micro_batch) for micro_batch in range(MICRO_BATCHES)]
-            for part in parts:
-                part.backward()
-            losses[rank].append(sum(float(part.detach()) for part in parts))
-            found.append([parameter.grad for parameter in model.parameters()])
-            model.zero_grad()
-        for parameter, *gradients in zip(model.parameters(), *found, strict=True):
-            parameter.grad = mean_of(gradients)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if stage == 0:
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        else:
-            norm = sum(squared_norm(gradient) for gradient in gradients).sqrt().float()
-            for gradient in gradients:
-                gradient.mul_(clip_factor(norm, MAX_NORM))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "state": state_of(model, optimizer)}
-
-
-def mean_of(gradients: list[Any]) -> Tensor | None:
-    first = gradients[0]
-    if first is None:
-        return None
-    if not isinstance(first, Float8Gradient):
-        total = first.clone()
-        for gradient in gradients[1:]:
-            total += gradient
-        return total / len(gradients)
-    codes_RS = torch.stack([gradient.codes.view(torch.uint8).view(-1) for gradient in gradients]).view(torch.float8_e4m3fn)
-    mean_S, amax = kernels.mean_of_shards(codes_RS, torch.stack([gradient.dequant_scale for gradient in gradients]))
-    codes, dequant_scale = kernels.quantize(mean_S, torch.float8_e4m3fn, amax=amax)
-    return Float8Gradient(codes.view(first.shape), dequant_scale, first.position)
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("level", "stage"), CASES)
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("level", [*spread(LEVELS)])
 def test_ranks_train_to_the_bits_of_one_process(results: list[Result], level: str, axis: str, stage: int) -> None:
     ranks = [result[axis, level, stage] for result in (results[::2] if axis == "data" else results)]
     expected = reference(level, stage, AXES[axis])
@@ -277,8 +281,55 @@ def test_ranks_train_to_the_bits_of_one_process(results: list[Result], level: st
 def test_a_run_resumes_to_the_bit_and_loads_at_another_number_of_ranks(results: list[Result], level: str) -> None:
     for result in results:
         found = result["resumed"][level]
-        assert found["resumed"] == found["whole"]
+        assert found["resumed"] == result["world", level, 1]["state"]
         assert found["loaded elsewhere"] == found["saved"]
+
+
+@pytest.mark.parametrize("levels", OTHER_LEVELS)
+def test_pieces_continue_at_another_level_as_the_whole_does(results: list[Result], levels: tuple[str, str]) -> None:
+    for result in results:
+        found = result["at another level"][levels]
+        assert found[1] == found[0]
+
+
+def test_at_stage_2_the_owners_accumulate_and_nobody_else_holds_gradients(results: list[Result]) -> None:
+    """Stage 1: a byte for each element on each rank. Stage 2: fp32, of the rank's share, after an exchange."""
+    used = NUM_CONVERTED - NUM_UNUSED
+    assert [result["accumulating"][1]["gradients"] for result in results] == [used] * 4
+    assert all(result["accumulating"][1]["sent"] == 0 for result in results)
+    held = [result["accumulating"][2]["gradients"] for result in results]
+    assert sum(held) == 4 * used
+    assert max(held) <= 4 * (used / 4 + NUM_UNUSED + 128 * NUM_BUCKETS)
+    assert all(result["accumulating"][2]["sent"] >= NUM_CONVERTED * 3 / 4 for result in results)
+    assert all(result["accumulating"][stage]["after zero_grad"] == 0 for result in results for stage in (1, 2))
+
+
+def test_with_one_micro_batch_stages_1_and_2_are_the_same(results: list[Result]) -> None:
+    for result in results:
+        first, second = result["one micro-batch"]
+        assert first == second
+
+
+def test_a_checkpoint_in_pieces_holds_the_whole_state(results: list[Result]) -> None:
+    for result in results:
+        for (level, stage), found in result["saved"].items():
+            assert found["num_states"] == 1, (level, stage)
+            assert len(found["sizes"]) == 4
+            assert found["files"] == sorted(
+                ["manifest.json", "state.json", "tensors.safetensors", *(f"rank_{rank:05d}.safetensors" for rank in range(4))]
+            )
+
+
+def test_a_checkpoint_fails_on_all_ranks_if_it_fails_on_one(results: list[Result]) -> None:
+    first, second, *others = [result["failed write"] for result in results]
+    assert first == "rank 1 could not write its part of the checkpoint, and left []"
+    assert "a file of 1" in second
+    assert others == ["rank 1 could not write its part of the checkpoint"] * 2
+
+
+def test_ranks_that_write_to_different_folders_make_no_checkpoint(results: list[Result]) -> None:
+    assert "allowed: one folder for all ranks" in results[0]["elsewhere"]
+    assert results[0]["elsewhere"].endswith("and left []")
 
 
 def test_a_nan_of_one_rank_makes_all_ranks_skip(results: list[Result]) -> None:
@@ -323,15 +374,34 @@ def test_bytes_on_the_wire_are_those_of_the_formula(results: list[Result], axis:
         assert NUM_CONVERTED <= codes * num_ranks / (num_ranks - 1) <= NUM_CONVERTED + num_ranks * 128 * NUM_BUCKETS
 
 
-def test_a_sharded_job_trains_saves_and_resumes_as_one_that_is_not(results: list[Result], tmp_path: Path) -> None:
-    whole, sharded = results[0]["jobs"]
+def states_of(job_dir: Path, recorder: Recorder) -> list[str]:
+    """Digests of a job's checkpoints, newest first; without times, and bytes of this rank."""
+    states = [checkpoint.load(job_dir / "checkpoints", ref) for ref in recorder.checkpoints()]
+    return [digest({"model": state["model"], "optimizer": state["optimizer"]}) for state in states]
+
+
+def test_a_sharded_job_trains_and_saves_as_one_that_is_not(results: list[Result]) -> None:
+    whole, sharded, _ = results[0]["jobs"]
     assert sharded.losses() == whole.losses()
-    folders = [results[0]["folder"] / f"stage{stage}" / "checkpoints" for stage in STAGES]
-    for saved, saved_sharded in zip(whole.checkpoints(), sharded.checkpoints(), strict=True):
-        files = [folder / ref.name / "tensors.safetensors" for folder, ref in zip(folders, (saved, saved_sharded), strict=True)]
-        assert files[0].read_bytes() == files[1].read_bytes()
+    folder = results[0]["folder"]
+    assert states_of(folder / "stage1", sharded) == states_of(folder / "stage0", whole)
+
+
+def test_a_job_resumes_to_the_bit_from_the_checkpoint_that_all_ranks_can_read(results: list[Result]) -> None:
+    _, sharded, again = results[0]["jobs"]
+    assert [report.step for report in again.of(StepReport)] == [3, 4]
+    assert again.losses() == sharded.losses()[2:]
+    [rejected] = [event for event in again.of(EventReport) if event.type == "checkpoint.rejected"]
+    assert "step_0000000004/rank_00002.safetensors differs" in rejected.message
+    folder = results[0]["folder"]
+    [last] = states_of(folder / "again", again)
+    assert last == states_of(folder / "stage1", sharded)[0]
+
+
+def test_pieces_are_read_by_one_rank(results: list[Result], tmp_path: Path) -> None:
+    _, sharded, _ = results[0]["jobs"]
     at_step_2 = sharded.checkpoints()[1:]
-    shutil.copytree(folders[1], tmp_path / "checkpoints")
+    shutil.copytree(results[0]["folder"] / "stage1" / "checkpoints", tmp_path / "checkpoints")
     alone = run_job(job(str(results[0]["corpus"]), 1, 1), RankEnv(), tmp_path, at_step_2)
     assert [report.step for report in alone.of(StepReport)] == [3, 4]
     # The same batches, summed in another order: FP8 gradients are rounded at other places.
