@@ -68,6 +68,9 @@ ELSEWHERE = {
     r"docker build .*": Elsewhere("docker-compose.yml", "dockerfile: deploy/docker/Dockerfile", "Docker"),
     r"key=.*|kubectl .*": _CLUSTER,
     r"make test-gpu.*|make bench-gpu-kernels .*": Elsewhere("tests/benchmarks/test_gpu_benchmarks.py", '"--smoke"', "a GPU"),
+    r"\.venv/bin/python examples/transformers/train\.py .*": Elsewhere(
+        "tests/worker/integrations/test_examples.py", "def test_trainer"
+    ),
     r"python -m benchmarks\.gpu\.kernels --sections speedup .*": Elsewhere(
         "tests/benchmarks/test_gpu_benchmarks.py", '"Speedup by shape"', "a GPU"
     ),
