@@ -36,6 +36,7 @@ from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER, LossScaling, scale_losses
 from worker.fp8.recipe import Recipe
+from worker.fp8.recipe_kwargs import is_recipe_kwargs, precision_of
 from worker.fp8.sequence import take_over_activations
 from worker.fp8.speedups import DEFAULT_TOKENS
 from worker.fp8.statistics import OperandSample
@@ -85,7 +86,7 @@ class Prepared:
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    opt_level: str | PrecisionSpec = "O2",
+    opt_level: str | PrecisionSpec | None = None,
     *,
     optimizer_name: str | None = None,
     seed: int = 0,
@@ -95,7 +96,9 @@ def initialize(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Convert `model` to a level; returns it with an optimizer that holds its states as the level says.
 
-    opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. optimizer_name: adamw, adam
+    opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec; default "O2". The option
+    `recipe` may be one of Accelerate's (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs), which then says
+    the level unless opt_level does. optimizer_name: adamw, adam
     or lion, with default hyperparameters, for all parameters; without it and an optimizer there is none. seed: for stochastic
     rounding. tokens: how many a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
     nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
@@ -107,7 +110,10 @@ def initialize(
     """
     if any(hasattr(module, "octet_report") for module in model.modules()):
         raise ValueError("the model, or a part of it, is initialized already. Build a new one to train it at another level.")
-    precision = read_options(opt_level, options)
+    if is_recipe_kwargs(options.get("recipe")) and not isinstance(opt_level, PrecisionSpec):
+        meant = precision_of(options.pop("recipe"), opt_level, model)
+        opt_level, options = meant.level, meant.model_dump(exclude={"level"}, exclude_defaults=True) | options
+    precision = read_options("O2" if opt_level is None else opt_level, options)
     if optimizer_name is not None:
         if optimizer is not None:
             raise ValueError("got both an optimizer and optimizer_name; allowed: one of them. Leave one out.")

@@ -11,6 +11,7 @@ from transformers import HfArgumentParser, LlamaForCausalLM, Trainer, TrainingAr
 
 from api_schemas.levels import LEVELS
 from octet import OctetArguments, initialize, plain_state_dict, prepare_trainer
+from tests.worker.integrations.bits import assert_same_bits
 from tests.worker.integrations.tiny import evaluated_loss, examples, llama
 
 SPREAD = ("fp32", "te", "O2", "O3")
@@ -48,22 +49,6 @@ def trainer(folder: Path, level: str | None, seed: int = 0, dropout: float = 0.0
 
 def losses(trained: Trainer) -> list[float]:
     return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
-
-
-def tensors(state: Any) -> list[torch.Tensor]:
-    """All tensors of nested dicts and lists, in order."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors(part)]
-
-
-def assert_same_bits(one: Any, other: Any) -> None:
-    ones, others = tensors(one), tensors(other)
-    assert len(ones) == len(others) > 0
-    for first, second in zip(ones, others, strict=True):
-        assert first.dtype == second.dtype
-        assert torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 OPTIONS: dict[str, Any] = {
