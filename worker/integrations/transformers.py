@@ -39,6 +39,9 @@ class OctetArguments:
     octet_skip_first_layers: int = field(default=0, metadata={"help": "linear layers left in bf16 at the model's start"})
     octet_skip_last_layers: int = field(default=0, metadata={"help": "linear layers left in bf16 at the model's end"})
     octet_strict: bool = field(default=False, metadata={"help": "fail if a layer would be skipped that no option excludes"})
+    octet_norms: Literal["fp32", "bf16"] = field(
+        default="fp32", metadata={"help": "dtype of the weights and outputs of LayerNorm and RMSNorm"}
+    )
     octet_gradient_accumulation: Literal["fp8", "fp32"] = field(
         default="fp8", metadata={"help": "format of gradients between micro-batches"}
     )
@@ -46,7 +49,7 @@ class OctetArguments:
     def spec(self) -> PrecisionSpec:
         """Return the precision that the options describe. ValueError for what does not fit the level."""
         globs = {"include": _globs(self.octet_include), "exclude": _globs(self.octet_exclude)}
-        others = ("convert_heads", "skip_first_layers", "skip_last_layers", "strict", "gradient_accumulation")
+        others = ("convert_heads", "skip_first_layers", "skip_last_layers", "strict", "norms", "gradient_accumulation")
         return read_options(self.octet_level, globs | {name: getattr(self, f"octet_{name}") for name in others})
 
 

@@ -27,12 +27,15 @@ def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **changed: 
 
 
 def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    first, resumed = [f"{command} --use_cpu" for command in commands(DOCUMENT) if "transformers/train.py" in command]
+    shown = [f"{command} --use_cpu" for command in commands(DOCUMENT) if "transformers/train.py" in command]
+    first, resumed, in_bf16 = shown
     quiet = " --logging_strategy no --disable_tqdm True"
     run(first + quiet, tmp_path, monkeypatch, max_steps="2", save_steps="1")
     assert "level O2: 14 layers converted, 1 skipped" in capsys.readouterr().out
     run(resumed + quiet, tmp_path, monkeypatch, max_steps="3", save_steps="1", resume_from_checkpoint="trained/checkpoint-2")
     assert {path.name for path in (tmp_path / "trained").glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (1, 2, 3)}
+    run(in_bf16 + quiet, tmp_path, monkeypatch, max_steps="1")
+    assert "in bf16   model.norm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
