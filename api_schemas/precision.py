@@ -15,11 +15,12 @@ Globs = tuple[Annotated[str, Field(min_length=1, max_length=200)], ...]
 DEFAULT_STATISTICS_EVERY = 50
 """A sample costs about half a step, so sampling takes 1 % of the time."""
 
-_TORCHAO_RECIPES = {
+TORCHAO_RECIPES = {
     "tensorwise": RecipeSpec(),
     "rowwise": RecipeSpec(granularity="row", format="E4M3"),
     "rowwise_with_gw_hp": RecipeSpec(granularity="row", format="E4M3", high_precision_gemms=("grad_weight",)),
 }
+"""Torchao's own names of its recipes."""
 
 
 class DemotionSpec(Contract):
@@ -94,7 +95,7 @@ class PrecisionSpec(Contract):
     @property
     def torchao_recipe(self) -> str:
         """torchao's own name for the recipe."""
-        return next(name for name, recipe in _TORCHAO_RECIPES.items() if recipe == self.resolved_recipe)
+        return next(name for name, recipe in TORCHAO_RECIPES.items() if recipe == self.resolved_recipe)
 
     @model_validator(mode="after")
     def _options_fit_the_level(self) -> Self:
@@ -116,8 +117,8 @@ class PrecisionSpec(Contract):
                 allowed="demotion only if statistics are sampled",
                 change="Set precision.statistics_every, or remove precision.demotion.",
             )
-        if row.engine == "torchao" and self.resolved_recipe not in _TORCHAO_RECIPES.values():
-            named = "; ".join(f"{name}: {_changed(recipe)}" for name, recipe in _TORCHAO_RECIPES.items())
+        if row.engine == "torchao" and self.resolved_recipe not in TORCHAO_RECIPES.values():
+            named = "; ".join(f"{name}: {_changed(recipe)}" for name, recipe in TORCHAO_RECIPES.items())
             raise refusal(
                 "recipe",
                 got=_changed(self.resolved_recipe),

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from client import Client
     from worker import (
         AveragedModel,
+        OctetArguments,
+        carry_model_state,
         export,
         fp8_statistics,
         initialize,
@@ -19,11 +21,14 @@ if TYPE_CHECKING:
         memory_report,
         parallelize,
         plain_state_dict,
+        prepare_trainer,
     )
 
 __all__ = [
     "AveragedModel",
     "Client",
+    "OctetArguments",
+    "carry_model_state",
     "export",
     "fp8_statistics",
     "initialize",
@@ -31,6 +36,7 @@ __all__ = [
     "memory_report",
     "parallelize",
     "plain_state_dict",
+    "prepare_trainer",
 ]
 
 _HOME = {name: "client" if name == "Client" else "worker" for name in __all__}

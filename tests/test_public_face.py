@@ -14,6 +14,8 @@ def test_the_public_names() -> None:
     assert octet.__all__ == [
         "AveragedModel",
         "Client",
+        "OctetArguments",
+        "carry_model_state",
         "export",
         "fp8_statistics",
         "initialize",
@@ -21,6 +23,7 @@ def test_the_public_names() -> None:
         "memory_report",
         "parallelize",
         "plain_state_dict",
+        "prepare_trainer",
     ]
     assert dir(octet) == octet.__all__
 
@@ -32,9 +35,7 @@ def test_each_name_comes_from_its_own_package() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_public_names() -> None:
-    with pytest.raises(
-        AttributeError, match="no attribute 'initialise'; public: AveragedModel, Client, export, fp8_statistics"
-    ):
+    with pytest.raises(AttributeError, match="no attribute 'initialise'; public: AveragedModel, Client, OctetArguments"):
         octet.initialise  # noqa: B018  only the access is tested
 
 

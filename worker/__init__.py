@@ -7,6 +7,7 @@ is in this package too, starts without it.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from worker.integrations import OctetArguments, carry_model_state, prepare_trainer
     from worker.metrics.memory import memory_report
     from worker.optim.average import AveragedModel
     from worker.parallel.parallelize import parallelize
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AveragedModel",
+    "OctetArguments",
+    "carry_model_state",
     "export",
     "fp8_statistics",
     "initialize",
@@ -23,10 +26,13 @@ __all__ = [
     "memory_report",
     "parallelize",
     "plain_state_dict",
+    "prepare_trainer",
 ]
 
 _HOME = {
     "AveragedModel": "worker.optim.average",
+    "OctetArguments": "worker.integrations",
+    "carry_model_state": "worker.integrations",
     "export": "worker.pretrained",
     "fp8_statistics": "worker.prepare",
     "initialize": "worker.prepare",
@@ -34,6 +40,7 @@ _HOME = {
     "memory_report": "worker.metrics.memory",
     "parallelize": "worker.parallel.parallelize",
     "plain_state_dict": "worker.plain",
+    "prepare_trainer": "worker.integrations",
 }
 
 

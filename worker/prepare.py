@@ -9,7 +9,7 @@ groups, learning rates, hooks and schedulers stay. Call it when the model is on 
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -36,7 +36,9 @@ from worker.fp8.gradient import RoundingPosition
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER, LossScaling, scale_losses
+from worker.fp8.norms import LibraryPrecision, replace_norms, select_norms
 from worker.fp8.recipe import Recipe
+from worker.fp8.recipe_kwargs import is_recipe_kwargs, precision_of
 from worker.fp8.sequence import take_over_activations
 from worker.fp8.speedups import DEFAULT_TOKENS
 from worker.fp8.statistics import OperandSample
@@ -86,7 +88,7 @@ class Prepared:
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    opt_level: str | PrecisionSpec = "O2",
+    opt_level: str | PrecisionSpec | None = None,
     *,
     optimizer_name: str | None = None,
     seed: int = 0,
@@ -96,7 +98,10 @@ def initialize(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Convert `model` to a level; returns it with an optimizer that holds its states as the level says.
 
-    opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec. optimizer_name: adamw, adam
+    opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec; default "O2". The option
+    `recipe` may be one of Accelerate's (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs), which then says
+    the level unless opt_level does. The option `norms="bf16"` gives LayerNorm and RMSNorm weights and outputs in bf16, with
+    fp32 statistics. optimizer_name: adamw, adam
     or lion, with default hyperparameters, for all parameters; without it and an optimizer there is none. seed: for stochastic
     rounding. tokens: how many a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
     nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
@@ -110,7 +115,10 @@ def initialize(
     """
     if any(hasattr(module, "octet_report") for module in model.modules()):
         raise ValueError("the model, or a part of it, is initialized already. Build a new one to train it at another level.")
-    precision = read_options(opt_level, options)
+    if is_recipe_kwargs(options.get("recipe")) and not isinstance(opt_level, PrecisionSpec):
+        meant = precision_of(options.pop("recipe"), opt_level, model)
+        opt_level, options = meant.level, meant.model_dump(exclude={"level"}, exclude_defaults=True) | options
+    precision = read_options("O2" if opt_level is None else opt_level, options)
     if optimizer_name is not None:
         if optimizer is not None:
             raise ValueError("got both an optimizer and optimizer_name; allowed: one of them. Leave one out.")
@@ -141,7 +149,15 @@ def prepare(
         raise ValueError(f"tokens is {tokens}; allowed: 1 or more. Give batch size times sequence length, or leave it out.")
     if optimizer is not None:
         _check_optimizer(optimizer, model, precision.storage)
+    wants_norms = isinstance(precision, LibraryPrecision) and precision.norms == "bf16"
+    norms, skipped_norms = select_norms(model) if wants_norms else ([], [])
+    if norms and optimizer is not None and type(optimizer) not in REPRESENTABLE:
+        raise ValueError(
+            f"norms is bf16 and the optimizer a {type(optimizer).__name__}; allowed: one that rounds bf16 weights "
+            f"stochastically ({', '.join(known.__name__ for known in REPRESENTABLE)}). Use one of these, or leave norms out."
+        )
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens, source=source)
+    replace_norms(conversion.model, norms)
     if source is not None:
         source.finish(conversion.model, optimizer)
     if optimizer is not None and type(optimizer) in REPRESENTABLE:
@@ -161,6 +177,7 @@ def prepare(
         if optimizer is not None:
             optimizer.register_step_post_hook(partial(_rescale, scaling))
     report = conversion.report.completed(memory_report(conversion.model, optimizer), health)
+    report = replace(report, norms=tuple(norms), skipped_norms=tuple(skipped_norms))
     conversion.model.octet_report = report  # type: ignore[assignment]
     return Prepared(conversion.model, optimizer, report, health)
 
@@ -224,11 +241,11 @@ def read_options(opt_level: str | PrecisionSpec, options: dict[str, Any]) -> Pre
             raise ValueError(f"got a whole PrecisionSpec and also {', '.join(options)}. Put these into the spec.")
         return opt_level
     try:
-        return PrecisionSpec.model_validate({"level": opt_level, **options})
+        return LibraryPrecision.model_validate({"level": opt_level, **options})
     except ValidationError as error:
         complaints = [
             f"{violation.field}: got {violation.got}; allowed: {violation.allowed}. {violation.message}"
-            for violation in explain(error, PrecisionSpec)
+            for violation in explain(error, LibraryPrecision)
         ]
         raise ValueError("\n".join(complaints)) from None
 

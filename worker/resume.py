@@ -27,13 +27,30 @@ def resume(
     Steps, learning rates and the seed of rounding are those of the checkpoint. What delayed scaling remembers, and which layers
     were demoted, is kept where the new level has it too. Raises ValueError for the states of another optimizer rule.
     """
-    is_same = _tensors_by_name(saved_model) == _tensors_by_name(model.state_dict())
-    if not is_same:
+    has_same_storage = load_model(model, optimizer, saved_model, saved_optimizer)
+    optimizer.load_state_dict(saved_optimizer)
+    if not has_same_storage:
+        make_masters(optimizer)
+
+
+def load_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved_model: dict[str, Any], saved_optimizer: dict[str, Any]
+) -> bool:
+    """Load a model's state dict of any level, before the optimizer's. Returns whether both levels hold the weights alike.
+
+    optimizer: says which of the saved states are whose; it is not changed.
+    """
+    has_same_storage = _tensors_by_name(saved_model) == _tensors_by_name(model.state_dict())
+    if not has_same_storage:
         saved_model = _for_level_of(model, saved_model, saved_optimizer, _names_by_key(model, optimizer, saved_optimizer))
     model.load_state_dict(saved_model)
-    optimizer.load_state_dict(saved_optimizer)
-    if not is_same and isinstance(optimizer, LowBitOptimizer):
-        for parameter in list(optimizer.state):  # masters are made now, so that no fp32 values wait for the first step
+    return has_same_storage
+
+
+def make_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Make the master weights of what was loaded now, so that no fp32 values wait for the first step."""
+    if isinstance(optimizer, LowBitOptimizer):
+        for parameter in list(optimizer.state):
             optimizer.follow_weight(parameter)
 
 

@@ -33,7 +33,7 @@ STEPS = 2
 RUN_HERE = (
     r"\.venv/bin/octet (serve|submit|list|metrics|logs)\b.*",
     r"curl .*",
-    r"\.venv/bin/torchrun .*",
+    r"\.venv/bin/torchrun .* -m worker\.main .*",
     r"python3 -m pip install -q --no-index .*",
 )
 
@@ -47,6 +47,7 @@ class Elsewhere:
     needs: str = ""
 
 
+_EXAMPLES = "tests/worker/integrations/test_examples.py"
 _SMOKE = "deploy/compose/smoke.py"
 _CLUSTER = Elsewhere("tests/deploy/test_kubernetes.py", "def test_kustomize_renders_all_of_it", "a Kubernetes cluster")
 ELSEWHERE = {
@@ -68,6 +69,9 @@ ELSEWHERE = {
     r"docker build .*": Elsewhere("docker-compose.yml", "dockerfile: deploy/docker/Dockerfile", "Docker"),
     r"key=.*|kubectl .*": _CLUSTER,
     r"make test-gpu.*|make bench-gpu-kernels .*": Elsewhere("tests/benchmarks/test_gpu_benchmarks.py", '"--smoke"', "a GPU"),
+    r"\.venv/bin/python examples/transformers/train\.py .*": Elsewhere(_EXAMPLES, "def test_trainer"),
+    r"\.venv/bin/python examples/accelerate/train\.py .*": Elsewhere(_EXAMPLES, "def test_accelerate"),
+    r"\.venv/bin/torchrun .* examples/accelerate/train\.py .*": Elsewhere(_EXAMPLES, "def test_accelerate_on_two_ranks"),
     r"python -m benchmarks\.gpu\.kernels --sections speedup .*": Elsewhere(
         "tests/benchmarks/test_gpu_benchmarks.py", '"Speedup by shape"', "a GPU"
     ),

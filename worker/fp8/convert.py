@@ -64,6 +64,9 @@ class ConversionReport:
     skipped: tuple[SkippedLayer, ...]
     filtered: tuple[FilteredLayer, ...]
     num_converted_parameters: int
+    norms: tuple[str, ...] = ()
+    """Norms with weights and outputs in bf16."""
+    skipped_norms: tuple[SkippedLayer, ...] = ()
     bytes_by_class: dict[str, int] = field(default_factory=dict)
     health: StepKeeper | None = field(default=None, repr=False, compare=False)
 
@@ -90,6 +93,8 @@ class ConversionReport:
         reasons = {layer.name: f", in bf16: {layer.reason}" for layer in self.filtered}
         lines += [f"  converted {name}{reasons.get(name, '')}" for name in self.converted]
         lines += [f"  skipped   {layer.name}: {layer.reason}" for layer in self.skipped]
+        lines += [f"  in bf16   {name}" for name in self.norms]
+        lines += [f"  in fp32   {norm.name}: {norm.reason}" for norm in self.skipped_norms]
         lines += [f"  {num_bytes:>15,} bytes of {kind}" for kind, num_bytes in self.bytes_by_class.items()]
         return "\n".join(lines)
 
@@ -148,11 +153,16 @@ def replace_layers(model: nn.Module, names: Collection[str], convert: Callable[[
         assert layout_of(linear) is not None
         converted[linear] = convert(linear)
         vars(converted[linear]).update(_attributes_of_its_own(linear))
+    put_in_place(model, converted)
+    return converted.get(model, model)
+
+
+def put_in_place(model: nn.Module, converted: dict[nn.Module, nn.Module]) -> None:
+    """Put each value in the place of its key, under every name that it has below the model."""
     for owner in list(model.modules()):
         for attribute, child in list(owner._modules.items()):
             if child in converted:
                 setattr(owner, attribute, converted[child])
-    return converted.get(model, model)
 
 
 def replaceable_linears(model: nn.Module) -> list[str]:

@@ -1,0 +1,86 @@
+"""Accelerate's loop with a converted model and optimizer: prepare, accumulate, clip, save the state, continue from it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from api_schemas.levels import LEVELS
+from octet import initialize
+from tests.worker.integrations.bits import assert_same_bits
+from tests.worker.small import Small, spread
+
+CLOSE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 0.02, "fp8": 0.1}
+"""Relative distance of a loss from fp32's, by the dtype of the products."""
+
+
+@pytest.fixture(autouse=True)
+def own_state() -> Iterator[None]:
+    """Accelerate keeps a process-wide state."""
+    yield
+    reset()
+
+
+def reset() -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def prepared(level: str | None, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
+    """A model, an optimizer and a schedule that Accelerate has prepared; `initialize` has not seen them at level None."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    torch.manual_seed(0)
+    model: nn.Module = Small()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if level is not None:
+        model, optimizer = initialize(model, optimizer, level, convert_heads=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
+    return accelerator, *accelerator.prepare(model, optimizer, schedule)
+
+
+def train(accelerator: Accelerator, model: Any, optimizer: Any, schedule: Any, num_batches: int, start: int = 0) -> list[float]:
+    inputs = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(1))
+    loader = accelerator.prepare(DataLoader(TensorDataset(inputs[start : start + num_batches]), batch_size=None))
+    losses = []
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            loss = (model(batch) - batch[:, :16]).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("level", ["fp32", *spread([level for level in LEVELS if level != "fp32"])])
+def test_it_trains_and_continues_bit_for_bit(level: str, tmp_path: Path) -> None:
+    expected = train(*prepared(None), 8)
+    parts = prepared(level)
+    losses = train(*parts, 4)
+    parts[0].save_state(str(tmp_path / "state"))
+    losses += train(*parts, 4, start=4)
+    assert expected[-1] < 0.97 * expected[0]
+    assert losses == pytest.approx(expected, rel=CLOSE[LEVELS[level].gemm])
+
+    others = prepared(level)
+    others[0].load_state(str(tmp_path / "state"))
+    assert train(*others, 4, start=4) == losses[4:]
+    assert_same_bits(others[1].state_dict(), parts[1].state_dict())
+    assert_same_bits(others[2].state_dict(), parts[2].state_dict())
+
+
+def test_it_trains_under_accelerates_own_bf16() -> None:
+    plain = train(*prepared("te"), 4)
+    reset()
+    both = train(*prepared("te", mixed_precision="bf16"), 4)
+    assert both != plain
+    assert both == pytest.approx(plain, rel=0.02)

@@ -1,0 +1,66 @@
+"""The examples of `docs/integrations.md`: its commands run, with fewer steps, in a folder of the test's own."""
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT, commands
+from tests.waiting import LONG_S
+
+DOCUMENT = "docs/integrations.md"
+
+
+def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **changed: str) -> None:
+    """Run a command of the document in this process. changed: options with other values."""
+    _, script, *options = shlex.split(command)
+    for name, value in changed.items():
+        options[options.index(f"--{name}") + 1] = value
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", [script, *options])
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = [f"{command} --use_cpu" for command in commands(DOCUMENT) if "transformers/train.py" in command]
+    first, resumed, in_bf16 = shown
+    quiet = " --logging_strategy no --disable_tqdm True"
+    run(first + quiet, tmp_path, monkeypatch, max_steps="2", save_steps="1")
+    assert "level O2: 14 layers converted, 1 skipped" in capsys.readouterr().out
+    run(resumed + quiet, tmp_path, monkeypatch, max_steps="3", save_steps="1", resume_from_checkpoint="trained/checkpoint-2")
+    assert {path.name for path in (tmp_path / "trained").glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (1, 2, 3)}
+    run(in_bf16 + quiet, tmp_path, monkeypatch, max_steps="1")
+    assert "in bf16   model.norm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "level", ["ao", "O3", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("te", "O1", "O2"))]
+)
+def test_accelerate(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    [command] = [command for command in commands(DOCUMENT) if "python examples/accelerate/train.py" in command]
+    run(command, tmp_path, monkeypatch, level=level, epochs="1")
+    assert_learns(level, capsys.readouterr().out)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("level", ["te", "ao", "O1", "O2", "O3"])
+def test_accelerate_on_two_ranks(level: str, tmp_path: Path) -> None:
+    [command] = [
+        command for command in commands(DOCUMENT) if "examples/accelerate/train.py" in command and "torchrun" in command
+    ]
+    _, *options = shlex.split(command.replace("--level O3 --epochs 4", f"--level {level} --epochs 1"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    program = [sys.executable, "-m", "torch.distributed.run", *options]
+    result = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_learns(level, result.stdout)
+
+
+def assert_learns(level: str, said: str) -> None:
+    first, last = re.findall(rf"{level}: loss (\S+) -> (\S+)\n", said)[0]
+    assert float(last) < 0.8 * float(first)

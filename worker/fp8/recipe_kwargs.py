@@ -1,0 +1,85 @@
+"""Read the recipe objects of Accelerate: TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs and FP8RecipeKwargs.
+
+They are known by the names of their classes and read by their fields, so accelerate need not be installed.
+"""
+
+from dataclasses import fields, replace
+from glob import escape
+from typing import Any
+
+from torch import nn
+
+from api_schemas.accelerate import precision_from_accelerate
+from api_schemas.precision import TORCHAO_RECIPES, PrecisionSpec, TorchaoSpec
+from worker.fp8.layout import layout_of
+
+_BACKENDS = {"FP8RecipeKwargs": None, "TERecipeKwargs": "te", "MSAMPRecipeKwargs": "msamp", "AORecipeKwargs": "ao"}
+"""The backend of each class; FP8RecipeKwargs, which inherits from two others, has it in a field."""
+
+
+def is_recipe_kwargs(recipe: object) -> bool:
+    """Return whether an object is one of Accelerate's recipes, or of a class derived from one."""
+    return _class_name(recipe) is not None
+
+
+def precision_of(recipe: Any, level: str | None, model: nn.Module) -> PrecisionSpec:
+    """Return the precision that a recipe of Accelerate means for a model.
+
+    level: takes the place of the recipe's own for Transformer Engine's recipe, which any level of FP8 can follow.
+    Raises ValueError, with the name of the field, for what is not built, and for a level that contradicts the recipe.
+    """
+    name = _class_name(recipe)
+    assert name is not None
+    backend = str(_BACKENDS[name] or recipe.backend).lower()
+    if backend == "ao":
+        spec = _of_torchao(recipe, model)
+    else:
+        given = {field.name: getattr(recipe, field.name) for field in fields(recipe) if field.name != "backend"}
+        spec = precision_from_accelerate(
+            {"backend": backend} | {key: value for key, value in given.items() if value is not None}
+        )
+    if level in (None, spec.level):
+        return spec
+    if backend != "te":
+        raise ValueError(
+            f"opt_level is {level!r} and the {name} means level {spec.level}; allowed: one of them. Leave out opt_level."
+        )
+    return PrecisionSpec.model_validate(spec.model_dump(exclude_defaults=True) | {"level": level})
+
+
+def _class_name(recipe: object) -> str | None:
+    return next((base.__name__ for base in type(recipe).__mro__ if base.__name__ in _BACKENDS), None)
+
+
+def _of_torchao(recipe: Any, model: nn.Module) -> PrecisionSpec:
+    """As Accelerate: without a filter of the user's the first and the last linear layer stay as they are."""
+    torchao, scaling = _options_of(recipe)
+    options: dict[str, Any] = {"level": "ao", "torchao": torchao, "recipe": scaling}
+    if recipe.module_filter_func is None:
+        options |= {"skip_first_layers": 1, "skip_last_layers": 1}
+    else:
+        linears = [(name, module) for name, module in model.named_modules() if layout_of(module) is not None]
+        excluded = [escape(name) for name, module in linears if not recipe.module_filter_func(module, name)]
+        options |= {"exclude": excluded, "convert_heads": True}
+    if torchao.fsdp_float8_all_gather:
+        options["not_applied"] = ("enable_fsdp_float8_all_gather: weights are not sharded",)
+        options["torchao"] = torchao.model_copy(update={"fsdp_float8_all_gather": False})
+    return PrecisionSpec.model_validate(options)
+
+
+def _options_of(recipe: Any) -> tuple[TorchaoSpec, Any]:
+    """What a `Float8LinearConfig` says, as our options and the scaling of its products."""
+    config = recipe.config
+    if config is None:
+        return TorchaoSpec(pad_inner_dim=bool(recipe.pad_inner_dim)), None
+    flags = {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": False, "emulate": False}
+    plain = replace(config, **flags)
+    scaling = next((ours for name, ours in TORCHAO_RECIPES.items() if plain == type(config).from_recipe_name(name)), None)
+    if scaling is None:
+        tensorwise = type(config).from_recipe_name("tensorwise")
+        changed = [field.name for field in fields(config) if getattr(plain, field.name) != getattr(tensorwise, field.name)]
+        raise ValueError(
+            f"the AORecipeKwargs' config changes {', '.join(changed)}; allowed: Float8LinearConfig.from_recipe_name of "
+            f"{', '.join(TORCHAO_RECIPES)}, with pad_inner_dim. Change the config."
+        )
+    return TorchaoSpec(pad_inner_dim=config.pad_inner_dim, fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather), scaling

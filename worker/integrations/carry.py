@@ -1,0 +1,78 @@
+"""Keep what a plain checkpoint of a model loses in the state dict of its optimizer.
+
+Loops of others save a model by `save_pretrained`, which writes values, and an optimizer by its state dict. Codes, scales,
+histories and counters would be lost, and with them a resume that is equal bit for bit. They travel with the optimizer here:
+the loop loads values first, then the optimizer's states bring the rest. A checkpoint of any level can be loaded.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.fp8.loss_scaling import STATE_BUFFER
+from worker.fp8.stored import CODES
+from worker.optim import LowBitOptimizer
+from worker.plain import as_plain, drop_codes
+from worker.resume import load_model, make_masters
+
+MODEL_STATE = "octet_model_state"
+"""The key in an optimizer's state dict."""
+
+
+class _Carrier:
+    """A model and its optimizer, which stands for both in `state_dict` and `load_state_dict`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state dict with the tensors of the model that are no values of a plain model."""
+        if isinstance(self.optimizer, LowBitOptimizer):  # values that were loaded since the last step are in the states, too
+            make_masters(self.optimizer)
+        held = self.model.state_dict()
+        plain = as_plain(self.model, held)
+        own = {name: tensor for name, tensor in held.items() if plain.get(name) is not tensor}
+        return type(self.optimizer).state_dict(self.optimizer) | {MODEL_STATE: own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load both. Of a state dict that carries no model, as torch's optimizers make it, the optimizer's states alone.
+
+        Raises ValueError where `initialize`'s optimizer was saved without its model: codes would not fit their states.
+        """
+        states = dict(state_dict)
+        saved = states.pop(MODEL_STATE, None)
+        has_same_storage = True
+        if saved is not None:
+            has_same_storage = load_model(self.model, self.optimizer, self._completed(saved), states)
+        elif "num_skipped_steps" in states:
+            raise ValueError(
+                f"the checkpoint's optimizer is one of octet.initialize and has no {MODEL_STATE}; allowed: checkpoints of a "
+                "run that called octet.prepare_trainer or octet.carry_model_state, or of one without Octet. Start from the "
+                "checkpoint's weights by from_pretrained."
+            )
+        type(self.optimizer).load_state_dict(self.optimizer, states)
+        if not has_same_storage:
+            make_masters(self.optimizer)
+
+    def _completed(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What was carried, with the values that the model has loaded from elsewhere."""
+        state = self.model.state_dict()
+        state.pop(STATE_BUFFER, None)
+        for name in saved:
+            if name.rpartition(".")[2] == CODES:
+                prefix = name.removesuffix(CODES)
+                drop_codes(state, prefix)
+                state.pop(prefix + "weight", None)
+        return state | saved
+
+
+def carry_model_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer's state dict hold what values of the model's weights do not say, and bring it back.
+
+    For loops that save a model by `save_pretrained`, after `initialize`; a loop that saves `model.state_dict()` needs it not.
+    Calling it a second time changes nothing.
+    """
+    carrier = _Carrier(model, optimizer)
+    optimizer.state_dict = carrier.state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = carrier.load_state_dict  # type: ignore[method-assign]
