@@ -16,6 +16,7 @@ from api_schemas import (
     OptimizerSpec,
     PrecisionSpec,
     ScheduleSpec,
+    TrainingSpec,
     misfit,
     tokens_per_sample,
 )
@@ -41,7 +42,10 @@ class RankEnv:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Every number that the training loop reads. Batch sizes count samples of `sequence_length` tokens each."""
+    """Every number that the training loop reads. Batch sizes count samples of `sequence_length` tokens each.
+
+    training: knows the number of steps, given the number of samples, which only an open source knows.
+    """
 
     precision: PrecisionSpec
     model: ModelSpec
@@ -52,7 +56,7 @@ class TrainConfig:
     layout: Layout
     zero_stage: int
     batch: BatchDivision
-    steps: int
+    training: TrainingSpec
     sequence_length: int
     optimizer: OptimizerSpec
     schedule: ScheduleSpec
@@ -98,13 +102,13 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
         precision=spec.precision,
         model=spec.model,
         sizes=sizes,
-        data=spec.data,
+        data=spec.data_with_model,
         readable_files=files,
         env=env,
         layout=layout,
         zero_stage=spec.parallelism.zero_stage,
         batch=spec.batch,
-        steps=training.steps,
+        training=training,
         sequence_length=tokens_per_sample(sizes.takes, training.sequence_length),
         optimizer=training.optimizer,
         schedule=training.schedule,
