@@ -97,8 +97,8 @@ class JobSpec(Contract):
         if misfitting := misfit(self.model.sizes.takes, data, training.sequence_length):
             raise refusal(misfitting.field, got=misfitting.got, allowed=misfitting.allowed, change=misfitting.change)
         self._check_division()
-        if training.steps is not None and (unfit := training.schedule.misfit(training.steps)):
-            raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
+        if training.steps is not None and (too_long := training.schedule.misfit(training.steps)):
+            raise refusal(too_long.field, got=too_long.got, allowed=too_long.allowed, change=too_long.change)
         return self
 
     def _check_division(self) -> None:

@@ -62,7 +62,8 @@ def check_that_the_spec_was_parsed_at_most_three_times(server: Server, parsed_by
     assert list(times_by_process.values()) == [1], "the rank; its supervisor passes the order on unread"
 
 
-@pytest.mark.parametrize("level", ["bf16-amp", "O2"])
+# test_one_post_fine_tunes_a_model_on_two_ranks does the same with plain gradients.
+@pytest.mark.parametrize("level", ["O2", pytest.param("bf16-amp", marks=pytest.mark.matrix)])
 def test_two_ranks_train_what_one_rank_trains(server: Server, spec_document: dict[str, Any], level: str) -> None:
     spec_document["precision"] = {"level": level}
     alone = server.client.submit(spec_document)

@@ -109,6 +109,23 @@ def test_a_model_is_fine_tuned_on_conversations(base: Path, tmp_path: Path, docu
     assert summary.evaluation_metrics["token_accuracy"] > 0.5
 
 
+@pytest.mark.matrix
+def test_a_fine_tuned_model_is_exported_in_fp8(tmp_path: Path, document: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    recorder, _ = train(with_training(document, "O3", steps=2, epochs=None), tmp_path / "job")
+    checkpoint = str(tmp_path / "job" / "checkpoints" / recorder.checkpoints()[0].name)
+    logits = []
+    for format in ("fp8", "fp32"):
+        assert export([checkpoint, "--format", format, "--out", str(tmp_path / format)]) == 0
+        model, info = AutoModelForCausalLM.from_pretrained(tmp_path / format, dtype=torch.float32, output_loading_info=True)
+        assert not any(info.values()), info
+        with torch.no_grad():
+            logits.append(model(torch.arange(32)[None]).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=0.1 * float(logits[1].abs().max()))
+
+
+@pytest.mark.matrix  # tests/e2e compares micro-batches of two ranks with those of one
 def test_it_resumes_bit_identically_and_micro_batches_weigh_as_their_targets(tmp_path: Path, document: dict[str, Any]) -> None:
     document = with_training(document, steps=6, epochs=None, checkpoint_every=2)
     whole, summary = train(document, tmp_path / "whole")
@@ -122,7 +139,7 @@ def test_it_resumes_bit_identically_and_micro_batches_weigh_as_their_targets(tmp
     assert small.losses() == pytest.approx(whole.losses(), rel=1e-4)
 
 
-@pytest.mark.parametrize("level", ["fp32", "O3-split"])
+@pytest.mark.parametrize("level", ["O3-split", pytest.param("fp32", marks=pytest.mark.matrix)])
 def test_weights_are_read_as_the_level_converts_them(base: Path, document: dict[str, Any], level: str) -> None:
     """No weight is in memory twice: converted layers are made from the file one by one."""
     from worker.prepare import convert, read_options
