@@ -77,6 +77,9 @@ class MetricPoint(Contract):
     tokens_per_s: float
     evaluation_loss: float | None = None
     evaluation_perplexity: float | None = None
+    evaluation_metrics: dict[str, float | None] = Field(
+        default_factory=dict, description="other values that the model's family measures, by name; empty without an evaluation"
+    )
 
 
 class Checkpoint(Contract):

@@ -40,6 +40,9 @@ def _token_misfit(takes: TokenInput, data: SourceSpec, sequence_length: int) -> 
             f"at most the model's max_sequence_length, {longest}",
             "Shorten training.sequence_length or raise model.max_sequence_length.",
         )
+    if takes.mask_token is not None and data.has_targets:
+        allowed = "a source whose tokens can be hidden, such as text or tokens: the model predicts masked tokens"
+        return Unfit("data.source", data.source, allowed, "Change data.source, or train a model that predicts the next token.")
     if vocab_size is not None and vocab_size < data.min_vocab_size:
         allowed = f"at least {data.min_vocab_size}, the vocabulary of source {data.source}"
         return Unfit("model.vocab_size", vocab_size, allowed, "Raise model.vocab_size.")

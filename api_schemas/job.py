@@ -67,6 +67,11 @@ class JobSpec(Contract):
         return BatchDivision(training.global_batch_size, micro_batch_size, num_data_ranks)
 
     @property
+    def data_with_model(self) -> DataSpec:
+        """The data, with what its source takes from the model's folder. Raises Unfit if the model has no such folder."""
+        return self.data.with_model(self.model.files)
+
+    @property
     def tokens_per_sample(self) -> int:
         """Tokens of one sample: those of a sequence, or those that the model takes from an image."""
         return tokens_per_sample(self.model.sizes.takes, self.training.sequence_length)
@@ -85,16 +90,15 @@ class JobSpec(Contract):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         training = self.training
-        if unfit := misfit(self.model.sizes.takes, self.data, training.sequence_length):
-            raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
+        try:
+            data = self.data_with_model
+        except Unfit as unfit:
+            raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change) from None
+        if misfitting := misfit(self.model.sizes.takes, data, training.sequence_length):
+            raise refusal(misfitting.field, got=misfitting.got, allowed=misfitting.allowed, change=misfitting.change)
         self._check_division()
-        if training.schedule.warmup_steps >= training.steps and training.schedule.warmup_steps > 0:
-            raise refusal(
-                "training.schedule.warmup_steps",
-                got=training.schedule.warmup_steps,
-                allowed=f"fewer than training.steps, {training.steps}",
-                change="Shorten the warm-up or train for more steps.",
-            )
+        if training.steps is not None and (too_long := training.schedule.misfit(training.steps)):
+            raise refusal(too_long.field, got=too_long.got, allowed=too_long.allowed, change=too_long.change)
         return self
 
     def _check_division(self) -> None:

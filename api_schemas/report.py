@@ -32,6 +32,7 @@ class StartedReport(Contract):
 
     kind: Literal["started"] = "started"
     resumed_from_step: Count
+    steps: Step | None = Field(default=None, description="the job's last step, counted from its epochs if it has any")
     node: str
     device: str
     world_size: Count

@@ -1,10 +1,12 @@
 """Length, batch sizes and learning rate of a run: the loop, the optimizer and the schedule."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from api_schemas.base import Contract, refusal
+from api_schemas.data.unfit import Unfit
 
 _EPS = 1e-8
 DEFAULT_SEQUENCE_LENGTH = 256
@@ -45,11 +47,26 @@ class ScheduleSpec(Contract):
     warmup_steps: int = Field(default=0, ge=0, le=100_000_000)
     final_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
 
+    def misfit(self, num_steps: int) -> Unfit | None:
+        """Return the rule that the schedule breaks in a run of `num_steps`, or None."""
+        if self.warmup_steps == 0 or self.warmup_steps < num_steps:
+            return None
+        allowed = f"fewer than training.steps, {num_steps}"
+        return Unfit(
+            "training.schedule.warmup_steps", self.warmup_steps, allowed, "Shorten the warm-up or train for more steps."
+        )
+
 
 class TrainingSpec(Contract):
-    """One optimizer step reads `global_batch_size` sequences of `sequence_length` tokens, over all ranks."""
+    """One optimizer step reads `global_batch_size` sequences of `sequence_length` tokens, over all ranks.
 
-    steps: int = Field(ge=1, le=100_000_000)
+    The length is either `steps` or `epochs`. A rank counts the steps of the epochs once it has opened the data.
+    """
+
+    steps: int | None = Field(default=None, ge=1, le=100_000_000)
+    epochs: float | None = Field(
+        default=None, gt=0.0, le=100_000.0, description="times that each training sample is read; in place of steps"
+    )
     global_batch_size: int = Field(default=16, ge=1, le=1_048_576)
     micro_batch_size: int | None = Field(
         default=None,
@@ -75,3 +92,21 @@ class TrainingSpec(Contract):
         "attention; everything",
     )
     seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise refusal(
+                "steps",
+                got=self.steps if self.steps is None else f"steps {self.steps} and epochs {self.epochs:g}",
+                allowed="one of training.steps and training.epochs",
+                change="Set training.steps or training.epochs, not both.",
+            )
+        return self
+
+    def steps_for(self, num_samples: int) -> int:
+        """Return the number of optimizer steps, given the number of training samples in one epoch."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, math.ceil(self.epochs * num_samples / self.global_batch_size))

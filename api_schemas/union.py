@@ -16,13 +16,14 @@ class FieldTag:
     """Reads the tag of a document or instance.
 
     `hint`: another field; its value up to the first "-" serves as the tag. `other_hints`: such values that stand for another
-    tag, each with the tag.
+    tag, each with the tag. `own_fields`: fields that only one member has, each with its tag.
     """
 
     field: str
     default: str
     hint: str | None = None
     other_hints: tuple[tuple[str, str], ...] = ()
+    own_fields: tuple[tuple[str, str], ...] = ()
 
     __name__ = "FieldTag"  # pydantic asks a discriminator for its name
 
@@ -30,12 +31,19 @@ class FieldTag:
         if not isinstance(value, Mapping):
             return str(getattr(value, self.field, self.default))
         hinted = str(value.get(self.hint) or "").partition("-")[0] if self.hint else ""
-        return str(value.get(self.field) or dict(self.other_hints).get(hinted, hinted) or self.default)
+        owner = next((tag for name, tag in self.own_fields if value.get(name) is not None), None)
+        return str(value.get(self.field) or dict(self.other_hints).get(hinted, hinted) or owner or self.default)
 
 
-def by_field(field: str, default: str, hint: str | None = None, other_hints: tuple[tuple[str, str], ...] = ()) -> Discriminator:
+def by_field(
+    field: str,
+    default: str,
+    hint: str | None = None,
+    other_hints: tuple[tuple[str, str], ...] = (),
+    own_fields: tuple[tuple[str, str], ...] = (),
+) -> Discriminator:
     """Build the metadata with which `field` selects the member of a union of tagged contracts."""
-    return Discriminator(FieldTag(field, default, hint, other_hints))
+    return Discriminator(FieldTag(field, default, hint, other_hints, own_fields))
 
 
 def member_for(annotation: Any, value: Any) -> Any:

@@ -39,7 +39,7 @@ def jobs_table(jobs: Iterable[Job]) -> Table:
     for job in jobs:
         step, loss = (str(job.progress.step), number(job.progress.loss)) if job.progress else ("–", "–")
         level, pool = job.spec.precision.level, job.spec.resources.pool
-        steps = f"{step}/{job.spec.training.steps}"
+        steps = f"{step}/{number(num_steps(job), 'd')}"
         grid.add_row(job.id, job.name, level, state_text(job.state), steps, loss, pool, moment(job.created_at))
     return grid
 
@@ -115,6 +115,11 @@ def _results(job: Job) -> Iterable[tuple[str, str]]:
     yield "memory", f"{num_bytes(sum(summary.memory_bytes.values()))}: {held}"
 
 
+def num_steps(job: Job) -> int | None:
+    """The steps that the job takes; None until a rank has counted those of its epochs."""
+    return job.progress.steps if job.progress else job.spec.training.steps
+
+
 def progress_words(job: Job) -> str:
     """Step, loss, speed and time left, or why it waits, as one line."""
     if job.progress is None:
@@ -155,13 +160,17 @@ def checkpoints_table(checkpoints: Iterable[Checkpoint]) -> Table:
 
 
 def metrics_table(points: Iterable[MetricPoint]) -> Table:
-    columns = ("STEP", "LOSS", "EVALUATION LOSS", "GRADIENT NORM", "LEARNING RATE", "TOKENS/S", "DATA WAIT")
+    points = list(points)
+    names = list(dict.fromkeys(name for point in points for name in point.evaluation_metrics))
+    of_evaluation = ("EVALUATION LOSS", *(name.replace("_", " ").upper() for name in names))
+    columns = ("STEP", "LOSS", *of_evaluation, "GRADIENT NORM", "LEARNING RATE", "TOKENS/S", "DATA WAIT")
     grid = table(*columns, right=columns)
     for point in points:
         grid.add_row(
             str(point.step),
             number(point.loss),
             number(point.evaluation_loss),
+            *(number(point.evaluation_metrics.get(name), ".2%") for name in names),
             number(point.gradient_norm, ".3f"),
             number(point.learning_rate, ".3e"),
             number(point.tokens_per_s, ",.0f"),

@@ -14,7 +14,7 @@ from rich.text import Text
 from api_schemas import Event, Job
 from client.api import Client
 from client.errors import ApiError, ConnectionFailed
-from client.render import progress_words, state_text, table
+from client.render import num_steps, progress_words, state_text, table
 from client.terminal import Terminal
 from client.text import duration, number, one_line
 
@@ -129,13 +129,13 @@ def _rows(jobs: Sequence[Job]) -> Group:
     grid.columns[2].max_width = 24
     waiting = []
     for job in jobs:
-        steps, seen = job.spec.training.steps, job.progress
+        steps, seen = num_steps(job), job.progress
         step = seen.step if seen else 0
         grid.add_row(
             job.name,
             state_text(job.state),
             ProgressBar(total=steps, completed=step),
-            f"{step}/{steps}",
+            f"{step}/{number(steps, 'd')}",
             number(seen.loss if seen else None),
             number(seen.tokens_per_s if seen else None, ",.0f"),
             duration(seen.remaining_s if seen and not job.state.is_terminal else None),

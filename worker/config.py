@@ -16,6 +16,7 @@ from api_schemas import (
     OptimizerSpec,
     PrecisionSpec,
     ScheduleSpec,
+    TrainingSpec,
     misfit,
     tokens_per_sample,
 )
@@ -42,7 +43,10 @@ class RankEnv:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Every number that the training loop reads. Batch sizes count samples of `sequence_length` tokens each."""
+    """Every number that the training loop reads. Batch sizes count samples of `sequence_length` tokens each.
+
+    training: knows the number of steps, given the number of samples, which only an open source knows.
+    """
 
     precision: PrecisionSpec
     model: ModelSpec
@@ -54,7 +58,7 @@ class TrainConfig:
     zero_stage: int
     wide_communication: WideDtype
     batch: BatchDivision
-    steps: int
+    training: TrainingSpec
     sequence_length: int
     optimizer: OptimizerSpec
     schedule: ScheduleSpec
@@ -102,14 +106,14 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
         precision=spec.precision,
         model=spec.model,
         sizes=sizes,
-        data=spec.data,
+        data=spec.data_with_model,
         readable_files=files,
         env=env,
         layout=layout,
         zero_stage=spec.parallelism.zero_stage,
         wide_communication=spec.parallelism.wide_communication,
         batch=spec.batch,
-        steps=training.steps,
+        training=training,
         sequence_length=tokens_per_sample(sizes.takes, training.sequence_length),
         optimizer=training.optimizer,
         schedule=training.schedule,

@@ -31,9 +31,9 @@ from api_schemas import (
 from worker import checkpoint
 from worker.blocks import CompileWatch, checkpoint_blocks, compile_blocks, eagerly
 from worker.config import TrainConfig, trained_job
-from worker.data import Batch, Source, open_source
+from worker.data import Batch, Source, VaryingTargets, open_source
 from worker.data.prefetch import Prefetcher, on_device
-from worker.errors import Cancelled, Stopped
+from worker.errors import Cancelled, InvalidConfig, Stopped
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.convert import ConversionReport
 from worker.fp8.health import LayerDemoted, StepKeeper
@@ -43,12 +43,14 @@ from worker.metrics.activations import activations_counted_once
 from worker.metrics.memory import memory_report
 from worker.metrics.readback import Mark
 from worker.metrics.table import Metrics
-from worker.models import Losses, TrainedModel, build_model
+from worker.models import Losses, TrainedModel
 from worker.models.flops import flops_per_token
 from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
 from worker.parallel import WIDE_DTYPES, Parallel, broadcast_parameters
 from worker.prepare import prepare, share_rounding
+from worker.pretrained.load import FileSource
+from worker.pretrained.start import start_model
 from worker.progress import Progress
 from worker.reporting.reporter import Reporter
 from worker.resume import resume
@@ -70,10 +72,11 @@ class Trainer:
     metrics: Metrics
     folder: Path
 
-    # Created by `_prepare`
+    # Created by `__init__` and `_prepare`
     source: Source
     batches: Prefetcher
     log: StepLog
+    num_steps: int
     model: nn.Module
     conversion: ConversionReport
     optimizer: torch.optim.Optimizer
@@ -97,8 +100,11 @@ class Trainer:
         self.source = open_source(config.data, config.sequence_length, config.seed, config.readable_files, config.sizes.takes)
         self.batches = Prefetcher(self.source, config.batch, mesh.data.rank, mesh.device)
         self.log = StepLog(mesh, is_late=is_accelerator(mesh.device))
+        self.num_steps = config.training.steps_for(self.source.num_train_samples)
+        if unfit := config.schedule.misfit(self.num_steps):
+            raise InvalidConfig(str(unfit))
         torch.manual_seed(config.seed)
-        self._prepare(build_model(config.model, config.seed, config.readable_files).to(mesh.device))
+        self._prepare(*start_model(config.model, config.seed, config.readable_files, mesh.device))
         broadcast_parameters(self.model, mesh.data)
         self._tell(PhaseReport(phase="model_built"))
 
@@ -114,7 +120,7 @@ class Trainer:
         started_at_step = self.progress.step
         self._report_start()
         evaluation: dict[str, float] = {}
-        while self.progress.step < self.config.steps:
+        while self.progress.step < self.num_steps:
             with self.metrics.timed("other"):
                 self.step()
             if self.progress.step == started_at_step + 1:
@@ -137,7 +143,7 @@ class Trainer:
         """Take one optimizer step over the global batch. Its loss is reported when the log has read it."""
         began = Mark(self.mesh.device)
         config, step = self.config, self.progress.step
-        learning_rate = learning_rate_at(step, config.optimizer.learning_rate, config.schedule, config.steps)
+        learning_rate = learning_rate_at(step, config.optimizer.learning_rate, config.schedule, self.num_steps)
         set_learning_rate(self.optimizer, learning_rate)
         with self.metrics.timed("forward_backward"):
             rank_loss, data_wait_s = self._forward_backward()
@@ -182,7 +188,7 @@ class Trainer:
                 data_wait_s=step.data_wait_s,
             )
             self._tell(report, at=step.at)
-            if warning := self.progress.note_loss(step.step, step.loss, self.config.steps):
+            if warning := self.progress.note_loss(step.step, step.loss, self.num_steps):
                 self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
         if is_stopping:
             raise stop or self._wants_to_stop() or Cancelled("rank 0 was told to stop")
@@ -194,13 +200,23 @@ class Trainer:
         for index in range(batch.num_micro_batches):
             with self.metrics.timed("data_wait") as wait:
                 samples = self.batches.take(self.progress.position, index)
+                first = batch.first_sample(self.progress.position, self.mesh.data.rank, index)
             data_wait_s += wait.seconds
             with activations_counted_once(self.model, self.metrics):
-                loss = self._loss(samples).loss / batch.num_micro_batches
+                loss = self._loss(samples).loss / self._divisor(first)
             with self.parallel.no_sync(index < batch.num_micro_batches - 1):
                 loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum(), data_wait_s
+
+    def _divisor(self, first: int) -> float:
+        """Return what the mean loss of the micro-batch at `first` is divided by, so that averaging over the data ranks gives
+        the mean over all targets of the global batch."""
+        batch = self.config.batch
+        if not isinstance(self.source, VaryingTargets):
+            return batch.num_micro_batches
+        of_all = self.source.num_targets(self.progress.position, batch.global_batch_size)
+        return of_all / (self.source.num_targets(first, batch.micro_batch_size) * self.mesh.data.size)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -242,12 +258,17 @@ class Trainer:
         last_loss = self.progress.recent_losses[-1] if self.progress.recent_losses else None
         self._tell(CheckpointReport(step=self.progress.step, loss=last_loss, **asdict(saved)))
 
-    def _prepare(self, model: TrainedModel) -> None:
+    def _prepare(self, model: TrainedModel, weights: FileSource | None) -> None:
+        """Convert the model. weights: gives a model on `meta` its values, layer by layer."""
         config = self.config
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
         tokens, on_event = config.batch.micro_batch_size * config.sequence_length, self._layer_demoted
-        prepared = prepare(model, optimizer, config.precision, seed=config.seed, tokens=tokens, on_event=on_event)
+        prepared = prepare(
+            model, optimizer, config.precision, seed=config.seed, tokens=tokens, on_event=on_event, source=weights
+        )
+        if weights is not None:
+            weights.make_masters(prepared.model, prepared.optimizer)
         share_rounding(prepared.model, self.mesh.data.rank, self.mesh.data.size)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
@@ -294,7 +315,7 @@ class Trainer:
             samples_per_step=self.config.batch.global_batch_size,
             flops_per_token=self.flops_per_token,
         )
-        self._tell(started(self.config, self.mesh, self.model, self.conversion, self.progress.step))
+        self._tell(started(self.config, self.mesh, self.model, self.conversion, self.progress.step, self.num_steps))
         for _ in range(count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
@@ -309,7 +330,7 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         step = self.progress.step
-        return step == self.config.steps or (every > 0 and step % every == 0)
+        return step == self.num_steps or (every > 0 and step % every == 0)
 
     def _wants_to_stop(self) -> Stopped | None:
         try:

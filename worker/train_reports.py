@@ -24,10 +24,13 @@ def count_fallbacks(model: nn.Module) -> Counter[Fallback]:
     return Counter(layer.fallback for layer in model.modules() if isinstance(layer, Float8Linear))
 
 
-def started(config: TrainConfig, mesh: Mesh, model: nn.Module, conversion: ConversionReport, step: int) -> StartedReport:
-    """Where and with what the job trains on from `step`."""
+def started(
+    config: TrainConfig, mesh: Mesh, model: nn.Module, conversion: ConversionReport, step: int, num_steps: int
+) -> StartedReport:
+    """Say where and with what the job trains from `step` to `num_steps`."""
     return StartedReport(
         resumed_from_step=step,
+        steps=num_steps,
         node=config.env.master_address,
         device=torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
         world_size=mesh.world.size,

@@ -10,14 +10,29 @@ from pydantic import Tag
 from api_schemas.data.base import Needs, SourceSpec
 from api_schemas.data.files import ANY_FILE, Files
 from api_schemas.data.images import ImagesSpec
+from api_schemas.data.jsonl import JsonlSpec
 from api_schemas.data.text import TextSpec
 from api_schemas.data.tokens import TokensSpec
 from api_schemas.data.unfit import Unfit
 from api_schemas.union import by_field
 
 DataSpec = Annotated[
-    Annotated[TextSpec, Tag("text")] | Annotated[TokensSpec, Tag("tokens")] | Annotated[ImagesSpec, Tag("images")],
+    Annotated[TextSpec, Tag("text")]
+    | Annotated[TokensSpec, Tag("tokens")]
+    | Annotated[JsonlSpec, Tag("jsonl")]
+    | Annotated[ImagesSpec, Tag("images")],
     by_field("source", default="text"),
 ]
 
-__all__ = ["ANY_FILE", "DataSpec", "Files", "ImagesSpec", "Needs", "SourceSpec", "TextSpec", "TokensSpec", "Unfit"]
+__all__ = [
+    "ANY_FILE",
+    "DataSpec",
+    "Files",
+    "ImagesSpec",
+    "JsonlSpec",
+    "Needs",
+    "SourceSpec",
+    "TextSpec",
+    "TokensSpec",
+    "Unfit",
+]

@@ -7,7 +7,7 @@ the same name in `worker/data/`, which reads the files by the contract's methods
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import Field, field_validator
 
@@ -32,6 +32,8 @@ class SourceSpec(Contract):
     """The kind of batches that models are given from this source."""
     min_vocab_size: ClassVar[int] = 1
     """The smallest vocabulary of a model that can read this source, if the spec alone determines it."""
+    has_targets: ClassVar[bool] = False
+    """True if the source says which tokens count, so that none can be hidden for a masked model."""
 
     source: str
     path: str = Field(min_length=1, max_length=4096, description="absolute path of a file or folder, as the workers see it")
@@ -42,6 +44,10 @@ class SourceSpec(Contract):
         if "\0" in path or not path.startswith("/"):
             raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.path.")
         return path
+
+    def with_model(self, model_folder: str | None) -> Self:
+        """Return this spec with what it takes from the model's folder (None: the model has none). Raises Unfit."""
+        return self
 
     @abstractmethod
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:

@@ -1,4 +1,4 @@
-"""The network to train: the union of all families, selected by the field `family` or by the preset's name.
+"""The network to train: the union of all families, selected by the field `family`, by the preset's name or by `path`.
 
 To add a family: write its module here, add its lines in this file, and write the module of the same name in `worker/models/`.
 """
@@ -23,7 +23,13 @@ ModelSpec = Annotated[
     | Annotated[DeiTSpec, Tag("deit")]
     | Annotated[SwinSpec, Tag("swin")]
     | Annotated[HuggingFaceSpec, Tag("huggingface")],
-    by_field("family", default="gpt", hint="preset", other_hints=(("vit", "deit"),)),
+    by_field(
+        "family",
+        default="gpt",
+        hint="preset",
+        other_hints=(("vit", "deit"),),
+        own_fields=(("path", "huggingface"), ("architecture", "huggingface")),
+    ),
 ]
 ModelSizes = GPTSizes | LlamaSizes | RobertaSizes | DeiTSizes | SwinSizes | HuggingFaceSizes
 FAMILIES_WITH_PRESETS: dict[str, type[SizedSpec]] = {

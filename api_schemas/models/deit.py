@@ -6,10 +6,8 @@ Parameters are those of transformers' ViTForImageClassification, and of timm's `
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from api_schemas.models.base import FamilySizes, Size, SizedSpec
-from api_schemas.models.vision import VisionSizes
+from api_schemas.models.base import FamilySizes, Size
+from api_schemas.models.vision import IMAGENET, Images, VisionSizes, VisionSpec
 
 PresetName = Literal["deit-tiny", "deit-s", "deit-b", "vit-1.2b"]
 
@@ -56,40 +54,27 @@ class DeiTSizes(VisionSizes):
         self.require_multiple("hidden_size", self.hidden_size, self.num_heads, "num_heads")
 
 
-def deit_sizes(hidden_size: int, num_layers: int, num_heads: int, image: tuple[int, int, int] = (224, 16, 1000)) -> DeiTSizes:
-    """Build the sizes of a network for RGB images. image: size of the image and of a patch in pixels, and classes."""
-    return DeiTSizes(
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        image_size=image[0],
-        patch_size=image[1],
-        num_classes=image[2],
-        num_channels=3,
-    )
+def deit_sizes(hidden_size: int, num_layers: int, num_heads: int, images: Images = IMAGENET) -> DeiTSizes:
+    """Build the sizes of a network from positional values."""
+    return DeiTSizes(hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **images._asdict())
 
 
-class DeiTSpec(SizedSpec):
+class DeiTSpec(VisionSpec):
     """A DeiT or ViT by preset, by sizes, or by preset with some sizes changed."""
 
     sizes_type: ClassVar[type[FamilySizes]] = DeiTSizes
     presets: ClassVar[Mapping[str, DeiTSizes]] = {
-        "deit-tiny": deit_sizes(64, 4, 4, image=(32, 4, 10)),
+        "deit-tiny": deit_sizes(64, 4, 4, Images(32, 4, 10)),
         "deit-s": deit_sizes(384, 12, 6),
         "deit-b": deit_sizes(768, 12, 12),
         "vit-1.2b": deit_sizes(2048, 24, 32),
     }
-    defaults: ClassVar[Mapping[str, object]] = {"num_channels": 3}
 
     family: Literal["deit"] = "deit"
     preset: PresetName | None = None
     hidden_size: Size | None = None
     num_layers: Size | None = None
     num_heads: Size | None = None
-    image_size: Size | None = Field(default=None, description="pixels along a side of an image")
-    patch_size: Size | None = Field(default=None, description="pixels along a side of a patch")
-    num_channels: Size | None = Field(default=None, description="colours of a pixel; default: 3")
-    num_classes: Size | None = None
 
     @property
     def sizes(self) -> DeiTSizes:

@@ -9,11 +9,12 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from api_schemas.base import refusal
-from api_schemas.models.base import FamilySizes, Size, SizedSpec
-from api_schemas.models.vision import VisionSizes
+from api_schemas.models.base import FamilySizes, Size
+from api_schemas.models.vision import Images, VisionSizes, VisionSpec
 
 PresetName = Literal["swin-tiny", "swin-t", "swin-1.0b"]
 MAX_STAGES = 8
+IN_SMALL_PATCHES = Images(patch_size=4)
 PerStage = Annotated[tuple[Size, ...], Field(min_length=1, max_length=MAX_STAGES)]
 
 
@@ -111,31 +112,21 @@ def swin_sizes(
     depths: tuple[int, ...],
     num_heads: tuple[int, ...],
     window_size: int,
-    image: tuple[int, int, int] = (224, 4, 1000),
+    images: Images = IN_SMALL_PATCHES,
 ) -> SwinSizes:
-    """Build the sizes of a network for RGB images. image: size of the image and of a patch in pixels, and classes."""
-    return SwinSizes(
-        embed_dim=embed_dim,
-        depths=depths,
-        num_heads=num_heads,
-        window_size=window_size,
-        image_size=image[0],
-        patch_size=image[1],
-        num_classes=image[2],
-        num_channels=3,
-    )
+    """Build the sizes of a network from positional values."""
+    return SwinSizes(embed_dim=embed_dim, depths=depths, num_heads=num_heads, window_size=window_size, **images._asdict())
 
 
-class SwinSpec(SizedSpec):
+class SwinSpec(VisionSpec):
     """A Swin by preset, by sizes, or by preset with some sizes changed. Sizes have transformers' names."""
 
     sizes_type: ClassVar[type[FamilySizes]] = SwinSizes
     presets: ClassVar[Mapping[str, SwinSizes]] = {
-        "swin-tiny": swin_sizes(32, (2, 2), (2, 4), 4, image=(32, 4, 10)),
+        "swin-tiny": swin_sizes(32, (2, 2), (2, 4), 4, Images(32, 4, 10)),
         "swin-t": swin_sizes(96, (2, 2, 6, 2), (3, 6, 12, 24), 7),
         "swin-1.0b": swin_sizes(448, (2, 2, 18, 2), (14, 28, 56, 112), 7),
     }
-    defaults: ClassVar[Mapping[str, object]] = {"num_channels": 3}
 
     family: Literal["swin"] = "swin"
     preset: PresetName | None = None
@@ -143,10 +134,6 @@ class SwinSpec(SizedSpec):
     depths: PerStage | None = Field(default=None, description="blocks of each stage")
     num_heads: PerStage | None = Field(default=None, description="heads of each stage")
     window_size: Size | None = Field(default=None, description="tokens along a side of a window")
-    image_size: Size | None = Field(default=None, description="pixels along a side of an image")
-    patch_size: Size | None = Field(default=None, description="pixels along a side of a patch")
-    num_channels: Size | None = Field(default=None, description="colours of a pixel; default: 3")
-    num_classes: Size | None = None
 
     @property
     def sizes(self) -> SwinSizes:

@@ -1,10 +1,26 @@
 """What the families of image classifiers have in common: images, classes, and the FLOPs of one image."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+from pydantic import Field
 
 from api_schemas.base import refusal
 from api_schemas.inputs import ImageInput, Task
-from api_schemas.models.base import FamilySizes, Size
+from api_schemas.models.base import FamilySizes, Size, SizedSpec
+
+
+class Images(NamedTuple):
+    """The RGB images of a preset: pixels along a side of an image and of a patch, and the number of classes."""
+
+    image_size: int = 224
+    patch_size: int = 16
+    num_classes: int = 1000
+    num_channels: int = 3
+
+
+IMAGENET = Images()
 
 
 class VisionSizes(FamilySizes):
@@ -50,3 +66,14 @@ class VisionSizes(FamilySizes):
         if got % divisor:
             allowed = f"a multiple of {divisor_name}, {divisor}"
             raise refusal(field, got=got, allowed=allowed, change=f"Change model.{field} or the other size.")
+
+
+class VisionSpec(SizedSpec):
+    """The fields of images that a job may set for any of these families."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"num_channels": 3}
+
+    image_size: Size | None = Field(default=None, description="pixels along a side of an image")
+    patch_size: Size | None = Field(default=None, description="pixels along a side of a patch")
+    num_channels: Size | None = Field(default=None, description="colours of a pixel; default: 3")
+    num_classes: Size | None = None

@@ -18,7 +18,7 @@ JUDGED_FROM_STEPS = 300
 
 def is_long_enough_to_judge(spec: JobSpec) -> bool:
     """Whether a model that trains for so many steps should have learned."""
-    return spec.training.steps >= JUDGED_FROM_STEPS
+    return spec.training.steps is not None and spec.training.steps >= JUDGED_FROM_STEPS
 
 
 def demo_spec(level: str, steps: int, comparison: str) -> JobSpec:

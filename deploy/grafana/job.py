@@ -108,6 +108,26 @@ _LEARNING = Row(
                 Query(_by("rank", "octet_train_evaluation_loss"), "rank {{rank}} evaluation"),
             ),
         ),
+        Panel(
+            "Accuracy",
+            "Of each evaluation, as the model's family measures it: of tokens, of masked tokens, top-1 and top-5 of images.",
+            "percentunit",
+            (
+                Query(_by("metric", "octet_job_evaluation_metric"), "{{metric}}"),
+                Query(_by("metric, rank", "octet_train_evaluation_metric"), "rank {{rank}} {{metric}}"),
+            ),
+            width=12,
+        ),
+        Panel(
+            "Perplexity",
+            "exp of the loss of each evaluation, as last reported and as each rank has it.",
+            "short",
+            (
+                Query(_reported("octet_job_evaluation_perplexity"), "reported"),
+                Query(_by("rank", "octet_train_evaluation_perplexity"), "rank {{rank}}"),
+            ),
+            width=12,
+        ),
     ),
 )
 

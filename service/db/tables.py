@@ -86,6 +86,12 @@ class JobRow(Base):
     tokens_per_s: Mapped[float | None]
     remaining_s: Mapped[float | None]
     reported_at: Mapped[datetime | None]
+    steps: Mapped[int | None] = mapped_column(BigInteger)
+
+    @property
+    def num_steps(self) -> int | None:
+        """The job's last step, as a rank said when it started, or else as the spec says. None before epochs are counted."""
+        return self.steps or self.spec["training"]["steps"]
 
 
 class JobLabelRow(Base):
@@ -180,6 +186,7 @@ class MetricRow(Base):
     step_time_s: Mapped[float]
     data_wait_s: Mapped[float]
     evaluation_loss: Mapped[float | None]
+    evaluation_metrics: Mapped[dict[str, Any] | None]
 
 
 class CheckpointRow(Base):

@@ -178,30 +178,32 @@ class _Batch:
         attempts.started(self.session, self.job, self.attempt, self.now, body.resumed_from_step)
         store.records.drop_after(self.session, self.job.id, body.resumed_from_step)
         last = store.records.last_metric(self.session, self.job.id)
+        self.job.steps = body.steps
         self.job.step, self.job.loss = body.resumed_from_step, last.loss if last else None
         self.job.tokens_per_s = self.job.remaining_s = None
         self.job.reported_at = self.now
 
     def _step(self, body: StepReport, at: datetime) -> None:
-        job, steps = self.job, self.job.spec["training"]["steps"]
+        job, steps = self.job, self.job.num_steps
         self.steps[body.step] = {
             "job_id": job.id,
             "attempt_id": self.attempt.id,
             "at": at,
             "evaluation_loss": None,
+            "evaluation_metrics": None,
             **body.model_dump(exclude={"kind"}),
         }
         job.step, job.loss, job.reported_at = body.step, body.loss, self.now
         job.tokens_per_s = body.tokens / body.step_time_s if body.step_time_s > 0 else None
-        job.remaining_s = max(0, steps - body.step) * body.step_time_s
+        job.remaining_s = None if steps is None else max(0, steps - body.step) * body.step_time_s
         self.attempt.last_step = body.step
         self.attempt.last_progress_at = self.now
 
     def _evaluation(self, body: EvaluationReport) -> None:
         self.attempt.last_progress_at = self.now
         if body.step in self.steps:
-            self.steps[body.step]["evaluation_loss"] = body.loss
-        elif not store.records.put_evaluation(self.session, self.job.id, body.step, body.loss):
+            self.steps[body.step] |= {"evaluation_loss": body.loss, "evaluation_metrics": body.metrics}
+        elif not store.records.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
             self._event("evaluation.without_step", f"step {body.step} was evaluated and is not in the curve", loss=body.loss)
 
     def _checkpoint(self, body: CheckpointReport, at: datetime) -> None:

@@ -108,7 +108,8 @@ def metric_point(row: MetricRow) -> MetricPoint:
         data_wait_s=row.data_wait_s,
         tokens_per_s=row.tokens / row.step_time_s if row.step_time_s > 0 else 0.0,
         evaluation_loss=row.evaluation_loss,
-        evaluation_perplexity=_perplexity(row.evaluation_loss),
+        evaluation_perplexity=perplexity(row.evaluation_loss),
+        evaluation_metrics=row.evaluation_metrics or {},
     )
 
 
@@ -128,9 +129,10 @@ def checkpoint(row: CheckpointRow) -> Checkpoint:
 def _progress(row: JobRow) -> Progress | None:
     if row.step is None or row.reported_at is None:
         return None
+    assert row.num_steps is not None, "a job that has begun knows its steps"
     return Progress(
         step=row.step,
-        steps=row.spec["training"]["steps"],
+        steps=row.num_steps,
         loss=row.loss,
         tokens_per_s=row.tokens_per_s,
         remaining_s=row.remaining_s,
@@ -144,6 +146,6 @@ def _start_times(row: JobRow, attempt: AttemptRow | None) -> StartTimes:
     return StartTimes(accepted_at=row.created_at, **reached)
 
 
-def _perplexity(loss: float | None) -> float | None:
+def perplexity(loss: float | None) -> float | None:
     """exp(loss), or None if that is too large for a float."""
     return math.exp(loss) if loss is not None and loss < 700 else None

@@ -1,6 +1,6 @@
 """SQL about the records of a running job: its curve, checkpoints, log lines, report streams and exporters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import delete, func, insert, or_, select, update
@@ -53,10 +53,11 @@ def put_metrics(session: Session, rows: Sequence[dict[str, Any]]) -> None:
     session.execute(statement.on_conflict_do_update(index_elements=["job_id", "step"], set_=columns), list(rows))
 
 
-def put_evaluation(session: Session, job_id: str, step: int, loss: float | None) -> bool:
+def put_evaluation(session: Session, job_id: str, step: int, loss: float | None, metrics: Mapping[str, float | None]) -> bool:
     """Write an evaluation into its step. Returns False if the curve has no such step."""
     where = (MetricRow.job_id == job_id, MetricRow.step == step)
-    found = session.execute(update(MetricRow).where(*where).values(evaluation_loss=loss).returning(MetricRow.step))
+    values = {"evaluation_loss": loss, "evaluation_metrics": dict(metrics)}
+    found = session.execute(update(MetricRow).where(*where).values(values).returning(MetricRow.step))
     return found.first() is not None
 
 
@@ -77,8 +78,8 @@ def last_metrics(session: Session, job_ids: Sequence[str]) -> dict[str, MetricRo
     return {row.job_id: row for row in session.scalars(query.where(MetricRow.job_id.in_(job_ids)))}
 
 
-def last_evaluations(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
-    """Find the loss of each job's last evaluation; by job id."""
+def last_evaluations(session: Session, job_ids: Sequence[str]) -> dict[str, MetricRow]:
+    """Find the step of each job's last evaluation; by job id."""
     newest = (
         select(MetricRow.job_id, func.max(MetricRow.step).label("step"))
         .where(MetricRow.job_id.in_(job_ids), MetricRow.evaluation_loss.is_not(None))
@@ -86,7 +87,7 @@ def last_evaluations(session: Session, job_ids: Sequence[str]) -> dict[str, floa
         .subquery()
     )
     rows = select(MetricRow).join(newest, (newest.c.job_id == MetricRow.job_id) & (newest.c.step == MetricRow.step))
-    return {row.job_id: row.evaluation_loss for row in session.scalars(rows) if row.evaluation_loss is not None}
+    return {row.job_id: row for row in session.scalars(rows)}
 
 
 def last_checkpoints(session: Session, job_ids: Sequence[str]) -> dict[str, CheckpointRow]:

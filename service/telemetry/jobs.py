@@ -17,10 +17,10 @@ from sqlalchemy.orm import Session
 from service import store
 from service.db.engine import Database
 from service.db.tables import AttemptRow, CheckpointRow, JobRow, MetricRow
-from service.jobs import reports
+from service.jobs import reports, views
 
 MAX_JOBS = 200
-MAX_SERIES = 40
+MAX_SERIES = 44
 ENDED_SHOWN_FOR = timedelta(minutes=15)
 COMPARISON = "comparison"
 _LONGEST_LABEL = 100
@@ -36,7 +36,9 @@ HELP = {
     "octet_job_tokens_per_second": "tokens per second over all ranks, last step",
     "octet_job_step_duration_seconds": "wall time of the last step",
     "octet_job_data_wait_seconds": "time in the last step that was spent waiting for data",
-    "octet_job_evaluation_loss": "loss of the last evaluation, nats per token",
+    "octet_job_evaluation_loss": "loss of the last evaluation, nats per target: a token or an image",
+    "octet_job_evaluation_perplexity": "exp of the loss of the last evaluation",
+    "octet_job_evaluation_metric": "what the model's family measures besides the loss, such as accuracy, last evaluation",
     "octet_job_remaining_seconds": "expected time to the end at the speed of the last step",
     "octet_job_attempts": "attempts that were placed",
     "octet_job_failures": "attempts that failed",
@@ -54,6 +56,7 @@ _LABELS = {
     "octet_job_state": ("state",),
     "octet_job_start_seconds": ("phase",),
     "octet_job_memory_bytes": ("class",),
+    "octet_job_evaluation_metric": ("metric",),
 }
 
 
@@ -63,7 +66,7 @@ class Reported(NamedTuple):
     job: JobRow
     attempt: AttemptRow | None
     metric: MetricRow | None
-    evaluation_loss: float | None
+    evaluation: MetricRow | None
     checkpoint: CheckpointRow | None
 
 
@@ -131,17 +134,16 @@ def _reported(session: Session, jobs: list[JobRow]) -> Iterator[Reported]:
 
 
 def _values(reported: Reported) -> Iterator[Value]:
-    job, attempt, metric, evaluation_loss, checkpoint = reported
+    job, attempt, metric, evaluation, checkpoint = reported
     yield "octet_job_info", 1.0, (job.name, job.spec["labels"].get(COMPARISON, "")[:_LONGEST_LABEL])
     yield "octet_job_state", 1.0, (job.state.value,)
-    yield "octet_job_steps", job.spec["training"]["steps"], ()
+    yield "octet_job_steps", job.num_steps, ()
     yield "octet_job_step", job.step, ()
     yield "octet_job_loss", job.loss, ()
     yield "octet_job_tokens_per_second", job.tokens_per_s, ()
     yield "octet_job_remaining_seconds", job.remaining_s, ()
     yield "octet_job_attempts", job.num_attempts, ()
     yield "octet_job_failures", job.num_failures + job.num_platform_failures, ()
-    yield "octet_job_evaluation_loss", evaluation_loss, ()
     yield "octet_job_started_timestamp_seconds", job.started_at.timestamp() if job.started_at else None, ()
     if metric is not None:
         yield "octet_job_gradient_norm", metric.gradient_norm, ()
@@ -150,6 +152,8 @@ def _values(reported: Reported) -> Iterator[Value]:
         yield "octet_job_data_wait_seconds", metric.data_wait_s, ()
         every = job.spec["training"]["checkpoint_every"]
         yield "octet_job_checkpoint_interval_seconds", every * metric.step_time_s if every else None, ()
+    if evaluation is not None:
+        yield from _values_of_evaluation(evaluation)
     if checkpoint is not None:
         yield "octet_job_last_checkpoint_timestamp_seconds", checkpoint.created_at.timestamp(), ()
         yield "octet_job_last_checkpoint_step", checkpoint.step, ()
@@ -157,6 +161,13 @@ def _values(reported: Reported) -> Iterator[Value]:
         yield from _values_of_attempt(job, attempt)
     for kind, num_bytes in ((job.summary or {}).get("memory_bytes") or {}).items():
         yield "octet_job_memory_bytes", num_bytes, (kind,)
+
+
+def _values_of_evaluation(evaluation: MetricRow) -> Iterator[Value]:
+    yield "octet_job_evaluation_loss", evaluation.evaluation_loss, ()
+    yield "octet_job_evaluation_perplexity", views.perplexity(evaluation.evaluation_loss), ()
+    for name, value in (evaluation.evaluation_metrics or {}).items():
+        yield "octet_job_evaluation_metric", value, (name,)
 
 
 def _values_of_attempt(job: JobRow, attempt: AttemptRow) -> Iterator[Value]:

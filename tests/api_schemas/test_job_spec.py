@@ -69,6 +69,8 @@ def test_it_is_frozen() -> None:
         (lambda d: d["training"].update(stpes=3), "training.stpes", "3", "Did you mean 'steps'"),
         (lambda d: d.update(trainning={}), "trainning", "{}", "Did you mean 'training'"),
         (lambda d: d["training"].update(steps=0), "training.steps", "0", "greater than or equal to 1"),
+        (lambda d: d["training"].update(epochs=2), "training.steps", "steps 200 and epochs 2", "one of"),
+        (lambda d: d["training"].pop("steps"), "training.steps", "null", "training.epochs"),
         (lambda d: d["training"].update(sequence_length=512), "training.sequence_length", "512", "256"),
         (lambda d: d["training"].update(micro_batch_size=5), "training.micro_batch_size", "5", "16"),
         (lambda d: d["resources"].update(workers=3), "training.global_batch_size", "16", "multiple of"),

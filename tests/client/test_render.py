@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from api_schemas import Checkpoint, Job, JobState, JobSummary, LogLine
+from api_schemas import Checkpoint, Job, JobState, JobSummary, LogLine, MetricPoint
 from client import render
 from client.text import duration, num_bytes, number, printable
 
@@ -70,6 +70,24 @@ def test_jobs_are_listed_with_and_without_progress(make_job: MakeJob) -> None:
     assert header.split()[:4] == ["ID", "NAME", "LEVEL", "STATE"]
     assert " ".join(first.split()) == "job_0123456789abcdefghjkmnpqrs first O2 running –/100 – cpu 2026-01-31 12:00:00Z"
     assert second.split()[4:6] == ["7/100", "2.5000"]
+
+
+def test_a_job_of_epochs_has_no_number_of_steps_until_a_rank_counts_them(make_job: MakeJob) -> None:
+    job = make_job()
+    training = job.spec.training.model_copy(update={"steps": None, "epochs": 2.0})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
+    assert "–/–" in lines(render.jobs_table([job]))[1]
+
+
+def test_a_curve_has_a_column_for_each_metric_of_its_family() -> None:
+    fields = {"at": AT, "attempt_id": "att_1", "loss": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1, "tokens": 10}
+    times = {"step_time_s": 1.0, "data_wait_s": 0.0, "tokens_per_s": 10.0}
+    evaluations: list[dict[str, Any]] = [{}, {"evaluation_metrics": {"top1_accuracy": 0.25, "top5_accuracy": None}}]
+    points = [MetricPoint.model_validate(fields | times | each | {"step": step}) for step, each in enumerate(evaluations, 1)]
+    header, first, second = lines(render.metrics_table(points))
+    assert "EVALUATION LOSS  TOP1 ACCURACY  TOP5 ACCURACY  GRADIENT NORM" in header
+    assert first.split()[2:5] == ["–", "–", "–"]
+    assert second.split()[2:5] == ["–", "25.00%", "–"]
 
 
 def test_a_queued_job_says_why_it_waits(make_job: MakeJob) -> None:

@@ -14,12 +14,24 @@ import psutil
 import pytest
 
 from api_schemas import JobState
+from api_schemas.models.huggingface import HuggingFaceSpec
 from client import ApiError
 from tests.e2e.octet_server import Server, losses
 from tests.waiting import LONG_S
+from tests.worker.chat import VOCAB_SIZE, save_tokenizer, write_chats
+from tests.worker.test_train import train
+from worker.models import build_model
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
+LLAMA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_document: dict[str, Any]) -> None:
@@ -50,7 +62,8 @@ def check_that_the_spec_was_parsed_at_most_three_times(server: Server, parsed_by
     assert list(times_by_process.values()) == [1], "the rank; its supervisor passes the order on unread"
 
 
-@pytest.mark.parametrize("level", ["bf16-amp", "O2"])
+# test_one_post_fine_tunes_a_model_on_two_ranks does the same with plain gradients.
+@pytest.mark.parametrize("level", ["O2", pytest.param("bf16-amp", marks=pytest.mark.matrix)])
 def test_two_ranks_train_what_one_rank_trains(server: Server, spec_document: dict[str, Any], level: str) -> None:
     spec_document["precision"] = {"level": level}
     alone = server.client.submit(spec_document)
@@ -62,6 +75,31 @@ def test_two_ranks_train_what_one_rank_trains(server: Server, spec_document: dic
         curves.append([loss for _, loss, _ in losses(server, finished)])
     # The first loss is of the same weights and data; later ones differ by the rounding of the averaged gradients.
     assert curves[0] == pytest.approx(curves[1], rel=2e-3)
+
+
+def test_one_post_fine_tunes_a_model_on_two_ranks(server: Server, tmp_path: Path) -> None:
+    """The job trains what one rank trains in this process: a step's mean is over all completions, however they are divided."""
+    network = build_model(HuggingFaceSpec(architecture="llama", config=LLAMA), seed=3).network
+    network.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    training = {"epochs": 1, "global_batch_size": 8, "micro_batch_size": 2, "sequence_length": 48}
+    document = {
+        "name": "fine-tuning",
+        "model": {"path": str(tmp_path / "model")},
+        "precision": {"level": "fp32"},
+        "data": {"source": "jsonl", "path": str(write_chats(tmp_path / "chats.jsonl", 24))},
+        "training": training,
+    }
+    recorder, summary = train(document, tmp_path / "here")
+    job = server.finish(server.client.submit(document | {"resources": {"pool": "cpu", "workers": 2}}).id)
+    assert job.state is JobState.SUCCEEDED, job
+    assert job.summary is not None
+    assert job.progress is not None
+    assert job.progress.steps == job.summary.steps == summary.steps == 3
+    curve = list(server.client.metrics(job.id))
+    assert [point.loss for point in curve] == pytest.approx(recorder.losses(), rel=1e-4)
+    assert set(curve[-1].evaluation_metrics) == {"token_accuracy"}
+    assert curve[-1].evaluation_metrics == pytest.approx(summary.evaluation_metrics, abs=0.05)
 
 
 def test_a_running_job_is_cancelled(server: Server, long_job: dict[str, Any]) -> None:

@@ -65,6 +65,9 @@ def test_a_real_run_fills_the_metrics(spec_document: dict[str, object], tmp_path
     assert values["octet_train_tokens_total", ""] == summary.tokens == 4 * 4 * 32
     assert values["octet_train_samples_total", ""] == 4 * 4
     assert values["octet_train_evaluation_loss", ""] == pytest.approx(summary.evaluation_loss)
+    assert values["octet_train_evaluation_perplexity", ""] == pytest.approx(summary.evaluation_perplexity)
+    measured = {name: values["octet_train_evaluation_metric", name] for name in summary.evaluation_metrics}
+    assert measured == summary.evaluation_metrics
     assert values["octet_checkpoints_total", ""] == 1
     assert {name: values["octet_memory_bytes", name] for name in summary.memory_bytes} == summary.memory_bytes
     # One micro-batch keeps at least the inputs of the 4 linear layers of each block: 4*32 tokens, 32 or 128 wide, fp32.
@@ -165,6 +168,7 @@ def full_metrics() -> Metrics:
             "gather uint8", "gather int8", "max float32", "sum float64",
             "broadcast float32", "broadcast float16", "broadcast float8_e4m3fn", "broadcast int8", "broadcast float64",
         ),
+        "octet_train_evaluation_metric": ("top1_accuracy", "top5_accuracy"),
         "octet_train_flops_utilization_ratio": ("989 TFLOP/s dense bf16",),
     }  # fmt: skip
     metrics = Metrics()

@@ -270,3 +270,44 @@ def test_images_are_checked_against_the_model(root: Path, spec_document: Documen
     assert found is not None
     assert found.field == "model.image_size"
     assert "32 × 32" in str(found.allowed)
+
+
+def with_jsonl(root: Path, document: Document, *, template: str | None = "x", line: str = '{"messages": []}') -> Document:
+    """A job that fine-tunes: a model's folder as far as admission looks at it, and two good lines before `line`."""
+    (root / "model").mkdir()
+    (root / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300}))
+    (root / "model" / "tokenizer.json").write_text("{}")
+    (root / "model" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    good = json.dumps({"prompt": "a", "completion": "b"})
+    (root / "data.jsonl").write_text(f"{good}\n{good}\n{line}\n")
+    data = {"source": "jsonl", "path": str(root / "data.jsonl")}
+    return document | {"model": {"path": str(root / "model")}, "data": data}
+
+
+GOOD_CHAT = json.dumps({"messages": [{"role": "assistant", "content": "b"}]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "got"),
+    [
+        ({"line": GOOD_CHAT}, None, ""),
+        ({}, "data.path", "data.jsonl line 3: no message of the role assistant"),
+        ({"line": GOOD_CHAT, "template": None}, "data.path", "data.jsonl line 3: messages"),
+    ],
+)
+def test_a_job_that_fine_tunes(root: Path, spec_document: Document, changes: Document, field: str | None, got: str) -> None:
+    found = violation(root, with_jsonl(root, spec_document, **changes))
+    assert (found and found.field) == field
+    assert found is None or str(found.got).startswith(got)
+
+
+def test_a_tokenizer_below_the_roots_is_needed(root: Path, spec_document: Document) -> None:
+    document = with_jsonl(root, spec_document, line=GOOD_CHAT)
+    outside = root.parent / "outside"
+    outside.mkdir()
+    (outside / "tokenizer.json").write_text("{}")
+    for path, allowed in ((outside, str(root)), (root, "a folder with a tokenizer")):
+        found = violation(root, document, data={"tokenizer": str(path)})
+        assert found is not None
+        assert found.field == "data.tokenizer"
+        assert allowed in str(found.allowed)

@@ -85,7 +85,7 @@ def test_an_address_is_not_just_any_text(world: Any, client: TestClient) -> None
 def test_the_last_values_of_a_job_are_repeated(world: Any, client: TestClient) -> None:
     job_id, rank = world.start(labels={"comparison": "levels", "other": "not shown"})
     rank.send(step(1))
-    rank.send(EvaluationReport(step=1, loss=2.25, tokens=10))
+    rank.send(EvaluationReport(step=1, loss=2.25, tokens=10, metrics={"top1_accuracy": 0.25, "top5_accuracy": None}))
     rank.send(CheckpointReport(step=1, name="step_0000000001", num_bytes=5, sha256="0" * 64, loss=2.5))
     values = scrape(client, job_id)
     assert values["octet_job_info", "small"] == 1
@@ -94,6 +94,9 @@ def test_the_last_values_of_a_job_are_repeated(world: Any, client: TestClient) -
     assert values["octet_job_step", ""] == 1
     assert values["octet_job_loss", ""] == 2.5
     assert values["octet_job_evaluation_loss", ""] == 2.25
+    assert values["octet_job_evaluation_perplexity", ""] == pytest.approx(9.4877, rel=1e-4)
+    assert values["octet_job_evaluation_metric", "top1_accuracy"] == 0.25
+    assert ("octet_job_evaluation_metric", "top5_accuracy") not in values  # it was not finite
     assert values["octet_job_gradient_norm", ""] == 1.5
     assert values["octet_job_tokens_per_second", ""] == 200
     assert values["octet_job_last_checkpoint_step", ""] == 1
@@ -121,7 +124,7 @@ def test_a_job_never_has_more_series_than_its_budget(world: Any, client: TestCli
     job_id, rank = world.start(labels={"comparison": "levels"})
     rank.send(step(1))
     whole = [line for line in client.get("/metrics").text.splitlines() if job_id in line]
-    assert len(whole) <= job_telemetry.MAX_SERIES - 12  # room for evaluation, checkpoint, start phases, memory classes
+    assert len(whole) <= job_telemetry.MAX_SERIES - 16  # room for evaluation, checkpoint, start phases, memory classes
     monkeypatch.setattr(job_telemetry, "MAX_SERIES", 5)
     for scrapes in (1, 2):
         text = client.get("/metrics").text

@@ -168,9 +168,30 @@ def test_a_resumed_attempt_drops_the_curve_and_the_checkpoints_after_its_checkpo
 def test_an_evaluation_joins_its_step_also_in_a_later_batch(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.train(1)
-    rank.send(EvaluationReport(step=1, loss=0.0, tokens=1), EvaluationReport(step=9, loss=1.0, tokens=1))
-    assert client.get(f"/v1/jobs/{job_id}/metrics").json()["data"][0]["evaluation_perplexity"] == 1.0
-    assert world.events(job_id)[-1].type == "evaluation.without_step"
+    measured = {"top1_accuracy": 0.25, "top5_accuracy": None}
+    rank.send(EvaluationReport(step=1, loss=0.0, tokens=1, metrics=measured), EvaluationReport(step=9, loss=1.0, tokens=1))
+    rank.send(step(2), EvaluationReport(step=2, loss=1.0, tokens=1, metrics={"top1_accuracy": 0.5}), step(3))
+    points = client.get(f"/v1/jobs/{job_id}/metrics").json()["data"]
+    assert points[0]["evaluation_perplexity"] == 1.0
+    assert [point["evaluation_metrics"] for point in points] == [measured, {"top1_accuracy": 0.5}, {}]
+    assert "evaluation.without_step" in [event.type for event in world.events(job_id)]
+
+
+def test_a_job_of_epochs_learns_its_steps_when_it_starts(
+    client: TestClient, world: World, spec_document: dict[str, Any]
+) -> None:
+    training = {name: value for name, value in spec_document["training"].items() if name != "steps"}
+    job_id = world.submit(training=training | {"epochs": 2})
+    assert client.get(f"/v1/jobs/{job_id}").json()["progress"] is None
+    assert f'octet_job_steps{{job_id="{job_id}"' not in client.get("/metrics").text
+    world.dispatch()
+    rank = world.rank_of(job_id)
+    rank.send(started().model_copy(update={"steps": 12}))
+    rank.train(1, 2)
+    progress = client.get(f"/v1/jobs/{job_id}").json()["progress"]
+    assert (progress["step"], progress["steps"], progress["remaining_s"]) == (2, 12, 5.0)
+    (line,) = [line for line in client.get("/metrics").text.splitlines() if line.startswith("octet_job_steps{")]
+    assert line.endswith(" 12.0")
 
 
 @pytest.mark.parametrize("body", [step(1), started(), PhaseReport(phase="placed"), FinishedReport(outcome="succeeded")])

@@ -4,9 +4,10 @@ from importlib import import_module
 
 from api_schemas import ANY_FILE, Files, ImageInput, SourceSpec, TokenInput
 from worker.data.masking import MaskedTokens
-from worker.data.source import Batch, Source
+from worker.data.source import Batch, Source, VaryingTargets
+from worker.errors import DataError
 
-__all__ = ["Batch", "Source", "open_source"]
+__all__ = ["Batch", "Source", "VaryingTargets", "open_source"]
 
 
 def open_source(
@@ -26,7 +27,14 @@ def open_source(
         images: Source = module.open_source(spec, takes, seed, files)
         return images
     source: Source = module.open_source(spec, sequence_length, seed, files)
-    if takes is None or takes.mask_token is None:
+    if takes is None:
+        return source
+    if takes.vocab_size is not None and source.facts.get("vocab_size", 0) > takes.vocab_size:
+        raise DataError(
+            f"{spec.path} has tokens up to {source.facts['vocab_size'] - 1:.0f}; allowed: below the model's vocab_size, "
+            f"{takes.vocab_size}. Use the model's own tokenizer, or a model with a larger vocabulary."
+        )
+    if takes.mask_token is None:
         return source
     assert takes.vocab_size is not None  # the contract of a masked model says it
     return MaskedTokens(source, takes.vocab_size, takes.mask_token, seed)

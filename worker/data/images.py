@@ -42,6 +42,11 @@ class LabelledImages:
             "largest_class_ratio": float(counts.max() / counts.sum()),
         }
 
+    @property
+    def num_train_samples(self) -> int:
+        """Return the number of images in one epoch."""
+        return len(self.train)
+
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` images that follow `position` in the stream of epochs."""
         return self._gather(self.train[[self._order[position + offset] for offset in range(batch_size)]])

@@ -36,6 +36,11 @@ class MaskedTokens:
         """Return the facts of the tokens."""
         return self.source.facts
 
+    @property
+    def num_train_samples(self) -> int:
+        """Return the number of sequences in one epoch."""
+        return self.source.num_train_samples
+
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` sequences that follow `position`, masked."""
         tokens_BT = self.source.train_batch(position, batch_size)["tokens"]

@@ -18,12 +18,14 @@ class EpochOrder:
     def __getitem__(self, position: int) -> int:
         """Return the sample at a position in the stream."""
         epoch, offset = divmod(position, self.num_samples)
-        if epoch not in self._permutations:
+        permutation = self._permutations.get(epoch)
+        if permutation is None:
             generator = torch.Generator().manual_seed(seed_of("epoch", self.seed, epoch))
-            # A batch spans two epochs at most.
-            self._permutations = {key: value for key, value in self._permutations.items() if key >= epoch - 1}
-            self._permutations[epoch] = torch.randperm(self.num_samples, generator=generator)
-        return int(self._permutations[epoch][offset])
+            permutation = torch.randperm(self.num_samples, generator=generator)
+            # A batch spans two epochs at most. A thread that reads ahead may be here too: the dict is replaced, never changed.
+            kept = {key: value for key, value in self._permutations.items() if key >= epoch - 1}
+            self._permutations = kept | {epoch: permutation}
+        return int(permutation[offset])
 
 
 def evaluation_rows(num_samples: int, batch_size: int, num_batches: int, part: int, num_parts: int) -> list[list[int]]:

@@ -1,15 +1,16 @@
 """The training loop's view of its data: batches by position, equal on any rank of any world."""
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 Batch = Mapping[str, Tensor]
 """Tensors by name; the first dimension counts samples.
 
-Text: "tokens" and "targets", int64 (B sequences, T tokens). Masked text: see `worker.data.masking`. Images: "images", fp32
-(B, C channels, H height, W width), and "labels", int64 (B).
+Text: "tokens" and "targets", int64 (B sequences, T tokens). Completions: the same, with `IGNORED` as the target of tokens that
+do not count, and "num_targets", int64 (B): how many count, at least one. Masked text: see `worker.data.masking`.
+Images: "images", fp32 (B, C channels, H height, W width), and "labels", int64 (B).
 """
 
 
@@ -24,8 +25,20 @@ class Source(Protocol):
     def facts(self) -> Mapping[str, float]:
         """Return numbers that describe the data, for the job's summary."""
 
+    @property
+    def num_train_samples(self) -> int:
+        """Return the number of training samples in one epoch."""
+
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` samples that follow `position` in the stream of epochs."""
 
     def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
         """Yield this part's share of the first `num_batches` × `batch_size` evaluation samples, spread over the whole set."""
+
+
+@runtime_checkable
+class VaryingTargets(Source, Protocol):
+    """A source whose samples differ in their number of targets, so micro-batches weigh differently in the global mean."""
+
+    def num_targets(self, position: int, batch_size: int) -> int:
+        """Return the number of targets of the `batch_size` samples that follow `position`."""

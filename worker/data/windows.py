@@ -46,6 +46,11 @@ class TokenWindows:
         return num_windows(self.train, self.sequence_length)
 
     @property
+    def num_train_samples(self) -> int:
+        """Number of windows in one epoch, under the name of `Source`."""
+        return self.num_train_windows
+
+    @property
     def num_evaluation_windows(self) -> int:
         """Number of windows for evaluation."""
         return num_windows(self.evaluation, self.sequence_length)

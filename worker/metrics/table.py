@@ -4,6 +4,7 @@ The training loop only writes numbers into `Metrics`; `worker.metrics.exporter` 
 thread. Loads no torch. Labels that identify ranks (job, attempt, rank, pool, tenant, level) come from service discovery.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +51,13 @@ FAMILIES = (
     Family(
         "octet_train_flops_utilization_ratio", "model FLOP/s of the last step over the peak that the label names", ("peak",)
     ),
-    Family("octet_train_evaluation_loss", "loss of the last evaluation, nats per token"),
+    Family("octet_train_evaluation_loss", "loss of the last evaluation, nats per target: a token or an image"),
+    Family("octet_train_evaluation_perplexity", "exp of the loss of the last evaluation"),
+    Family(
+        "octet_train_evaluation_metric",
+        "what the model's family measures besides the loss, such as accuracy, last evaluation",
+        ("metric",),
+    ),
     Family("octet_memory_bytes", "bytes of live tensors at the end of the first step's backward pass, by class", ("class",)),
     Family("octet_memory_used_bytes", "memory in use now: on cuda by the whole device, on cpu by this process (resident)"),
     Family("octet_memory_peak_bytes", "highest use so far: on cuda allocated by torch, on cpu resident in this process"),
@@ -175,6 +182,9 @@ class Metrics:
                 self._observe_step(body)
             case EvaluationReport():
                 self.set("octet_train_evaluation_loss", _number(body.loss))
+                self.set("octet_train_evaluation_perplexity", _perplexity(body.loss))
+                for name, value in body.metrics.items():
+                    self.set("octet_train_evaluation_metric", _number(value), name)
             case CheckpointReport():
                 self.add("octet_checkpoints_total", 1)
                 self.set("octet_checkpoint_bytes", body.num_bytes)
@@ -228,6 +238,13 @@ class Metrics:
             self.set("octet_train_flops_utilization_ratio", achieved / self._peak_flops, peak)
         if body.loss is None or body.gradient_norm is None:
             self.add("octet_train_non_finite_steps_total", 1)
+
+
+def _perplexity(loss: float | None) -> float:
+    """exp(loss); infinite if that is too large for a float, NaN for a loss that is not finite."""
+    if loss is None:
+        return math.nan
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _number(value: float | None) -> float:

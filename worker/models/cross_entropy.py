@@ -17,31 +17,48 @@ CHUNK_ELEMENTS = 1 << 24
 """Logits that are in fp32 at the same time: 64 MiB."""
 
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Mean cross entropy in nats over the tokens, computed in fp32. Backward overwrites the logits, so it runs only once."""
-    loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N)
+IGNORED = -100
+"""The target of a token that does not count, as in torch."""
+
+
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, has_ignored: bool = False) -> Tensor:
+    """Mean cross entropy in nats over the tokens, computed in fp32. Backward overwrites the logits, so it runs only once.
+
+    has_ignored: the mean is over the targets that are not `IGNORED`, at least one.
+    """
+    if not has_ignored:
+        loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, None)
+        return loss
+    counts_N = targets_N != IGNORED
+    weights_N = counts_N / counts_N.sum()
+    loss = _CrossEntropy.apply(logits_NV, targets_N.where(counts_N, 0), weights_N)
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor | None) -> Tensor:
         log_sums_N = torch.empty(len(logits_NV), device=logits_NV.device)
         for rows in _chunks(logits_NV):
             log_sums_N[rows] = logits_NV[rows].float().logsumexp(-1)
-        ctx.save_for_backward(logits_NV, targets_N, log_sums_N)
-        return (log_sums_N - logits_NV.gather(1, targets_N[:, None]).squeeze(1).float()).mean()
+        ctx.save_for_backward(logits_NV, targets_N, log_sums_N, weights_N)
+        losses_N = log_sums_N - logits_NV.gather(1, targets_N[:, None]).squeeze(1).float()
+        return losses_N.mean() if weights_N is None else (losses_N * weights_N).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        logits_NV, targets_N, log_sums_N = ctx.saved_tensors  # torch raises on a second call: the logits have changed
-        grad_of_token = (grad_output / len(logits_NV)).float()
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        # torch raises on a second call: the logits have changed
+        logits_NV, targets_N, log_sums_N, weights_N = ctx.saved_tensors
+        if weights_N is None:
+            grad_N1 = (grad_output / len(logits_NV)).float().expand(len(logits_NV), 1)
+        else:
+            grad_N1 = (grad_output * weights_N).float()[:, None]
         for rows in _chunks(logits_NV):
-            grad_nV = (logits_NV[rows].float() - log_sums_N[rows, None]).exp_().mul_(grad_of_token)
-            grad_nV.scatter_add_(1, targets_N[rows, None], -grad_of_token.expand(len(grad_nV), 1))
+            grad_nV = (logits_NV[rows].float() - log_sums_N[rows, None]).exp_().mul_(grad_N1[rows])
+            grad_nV.scatter_add_(1, targets_N[rows, None], -grad_N1[rows])
             logits_NV[rows] = grad_nV
-        return logits_NV, None
+        return logits_NV, None, None
 
 
 def _chunks(logits_NV: Tensor) -> Iterator[slice]:

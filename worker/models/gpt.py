@@ -86,7 +86,7 @@ class GPT(TrainedModel):
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self(batch["tokens"]), batch["targets"], with_metrics=not self.training)
+        return next_token_losses(self(batch["tokens"]), batch, with_metrics=not self.training)
 
     @property
     def num_parameters(self) -> int:

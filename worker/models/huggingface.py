@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from api_schemas import ANY_FILE, Files, Task, Unfit
+from api_schemas import ANY_FILE, FamilySpec, Files, Task, Unfit
 from api_schemas.models.huggingface import HuggingFaceSpec
 from worker.errors import InvalidConfig
 from worker.models.model import TrainedModel
@@ -45,6 +45,18 @@ def build(spec: HuggingFaceSpec, seed: int, files: Files = ANY_FILE) -> TrainedM
         return wrap(_from_folder(Path(spec.path), config, sizes.task, files), sizes.task)
     except Unfit as unfit:
         raise InvalidConfig(str(unfit)) from None
+
+
+def build_without_values(spec: FamilySpec, files: Files = ANY_FILE) -> TrainedModel:
+    """Build the network of a folder with meaningless values. Raises InvalidConfig as `build` does."""
+    assert isinstance(spec, HuggingFaceSpec), "no other family has files"
+    try:
+        sizes = spec.read_sizes(files)
+        assert sizes.architecture is not None
+        config = _config_class(sizes.architecture).from_dict(_without_closed(spec.read_config(files)))
+    except Unfit as unfit:
+        raise InvalidConfig(str(unfit)) from None
+    return wrap(from_random_values(config, sizes.task, seed=0), sizes.task)
 
 
 def make_config(architecture: str, fields: dict[str, Any]) -> Any:

@@ -1,17 +1,29 @@
 """What models that predict tokens have in common."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from worker.models.cross_entropy import cross_entropy
+from worker.models.cross_entropy import IGNORED, cross_entropy
 from worker.models.model import Losses
 
 
-def next_token_losses(logits_BTV: Tensor, targets_BT: Tensor, *, with_metrics: bool) -> Losses:
+def next_token_losses(logits_BTV: Tensor, batch: Mapping[str, Tensor], *, with_metrics: bool) -> Losses:
     """Return the mean cross entropy in nats and, if requested, `token_accuracy`: the share of targets with the top logit.
 
-    The backward pass overwrites the logits, so it can run only once.
+    Both are over the targets that count. The backward pass overwrites the logits, so it can run only once.
     """
-    return token_losses(logits_BTV, targets_BT, "token_accuracy" if with_metrics else None)
+    targets_BT = batch["targets"]
+    if "num_targets" not in batch:
+        return token_losses(logits_BTV, targets_BT, "token_accuracy" if with_metrics else None)
+    logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    # int() waits for a GPU; the trainer reads this number only while it evaluates.
+    num_targets = int(batch["num_targets"].sum()) if with_metrics else targets_N.numel()
+    metrics = {}
+    if with_metrics:
+        is_right_N = (logits_NV.argmax(-1) == targets_N) & (targets_N != IGNORED)
+        metrics["token_accuracy"] = is_right_N.sum() / num_targets
+    return Losses(cross_entropy(logits_NV, targets_N, has_ignored=True), num_targets, metrics)
 
 
 def token_losses(logits_BPV: Tensor, targets_BP: Tensor, accuracy_name: str | None) -> Losses:

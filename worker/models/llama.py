@@ -97,7 +97,7 @@ class Llama(TrainedModel):
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self(batch["tokens"]), batch["targets"], with_metrics=not self.training)
+        return next_token_losses(self(batch["tokens"]), batch, with_metrics=not self.training)
 
     @torch.no_grad()
     def _reset_parameters(self, generator: torch.Generator) -> None:

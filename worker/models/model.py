@@ -10,8 +10,9 @@ from torch import Tensor, nn
 class Losses(NamedTuple):
     """The results of a model for one batch.
 
-    loss: mean over the batch's targets in nats, fp32 (). num_targets: number of targets in the means. metrics: further means
-    over the same targets, fp32 (), with the names of the family's contract; empty while training.
+    loss: mean over the batch's targets in nats, fp32 (). metrics: further means over the same targets, fp32 (), with the names
+    of the family's contract; empty while training. num_targets: number of targets in the means; while training it also counts
+    the targets that are ignored.
     """
 
     loss: Tensor

@@ -18,12 +18,19 @@ from worker.models.language import checked_length, next_token_losses, token_loss
 from worker.models.model import Losses, TrainedModel
 
 
-class _TokenModel(TrainedModel):
-    """Base of the networks that read tokens. Sequences are full: no token is padding, so every token's embedding learns."""
+class WrappedModel(TrainedModel):
+    """Base of the networks of transformers. network: the plain one, which transformers saves and loads."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
+
+
+class _TokenModel(WrappedModel):
+    """Base of the networks that read tokens. Every token's embedding learns, that of the padding token too."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__(network)
         embedding = network.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
             embedding.padding_idx = None
@@ -50,7 +57,7 @@ class NextTokenModel(_TokenModel):
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self(batch["tokens"]), batch["targets"], with_metrics=not self.training)
+        return next_token_losses(self(batch["tokens"]), batch, with_metrics=not self.training)
 
 
 class MaskedTokenModel(_TokenModel):
@@ -64,12 +71,8 @@ class MaskedTokenModel(_TokenModel):
         return token_losses(logits_BPV, batch["targets"], "masked_token_accuracy" if not self.training else None)
 
 
-class ImageClassModel(TrainedModel):
+class ImageClassModel(WrappedModel):
     """An image classifier."""
-
-    def __init__(self, network: Any) -> None:
-        super().__init__()
-        self.network = network
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Return the network's logits (B, K)."""
@@ -80,7 +83,7 @@ class ImageClassModel(TrainedModel):
         return class_losses(self(batch["images"]), batch["labels"], with_metrics=not self.training)
 
 
-WRAPPERS: Mapping[Task, type[TrainedModel]] = {
+WRAPPERS: Mapping[Task, type[WrappedModel]] = {
     "next_token": NextTokenModel,
     "masked_token": MaskedTokenModel,
     "image_class": ImageClassModel,

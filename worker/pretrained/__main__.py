@@ -4,6 +4,7 @@ python -m worker.pretrained runs/first/checkpoints/step_0000000100 --format bf16
 """
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from api_schemas import ModelSpec, OptimizerSpec, PrecisionSpec
+from api_schemas import FamilySpec, ModelSpec, OptimizerSpec, PrecisionSpec
+from api_schemas.data.jsonl import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from worker.checkpoint import BadCheckpoint, load_folder
 from worker.errors import RankError
 from worker.models import build_model
@@ -34,9 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plain-dtype", choices=PLAIN_DTYPES, default="bf16", help="with fp8: of everything that is not FP8")
     options = parser.parse_args(arguments)
     try:
-        model, optimizer = trained(load_folder(options.checkpoint))
+        state = load_folder(options.checkpoint)
+        model, optimizer = trained(state)
         plain_dtype = PLAIN_DTYPES[options.plain_dtype]
         export(model, optimizer, options.out, format=options.format, strategy=options.strategy, plain_dtype=plain_dtype)
+        copy_tokenizer(state["job"]["model"], options.out)
     except (BadCheckpoint, RankError, OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -59,6 +63,14 @@ def trained(state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
     assert prepared.optimizer is not None
     resume(prepared.model, prepared.optimizer, state["model"], state["optimizer"])
     return prepared.model, prepared.optimizer
+
+
+def copy_tokenizer(model: dict[str, Any], folder: Path) -> None:
+    """Copy the tokenizer of a model that began from a folder, so that the export can be used as that folder was."""
+    origin = TypeAdapter[FamilySpec](ModelSpec).validate_python(model).files
+    for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS) if origin is not None else ():
+        if (Path(origin) / name).is_file():
+            shutil.copyfile(Path(origin) / name, folder / name)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """The tensors of a Hugging Face checkpoint folder, read one at a time, as values: FP8 weights times their scales."""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from api_schemas import ANY_FILE, Files, Unfit
 from worker.fp8.recipe import E4M3
 from worker.pretrained.compressed import SCALE_NAMES, decompress
 
@@ -19,26 +22,33 @@ class PretrainedFiles:
     Raises ValueError for a folder that is none, and for weights that are quantized in another way than `decompress` knows.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Files = ANY_FILE) -> None:
+        """files: opens them. Raises Unfit for a path outside its folders."""
         self.folder = folder
+        self._files = files
         self.config: dict[str, Any] = self._read_json(_CONFIG)
         self._file_of: dict[str, Path] = {}
         for path in self._paths():
-            with _opened(path) as file:
+            with self._opened(path) as file:
                 self._file_of |= dict.fromkeys(file.keys(), path)
         self._check_quantization()
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._file_of)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
-        with _opened(self._file_of[name]) as file:
+        with self._opened(self._file_of[name]) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU: in the file's dtype, or, of FP8 codes, the fp32 values."""
-        with _opened(self._file_of[name]) as file:
+        with self._opened(self._file_of[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         if tensor.dtype != E4M3:
             return tensor
@@ -60,7 +70,9 @@ class PretrainedFiles:
 
     def _read_json(self, name: str) -> dict[str, Any]:
         try:
-            document: dict[str, Any] = json.loads((self.folder / name).read_text(encoding="utf-8"))
+            document: dict[str, Any] = json.loads(self._files.read(self.folder / name))
+        except Unfit:
+            raise
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{self.folder / name} cannot be read: {error}; allowed: a folder with a Hugging Face checkpoint."
@@ -80,9 +92,13 @@ class PretrainedFiles:
                 "float-quantized. Dequantize the checkpoint first."
             )
 
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}. Download it again.") from error
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
+        try:
+            with ExitStack() as stack:
+                if self._files.roots is not None:
+                    # The link leads to the file that was opened and checked, whatever its path leads to by now.
+                    path = Path(f"/proc/self/fd/{stack.enter_context(self._files.open(path)).fileno()}")
+                yield stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} cannot be read as safetensors: {error}. Download it again.") from error

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from worker.models.gpt import GPT
 from worker.models.llama import Llama
+from worker.models.wrapped import WrappedModel
+from worker.plain import join
 
 _LLAMA_NAMES = {
     "token_embedding": "model.embed_tokens",
@@ -56,9 +58,13 @@ def _as_it_is(_name: str, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a network is written. config: `config.json`, None for a model of transformers, which writes its own."""
+    """How a network is written. config: `config.json`, None for a model of transformers, which writes its own.
+
+    prefix: begins the name of each module of the model, and no name of the file.
+    """
 
     config: Mapping[str, Any] | None = None
+    prefix: str = ""
     names: Mapping[str, str] | None = None
     to_file: Rearrange = _as_it_is
     from_file: Rearrange = _as_it_is
@@ -66,12 +72,12 @@ class Layout:
     def rename(self, tensor_name: str) -> str:
         """Return the file's name of a tensor, given the model's."""
         module, _, tensor = tensor_name.rpartition(".")
-        return f"{self.rename_module(module)}.{tensor}"
+        return join(self.rename_module(module), tensor)
 
     def rename_module(self, name: str) -> str:
         """Return the file's name of a module, given the model's."""
         if self.names is None:
-            return name
+            return f"{name}.".removeprefix(self.prefix).removesuffix(".")
         if not name.startswith("blocks."):
             return self.names[name]
         _, number, rest = name.split(".", 2)
@@ -84,18 +90,19 @@ def layout_of_model(model: nn.Module, *, in_fp8: bool) -> Layout:
     in_fp8: the layout in which FP8 weights are written.
     """
     if isinstance(model, Llama):
-        return Layout(_llama_config(model), _LLAMA_NAMES)
+        return Layout(_llama_config(model), names=_LLAMA_NAMES)
     if isinstance(model, GPT):
         num_heads = model.sizes.num_heads
         if in_fp8:
             return Layout(
                 _big_code_config(model),
+                "",
                 _GPT_NAMES,
                 lambda name, tensor: _interleave(tensor, (3, num_heads)) if "attention.qkv" in name else tensor,
                 lambda name, tensor: _interleave(tensor, (num_heads, 3)) if "attention.qkv" in name else tensor,
             )
-        return Layout(_gpt2_config(model), _GPT_NAMES, _transpose_linear, _transpose_linear)
-    return Layout()
+        return Layout(_gpt2_config(model), "", _GPT_NAMES, _transpose_linear, _transpose_linear)
+    return Layout(prefix="network.") if isinstance(model, WrappedModel) else Layout()
 
 
 def layout_in_file(model: nn.Module, config: Mapping[str, Any]) -> Layout:

@@ -4,20 +4,19 @@ The model is built on the device `meta`. Each linear layer is read from the file
 next one is read; what no level converts is read afterwards. An optimizer is made for the parameters on `meta` and follows them.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from worker.fp8.linear import Float8Linear
+from worker.models.meta import parameters_on_meta
 from worker.optim import LowBitOptimizer
 from worker.prepare import prepare, read_options, share_rounding
+from worker.pretrained.compressed import SCALE_NAMES
 from worker.pretrained.files import PretrainedFiles
 from worker.pretrained.layouts import Layout, layout_in_file
 
@@ -47,7 +46,7 @@ def load_pretrained(
     shape.
     """
     files = PretrainedFiles(Path(folder))
-    with _parameters_on_meta():
+    with parameters_on_meta():
         model = _from_transformers(files) if build is None else build()
     optimizer = None if make_optimizer is None else make_optimizer(model)
     source = FileSource(files, model, torch.device(device))
@@ -74,6 +73,8 @@ class FileSource:
             names_of.setdefault(id(parameter), []).append(name)
             self._meta.append(parameter)
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if self.layout.rename(name) in files}
+        self._model_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._model_names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
         missing = []
         for key, names in names_of.items():
             found = next((name for name in names if self.layout.rename(name) in files), None)
@@ -86,6 +87,12 @@ class FileSource:
             )
         for parameter in model.parameters():
             self._check_shape(parameter)
+
+    def unknown_names(self) -> list[str]:
+        """Return the file's names of tensors that the model does not have. Scales of FP8 weights belong to their weights."""
+        known = {self.layout.rename(name) for name in self._model_names}
+        scales = tuple(f".{name}" for name in SCALE_NAMES)
+        return [name for name in self.files.names if name not in known and not name.endswith(scales)]
 
     def fill(self, layer: nn.Module) -> None:
         """Put the values of a layer's own parameters in the place of those on `meta`."""
@@ -136,23 +143,6 @@ class FileSource:
                 f"{self.layout.rename(name)} in {self.files.folder} has shape {found}; the model's is {expected}. Build the "
                 "model that the checkpoint is of."
             )
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Put every parameter that this thread's modules register on `meta`; buffers stay where they are made."""
-    builder = threading.get_ident()
-
-    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or threading.get_ident() != builder:
-            return None
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return a parameter
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _from_transformers(files: PretrainedFiles) -> nn.Module:

@@ -15,6 +15,7 @@ from worker.fp8.bf16 import HalfLinear
 from worker.fp8.convert import ConversionReport
 from worker.fp8.linear import Float8Linear
 from worker.fp8.recipe import E4M3
+from worker.models.wrapped import WrappedModel
 from worker.plain import as_plain, drop_codes, finest_values, join, layers_of_codes, plain_state_dict
 from worker.pretrained.compressed import KINDS, CompressedWeight, compress, quantization_config
 from worker.pretrained.layouts import Layout, layout_of_model
@@ -77,7 +78,7 @@ def _check(model: nn.Module, folder: Path, format: str, strategy: str | None, la
         raise ValueError(f"format is {format!r}; allowed: {', '.join(FORMATS)}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder; allowed: an empty or a new one. Name another.")
-    if layout.config is None and not callable(getattr(type(model), "save_pretrained", None)):
+    if layout.config is None and not callable(getattr(type(_network(model)), "save_pretrained", None)):
         raise ValueError(
             f"{type(model).__name__} has no form in transformers; allowed: transformers' models and the families gpt and "
             "llama. Use plain_state_dict, and save that."
@@ -156,6 +157,7 @@ def _write(model: nn.Module, state: dict[str, Tensor], folder: Path, layout: Lay
     """Write the tensors, and a config.json with `extra` in it. A tied head is left out, as transformers expects."""
     folder.mkdir(parents=True)
     if layout.config is None:
+        model = _network(model)
         before = {name: getattr(model.config, name, None) for name in ("architectures", "dtype")}
         type(model).save_pretrained(model, folder, state_dict=state)  # sets both
         vars(model.config).update(before)
@@ -167,6 +169,11 @@ def _write(model: nn.Module, state: dict[str, Tensor], folder: Path, layout: Lay
         tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | extra, indent=2) + "\n")
+
+
+def _network(model: nn.Module) -> Any:
+    """The model that transformers knows."""
+    return model.network if isinstance(model, WrappedModel) else model
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,0 +1,104 @@
+"""Prompts with completions, and conversations, as tokens; the contract reads the lines (`api_schemas/data/jsonl.py`).
+
+A sample is one record, padded to the sequence length. Padding stands behind a record and attention is causal, so no token of a
+record sees it. Shape suffixes: B sequences, T tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from api_schemas import ANY_FILE, Files, Unfit
+from api_schemas.data.jsonl import JsonlSpec
+from worker.data.order import EpochOrder, evaluation_rows, seed_of
+from worker.data.source import Batch
+from worker.data.tokenizer import RecordTokenizer, TokenizedRecords
+from worker.errors import DataError
+from worker.models.cross_entropy import IGNORED
+
+PADDING = 0
+"""The token behind a record; its number has no effect."""
+
+
+@dataclass
+class Completions:
+    """A `VaryingTargets` of records. train, evaluation: numbers of the records of each part."""
+
+    records: TokenizedRecords = field(repr=False)
+    train: Sequence[int] = field(repr=False)
+    evaluation: Sequence[int] = field(repr=False)
+    sequence_length: int
+    seed: int
+    _order: EpochOrder = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._order = EpochOrder(len(self.train), self.seed)
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """Return the numbers of records, and how many of them were cut, or left out because nothing to learn was left."""
+        return {
+            "train_records": float(len(self.train)),
+            "evaluation_records": float(len(self.evaluation)),
+            "cut_records": float(self.records.num_cut),
+            "left_out_records": float(self.records.num_left_out),
+            "train_targets": float(sum(self.records.num_targets[number] for number in self.train)),
+            "vocab_size": float(self.records.vocab_size),
+        }
+
+    @property
+    def num_train_samples(self) -> int:
+        """Return the number of records in one epoch."""
+        return len(self.train)
+
+    def num_targets(self, position: int, batch_size: int) -> int:
+        """Return the number of targets of the `batch_size` records that follow `position`."""
+        return int(sum(self.records.num_targets[number] for number in self._numbers(position, batch_size)))
+
+    def train_batch(self, position: int, batch_size: int) -> Batch:
+        """Return the `batch_size` records that follow `position` in the stream of epochs."""
+        return self._gather(self._numbers(position, batch_size))
+
+    def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
+        """Yield this part's share of the first `num_batches` × `batch_size` records, spread over the whole evaluation part."""
+        for rows in evaluation_rows(len(self.evaluation), batch_size, num_batches, part, num_parts):
+            yield self._gather([self.evaluation[row] for row in rows])
+
+    def _numbers(self, position: int, batch_size: int) -> list[int]:
+        return [self.train[self._order[position + offset]] for offset in range(batch_size)]
+
+    def _gather(self, numbers: Sequence[int]) -> Batch:
+        tokens_BT = torch.full((len(numbers), self.sequence_length), PADDING, dtype=torch.int64)
+        targets_BT = torch.full_like(tokens_BT, IGNORED)
+        for row, number in enumerate(numbers):
+            tokens, counts = map(torch.from_numpy, self.records[number])
+            num_inputs = len(tokens) - 1
+            tokens_BT[row, :num_inputs] = tokens[:-1]
+            targets_BT[row, :num_inputs] = tokens[1:].to(torch.int64).masked_fill(~counts[1:], IGNORED)
+        num_targets_B = torch.tensor([self.records.num_targets[number] for number in numbers], dtype=torch.int64)
+        return {"tokens": tokens_BT, "targets": targets_BT, "num_targets": num_targets_B}
+
+
+def open_source(spec: JsonlSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> Completions:
+    """Read and tokenize all records. Raises DataError, which names file and line, for one that is none."""
+    assert spec.tokenizer is not None, "the job's model has completed the spec"
+    path = Path(spec.path)
+    tokenizer = RecordTokenizer(Path(spec.tokenizer), files)
+    try:
+        # A window of T tokens has a target for each: T + 1 tokens.
+        records = TokenizedRecords(tokenizer.encode(spec.lines(path, files)), sequence_length + 1)
+    except Unfit as unfit:
+        raise DataError(str(unfit)) from None
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename or path}: {error.strerror}. Make it readable.") from error
+    if len(records) < 2:
+        raise DataError(
+            f"{path} has {len(records)} records with a completion in their first {sequence_length + 1} tokens; "
+            f"{records.num_left_out} more have none; allowed: at least two. Add records, or raise training.sequence_length."
+        )
+    generator = torch.Generator().manual_seed(seed_of("evaluation records"))
+    shuffled = torch.randperm(len(records), generator=generator).tolist()
+    num_evaluation = spec.num_evaluation(len(records))
+    return Completions(records, shuffled[num_evaluation:], shuffled[:num_evaluation], sequence_length, seed)
