@@ -180,8 +180,10 @@ class Trainer:
         return float(torch.stack(losses).sum()), data_wait_s
 
     def _divisor(self, first: int) -> float:
-        """Return what the mean loss of the micro-batch at `first` is divided by, so that averaging over the data ranks gives
-        the mean over all targets of the global batch."""
+        """Return what the mean loss of the micro-batch at `first` is divided by.
+
+        Averaged over the data ranks, the sums of these losses are the mean over all targets of the global batch.
+        """
         batch = self.config.batch
         if not isinstance(self.source, VaryingTargets):
             return batch.num_micro_batches
