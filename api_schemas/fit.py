@@ -2,12 +2,24 @@
 
 from api_schemas.data import SourceSpec, Unfit
 from api_schemas.inputs import ImageInput, TokenInput
-from api_schemas.training import DEFAULT_SEQUENCE_LENGTH
+from api_schemas.models.base import FamilySpec
+from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
 
 
 def tokens_per_sample(takes: TokenInput | ImageInput, sequence_length: int) -> int:
     """Return the tokens of one sample: those of a sequence, or those that the model takes from an image."""
     return takes.tokens_per_image if isinstance(takes, ImageInput) else sequence_length
+
+
+def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec) -> Unfit | None:
+    """Return the first rule that ties parts of a spec together and is broken, or None."""
+    try:
+        data = data.with_model(model.files)
+    except Unfit as unfit:
+        return unfit
+    if found := misfit(model.sizes.takes, data, training.sequence_length):
+        return found
+    return None if training.steps is None else training.schedule.misfit(training.steps)
 
 
 def misfit(takes: TokenInput | ImageInput, data: SourceSpec, sequence_length: int) -> Unfit | None:

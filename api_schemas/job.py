@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from api_schemas.accelerate import is_accelerate, precision_from_accelerate
 from api_schemas.base import Contract, Timestamp, refusal
 from api_schemas.data import DataSpec, Unfit
-from api_schemas.fit import misfit, tokens_per_sample
+from api_schemas.fit import misfit_of_parts, tokens_per_sample
 from api_schemas.layout import BatchDivision, Layout
 from api_schemas.models import ModelSizes, ModelSpec
 from api_schemas.precision import PrecisionSpec
@@ -67,11 +67,6 @@ class JobSpec(Contract):
         return BatchDivision(training.global_batch_size, micro_batch_size, num_data_ranks)
 
     @property
-    def data_with_model(self) -> DataSpec:
-        """The data, with what its source takes from the model's folder. Raises Unfit if the model has no such folder."""
-        return self.data.with_model(self.model.files)
-
-    @property
     def tokens_per_sample(self) -> int:
         """Tokens of one sample: those of a sequence, or those that the model takes from an image."""
         return tokens_per_sample(self.model.sizes.takes, self.training.sequence_length)
@@ -89,16 +84,9 @@ class JobSpec(Contract):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        training = self.training
-        try:
-            data = self.data_with_model
-        except Unfit as unfit:
-            raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change) from None
-        if misfitting := misfit(self.model.sizes.takes, data, training.sequence_length):
-            raise refusal(misfitting.field, got=misfitting.got, allowed=misfitting.allowed, change=misfitting.change)
+        if unfit := misfit_of_parts(self.model, self.data, self.training):
+            raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
         self._check_division()
-        if training.steps is not None and (too_long := training.schedule.misfit(training.steps)):
-            raise refusal(too_long.field, got=too_long.got, allowed=too_long.allowed, change=too_long.change)
         return self
 
     def _check_division(self) -> None:

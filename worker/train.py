@@ -31,7 +31,7 @@ from api_schemas import (
 from worker import checkpoint
 from worker.blocks import CompileWatch, checkpoint_blocks, compile_blocks, eagerly
 from worker.config import TrainConfig, trained_job
-from worker.data import Batch, Source, VaryingTargets, open_source
+from worker.data import Batch, Source, loss_divisor, open_source
 from worker.data.prefetch import Prefetcher, on_device
 from worker.errors import Cancelled, InvalidConfig, Stopped
 from worker.fp8.accelerator import is_accelerator
@@ -203,20 +203,11 @@ class Trainer:
                 first = batch.first_sample(self.progress.position, self.mesh.data.rank, index)
             data_wait_s += wait.seconds
             with activations_counted_once(self.model, self.metrics):
-                loss = self._loss(samples).loss / self._divisor(first)
+                loss = self._loss(samples).loss / loss_divisor(self.source, batch, self.progress.position, first)
             with self.parallel.no_sync(index < batch.num_micro_batches - 1):
                 loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum(), data_wait_s
-
-    def _divisor(self, first: int) -> float:
-        """Return what the mean loss of the micro-batch at `first` is divided by, so that averaging over the data ranks gives
-        the mean over all targets of the global batch."""
-        batch = self.config.batch
-        if not isinstance(self.source, VaryingTargets):
-            return batch.num_micro_batches
-        of_all = self.source.num_targets(self.progress.position, batch.global_batch_size)
-        return of_all / (self.source.num_targets(first, batch.micro_batch_size) * self.mesh.data.size)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

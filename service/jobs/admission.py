@@ -64,7 +64,7 @@ def check(spec: JobSpec, settings: Settings) -> None:
     else:
         needs = Needs(spec.training.sequence_length, takes.vocab_size or UNKNOWN_VOCAB_SIZE)
     try:
-        spec.data_with_model.check(path, needs, settings.readable_files)
+        spec.data.with_model(spec.model.files).check(path, needs, settings.readable_files)
     except Unfit as unfit:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     except OSError as error:

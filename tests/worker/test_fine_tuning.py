@@ -76,7 +76,7 @@ def completion_loss(folder: Path, spec: JobSpec) -> float:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    source = open_source(spec.data_with_model, spec.training.sequence_length, seed=0)
+    source = open_source(spec.data.with_model(spec.model.files), spec.training.sequence_length, seed=0)
     lines = Path(spec.data.path).read_text().splitlines()
     losses: list[float] = []
     for number in source.evaluation:

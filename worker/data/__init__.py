@@ -4,10 +4,10 @@ from importlib import import_module
 
 from api_schemas import ANY_FILE, Files, ImageInput, SourceSpec, TokenInput
 from worker.data.masking import MaskedTokens
-from worker.data.source import Batch, Source, VaryingTargets
+from worker.data.source import Batch, Source, VaryingTargets, loss_divisor
 from worker.errors import DataError
 
-__all__ = ["Batch", "Source", "VaryingTargets", "open_source"]
+__all__ = ["Batch", "Source", "VaryingTargets", "loss_divisor", "open_source"]
 
 
 def open_source(

@@ -5,6 +5,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from api_schemas import BatchDivision
+
 Batch = Mapping[str, Tensor]
 """Tensors by name; the first dimension counts samples.
 
@@ -42,3 +44,14 @@ class VaryingTargets(Source, Protocol):
 
     def num_targets(self, position: int, batch_size: int) -> int:
         """Return the number of targets of the `batch_size` samples that follow `position`."""
+
+
+def loss_divisor(source: Source, batch: BatchDivision, position: int, first: int) -> float:
+    """Return what the mean loss of the micro-batch at `first` is divided by, in the global batch at `position`.
+
+    Averaged over the data ranks, the sums of the divided losses are the mean over all targets of the global batch.
+    """
+    if not isinstance(source, VaryingTargets):
+        return batch.num_micro_batches
+    num_targets = source.num_targets(position, batch.global_batch_size)
+    return num_targets / (source.num_targets(first, batch.micro_batch_size) * batch.num_data_ranks)

@@ -68,7 +68,9 @@ def trained(state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
 def copy_tokenizer(model: dict[str, Any], folder: Path) -> None:
     """Copy the tokenizer of a model that began from a folder, so that the export can be used as that folder was."""
     origin = TypeAdapter[FamilySpec](ModelSpec).validate_python(model).files
-    for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS) if origin is not None else ():
+    if origin is None:
+        return
+    for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
         if (Path(origin) / name).is_file():
             shutil.copyfile(Path(origin) / name, folder / name)
 
