@@ -51,7 +51,7 @@ class GuardedCodes(KeepsDtypes):
         """Raise ValueError where codes alone would be taken for the values."""
         if self.whole_residual is not None and self.weight_residual is None:
             raise ValueError(
-                "the weight's residual is divided over the ranks (zero_stage=1); allowed: state_dict(), called by all ranks "
+                "the weight's residual is divided over the ranks (ZeRO); allowed: state_dict(), called by all ranks "
                 "together, which puts it together. Read the values from there."
             )
 

@@ -84,6 +84,6 @@ class _Whole:
 
     def __reduce__(self) -> NoReturn:
         raise ValueError(
-            "the residuals of this model's weights are divided over the ranks (zero_stage=1); allowed: copies of models "
+            "the residuals of this model's weights are divided over the ranks (ZeRO); allowed: copies of models "
             "that hold them. Load state_dict(), called by all ranks together, into a new model."
         )
