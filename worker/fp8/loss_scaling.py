@@ -108,7 +108,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss_scale: Tensor) -> Tensor:
         ctx.save_for_backward(loss_scale)
-        return output.view_as(output)
+        return output.clone() if output.dim() == 0 else output.view_as(output)  # a loss may be scaled in place, a view may not
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:

@@ -49,8 +49,8 @@ class HalfNorm(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.is_layer_norm = type(norm) is nn.LayerNorm
-        self.weight = norm._parameters.get("weight")  # type: ignore[assignment]
-        self.bias = norm._parameters.get("bias")  # type: ignore[assignment]
+        self.weight = norm._parameters.get("weight")
+        self.bias = norm._parameters.get("bias")
         self.normalized_shape = _shape_of(norm)
         self.eps = _eps_of(norm)
         for parameter in self.parameters():
@@ -62,7 +62,8 @@ class HalfNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions of an input of any floating dtype. The output is bf16, in its shape."""
         with torch.autocast(input.device.type, enabled=False):
-            weight, bias = self.weight, self.bias
+            weight: Tensor | None = self.weight
+            bias: Tensor | None = self.bias
             if weight is None or weight.dtype != input.dtype:
                 input = input.float()
                 weight = None if weight is None else weight.float()

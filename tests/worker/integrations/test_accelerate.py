@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from api_schemas.levels import LEVELS
 from octet import initialize
 from tests.worker.integrations.bits import assert_same_bits
-from tests.worker.small import Small, spread
+from tests.worker.small import Small
 
 CLOSE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 0.02, "fp8": 0.1}
 """Relative distance of a loss from fp32's, by the dtype of the products."""
@@ -61,7 +61,9 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, schedule: Any, n
     return losses
 
 
-@pytest.mark.parametrize("level", ["fp32", *spread([level for level in LEVELS if level != "fp32"])])
+@pytest.mark.parametrize(
+    "level", [level if level == "O3" else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS]
+)
 def test_it_trains_and_continues_bit_for_bit(level: str, tmp_path: Path) -> None:
     expected = train(*prepared(None), 8)
     parts = prepared(level)
@@ -78,6 +80,7 @@ def test_it_trains_and_continues_bit_for_bit(level: str, tmp_path: Path) -> None
     assert_same_bits(others[2].state_dict(), parts[2].state_dict())
 
 
+@pytest.mark.matrix
 def test_it_trains_under_accelerates_own_bf16() -> None:
     plain = train(*prepared("te"), 4)
     reset()

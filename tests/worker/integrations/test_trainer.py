@@ -18,7 +18,7 @@ SPREAD = ("fp32", "te", "O2", "O3")
 ALL = [level if level in SPREAD else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS]
 CLOSE = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 5e-3, "fp8": 0.03}
 """Relative distance of a loss from fp32's after a step, by the dtype of the products."""
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def losses(trained: Trainer) -> list[float]:
 
 OPTIONS: dict[str, Any] = {
     "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "label_smoothing_factor": 0.1,
-    "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 3,
+    "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 4,
 }  # fmt: skip
 
 
@@ -70,13 +70,13 @@ def test_it_learns_and_resumes_bit_for_bit(level: str, tmp_path: Path, fp32_loss
     """Under accumulation, clipping, label smoothing, dropout, evaluation and a limit of checkpoints."""
     whole = trainer(tmp_path, level, dropout=0.1, **OPTIONS)
     whole.train()
-    assert fp32_losses[-1] < 0.95 * fp32_losses[0]
+    assert fp32_losses[-1] < 0.98 * fp32_losses[0]
     assert losses(whole) == pytest.approx(fp32_losses, rel=CLOSE[LEVELS[level].gemm])
-    assert {folder.name for folder in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
-    assert_is_plain(tmp_path / "checkpoint-6", whole.model)
+    assert {folder.name for folder in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+    assert_is_plain(tmp_path / "checkpoint-4", whole.model)
 
     resumed = trainer(tmp_path / "again", level, seed=1, dropout=0.1, **OPTIONS)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(resumed) == losses(whole)
     [*_, evaluated] = [entry["eval_loss"] for entry in whole.state.log_history if "eval_loss" in entry]
     assert evaluated in [entry.get("eval_loss") for entry in resumed.state.log_history[-3:]]
