@@ -55,6 +55,7 @@ def test_a_changed_start_is_a_thousandth_away() -> None:
         assert (changed[name] / values - 1)[values != 0].square().mean().sqrt() == pytest.approx(1e-3, rel=0.3)
 
 
+@pytest.mark.matrix
 def test_it_measures_chance_then_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--seeds",
@@ -78,6 +79,7 @@ def test_it_measures_chance_then_levels(tmp_path: Path, capsys: pytest.CaptureFi
     assert [path.suffix for path in sorted(tmp_path.glob("*-accuracy.*"))] == [".md", ".png"]
 
 
+@pytest.mark.matrix
 def test_a_chaotic_setting_is_refused_before_any_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--seeds",

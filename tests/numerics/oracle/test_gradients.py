@@ -22,7 +22,13 @@ def gradients(model: nn.Module) -> list[np.ndarray]:
     return [held.gradient(parameter) for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("level", [*OWN_LEVELS, "fp32", "bf16-amp"])
+@pytest.mark.parametrize(
+    "level",
+    [
+        level if level in ("te", "O2", "O3-split") else pytest.param(level, marks=pytest.mark.matrix)
+        for level in (*OWN_LEVELS, "fp32", "bf16-amp")
+    ],
+)
 def test_clipping(level: str) -> None:
     """torch's own clip_grad_norm_ and clip_grad_value_ do to the values what they say, in fp64."""
     model = two_layers()

@@ -12,7 +12,7 @@ from worker import initialize
 
 MOMENT_ERRORS = {"fp32": 2e-3, "fp8-dre": 0.035, "int8-companded": 0.055}
 """NUMERICS.md, section 7, by the first moment's codec. With fp32 moments what is left is how weights are rounded."""
-BY_DEFAULT = ("fp32", "te", "O1", "O2", "O3-split-8bit")
+BY_DEFAULT = ("te", "O2", "O3-split-8bit")
 LAYER_NK = (64, 128)  # smaller tensors than 4096 elements keep fp32 moments
 NUM_STEPS, LEARNING_RATE = 40, 1e-2
 

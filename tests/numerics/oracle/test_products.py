@@ -14,7 +14,7 @@ from worker import initialize
 EXACT_DB = 90.0  # fp32 accumulation over 384 products; a wrong code or scale leaves less than 60 dB
 HELD_GRADIENT_DB = 60.0  # held in E4M3, where a sum at the edge of two codes may take the other one
 OWN_LEVELS = tuple(name for name, level in LEVELS.items() if level.has_own_fp8)
-DEFAULT_LEVELS = ("te", "O2", "O3", "O3-split")
+DEFAULT_LEVELS = ("te", "O3-split")
 NUM_TOKENS, IN_FEATURES, OUT_FEATURES = 160, 256, 384
 Products = Operands = tuple[np.ndarray, np.ndarray, np.ndarray]
 
