@@ -51,7 +51,7 @@ def checkpoint_blocks(model: nn.Module, kind: Checkpointing) -> int:
     """Let each repeated block compute again in the backward pass what it does not keep. Returns their number."""
     blocks = repeated_blocks(model) if kind != "none" else []
     for block in blocks:
-        block.forward = CheckpointedForward(block, is_selective=kind == "selective")  # type: ignore[method-assign]
+        block.forward = CheckpointedForward(block, is_selective=kind == "selective")
     return len(blocks)
 
 

@@ -18,6 +18,7 @@ from api_schemas.models.llama import LlamaSizes
 from tests.worker.accelerator import HALVES, cuda_dtypes
 from worker import initialize
 from worker.fp8.accelerator import cpu_as_accelerator
+from worker.fp8.loss_scaling import STATE_BUFFER
 from worker.models import TrainedModel, build_model
 from worker.models.gpt import GPT
 from worker.models.llama import Llama
@@ -51,7 +52,7 @@ FAMILIES: dict[str, Callable[[], TrainedModel]] = {
     "swin": lambda: transformers("swin", IMAGES | {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}),
 }
 TRAINED_LEVELS = [name for name, level in LEVELS.items() if level.gemm != "fp32"]
-IN_EVERY_RUN = {"O2": tuple(FAMILIES), "ao": ("swin",)}
+IN_EVERY_RUN = {"O2": ("gpt", "llama", "transformers-llama", "roberta", "vit", "swin"), "ao": ("swin",)}
 """The families that meet a level in `make test`; the others do in `make test-matrix`."""
 
 
@@ -86,6 +87,8 @@ def gpt(level: str = "O2") -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_a_step_mixes_no_dtypes(family: str, level: str) -> None:
     model = FAMILIES[family]()
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
+    if STATE_BUFFER in dict(model.named_buffers()):
+        model.get_buffer(STATE_BUFFER)[0] = 256.0  # at its initial scale the gradient of two images overflows
     losses = []
     with cuda_dtypes() as seen:
         for _ in range(2):

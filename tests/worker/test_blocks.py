@@ -99,6 +99,7 @@ def test_selective_checkpointing_repeats_no_product() -> None:
     assert found == {"none": 2 * num_layers, "selective": 2 * num_layers, "full": 3 * num_layers}
 
 
+@pytest.mark.matrix
 def test_a_job_checkpoints_and_trains_as_without(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     curves = []
     for kind in ("none", "full"):

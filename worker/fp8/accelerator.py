@@ -43,7 +43,7 @@ class AutocastForward:
         self.replaced = vars(module).get("forward")  # what somebody else has put in the place of the class's own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        device = self.layer.weight.device
+        device: Any = self.layer.weight.device
         if not is_accelerator(device) or torch.is_autocast_enabled(device.type):
             return self._run(*args, **kwargs)
         with torch.autocast(device.type, dtype=self.dtype):
@@ -68,4 +68,4 @@ def run_under_autocast(model: nn.Module, dtype: torch.dtype) -> None:
         layers = (part for part in module.modules() if part is not module and getattr(part, "returns_16_bits", False))
         layer = next(layers, None)
         if layer is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            module.forward = AutocastForward(module, layer, dtype)  # type: ignore[method-assign]
+            module.forward = AutocastForward(module, layer, dtype)

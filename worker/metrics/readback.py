@@ -11,9 +11,10 @@ class HostCopy:
     """A small tensor on its way to the host. Later changes of the tensor do not change the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        is_cuda = tensor.device.type == "cuda"
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
         self._host.copy_(tensor, non_blocking=True)
-        self._arrival = torch.cuda.Event() if tensor.is_cuda else None
+        self._arrival = torch.cuda.Event() if is_cuda else None
         if self._arrival is not None:
             self._arrival.record()
 
