@@ -14,8 +14,9 @@ FILE = re.compile(r"`((?:deploy|benchmarks)/[\w./-]+)`")
 
 def promises() -> list[list[str]]:
     """Return the cells of each line of the card's tables."""
-    lines = [line for line in (ROOT / CARD).read_text().splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith(("| promise", "| ---"))]
+    lines = (ROOT / CARD).read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith(("| promise", "| ---"))]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 @pytest.mark.parametrize("cells", promises(), ids=lambda cells: cells[0][:60])
