@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from api_schemas import EventReport
 
 Checkpointing = Literal["none", "selective", "full"]
+Compiling = Literal["auto", "on", "off"]
 
 WARM_UP_STEPS = 3
 """By then the compiler has seen a step with statistics and one without; what it compiles later is a fault."""
@@ -37,6 +38,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A list of stages of different shapes, as Swin's, is searched for the lists inside.
     """
     return list(_blocks(model))
+
+
+def prepare_blocks(
+    model: nn.Module, checkpointing: Checkpointing, compiling: Compiling, device: torch.device
+) -> "CompileWatch | None":
+    """Checkpoint and compile a model's blocks as a job's options say. Returns None if nothing is compiled."""
+    checkpoint_blocks(model, checkpointing)
+    is_wanted = compiling == "on" or (compiling == "auto" and device.type == "cuda")
+    return CompileWatch() if is_wanted and compile_blocks(model) else None
 
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:

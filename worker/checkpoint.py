@@ -181,6 +181,20 @@ def load(folder: Path, ref: CheckpointRef) -> dict[str, Any]:
     return state
 
 
+def load_together(folder: Path, ref: CheckpointRef, world: Axis) -> dict[str, Any]:
+    """Read a checkpoint on all ranks, or on none: if one cannot read it, BadCheckpoint is raised on each."""
+    state: dict[str, Any] = {}
+    reason = ""
+    try:
+        state = load(folder, ref)
+    except BadCheckpoint as error:
+        reason = str(error)
+    [num_failed] = world.sum(float(bool(reason)))
+    if num_failed:
+        raise BadCheckpoint(reason or f"{ref.name} cannot be read by {int(num_failed)} of {world.size} ranks")
+    return state
+
+
 def load_folder(folder: Path) -> dict[str, Any]:
     """Read the checkpoint in a folder of its own, wherever it was copied to. Raises BadCheckpoint as `load` does."""
     folder = folder.resolve()

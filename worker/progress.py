@@ -27,6 +27,11 @@ class Progress:
     first_loss: float | None = None
     num_diverging: int = 0
 
+    @property
+    def last_loss(self) -> float | None:
+        """The newest finite loss, or None before there is one."""
+        return self.recent_losses[-1] if self.recent_losses else None
+
     def note_loss(self, step: int, loss: float, num_steps: int) -> str | None:
         """Take the loss of one step of `num_steps`, in order. Returns a warning when one is due, else None.
 

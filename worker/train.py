@@ -18,18 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import (
-    CheckpointRef,
-    CheckpointReport,
-    EvaluationReport,
-    EventReport,
-    JobSummary,
-    PhaseReport,
-    ReportBody,
-    StepReport,
-)
+from api_schemas import CheckpointRef, CheckpointReport, EvaluationReport, EventReport, JobSummary, PhaseReport, ReportBody
 from worker import checkpoint
-from worker.blocks import CompileWatch, checkpoint_blocks, compile_blocks, eagerly
+from worker.blocks import CompileWatch, eagerly, prepare_blocks
 from worker.config import TrainConfig, trained_job
 from worker.data import Batch, Source, loss_divisor, open_source
 from worker.data.prefetch import Prefetcher, on_device
@@ -52,10 +43,10 @@ from worker.prepare import prepare, share_rounding
 from worker.pretrained.load import FileSource
 from worker.pretrained.start import start_model
 from worker.progress import Progress
-from worker.reporting.reporter import Reporter
+from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
 from worker.step_log import Reading, StepLog, TakenStep, now
-from worker.train_reports import conversion_events, count_fallbacks, finite, started, summarize
+from worker.train_reports import conversion_events, count_fallbacks, finite, started, step_report, summarize
 
 _STEP_TIMES_KEPT = 1000
 
@@ -163,7 +154,7 @@ class Trainer:
         self.log.add(TakenStep(self.progress.step, learning_rate, data_wait_s, began, ended, now()), rank_loss, norm)
         if self.compiling is not None and (event := self.compiling.after_step()):
             self._tell(event)
-        stop = self._wants_to_stop()
+        stop = order_to_stop(self.reporter)
         if self.log.is_due or (stop is not None and self.mesh.world.size == 1):
             reading = self.log.end_interval(wants_to_stop=stop is not None)
             self._report(reading, stop)
@@ -178,29 +169,20 @@ class Trainer:
         for step in steps:
             self.progress.train_time_s += step.step_time_s
             self.step_times_s.append(step.step_time_s)
-            report = StepReport(
-                step=step.step,
-                loss=finite(step.loss),
-                gradient_norm=finite(step.gradient_norm),
-                learning_rate=step.learning_rate,
-                tokens=self.config.tokens_per_step,
-                step_time_s=step.step_time_s,
-                data_wait_s=step.data_wait_s,
-            )
-            self._tell(report, at=step.at)
+            self._tell(step_report(step, self.config.tokens_per_step), at=step.at)
             if warning := self.progress.note_loss(step.step, step.loss, self.num_steps):
                 self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
         if is_stopping:
-            raise stop or self._wants_to_stop() or Cancelled("rank 0 was told to stop")
+            raise stop or order_to_stop(self.reporter) or Cancelled("rank 0 was told to stop")
 
     def _forward_backward(self) -> tuple[Tensor, float]:
         """Accumulate this rank's gradients over its micro-batches. Returns its mean loss () and the seconds spent on data."""
         batch = self.config.batch
         losses, data_wait_s = [], 0.0
         for index in range(batch.num_micro_batches):
+            first = batch.first_sample(self.progress.position, self.mesh.data.rank, index)
             with self.metrics.timed("data_wait") as wait:
                 samples = self.batches.take(self.progress.position, index)
-                first = batch.first_sample(self.progress.position, self.mesh.data.rank, index)
             data_wait_s += wait.seconds
             with activations_counted_once(self.model, self.metrics):
                 loss = self._loss(samples).loss / loss_divisor(self.source, batch, self.progress.position, first)
@@ -246,8 +228,7 @@ class Trainer:
         saved = checkpoint.save(self.folder, self.progress.step, state, self.mesh.world)
         if saved is None:
             return
-        last_loss = self.progress.recent_losses[-1] if self.progress.recent_losses else None
-        self._tell(CheckpointReport(step=self.progress.step, loss=last_loss, **asdict(saved)))
+        self._tell(CheckpointReport(step=self.progress.step, loss=self.progress.last_loss, **asdict(saved)))
 
     def _prepare(self, model: TrainedModel, weights: FileSource | None) -> None:
         """Convert the model. weights: gives a model on `meta` its values, layer by layer."""
@@ -255,18 +236,15 @@ class Trainer:
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
         tokens, on_event = config.batch.micro_batch_size * config.sequence_length, self._layer_demoted
-        prepared = prepare(
-            model, optimizer, config.precision, seed=config.seed, tokens=tokens, on_event=on_event, source=weights
-        )
+        options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": weights}
+        prepared = prepare(model, optimizer, config.precision, **options)
         if weights is not None:
             weights.make_masters(prepared.model, prepared.optimizer)
         share_rounding(prepared.model, self.mesh.data.rank, self.mesh.data.size)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
-        checkpoint_blocks(self.model, config.activation_checkpointing)
-        compiles = config.compile == "on" or (config.compile == "auto" and self.mesh.device.type == "cuda")
-        self.compiling = CompileWatch() if compiles and compile_blocks(self.model) else None
+        self.compiling = prepare_blocks(self.model, config.activation_checkpointing, config.compile, self.mesh.device)
         data, stage, wide_dtype = self.mesh.data, self.mesh.stage, WIDE_DTYPES[config.wide_communication]
         self.parallel = Parallel(self.model, self.optimizer, data, stage, zero_stage=config.zero_stage, wide_dtype=wide_dtype)
 
@@ -276,9 +254,10 @@ class Trainer:
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:
-            state, reason = self._read(ref)
-            if state is None:
-                message = f"{reason}; trying the previous checkpoint"
+            try:
+                state = checkpoint.load_together(self.folder, ref, self.mesh.world)
+            except checkpoint.BadCheckpoint as error:
+                message = f"{error}; trying the previous checkpoint"
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
             resume(self.model, self.optimizer, state["model"], state["optimizer"])
@@ -287,25 +266,10 @@ class Trainer:
             checkpoint.set_random_state(state["random"])
             return
 
-    def _read(self, ref: CheckpointRef) -> tuple[dict[str, Any] | None, str]:
-        """Read a checkpoint on all ranks, or on none: the state, or None and a reason."""
-        state, reason = None, ""
-        try:
-            state = checkpoint.load(self.folder, ref)
-        except checkpoint.BadCheckpoint as error:
-            reason = str(error)
-        [num_failed] = self.mesh.world.sum(float(state is None))
-        if not num_failed:
-            return state, ""
-        return None, reason or f"{ref.name} cannot be read by {int(num_failed)} of {self.mesh.world.size} ranks"
-
     def _report_start(self) -> None:
         self.metrics.observe_memory(self.progress.memory_bytes)
-        self.metrics.describe_work(
-            rank_share=1 / self.mesh.world.size,
-            samples_per_step=self.config.batch.global_batch_size,
-            flops_per_token=self.flops_per_token,
-        )
+        share, samples = 1 / self.mesh.world.size, self.config.batch.global_batch_size
+        self.metrics.describe_work(rank_share=share, samples_per_step=samples, flops_per_token=self.flops_per_token)
         self._tell(started(self.config, self.mesh, self.model, self.conversion, self.progress.step, self.num_steps))
         for _ in range(count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
@@ -322,13 +286,6 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         step = self.progress.step
         return step == self.num_steps or (every > 0 and step % every == 0)
-
-    def _wants_to_stop(self) -> Stopped | None:
-        try:
-            self.reporter.check()
-        except Stopped as stop:
-            return stop
-        return None
 
     def _layer_demoted(self, event: LayerDemoted) -> None:
         self.metrics.observe_demotion()

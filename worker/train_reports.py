@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from api_schemas import EventReport, JobSummary, StartedReport
+from api_schemas import EventReport, JobSummary, StartedReport, StepReport
 from worker.config import TrainConfig
 from worker.fp8.convert import ConversionReport
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.mesh import Mesh
 from worker.progress import Progress
+from worker.step_log import FinishedStep
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -38,6 +39,19 @@ def started(
         num_layers_converted=len(conversion.converted),
         num_layers_filtered=count_fallbacks(model)[Fallback.FILTERED],
         num_layers_skipped=len(conversion.skipped),
+    )
+
+
+def step_report(step: FinishedStep, tokens: int) -> StepReport:
+    """Say what a step of so many tokens came to."""
+    return StepReport(
+        step=step.step,
+        loss=finite(step.loss),
+        gradient_norm=finite(step.gradient_norm),
+        learning_rate=step.learning_rate,
+        tokens=tokens,
+        step_time_s=step.step_time_s,
+        data_wait_s=step.data_wait_s,
     )
 
 

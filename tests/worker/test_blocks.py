@@ -119,7 +119,7 @@ def test_blocks_compile_once_without_a_graph_break(
 ) -> None:
     """Steps with and without statistics, three blocks, accumulation, an evaluation: nothing is compiled after step 3."""
     torch.compiler.reset()
-    monkeypatch.setattr("worker.train.compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
+    monkeypatch.setattr("worker.blocks.compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
     document = with_training(
         spec_document, level, steps=6, micro_batch_size=2, activation_checkpointing=kind, compile="on", eval_every=3
     )

@@ -28,7 +28,7 @@ from api_schemas import (
     ReportBody,
     ReportReply,
 )
-from worker.errors import Cancelled, Fenced, LeaseLost
+from worker.errors import Cancelled, Fenced, LeaseLost, Stopped
 from worker.reporting.spool import Spool
 
 _FLUSH_INTERVAL_S = 0.25
@@ -48,6 +48,15 @@ class Reporter(Protocol):
 
     def check(self) -> None:
         """Raise Cancelled, LeaseLost or Fenced if this rank has to stop."""
+
+
+def order_to_stop(reporter: Reporter) -> Stopped | None:
+    """Return what `check` raises, or None."""
+    try:
+        reporter.check()
+    except Stopped as stop:
+        return stop
+    return None
 
 
 class LogReporter:
