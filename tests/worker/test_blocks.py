@@ -49,9 +49,11 @@ def gradients(family: str, level: str, kind: Any) -> tuple[list[torch.Tensor], i
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = model.loss(batch_of(family)).loss
-    loss.backward()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)  # Swin drops paths at random
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model.loss(batch_of(family)).loss
+        loss.backward()
     found = [loss.detach(), *(parameter.grad + 0 for parameter in model.parameters() if parameter.grad is not None)]
     return found, sum(kept.values())
 
