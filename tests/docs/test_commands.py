@@ -54,6 +54,7 @@ ELSEWHERE = {
     r"make demo": Elsewhere("tests/client/demo/test_run.py", '"client.cli", "demo"'),
     r"make (test|lint|types)": Elsewhere(".ci/run", "make lint types test"),
     r"make test-matrix": Elsewhere("Makefile", "-m matrix"),
+    r"make test-parallel": Elsewhere("Makefile", "tests/worker/parallel"),
     r"make install": Elsewhere("Makefile", "test: install"),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
