@@ -1,6 +1,7 @@
 """Small trained models for tests of export and import: our families and transformers' Llama, and how they are compared."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def trained(build: Callable[[], nn.Module], level: str, **options: Any) -> tuple
         optimizer.step()
         optimizer.zero_grad()
     return model.eval(), optimizer
+
+
+@cache
+def shared(build: Callable[[], nn.Module], level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`trained`, once for all tests of a file that only read the model and the optimizer."""
+    return trained(build, level)
 
 
 def logits_of(model: nn.Module) -> Tensor:

@@ -15,6 +15,7 @@ from tests.worker.pretrained_models import (
     logits_of,
     our_gpt,
     our_llama,
+    shared,
     tensors_in,
     their_llama,
     trained,
@@ -58,7 +59,7 @@ def with_plain_values(build: Callable[[], nn.Module], model: nn.Module, optimize
     ["O3", "bf16-amp", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("te", "ao", "O2", "O3-split-8bit"))],
 )
 def test_fp32_is_what_was_trained(build: Callable[[], nn.Module], level: str, tmp_path: Path) -> None:
-    model, optimizer = trained(build, level)
+    model, optimizer = shared(build, level)
     loaded = from_pretrained(export(model, optimizer, tmp_path / "out", format="fp32"))
     expected = with_plain_values(build, model, optimizer)
     with torch.no_grad():
@@ -69,7 +70,7 @@ def test_fp32_is_what_was_trained(build: Callable[[], nn.Module], level: str, tm
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_bf16_is_the_nearest_of_the_finest_values(level: str, tmp_path: Path) -> None:
-    model, optimizer = trained(our_llama, level)
+    model, optimizer = shared(our_llama, level)
     folder = export(model, optimizer, tmp_path / "out")
     written, values = tensors_in(folder), plain_state_dict(model, optimizer)
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
@@ -80,7 +81,7 @@ def test_bf16_is_the_nearest_of_the_finest_values(level: str, tmp_path: Path) ->
 
 @families
 def test_fp8_computes_what_o3_evaluates(build: Callable[[], nn.Module], tmp_path: Path) -> None:
-    model, optimizer = trained(build, "O3")
+    model, optimizer = shared(build, "O3")
     folder = export(model, optimizer, tmp_path / "out", format="fp8", plain_dtype=torch.float32)
     loaded = from_pretrained(folder)
     plain = with_plain_values(build, model, None)  # the values of the codes, as the layers hold them
@@ -92,7 +93,7 @@ def test_fp8_computes_what_o3_evaluates(build: Callable[[], nn.Module], tmp_path
 @pytest.mark.parametrize("level", ["O3", "O3-split", pytest.param("O3-split-8bit", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("build", [our_llama, their_llama], ids=["ours", "theirs"])
 def test_codes_and_scales_are_those_that_were_trained(build: Callable[[], nn.Module], level: str, tmp_path: Path) -> None:
-    model, optimizer = trained(build, level)
+    model, optimizer = shared(build, level)
     written = tensors_in(export(model, optimizer, tmp_path / "out", format="fp8"))
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
     codes = [name for name, tensor in written.items() if tensor.dtype == torch.float8_e4m3fn]
@@ -112,7 +113,7 @@ def test_strategies_are_read_as_they_were_written(
     build: Callable[[], nn.Module], level: str, strategy: str, tmp_path: Path
 ) -> None:
     """The independent reader: compressed-tensors' own arithmetic on codes and scales, against the values that were trained."""
-    model, optimizer = trained(build, level)
+    model, optimizer = shared(build, level)
     folder = export(model, optimizer, tmp_path / "out", format="fp8", strategy=strategy, plain_dtype=torch.float32)
     loaded = from_pretrained(folder)
     with torch.no_grad():
@@ -146,7 +147,7 @@ def test_the_default_strategy_is_that_of_the_products(tmp_path: Path) -> None:
 
 
 def test_the_head_is_not_quantized_and_says_so(tmp_path: Path) -> None:
-    model, optimizer = trained(our_llama, "O3")
+    model, optimizer = shared(our_llama, "O3")
     folder = export(model, optimizer, tmp_path / "out", format="fp8")
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
     assert tensors_in(folder)["lm_head.weight"].dtype == torch.bfloat16
@@ -162,7 +163,7 @@ def test_codes_that_were_loaded_since_are_exported_and_not_the_master_of_before(
 
 
 def test_a_model_of_transformers_keeps_its_config(tmp_path: Path) -> None:
-    model, optimizer = trained(their_llama, "O3")
+    model, optimizer = shared(their_llama, "O3")
     before = model.config.to_dict()
     export(model, optimizer, tmp_path / "out", format="fp8")
     assert model.config.to_dict() == before

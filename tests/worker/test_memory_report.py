@@ -53,7 +53,7 @@ def num_history_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("level", spread(name for name, row in LEVELS.items() if row.weight_gradient == "fp8"))
 def test_nothing_holds_more_than_two_layers_for_a_moment(level: str) -> None:
     """Covers forward and backward; tests/worker/optim covers the optimizer's step."""
-    num_layers, layer = 16, 256 * 256
+    num_layers, layer = 8, 256 * 256
     two_layers = 2 * layer * LEVELS[level].bytes_per_parameter
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(num_layers)))
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level, statistics_every=0)

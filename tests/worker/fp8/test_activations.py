@@ -109,7 +109,7 @@ def test_nothing_but_the_activations_input_waits_for_the_backward_pass() -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
-@pytest.mark.parametrize("level", ["O2", "te"])
+@pytest.mark.parametrize("level", ["O2", pytest.param("te", marks=pytest.mark.matrix)])
 def test_a_compiler_does_not_keep_what_is_made_again(level: str) -> None:
     """Inductor's partitioner moves to the forward pass what it can, and keeps the result: here it cannot."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition

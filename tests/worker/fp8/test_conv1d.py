@@ -129,7 +129,9 @@ def in_fp32() -> list[float]:
     return train("fp32")[1]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3-split", "te", "bf16-amp"])
+@pytest.mark.parametrize(
+    "level", ["O2", "O3-split", "bf16-amp", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("O1", "te"))]
+)
 def test_gpt2_learns_as_in_fp32(level: str, in_fp32: list[float]) -> None:
     model, seen = train(level)
     report = model.octet_report

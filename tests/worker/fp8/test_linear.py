@@ -181,8 +181,14 @@ def test_codes_are_quantized_by_the_amax_that_the_optimizer_keeps(transposed: bo
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
-@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
-@pytest.mark.parametrize("level", ["te", "O2", "O3"])
+@pytest.mark.parametrize(
+    ("level", "granularity"),
+    [
+        pytest.param(level, granularity, marks=() if level == "O2" or granularity == "tensor" else pytest.mark.matrix)
+        for level in ("te", "O2", "O3")
+        for granularity in ("tensor", "row", "block")
+    ],
+)
 def test_a_compiled_graph_holds_ops_of_ours_and_no_others_on_codes(level: str, granularity: str) -> None:
     """What Inductor is given: it may fuse around our kernels, not take them apart."""
     from functorch.compile import make_boxed_func
@@ -209,7 +215,7 @@ def test_a_compiled_graph_holds_ops_of_ours_and_no_others_on_codes(level: str, g
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("level", ["te", "O2", "O3-split"])
+@pytest.mark.parametrize("level", ["te", "O3-split", pytest.param("O2", marks=pytest.mark.matrix)])
 def test_a_layer_in_bf16_compiles_to_the_same(level: str) -> None:
     torch.compiler.reset()
     layer, twin = filtered(make_linear(), level), filtered(make_linear(), level)

@@ -40,13 +40,13 @@ def saved(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("level", ["fp32", "O2"])
 def test_it_learns_and_resumes_bit_identically(tmp_path: Path, spec_document: dict[str, Any], level: str) -> None:
     document = with_model(spec_document, architecture="llama", config=LLAMA)
-    document = with_training(document, level, steps=12, checkpoint_every=5, optimizer={"learning_rate": 1e-2})
+    document = with_training(document, level, steps=8, checkpoint_every=4, optimizer={"learning_rate": 1e-2})
     whole, summary = train(document, tmp_path / "whole")
-    interrupted = Recorder(stop_after_step=8)
+    interrupted = Recorder(stop_after_step=6)
     with pytest.raises(Cancelled):
         train(document, tmp_path / "parts", recorder=interrupted)
     resumed, again = train(document, tmp_path / "parts", interrupted.checkpoints())
-    assert resumed.losses() == whole.losses()[5:]
+    assert resumed.losses() == whole.losses()[4:]
     assert again.evaluation_loss == summary.evaluation_loss < 0.8 * whole.losses()[0]
     (started,) = whole.of(StartedReport)
     assert started.num_layers_converted == 14  # all layers but the head
@@ -56,9 +56,9 @@ def test_it_learns_and_resumes_bit_identically(tmp_path: Path, spec_document: di
 
 
 def test_a_masked_model_learns(tmp_path: Path, spec_document: dict[str, Any]) -> None:
-    config = LLAMA | {"vocab_size": 272}
+    config = LLAMA | {"vocab_size": 272, "num_hidden_layers": 1}
     document = with_model(spec_document, architecture="bert", config=config)
-    recorder, summary = train(with_training(document, "O2", steps=40, optimizer={"learning_rate": 1e-2}), tmp_path)
+    recorder, summary = train(with_training(document, "O2", steps=30, optimizer={"learning_rate": 1e-2}), tmp_path)
     assert summary.evaluation_loss < 0.7 * recorder.losses()[0]
     assert set(summary.evaluation_metrics) == {"masked_token_accuracy"}
 

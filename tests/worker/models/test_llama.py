@@ -113,7 +113,7 @@ def test_a_bad_llama_is_refused_by_the_path_that_a_user_writes(
     assert allowed in str(violation.allowed)
 
 
-@pytest.mark.parametrize("level", ["fp32", "ao", "te", "O2", "O3-split-8bit"])
+@pytest.mark.parametrize("level", ["fp32", "ao", "O2", "O3-split-8bit", pytest.param("te", marks=pytest.mark.matrix)])
 def test_a_job_trains_it(tmp_path: Path, spec_document: dict[str, Any], level: str) -> None:
     model = {"preset": "llama-tiny", "hidden_size": 64, "intermediate_size": 176, "num_layers": 1}
     document = with_training(spec_document | {"model": model}, level, steps=12, optimizer={"learning_rate": 1e-2})
