@@ -138,6 +138,7 @@ class Scratch:
         text = command.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{self.port}").replace("job_…", job_id)
         text = text.replace("/usr/share/doc", str(self.folder / "text")).replace("/tmp/site", f"{self.folder}/site")
         text = text.replace('"steps": 200', f'"steps": {STEPS}, "eval_batches": 1')
+        text = text.replace('"global_batch_size": 16, "sequence_length": 256', '"global_batch_size": 2, "sequence_length": 64')
         arguments: dict[str, Any] = {"cwd": self.folder, "env": self.environment(), "timeout": LONG_S}
         answer = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, **arguments)
         assert answer.returncode == 0, f"{text}\n{answer.stdout[-3000:]}\n{answer.stderr[-3000:]}"
@@ -158,7 +159,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
         (text / f"{number}.txt").write_text("\n".join(f"{line} of {number}: the quick brown fox" for line in range(400)))
     document = yaml.safe_load((ROOT / EXAMPLE).read_text())
     document["data"]["path"] = str(text)
-    document["training"] |= {"steps": STEPS, "global_batch_size": 2, "schedule": {"warmup_steps": 1}, "eval_batches": 1}
+    document["training"] |= {"steps": STEPS, "global_batch_size": 2, "sequence_length": 64}
+    document["training"] |= {"schedule": {"warmup_steps": 1}, "eval_batches": 1}
     (folder / "examples").mkdir()
     (folder / EXAMPLE).write_text(yaml.safe_dump(document))
     return Scratch(folder, free_port())
