@@ -7,13 +7,16 @@ from typing import Any
 
 import torch.multiprocessing
 
+PRELOADED = ["torch.distributed.tensor", "worker.train", "worker.parallel", "tests.worker.test_train"]
+"""Modules that every rank would load otherwise, the first of them at its first step. None of them starts a thread."""
+
 
 def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], num_ranks: int) -> None:
     """Call `work(rank, *arguments)` in a process for each rank and wait. An error in one of them is raised here.
 
-    They are forks of a server that has loaded torch and nothing else: it takes three seconds, and every rank would need them.
+    They are forks of a server that has loaded what ranks use: it takes four seconds, and every rank would need them.
     """
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(work, arguments, nprocs=num_ranks, start_method="forkserver")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 import shutil
 from pathlib import Path
 
@@ -41,10 +42,14 @@ AXES = {"data": 2, "world": 4}
 """Axes of one mesh of 4 ranks, with their sizes."""
 USUAL = {0: ("te", "O2"), 1: SPREAD, 2: ("O3",)}
 """Levels that `make test` has, by stage: a wide and an FP8 mean; each way of holding a weight; sums over micro-batches."""
+ON_TWO = [("O2", 0), ("O3", 1), ("O3-split", 1), ("O3", 2)]
+"""What `make test` has on axis "data" too, whose two ranks are some of the four: each stage, and each kind of share."""
 CASES = [
-    pytest.param(level, stage, marks=() if level in USUAL[stage] else pytest.mark.matrix)
+    pytest.param(axis, level, stage, marks=() if is_usual else pytest.mark.matrix)
+    for axis in AXES
     for level in LEVELS
     for stage in (0, 1, 2)
+    for is_usual in [(level, stage) in ON_TWO if axis == "data" else level in USUAL[stage]]
 ]
 OTHER_LEVELS = [("O2", "O3"), ("O3", "O3-split"), ("O3-split", "te")]
 
@@ -226,12 +231,12 @@ def jobs(rank: int, ports: list[int], folder: Path, corpus: str) -> list[Recorde
     return [*recorders, run_job(job(corpus, 4, 1), envs[2], again, refs)]
 
 
-def work(rank: int, ports: list[int], folder: str, corpus: str, cases: list[tuple[str, int]]) -> None:
+def work(rank: int, ports: list[int], folder: str, corpus: str, cases: list[tuple[str, str, int]]) -> None:
     torch.set_num_threads(1)
     found: Result = {"jobs": jobs(rank, ports, Path(folder), corpus)}
     with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[-1]), torch.device("cpu"), Layout(4, tensor=2)) as mesh:
         axes = {"data": mesh.data, "world": mesh.world}
-        found |= {(name, *case): trained(axis, *case) for name, axis in axes.items() for case in cases}
+        found |= {(name, level, stage): trained(axes[name], level, stage) for name, level, stage in cases}
         found["resumed"] = {level: resumed(mesh.world, mesh.data, level) for level in ("O3", "O3-split")}
         found["poisoned"] = poisoned(mesh.world)
         found["demoted"] = {name: demoted(axis) for name, axis in axes.items()}
@@ -256,20 +261,20 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Result]:
-    """What each rank found, for the selected levels and stages."""
+    """What each rank found, for the selected axes, levels and stages."""
     folder = tmp_path_factory.mktemp("zero")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     chosen = [item.callspec.params for item in tests if item.function is test_ranks_train_to_the_bits_of_one_process]
-    cases = sorted({(params["level"], params["stage"]) for params in chosen} | {("O3", 1), ("O3-split", 1)})
+    needed = itertools.product(AXES, ("O3", "O3-split"), (1,))
+    cases = sorted({(params["axis"], params["level"], params["stage"]) for params in chosen} | {*needed})
     corpus = write_corpus(folder / "corpus")
     run_ranks(work, ([free_port() for _ in range(4)], str(folder), str(corpus), cases), 4)
     found: list[Result] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
     return [result | {"folder": folder, "corpus": corpus} for result in found]
 
 
-@pytest.mark.parametrize(("level", "stage"), CASES)
-@pytest.mark.parametrize("axis", AXES)
-def test_ranks_train_to_the_bits_of_one_process(results: list[Result], level: str, axis: str, stage: int) -> None:
+@pytest.mark.parametrize(("axis", "level", "stage"), CASES)
+def test_ranks_train_to_the_bits_of_one_process(results: list[Result], axis: str, level: str, stage: int) -> None:
     ranks = [result[axis, level, stage] for result in (results[::2] if axis == "data" else results)]
     expected = reference(level, stage, AXES[axis])
     assert [rank["losses"] for rank in ranks] == expected["losses"]
