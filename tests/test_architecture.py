@@ -34,42 +34,59 @@ def test_kernels_import_only_torch_triton_and_the_standard_library() -> None:
     assert strangers == []
 
 
+_NO_TORCH = ["torch", "triton", "transformers", "ray"]
+_NO_SERVICE = ["fastapi", "sqlalchemy"]
+
+
 @pytest.mark.parametrize(
-    ("module", "must_not_load"),
+    "imports",
     [
-        ("api_schemas", ["torch", "ray", "fastapi", "sqlalchemy", "httpx"]),
-        ("service.app", ["torch", "triton", "transformers", "ray"]),
-        ("service.processes.embedded", ["torch", "triton", "transformers", "ray"]),
-        ("client", ["torch", "ray", "fastapi", "sqlalchemy", "typer"]),
-        ("client.cli", ["torch", "ray", "fastapi", "sqlalchemy"]),
-        ("worker", ["torch", "ray"]),
-        ("worker.main", ["torch", "ray", "fastapi", "sqlalchemy"]),
-        ("worker.supervisor", ["torch", "triton", "fastapi", "sqlalchemy"]),
-        ("worker.train", ["ray", "fastapi", "sqlalchemy"]),
+        {
+            "import octet": ["torch", "httpx", "ray", "pydantic"],
+            "import api_schemas": ["torch", "ray", "httpx", *_NO_SERVICE],
+            "from octet import Client": ["torch", "ray", "typer", "worker"],
+            "import client": ["torch", "ray", "typer", *_NO_SERVICE],
+            "import client.cli": ["torch", "ray", *_NO_SERVICE],
+            "import service.app": _NO_TORCH,
+            "import service.processes.embedded": _NO_TORCH,
+        },
+        {
+            "import worker": ["torch", "ray"],
+            "import worker.main": ["torch", "ray", *_NO_SERVICE],
+            "import worker.supervisor": ["torch", "triton", *_NO_SERVICE],
+        },
     ],
+    ids=["user-and-service", "worker"],
 )
-def test_importing_loads_no_stranger(module: str, must_not_load: list[str]) -> None:
-    program = f"import sys, {module}; print(*sorted(set({must_not_load!r}) & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == []
-
-
-_RANK = """
-import sys
-from worker.main import main
-assert main([sys.argv[1], "--job-dir", sys.argv[2]]) == 0
-print(*sorted({"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "ray"} & set(sys.modules)))
-"""
+def test_importing_loads_no_stranger(imports: dict[str, list[str]]) -> None:
+    """One process runs the imports in turn: each may load no stranger, and neither may those before it."""
+    assert strangers_after(imports) == {}
 
 
 def test_a_rank_that_trains_loads_no_compiler(spec_document: dict[str, object], tmp_path: Path) -> None:
     """torch loads it for an optimizer, and DTensor for a gradient of ours: together as long as all the rest of a start."""
     (tmp_path / "job.json").write_text(json.dumps(spec_document | {"precision": {"level": "O2"}}))
-    program = [sys.executable, "-c", _RANK, str(tmp_path / "job.json"), str(tmp_path / "run")]
-    result = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
+    arguments = [str(tmp_path / "job.json"), "--job-dir", str(tmp_path / "run")]
+    compilers = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy"]
+    program = {
+        "from octet import initialize": ["httpx", "ray", "client", "service"],
+        "import worker.train": ["ray", *_NO_SERVICE],
+        f"from worker.main import main; assert main({arguments!r}) == 0": ["ray", *compilers],
+    }
+    assert strangers_after(program) == {}
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def strangers_after(program: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Run the statements in one new process. Return, by statement, the loaded modules of those that it must not load."""
+    lines = ["import sys, json", "found = {}"]
+    for statement, must_not_load in program.items():
+        lines += [statement, f"found[{statement!r}] = sorted(set({must_not_load!r}) & set(sys.modules))"]
+    lines.append("print(json.dumps({statement: strangers for statement, strangers in found.items() if strangers}))")
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == ""
+    found: dict[str, list[str]] = json.loads(result.stdout.splitlines()[-1])
+    return found
 
 
 def test_the_reading_list_is_ten_files_of_1500_lines() -> None:

@@ -1,7 +1,4 @@
-"""The public package `octet`: its names, where they come from, and what importing it loads."""
-
-import subprocess
-import sys
+"""The public package `octet`: its names, and where they come from. test_architecture.py has what importing it loads."""
 
 import pytest
 
@@ -37,17 +34,3 @@ def test_each_name_comes_from_its_own_package() -> None:
 def test_an_unknown_name_is_refused_with_the_public_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'initialise'; public: AveragedModel, Client, OctetArguments"):
         octet.initialise  # noqa: B018  only the access is tested
-
-
-@pytest.mark.parametrize(
-    ("statement", "must_not_load"),
-    [
-        ("import octet", {"torch", "httpx", "ray", "pydantic"}),
-        ("from octet import Client", {"torch", "ray", "typer", "worker"}),
-        ("from octet import initialize", {"httpx", "ray", "client", "service"}),
-    ],
-)
-def test_importing_loads_only_what_the_name_needs(statement: str, must_not_load: set[str]) -> None:
-    code = f"import sys; {statement}; print(*sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not must_not_load & set(loaded)

@@ -104,7 +104,7 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
         job = client.submit(spec_document)
         assert not client.is_ready(), "no dispatcher leads yet"
         with running("dispatcher", environment, tmp_path / "dispatcher.log") as dispatcher:
-            wait_until(client.is_ready)
+            wait_until(client.is_ready, poll_s=0.2)  # each look costs three processes some of the CPU that they start on
             wait_until(lambda: dispatcher.said(f"the Ray head at {environment['OCTET_RAY_ADDRESS']} does not answer"))
             assert client.job(job.id).state is JobState.QUEUED
             assert dispatcher.end() == 0

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from api_schemas import Job
+from api_schemas import Job, JobState
 from client import Client
 from tests.waiting import LONG_S
 
@@ -78,6 +78,15 @@ class Server:
                     found[process.pid] = process
         return list(found.values())
 
+    def ranks(self) -> list[psutil.Process]:
+        """Those of `processes` that train."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "RankActor" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
     def processes_named(self, name: str) -> list[psutil.Process]:
         """Those of `processes` that have this name. One that ends meanwhile is left out."""
         found = []
@@ -105,6 +114,16 @@ class Server:
 
         self.wait_for(reached)
 
+    def wait_for_attempt(self, job_id: str, epoch: int) -> None:
+        """Wait until this attempt trains. Fails if the job ends before that."""
+
+        def trains() -> bool:
+            job = self.client.job(job_id)
+            assert not job.state.is_terminal, job
+            return job.num_attempts == epoch and job.state is JobState.RUNNING
+
+        self.wait_for(trains)
+
     def finish(self, job_id: str) -> Job:
         self.wait_for(lambda: self.client.job(job_id).state.is_terminal)
         return self.client.job(job_id)
@@ -125,7 +144,10 @@ def losses(server: Server, job: Job) -> list[tuple[int, float | None, float | No
 
 
 def _is_keeper(process: psutil.Process) -> bool:
-    return "service.cluster.ray.embedded" in process.cmdline()
+    try:
+        return "service.cluster.ray.embedded" in process.cmdline()
+    except psutil.NoSuchProcess:  # ended meanwhile, or a zombie
+        return False
 
 
 def _free_port() -> int:

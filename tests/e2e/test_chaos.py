@@ -6,28 +6,13 @@ from typing import Any
 import psutil
 import pytest
 
-from api_schemas import FailureReason, Job, JobState
+from api_schemas import Attempt, FailureReason, Job, JobState
 from tests.e2e.octet_server import Server, losses
 from tests.waiting import LONG_S
 
 
-@pytest.fixture(scope="module")
-def undisturbed_curve() -> dict[str, Any]:
-    """The curve of an undisturbed `long_job`. The first test that needs it runs the job."""
-    return {}
-
-
-def expected_losses(server: Server, spec: dict[str, Any], known: dict[str, Any]) -> Any:
-    if "losses" not in known:
-        job = server.finish(server.client.submit(spec | {"name": "undisturbed"}).id)
-        assert job.state is JobState.SUCCEEDED, job
-        known["losses"] = losses(server, job)
-        assert len(known["losses"]) == spec["training"]["steps"]
-    return known["losses"]
-
-
 def kill_a_rank(server: Server) -> None:
-    ranks = [process for process in server.processes() if "RankActor" in " ".join(process.cmdline())]
+    ranks = server.ranks()
     assert ranks
     ranks[0].kill()
     psutil.wait_procs(ranks[:1], timeout=LONG_S)
@@ -36,64 +21,64 @@ def kill_a_rank(server: Server) -> None:
 def assert_gapless_and_each_attempt_after_the_other(server: Server, job: Job) -> None:
     sequence = [event.seq for event in server.client.events(job.id)]
     assert sequence == list(range(1, len(sequence) + 1))
-    attempts = sorted(server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
+    attempts = attempts_of(server, job)
     assert [attempt.epoch for attempt in attempts] == list(range(1, len(attempts) + 1))
     for before, after in pairwise(attempts):
         assert before.finished_at is not None
         assert before.finished_at <= after.created_at
 
 
-@pytest.mark.slow
-class TestServerKilled:
-    def test_a_server_that_comes_back_finds_its_job_still_training(
-        self, mortal_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
-    ) -> None:
-        expected = expected_losses(mortal_server, long_job, undisturbed_curve)
-        job = mortal_server.client.submit(long_job)
-        mortal_server.wait_for_step(job.id, 30)
-        mortal_server.kill()
-        mortal_server.start()
-        finished = mortal_server.finish(job.id)
-        assert finished.state is JobState.SUCCEEDED, finished
-        assert finished.num_attempts == 1
-        assert losses(mortal_server, finished) == expected
-        assert_gapless_and_each_attempt_after_the_other(mortal_server, finished)
+def train_undisturbed(server: Server, spec: dict[str, Any]) -> list[tuple[int, float | None, float | None]]:
+    job = server.finish(server.client.submit(spec | {"name": "undisturbed"}).id)
+    assert job.state is JobState.SUCCEEDED, job
+    curve = losses(server, job)
+    assert len(curve) == spec["training"]["steps"]
+    return curve
 
-    def test_after_a_power_cut_the_job_resumes_from_its_checkpoint(
-        self, mortal_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
+
+def attempts_of(server: Server, job: Job) -> list[Attempt]:
+    return sorted(server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
+
+
+def kill_the_core(server: Server) -> None:
+    """Kill Ray's own two servers; the keeper and the ranks see that they are gone."""
+    core = [process for name in ("gcs_server", "raylet") for process in server.processes_named(name)]
+    assert len(core) == 2
+    for process in core:
+        process.kill()
+
+
+@pytest.mark.slow
+class TestEverythingKilled:
+    def test_a_job_outlives_its_rank_its_ray_its_machine_and_its_server(
+        self, mortal_server: Server, long_job: dict[str, Any]
     ) -> None:
-        expected = expected_losses(mortal_server, long_job, undisturbed_curve)
-        job = mortal_server.client.submit(long_job)
+        """One job meets each death in turn, every time while it trains. Only its rank's is a failure of its own."""
+        expected = train_undisturbed(mortal_server, long_job)
+        job = mortal_server.client.submit(long_job | {"retry": {"max_failures": 1}})
+
         mortal_server.wait_for_step(job.id, 50)
+        kill_a_rank(mortal_server)
+        mortal_server.wait_for_attempt(job.id, 2)
+        kill_the_core(mortal_server)
+        mortal_server.wait_for_attempt(job.id, 3)
         mortal_server.kill()
         mortal_server.kill_the_cluster()
         mortal_server.start()
+        mortal_server.wait_for_attempt(job.id, 4)
+        mortal_server.kill()
+        mortal_server.start()
+
         finished = mortal_server.finish(job.id)
         assert finished.state is JobState.SUCCEEDED, finished
-        assert finished.num_attempts == 2
-        last = max(mortal_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
-        assert last.resumed_from_step is not None
-        assert last.resumed_from_step >= 40
-        assert losses(mortal_server, finished) == expected
-        assert_gapless_and_each_attempt_after_the_other(mortal_server, finished)
-
-
-@pytest.mark.slow
-class TestRayKilled:
-    def test_it_is_started_again_and_the_job_resumes_without_a_failure_of_its_own(
-        self, mortal_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
-    ) -> None:
-        expected = expected_losses(mortal_server, long_job, undisturbed_curve)
-        job = mortal_server.client.submit(long_job)
-        mortal_server.wait_for_step(job.id, 50)
-        core = [process for process in mortal_server.processes() if process.name() in {"gcs_server", "raylet"}]
-        assert len(core) == 2
-        for process in core:
-            process.kill()
-        finished = mortal_server.finish(job.id)
-        assert finished.state is JobState.SUCCEEDED, finished
-        attempts = sorted(mortal_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
-        assert [attempt.reason for attempt in attempts] == [FailureReason.CLUSTER_LOST, None]
+        assert finished.num_attempts == 4, "the server that came back found this one still training"
+        assert finished.num_failures == 3, "and yet max_failures is 1: it counts only the rank's own"
+        attempts = attempts_of(mortal_server, finished)
+        rank_killed, ray_killed, _, last = [attempt.reason for attempt in attempts]
+        assert (rank_killed, ray_killed, last) == (FailureReason.WORKER_LOST, FailureReason.CLUSTER_LOST, None)
+        for attempt in attempts[1:]:
+            assert attempt.resumed_from_step is not None
+            assert attempt.resumed_from_step >= 40
         assert losses(mortal_server, finished) == expected
         assert_gapless_and_each_attempt_after_the_other(mortal_server, finished)
 
@@ -109,21 +94,6 @@ class TestRankKilled:
         assert failed.reason is FailureReason.WORKER_LOST
         assert failed.hint is not None
         assert "retry.max_failures" in failed.hint
-
-    def test_with_retries_a_new_attempt_resumes_and_the_curve_is_the_same(
-        self, mortal_server: Server, long_job: dict[str, Any], undisturbed_curve: dict[str, Any]
-    ) -> None:
-        expected = expected_losses(mortal_server, long_job, undisturbed_curve)
-        job = mortal_server.client.submit(long_job | {"retry": {"max_failures": 1}})
-        mortal_server.wait_for_step(job.id, 50)
-        kill_a_rank(mortal_server)
-        finished = mortal_server.finish(job.id)
-        assert finished.state is JobState.SUCCEEDED, finished
-        assert (finished.num_attempts, finished.num_failures) == (2, 1)
-        attempts = sorted(mortal_server.client.attempts(job.id), key=lambda attempt: attempt.epoch)
-        assert [attempt.reason for attempt in attempts] == [FailureReason.WORKER_LOST, None]
-        assert losses(mortal_server, finished) == expected
-        assert_gapless_and_each_attempt_after_the_other(mortal_server, finished)
 
 
 @pytest.mark.slow

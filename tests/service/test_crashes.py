@@ -159,7 +159,7 @@ def test_killed_at_every_instant_it_recovers(
     cluster_dies_too: bool,
 ) -> None:
     """A spread of the instants; in the matrix every one."""
-    spread = (15 if cluster_dies_too else 7) if mortal.is_sqlite else (25 if cluster_dies_too else 15)
+    spread = (17 if cluster_dies_too else 11) if mortal.is_sqlite else (31 if cluster_dies_too else 19)
     stride = 1 if is_whole else spread
     instant, burnt = 0, True
     while burnt:

@@ -154,7 +154,7 @@ class ControlPlane(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_lives", [15, pytest.param(100, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("num_lives", [10, pytest.param(100, marks=pytest.mark.matrix)])
 def test_random_lives_keep_every_promise(database_url: str, num_lives: int) -> None:
     class Here(ControlPlane):
         pass
@@ -163,7 +163,7 @@ def test_random_lives_keep_every_promise(database_url: str, num_lives: int) -> N
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=num_lives // 3 if "postgres" in database_url else num_lives,
+            max_examples=num_lives // 2 if "postgres" in database_url else num_lives,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
