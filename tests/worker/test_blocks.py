@@ -10,11 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from api_schemas import EventReport, JobSpec
 from api_schemas.levels import LEVELS
-from tests.worker.test_accelerator import FAMILIES, batch_of
+from tests.worker.test_accelerator import FAMILIES, batch_of, fit_loss_scale
 from tests.worker.test_train import train, with_training
 from worker import initialize
 from worker.blocks import WARM_UP_STEPS, checkpoint_blocks, compile_blocks, repeated_blocks
-from worker.fp8.loss_scaling import STATE_BUFFER
 
 IN_EVERY_RUN = {("gpt", "O2", "full"), ("swin", "O2", "selective"), ("gpt", "fp32", "selective")}
 BLOCKS = {
@@ -43,8 +42,7 @@ def gradients(family: str, level: str, kind: Any) -> tuple[list[torch.Tensor], i
         torch.manual_seed(0)
         model = FAMILIES[family]()
     model, _ = initialize(model, torch.optim.AdamW(model.parameters()), level)
-    if STATE_BUFFER in dict(model.named_buffers()):
-        model.get_buffer(STATE_BUFFER)[0] = 256.0  # at its initial scale the gradient of two images overflows
+    fit_loss_scale(model)
     checkpoint_blocks(model, kind)
     kept: dict[int, int] = {}
 
