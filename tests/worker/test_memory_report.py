@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
 from tests.numerics.measure import peak_bytes
+from tests.numerics.oracle.test_live_bytes import ThreeLayers
 from tests.worker.small import spread
 from worker import initialize, memory_report
 from worker.fp8.operand import OperandScaling
@@ -87,18 +88,6 @@ def test_a_sample_costs_a_fixed_amount_of_memory() -> None:
     values = torch.randn(8192, 1024)
     quantized = ScaledCodes(*quantize(values, torch.float8_e4m3fn), ScaleKind.TENSOR)
     assert peak_bytes(lambda: measure(values, quantized)) <= 10 * 4 * CHUNK_ELEMENTS
-
-
-class ThreeLayers(nn.Module):
-    """A layer that is trained, one that is frozen, and one that is in no optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained, self.frozen, self.unused = (nn.Linear(128, 128, bias=False) for _ in range(3))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.unused(self.frozen(self.trained(x)))
 
 
 @pytest.mark.parametrize("level", ["O3", "O3-split", "O2"])
