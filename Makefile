@@ -13,7 +13,7 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: install demo test test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy bench-predicted-memory compose-up compose-down compose-smoke clean
+.PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy bench-predicted-memory compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone, from TORCH_INDEX_URL if that is set. On Linux, PyPI's torch is
@@ -38,9 +38,13 @@ demo: $(RUNTIME)
 # Four processes on two cores: the tests of the service wait for Ray, for a lease, for Prometheus, while those of the kernels compute.
 # A test that stands for a long matrix is here, the others of its matrix are in test-matrix. An empty PYTHONDONTWRITEBYTECODE lets the
 # many processes that tests start, and the next run, load modules instead of compiling them again.
-test test-matrix test-parallel: export PYTHONDONTWRITEBYTECODE =
+test test-system test-matrix test-parallel: export PYTHONDONTWRITEBYTECODE =
 test: install prometheus
 	$(BIN)/python -m pytest -n 4 --dist loadfile
+
+# The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus, kills.
+test-system: install prometheus
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m 'system and not matrix'
 
 # The rest of the long matrices: crash points, levels, compilers, smoke runs of benchmarks. Before a release, and after a change there.
 test-matrix: install $(OTHER_TRITON)

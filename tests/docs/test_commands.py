@@ -52,7 +52,7 @@ _SMOKE = "deploy/compose/smoke.py"
 _CLUSTER = Elsewhere("tests/deploy/test_kubernetes.py", "def test_kustomize_renders_all_of_it", "a Kubernetes cluster")
 ELSEWHERE = {
     r"make demo": Elsewhere("tests/client/demo/test_run.py", '"client.cli", "demo"'),
-    r"make (test|lint|types)": Elsewhere(".ci/run", "make lint types test"),
+    r"make (test|test-system|lint|types)": Elsewhere(".ci/run", "make lint types test test-system"),
     r"make test-matrix": Elsewhere("Makefile", "-m matrix"),
     r"make test-parallel": Elsewhere("Makefile", "tests/worker/parallel"),
     r"make install": Elsewhere("Makefile", "test: install"),
@@ -186,7 +186,7 @@ def served(scratch: Scratch) -> Iterator[Scratch]:
         server.wait(LONG_S)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.skipif(shutil.which("curl") is None, reason="missing: curl")
 def test_the_commands_of_the_readme_run_in_order(served: Scratch) -> None:
     said: dict[str, str] = {}
@@ -206,6 +206,7 @@ def test_the_commands_of_the_readme_run_in_order(served: Scratch) -> None:
     assert "job.succeeded" in events
 
 
+@pytest.mark.system
 def test_the_example_runs_under_torchrun(scratch: Scratch) -> None:
     (command,) = [text for text in commands("README.md") if "torchrun" in text]
     scratch.run(command)
@@ -236,6 +237,7 @@ def test_the_library_snippet_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.system
 def test_wheels_from_a_folder_are_installed(scratch: Scratch) -> None:
     (command,) = [text for text in commands("docs/benchmarks.md") if "--no-index" in text]
     (scratch.folder / ".whl").mkdir()

@@ -1,4 +1,4 @@
-"""The card of docs/reliability.md names tests that `make test` runs, and files that exist."""
+"""The card of docs/reliability.md names tests that CI runs, and files that exist."""
 
 import ast
 import re
@@ -27,6 +27,6 @@ def test_a_promise_names_what_shows_it(cells: list[str]) -> None:
     for path, name in tests:
         (found,) = [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if getattr(node, "name", None) == name]
         marks = {ast.unparse(mark) for mark in found.decorator_list}  # type: ignore[attr-defined]
-        assert "pytest.mark.matrix" not in marks, f"`make test` does not run {name}"
+        assert "pytest.mark.matrix" not in marks, f"CI does not run {name}"
     for path in files:
         assert (ROOT / path).is_file(), path

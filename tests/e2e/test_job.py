@@ -22,7 +22,6 @@ from tests.worker.chat import VOCAB_SIZE, save_tokenizer, write_chats
 from tests.worker.test_train import train
 from worker.models import build_model
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 LLAMA = {
     "vocab_size": VOCAB_SIZE,
@@ -34,6 +33,7 @@ LLAMA = {
 }
 
 
+@pytest.mark.slow
 def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_document: dict[str, Any]) -> None:
     spec_document["training"] |= {"steps": 6, "eval_every": 3, "checkpoint_every": 2}
     earlier = len(server.spec_validations())
@@ -63,6 +63,7 @@ def check_that_the_spec_was_parsed_at_most_three_times(server: Server, parsed_by
 
 
 # test_one_post_fine_tunes_a_model_on_two_ranks does the same with plain gradients.
+@pytest.mark.system
 @pytest.mark.parametrize("level", ["O2", pytest.param("bf16-amp", marks=pytest.mark.matrix)])
 def test_two_ranks_train_what_one_rank_trains(server: Server, spec_document: dict[str, Any], level: str) -> None:
     spec_document["precision"] = {"level": level}
@@ -77,6 +78,7 @@ def test_two_ranks_train_what_one_rank_trains(server: Server, spec_document: dic
     assert curves[0] == pytest.approx(curves[1], rel=2e-3)
 
 
+@pytest.mark.system
 def test_one_post_fine_tunes_a_model_on_two_ranks(server: Server, tmp_path: Path) -> None:
     """The job trains what one rank trains in this process: a step's mean is over all completions, however they are divided."""
     network = build_model(HuggingFaceSpec(architecture="llama", config=LLAMA), seed=3).network
@@ -102,6 +104,7 @@ def test_one_post_fine_tunes_a_model_on_two_ranks(server: Server, tmp_path: Path
     assert curve[-1].evaluation_metrics == pytest.approx(summary.evaluation_metrics, abs=0.05)
 
 
+@pytest.mark.system
 def test_two_ranks_listen_and_write_for_us_alone_until_they_are_cancelled(server: Server, long_job: dict[str, Any]) -> None:
     """Nobody else reaches a server on loopback: not through its sockets, not through its files, whatever the caller's umask."""
     long_job["training"] |= {"steps": 100_000, "checkpoint_every": 5}
@@ -144,6 +147,7 @@ def open_paths(folder: Path) -> list[str]:
     return [f"{path.relative_to(folder)} {mode:04o}" for path, mode in modes.items() if mode & 0o077]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -172,6 +176,7 @@ def test_a_bad_spec_is_refused_at_submission(
     assert violation.message
 
 
+@pytest.mark.system
 def test_another_address_than_loopback_needs_a_key(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "client.cli", "serve", "--host", "0.0.0.0", "--port", "8765", "--data-dir", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S, cwd=ROOT)
@@ -180,6 +185,7 @@ def test_another_address_than_loopback_needs_a_key(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.system
 @pytest.mark.matrix  # tests/docs runs the README's job so
 def test_the_same_spec_runs_under_torchrun_without_a_service(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     (tmp_path / "job.json").write_text(json.dumps(spec_document | {"resources": {"workers": 2}}))

@@ -15,7 +15,7 @@ from tests.observability.live import DCGM, ROOT, Live, Run
 from worker.metrics.exporter import DROPPED, MAX_SERIES
 from worker.metrics.table import FAMILIES
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 RULES: list[dict[str, Any]] = [
     rule
     for group in yaml.safe_load((ROOT / "deploy/prometheus/rules/octet.yml").read_text())["groups"]

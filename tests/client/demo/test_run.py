@@ -149,7 +149,7 @@ def test_a_server_that_does_not_start_leaves_its_log(tmp_path: Path) -> None:
     assert (tmp_path / "server.log").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("ended_by", "status"), [(None, 0), (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.matrix)]
 )
