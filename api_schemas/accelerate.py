@@ -39,6 +39,9 @@ ALIASES = {
     "amax_compute_algorithm": "amax_compute_algo",
     "optimization_level": "opt_level",
 }
+_OF_DELAYED_SCALING = {"amax_history_len": "1024", "amax_compute_algo": "most_recent", "interval": "1"}
+"""Transformer Engine's options that MXFP8 has no use for, with the defaults that Accelerate fills in."""
+
 BACKENDS = {"ao": "ao", "torchao": "ao", "te": "te", "transformer_engine": "te", "msamp": "msamp", "ms_amp": "msamp"}
 LEVEL_OF_MIXED_PRECISION = {"no": "fp32", "fp16": "fp16-amp", "bf16": "bf16-amp"}
 NOT_APPLIED = {
@@ -169,8 +172,13 @@ def _msamp(options: Mapping[str, Any]) -> PrecisionSpec:
 
 
 def _te_recipe(options: Mapping[str, Any]) -> RecipeSpec:
-    if _boolean(options, "use_mxfp8_block_scaling", False):
-        raise ValueError("use_mxfp8_block_scaling is true; allowed: false. MXFP8 needs Blackwell GPUs. Remove the key.")
+    is_mx = _boolean(options, "use_mxfp8_block_scaling", False)
+    for key, default in _OF_DELAYED_SCALING.items() if is_mx else ():
+        if str(options.get(key, default)).lower() != default:
+            raise ValueError(
+                f"{key} is {options[key]!r}; allowed with use_mxfp8_block_scaling: none, since blocks have no history. "
+                f"Remove {key}."
+            )
     operand_format = str(options.get("format", "HYBRID")).upper()
     if operand_format not in ("HYBRID", "E4M3"):
         advice = " E5M2 keeps 2 bits of mantissa, too few for weights and inputs." if operand_format == "E5M2" else ""
@@ -179,16 +187,21 @@ def _te_recipe(options: Mapping[str, Any]) -> RecipeSpec:
     if algorithm not in ("max", "most_recent"):
         raise ValueError(_not_one_of("amax_compute_algo", options["amax_compute_algo"], ("max", "most_recent")))
     overridden = zip(GEMMS, _three_booleans(options), strict=True)
+    every_recipe = {
+        "margin": _whole_number(options, "margin", 0, at_least=0),
+        "high_precision_gemms": [gemm for gemm, is_overridden in overridden if is_overridden],
+        "fp8_in_evaluation": _boolean(options, "use_autocast_during_eval", False),
+    }
+    if is_mx:  # Accelerate does not pass HYBRID, its default, on, and Transformer Engine's MXFP8 is E4M3
+        return RecipeSpec.model_validate({**every_recipe, "granularity": "mx"})
     return RecipeSpec.model_validate(
         {
+            **every_recipe,
             "scaling": "delayed",
             "format": operand_format,
-            "margin": _whole_number(options, "margin", 0, at_least=0),
             "interval": _whole_number(options, "interval", 1, at_least=1),
             "amax_history_length": _whole_number(options, "amax_history_len", 1024, at_least=1),
             "amax_compute_algorithm": algorithm,
-            "high_precision_gemms": [gemm for gemm, is_overridden in overridden if is_overridden],
-            "fp8_in_evaluation": _boolean(options, "use_autocast_during_eval", False),
         }
     )
 

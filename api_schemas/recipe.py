@@ -15,13 +15,14 @@ class RecipeSpec(Contract):
     scaling: Literal["current", "delayed"] = Field(
         default="current", description="current: from the present tensor; delayed: from the largest values of past steps"
     )
-    granularity: Literal["tensor", "row", "block"] = Field(
+    granularity: Literal["tensor", "row", "block", "mx"] = Field(
         default="tensor",
-        description="elements that share a scale; block: 1x128 for activations and gradients, 128x128 for weights",
+        description="elements that share a scale; block: 1x128 for activations and gradients, 128x128 for weights; mx: OCP's "
+        "MXFP8, 1x32 for all, on compute capability 10.0 or later",
     )
     format: Literal["HYBRID", "E4M3"] = Field(
         default="HYBRID",
-        description="HYBRID: output gradients in E5M2, the rest in E4M3; E4M3: everything, the default for block scales",
+        description="HYBRID: output gradients in E5M2, the rest in E4M3; E4M3: everything, the default for block and mx scales",
     )
     margin: Annotated[int, Field(ge=0, le=16)] = Field(default=0, description="powers of two of headroom above the amax")
     interval: Annotated[int, Field(ge=1)] = Field(default=1, description="delayed: steps between two changes of a scale")
@@ -33,8 +34,8 @@ class RecipeSpec(Contract):
     @model_validator(mode="before")
     @classmethod
     def _blocks_are_e4m3(cls, fields: Any) -> Any:
-        """Use E4M3 for block scales, as Transformer Engine does. Blocks need no larger range, and cuBLASLt accepts no other."""
-        if isinstance(fields, dict) and fields.get("granularity") == "block":
+        """Use E4M3 for blocks, as Transformer Engine does. They need no larger range, and by 128 cuBLASLt takes no other."""
+        if isinstance(fields, dict) and fields.get("granularity") in ("block", "mx"):
             return {"format": "E4M3", **fields}
         return fields
 

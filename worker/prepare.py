@@ -40,7 +40,7 @@ from worker.fp8.norms import LibraryPrecision, replace_norms, select_norms
 from worker.fp8.recipe import Recipe
 from worker.fp8.recipe_kwargs import is_recipe_kwargs, precision_of
 from worker.fp8.sequence import take_over_activations
-from worker.fp8.speedups import DEFAULT_TOKENS
+from worker.fp8.speedups import DEFAULT_TOKENS, Chip
 from worker.fp8.statistics import OperandSample
 from worker.fp8.torchao_linear import torchao_converter
 from worker.fp8.weights import encode_weight
@@ -49,6 +49,7 @@ from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt,
 from worker.plain import save_plainly
 
 MIN_COMPUTE_CAPABILITY = (8, 9)
+MIN_MX_COMPUTE_CAPABILITY = (10, 0)
 
 FIRST_GRADIENT_STREAM = 1 << 31
 """The first random stream of gradient accumulation; those below it are the optimizer's."""
@@ -198,12 +199,12 @@ def convert(
     source: WeightSource | None = None,
 ) -> Conversion:
     """Put the layers of a level into a model. Raises ValueError, before anything is changed, for what cannot be done."""
-    device, capability = _device_of(model, source), None
+    device, chip = _device_of(model, source), None
     if device is not None and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        check_capability(capability, torch.cuda.get_device_name(device), precision.storage)
+        chip = Chip(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        check_chip(chip, precision)
     selected, skipped = select_layers(model, precision)
-    filtered = filter_layers(model, selected, precision, tokens, capability)
+    filtered = filter_layers(model, selected, precision, tokens, chip)
     weights = [model.get_parameter(f"{name}.weight".lstrip(".")) for name in selected]
     needs_master = precision.storage.master_weight == "fp16+scale" and source is None
     originals = {weight: weight.detach() for weight in weights} if needs_master else {}
@@ -224,13 +225,18 @@ def fp8_statistics(model: nn.Module) -> list[OperandSample]:
     return report.health.samples
 
 
-def check_capability(capability: tuple[int, int], device_name: str, level: Level) -> None:
-    """Refuse a level whose products a CUDA device has no instructions for. ValueError."""
-    if level.has_own_fp8 and capability < MIN_COMPUTE_CAPABILITY:
-        major, minor = capability
+def check_chip(chip: Chip, precision: PrecisionSpec) -> None:
+    """Refuse a level, or a recipe, whose products a CUDA device has no instructions for. ValueError."""
+    level, recipe, (major, minor) = precision.storage, precision.resolved_recipe, chip.capability
+    if level.has_own_fp8 and chip.capability < MIN_COMPUTE_CAPABILITY:
         raise ValueError(
-            f"level {level.name} multiplies in FP8; {device_name} has compute capability {major}.{minor}; allowed: 8.9 or "
+            f"level {level.name} multiplies in FP8; {chip.name} has compute capability {major}.{minor}; allowed: 8.9 or "
             "later (Ada, Hopper, Blackwell). Use bf16-amp or fp16-amp there."
+        )
+    if recipe is not None and recipe.granularity == "mx" and chip.capability < MIN_MX_COMPUTE_CAPABILITY:
+        raise ValueError(
+            f"recipe.granularity mx multiplies blocks of 32 elements with E8M0 scales; {chip.name} has compute capability "
+            f"{major}.{minor}; allowed: 10.0 or later (Blackwell). Use granularity block, row or tensor there."
         )
 
 

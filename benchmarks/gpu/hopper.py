@@ -1,4 +1,4 @@
-"""Compile every kernel of `worker/kernels/cuda` for compute capability 9.0, without a GPU.
+"""Compile every kernel of `worker/kernels/cuda` for a compute capability, 9.0 if none is named, without a GPU.
 
 Triton's interpreter checks no types and knows no device's instructions; the compiler does. The arguments are those of a bf16
 matrix whose sizes and strides are multiples of 16, as in training. Run as a program, it prints what `test_compiles.py`
@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from api_schemas.levels import LEVELS
-from worker.kernels.cuda import amax, gemm, gradients, optimizer, quantization, rescale, transpose
+from worker.kernels.cuda import amax, gemm, gradients, mx, optimizer, quantization, rescale, transpose
 from worker.optim import OPTIMIZERS
 
 TYPES = {  # argument types by name, equal in all kernels
@@ -31,6 +31,7 @@ TYPES = {  # argument types by name, equal in all kernels
     "a_scale_stride_m": "i32", "a_scale_stride_k": "i32", "b_scale_stride_n": "i32", "b_scale_stride_k": "i32",
 }  # fmt: skip
 FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
+CAPABILITIES = (89, 90, 100, 120)  # times ten: Ada, Hopper, two Blackwells
 UNALIGNED = {"unless", "seed", "step", "stream", "alpha"}
 
 
@@ -48,6 +49,8 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
             tracked = {"TRACKS_AMAX": True} if kind == "tensor" else {"TRACKS_AMAX": False, "new_amax": None}
             constants = {**tile, **given, **tracked, "KIND": kind, "ROWS": rows, "COLUMNS": columns}
             yield f"quantize_tile {kind} {rows} {columns}", quantization._quantize_tile, constants
+    constants = {**tile, "ROWS": True, "COLUMNS": True}
+    yield "quantize_tile mx", mx.quantize_tile, constants
     for name in ("e4m3", "e5m2", "fp16"):
         flat = {"FORMAT": name, "MARGIN": 0, "TRACKS_AMAX": True, "BLOCK": 8192}
         yield f"encode_flat {name}", quantization._encode_flat, flat
@@ -120,8 +123,8 @@ def num_warps(name: str) -> int:
     return 4 if name in ("norm", "accumulated_amax", "accumulate", "mean_of_shards") else 8
 
 
-def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> Any:
-    """Compile a kernel with Triton. The `asm` of the result has the PTX and the cubin."""
+def compile_kernel(name: str, kernel: Any, constants: dict[str, Any], capability: int = 90) -> Any:
+    """Compile a kernel with Triton. The `asm` of the result has the PTX and the cubin. capability: one of CAPABILITIES."""
     types = types_of(name)
     arguments = kernel.arg_names
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in arguments}
@@ -133,7 +136,7 @@ def compile_for_hopper(name: str, kernel: Any, constants: dict[str, Any]) -> Any
     options = {"num_warps": num_warps(name), "enable_fp_fusion": False}
     if kernel is quantization._quantize_tile:
         options["maxnreg"] = quantization.TILE_REGISTERS
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def accesses(ptx: str) -> dict[str, int]:
@@ -142,7 +145,7 @@ def accesses(ptx: str) -> dict[str, int]:
         "loads": len(re.findall(r"ld\.global", ptx)),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg", ptx)),
         "saturating_casts": len(re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)),
-        "other_casts": len(re.findall(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)),
+        "other_casts": len(re.findall(r"cvt\.(?!rn\.satfinite\.e[45]m[23]x2\.f32)\S*e[45]m[23]x2\.f", ptx)),
         "exchanges": len(re.findall(r"(?:ld|st)\.shared|bar\.sync|barrier", ptx)),
         "slow_ways": len(re.findall(r"(?:div|sqrt)\.rn\.f32", ptx)),
         "stores": len(re.findall(r"st\.global", ptx)),
@@ -153,6 +156,10 @@ def accesses(ptx: str) -> dict[str, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spread", action="store_true", help="update each weight with the states of one level")
-    chosen = kernels(spread=parser.parse_args().spread)
-    compiled = {name: accesses(compile_for_hopper(name, *kernel).asm["ptx"]) for name, *kernel in chosen}
+    parser.add_argument("--capability", type=int, choices=CAPABILITIES, default=90, help="ten times the compute capability")
+    parsed = parser.parse_args()
+    compiled = {
+        name: accesses(compile_kernel(name, kernel, constants, parsed.capability).asm["ptx"])
+        for name, kernel, constants in kernels(spread=parsed.spread)
+    }
     json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.gpu.hopper import compile_for_hopper, kernels, num_warps
+from benchmarks.gpu.hopper import compile_kernel, kernels, num_warps
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.session import RESULTS
 from worker.kernels.formats import BLOCK
@@ -103,7 +103,7 @@ def rows(wanted: tuple[str, ...]) -> Iterator[Row]:
         moved = num_bytes(name, constants)
         if moved is None or not name.startswith(wanted):
             continue
-        cubin = compile_for_hopper(name, kernel, constants).asm["cubin"]
+        cubin = compile_kernel(name, kernel, constants).asm["cubin"]
         executed = instructions(cubin)
         per_element = num_warps(name) * 32 / num_elements(name, constants)
         pipes = Counter(_pipe(opcode) for opcode in executed)

@@ -72,7 +72,7 @@ def _seconds(timer: Timer, shape: tuple[int, int, int], weights: str, kind: str,
 
 
 def _write(session: Session, tokens: tuple[int, ...], features: tuple[int, ...], speedups: Speedups) -> Iterator[Row]:
-    """Write the measured table in place of the table of the same compute capability."""
+    """Write the measured table in place of the one of this device, or of the one computed for its capability."""
     if any(len(grid) < len(tokens) for by_kind in speedups.values() for grid in by_kind.values()):
         yield Row("speedups.json", NOT_REACHED, note="not all shapes were measured; --sections speedup has the whole time")
         return
@@ -84,5 +84,8 @@ def _write(session: Session, tokens: tuple[int, ...], features: tuple[int, ...],
     measured = SpeedupTable(capability, "measured", name, versions, today, tokens, features, speedups)
     path = session.options.out / ("speedups-smoke.json" if session.smoke else "speedups.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_text((load_tables() | {capability: measured}).values()))
+    kept = [
+        known for known in load_tables() if known.device != name and (known.device or tuple(known.capability) != capability)
+    ]
+    path.write_text(as_text([*kept, measured]))
     yield Row("speedups.json", path.name, note="to use it, copy it over worker/fp8/speedups.json")

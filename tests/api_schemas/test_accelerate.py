@@ -87,7 +87,7 @@ def test_backends_and_mixed_precision(block: dict[str, Any], level: str) -> None
         ({"backend": "TE", "fp8_format": "E5M2"}, "HYBRID, E4M3"),
         ({"backend": "TPU"}, "AO, TE, MSAMP"),
         ({"backend": "TE", "override_linear_precision": "(true, false)"}, "three booleans"),
-        ({"backend": "TE", "use_mxfp8_block_scaling": True}, "Blackwell"),
+        ({"backend": "TE", "use_mxfp8_block_scaling": True, "amax_compute_algo": "max"}, "Remove amax_compute_algo"),
     ],
 )
 def test_a_wrong_option_is_refused_with_what_to_change(block: dict[str, Any], says: str) -> None:

@@ -80,6 +80,13 @@ def test_options_of_transformer_engine(option: dict[str, Any], recipe: dict[str,
     assert precision_from_accelerate({"backend": "te", **option}) == te(**recipe)
 
 
+def test_mxfp8_of_transformer_engine_is_mx_in_e4m3() -> None:
+    filled_in = {"amax_history_len": 1024, "amax_compute_algo": "most_recent", "fp8_format": "HYBRID"}
+    for given in ({}, filled_in):
+        spec = precision_from_accelerate({"backend": "te", "use_mxfp8_block_scaling": True, "margin": 1, **given})
+        assert spec.recipe == RecipeSpec(granularity="mx", format="E4M3", margin=1, fp8_in_evaluation=False)
+
+
 @pytest.mark.parametrize(
     "option",
     [
@@ -153,7 +160,7 @@ def test_keys_of_other_backends_are_ignored_as_accelerate_does() -> None:
         ({"backend": "cuda"}, "backend is 'cuda'; allowed: AO, TE, MSAMP"),
         ({"margin": 1, "fp8_margin": 2}, "sets 'margin' a second time"),
         ({"fp8_format": "E5M2"}, "allowed: HYBRID, E4M3. Change it. E5M2 keeps 2 bits"),
-        ({"use_mxfp8_block_scaling": True}, "MXFP8 needs Blackwell"),
+        ({"use_mxfp8_block_scaling": True, "interval": 2}, "interval is 2; allowed with use_mxfp8_block_scaling: none"),
         ({"amax_compute_algo": "min"}, "amax_compute_algo is 'min'; allowed: max, most_recent"),
         ({"margin": -1}, "margin is -1; allowed: a whole number from 0 up"),
         ({"interval": 0}, "interval is 0; allowed: a whole number from 1 up"),

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
+from api_schemas.precision import PrecisionSpec
+from api_schemas.recipe import RecipeSpec
 from tests.worker.small import spread
 from worker import initialize
 from worker.fp8.gradient import Float8Gradient
 from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.speedups import Chip
 from worker.models.gpt import GPT
-from worker.prepare import check_capability
+from worker.prepare import check_chip
 
 TINY = GPTSizes(hidden_size=64, num_layers=1, num_heads=4, vocab_size=64, max_sequence_length=32)
 
@@ -219,4 +222,12 @@ def test_fp8_needs_the_instructions_whatever_the_device_is_called(
 ) -> None:
     refused = pytest.raises(ValueError, match=f"A card has .* {capability[0]}.{capability[1]}; allowed: 8.9")
     with nullcontext() if is_allowed else refused:
-        check_capability(capability, "A card", LEVELS[level])
+        check_chip(Chip("A card", capability), PrecisionSpec(level=level))
+
+
+def test_mx_needs_blackwell() -> None:
+    mx = PrecisionSpec(level="O2", recipe=RecipeSpec(granularity="mx"))
+    for capability in ((10, 0), (12, 0)):
+        check_chip(Chip("A card", capability), mx)
+    with pytest.raises(ValueError, match=r"granularity mx .* A card has .* 9.0; allowed: 10.0 or later.*Use granularity block"):
+        check_chip(Chip("A card", (9, 0)), mx)

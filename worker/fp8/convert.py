@@ -23,7 +23,7 @@ from worker.fp8.health import StepKeeper
 from worker.fp8.layout import is_known_class, layout_of
 from worker.fp8.linear import Float8Linear
 from worker.fp8.recipe import Recipe
-from worker.fp8.speedups import why_bf16
+from worker.fp8.speedups import Chip, why_bf16
 
 MIN_FEATURES = 16
 """FP8 products on CUDA work on multiples of 16; a dimension below that would be mostly padding."""
@@ -126,12 +126,11 @@ def select_layers(model: nn.Module, rules: PrecisionSpec) -> tuple[list[str], li
 
 
 def filter_layers(
-    model: nn.Module, names: Collection[str], rules: PrecisionSpec, tokens: int, capability: tuple[int, int] | None
+    model: nn.Module, names: Collection[str], rules: PrecisionSpec, tokens: int, chip: Chip | None
 ) -> list[FilteredLayer]:
     """Find the named linear layers that gain nothing in FP8. Changes nothing.
 
-    tokens: the number that a layer sees in a forward pass. capability: of the CUDA device; None on any other device, where
-    nothing is filtered.
+    tokens: the number that a layer sees in a forward pass. chip: None on any device but CUDA's, where nothing is filtered.
     """
     recipe = rules.resolved_recipe
     if not rules.auto_filter or not rules.storage.has_own_fp8 or recipe is None:
@@ -140,7 +139,7 @@ def filter_layers(
     for name in names:
         layout = layout_of(model.get_submodule(name))
         assert layout is not None
-        reason = why_bf16(layout.in_features, layout.out_features, tokens, rules.storage, recipe, capability)
+        reason = why_bf16(layout.in_features, layout.out_features, tokens, rules.storage, recipe, chip)
         filtered += [FilteredLayer(name, reason)] if reason else []
     return filtered
 

@@ -45,10 +45,12 @@ class Recipe:
             if left.dtype == right.dtype == E5M2:
                 raise ValueError(f"{gemm} would multiply E5M2 by E5M2, which CUDA cannot. Make one operand E4M3.")
             both_square = left.kind is right.kind is ScaleKind.BLOCK_128X128
-            if both_square or left.kind.is_blockwise != right.kind.is_blockwise:
+            widths = {operand.kind.block[1] if operand.kind.is_blockwise else 0 for operand in (left, right)}
+            if both_square or len(widths) > 1:
                 raise ValueError(
                     f"{gemm} would multiply {left.kind.value} by {right.kind.value} scales; allowed: tensor or row by "
-                    f"tensor or row, block 1x128 by any block. Change a kind, or leave {gemm} in high precision."
+                    f"tensor or row, block 1x128 by 1x128 or 128x128, block 1x32 by 1x32. Change a kind, or leave {gemm} in "
+                    "high precision."
                 )
         if self.amax_history_length and any(operand.kind is not ScaleKind.TENSOR for operand in self.operands().values()):
             raise ValueError(
@@ -57,11 +59,11 @@ class Recipe:
 
     @classmethod
     def resolve(cls, spec: RecipeSpec) -> "Recipe":
-        """Resolve a user's spec: blocks are 1x128 for activations and gradients, 128x128 for weights."""
+        """Resolve a user's spec: blocks are 1x128 for activations and gradients, 128x128 for weights; of mx 1x32 for all."""
         kind, grad_output_dtype = scale_kind(spec.granularity), E5M2 if spec.format == "HYBRID" else E4M3
         return cls(
             input=OperandFormat(E4M3, kind),
-            weight=OperandFormat(E4M3, ScaleKind.BLOCK_128X128 if kind.is_blockwise else kind),
+            weight=OperandFormat(E4M3, ScaleKind.BLOCK_128X128 if kind is ScaleKind.BLOCK_1X128 else kind),
             grad_output=OperandFormat(grad_output_dtype, kind),
             amax_history_length=spec.amax_history_length if spec.scaling == "delayed" else 0,
             amax_compute_algorithm=spec.amax_compute_algorithm,

@@ -1,7 +1,8 @@
 """Find the linear layers that gain nothing in FP8, by a table of speeds: measured on a device, or computed until then.
 
-`speedups.json` next to this file holds a table for each known compute capability. The one for 9.0 is computed by
-`benchmarks/gpu/roofline.py`; `make bench-gpu-kernels` measures it and writes a file to put in its place.
+`speedups.json` next to this file holds a table for each known device. The one for compute capability 9.0 is computed by
+`benchmarks/gpu/roofline.py`; `make bench-gpu-kernels` measures a device and writes a file with its table. A device that has no
+table takes the nearest, and the reason of each decision says which.
 A speedup is the time of a layer's forward and backward pass in bf16 over that in FP8, quantization included, by the
 device's own clock: what the host needs to enqueue them is not in it.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import floor, log2
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from api_schemas.levels import Level
 from api_schemas.recipe import RecipeSpec
@@ -34,9 +35,16 @@ Grid = Sequence[Any]
 """Numbers, nested by tokens, in features and out features."""
 
 
+class Chip(NamedTuple):
+    """A CUDA device: its name, and its compute capability (major, minor)."""
+
+    name: str
+    capability: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class SpeedupTable:
-    """The speedups on devices of one compute capability.
+    """The speedups on one device, or computed for the devices of one compute capability.
 
     source: measured, or computed. device, versions, date: where, with what and when; empty where it was computed.
     tokens, features: ascending, the sizes of the grid. speedups: by weights, then kind.
@@ -61,36 +69,57 @@ class SpeedupTable:
         """In words."""
         if self.source == "measured":
             return f"measured on {self.device}, {self.date}"
-        return f"computed for compute capability {'.'.join(map(str, self.capability))}, not measured"
+        return f"computed for compute capability {_dotted(self.capability)}, not measured"
+
+    def origin_for(self, chip: Chip) -> str:
+        """In words; of a chip that has no table of its own this is said, too."""
+        is_its_own = chip.name == self.device or (not self.device and chip.capability == tuple(self.capability))
+        return self.origin if is_its_own else f"{self.origin}; {chip.name} ({_dotted(chip.capability)}) has no table"
 
 
 @cache
-def load_tables(path: Path = TABLES) -> dict[tuple[int, int], SpeedupTable]:
-    """The tables of a file, by compute capability."""
-    tables = [SpeedupTable(**document) for document in json.loads(path.read_text())]
-    return {(table.capability[0], table.capability[1]): table for table in tables}
+def load_tables(path: Path = TABLES) -> Sequence[SpeedupTable]:
+    """The tables of a file."""
+    return [SpeedupTable(**document) for document in json.loads(path.read_text())]
+
+
+def table_for(chip: Chip, tables: Sequence[SpeedupTable]) -> SpeedupTable:
+    """The table of a chip: its own, else one of its compute capability, else of the nearest, the older of two."""
+
+    def distance(table: SpeedupTable) -> tuple[bool, int, int]:
+        major, minor = table.capability
+        away = 10 * (major - chip.capability[0]) + minor - chip.capability[1]
+        return (table.device != chip.name, abs(away), away)
+
+    return min(tables, key=distance)
 
 
 def kind_of(recipe: RecipeSpec) -> str:
-    """The entry of KINDS for a recipe. Products left in bf16, and delayed scaling, which reads less, change little."""
+    """The entry of KINDS for a recipe, or "mx". Products left in bf16, and delayed scaling, which reads less, change little."""
     return "block, hybrid" if (recipe.granularity, recipe.format) == ("block", "HYBRID") else recipe.granularity
 
 
 def why_bf16(
-    in_features: int, out_features: int, tokens: int, level: Level, recipe: RecipeSpec, capability: tuple[int, int] | None
+    in_features: int, out_features: int, tokens: int, level: Level, recipe: RecipeSpec, chip: Chip | None
 ) -> str | None:
-    """Why a layer multiplies in bf16, with the numbers; None where FP8 is no slower, or nothing is known of the device.
+    """Why a layer multiplies in bf16, with the numbers; None where FP8 is no slower, or nothing is known of the recipe.
 
-    capability: of a CUDA device; None for any other, where FP8 is not for speed.
+    chip: None for any device but CUDA's, where FP8 is not for speed. Of mx nothing is known until a Blackwell is measured.
     """
-    table = load_tables().get(capability) if capability is not None else None
-    if table is None:
+    if chip is None:
         return None
-    speedup = table.speedup(tokens, in_features, out_features, "fp32" if level.weight == "fp32" else "scaled", kind_of(recipe))
+    table, weights = table_for(chip, load_tables()), "fp32" if level.weight == "fp32" else "scaled"
+    if kind_of(recipe) not in table.speedups[weights]:
+        return None
+    speedup = table.speedup(tokens, in_features, out_features, weights, kind_of(recipe))
     if speedup >= 1:
         return None
     shape = f"{in_features} -> {out_features} features at {tokens:,} tokens"
-    return f"{shape}: {floor(100 * speedup) / 100:.2f} of bf16's speed in FP8 ({table.origin})"
+    return f"{shape}: {floor(100 * speedup) / 100:.2f} of bf16's speed in FP8 ({table.origin_for(chip)})"
+
+
+def _dotted(capability: Sequence[int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _position(size: int, sizes: Sequence[int]) -> tuple[int, float]:

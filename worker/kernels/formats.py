@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # elements that share a scale along the last dimension
+MX_BLOCK = 32  # the same in the formats of OCP's Microscaling (MX) specification, version 1.0
 SCALE_EXPONENT_MAX = 126  # 2**126 and 2**-126 are both normal in fp32, so a scale and its inverse always are
 
 

@@ -73,7 +73,7 @@ def matmul(
     "second operand column-major" holds for a contiguous b. Any strides are taken (a transposed view of codes with a
     tensor scale is a valid operand); a kernel that needs K contiguous copies the codes itself. K and N are padded to
     multiples of 16 with zero codes.
-    Scales: tensor or row with tensor or row; block 1x128 with block 1x128 or 128x128.
+    Scales: tensor or row with tensor or row; block 1x128 with block 1x128 or 128x128; block 1x32 with block 1x32.
     fast_accumulation: Hopper's shorter accumulator, tensor scales only; a CPU always accumulates in fp32.
     """
     _check_codes(a_MK.codes, b_NK.codes)
@@ -99,8 +99,11 @@ def _check_codes(a_MK: Tensor, b_NK: Tensor) -> None:
 def _check_kinds(a_kind: ScaleKind, b_kind: ScaleKind, num_blocks: int) -> None:
     if a_kind is b_kind is ScaleKind.BLOCK_128X128:
         raise ValueError("matmul needs block 1x128 for at least one operand; both are 128x128.")
-    if a_kind.is_blockwise != b_kind.is_blockwise and num_blocks > 1:
-        raise ValueError(f"matmul cannot combine {a_kind.value} with {b_kind.value}. Quantize both by block, or neither.")
+    is_mx = [kind is ScaleKind.BLOCK_1X32 for kind in (a_kind, b_kind)]
+    if is_mx[0] != is_mx[1] or (a_kind.is_blockwise != b_kind.is_blockwise and num_blocks > 1):
+        raise ValueError(
+            f"matmul cannot combine {a_kind.value} with {b_kind.value}. Quantize both by blocks of one width, or neither."
+        )
 
 
 def _pad_codes(codes: Tensor, row_multiple: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 `value = codes × dequant_scale`, always. Shapes of a dequant_scale, for x of shape (..., K) with M rows before K:
   tensor ()   ·   row (..., 1)   ·   block 1×128 (..., ceil(K/128))   ·   block 128×128 (ceil(M/128), ceil(K/128))
+  block 1×32 (..., ceil(K/32)), OCP's MXFP8: a power of two within ±126, which E8M0 holds exactly
 A 1-D x has one row. Non-finite elements become NaN codes (one positive NaN per format, Inf included), finite ones
 never do: they are clamped before the cast, whose own overflow differs between torch versions.
 
@@ -27,10 +28,11 @@ def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
         return x.abs().amax().float()
     if kind is ScaleKind.ROW:
         return x.abs().amax(-1, keepdim=True).float()
-    if x.shape[-1] % BLOCK:
-        x = F.pad(x, (0, -x.shape[-1] % BLOCK))
-    amax = x.reshape(*x.shape[:-1], -1, BLOCK).abs().amax(-1).float()
-    if kind is ScaleKind.BLOCK_1X128:
+    block = kind.block[1]
+    if x.shape[-1] % block:
+        x = F.pad(x, (0, -x.shape[-1] % block))
+    amax = x.reshape(*x.shape[:-1], -1, block).abs().amax(-1).float()
+    if kind is not ScaleKind.BLOCK_128X128:
         return amax
     amax_rows = amax.reshape(-1, amax.shape[-1])
     amax_rows = F.pad(amax_rows, (0, 0, 0, -amax_rows.shape[0] % BLOCK))
@@ -189,10 +191,10 @@ def _multiply_by_scale_(x: Tensor, scale: Tensor, kind: ScaleKind) -> None:
     if not kind.is_blockwise:
         x.mul_(scale)
         return
-    num_rows, block_shape = x.shape[:-1].numel(), scale_shape(x.shape, ScaleKind.BLOCK_1X128)
+    num_rows, block = x.shape[:-1].numel(), kind.block[1]
     if kind is ScaleKind.BLOCK_128X128:
-        scale = scale.repeat_interleave(BLOCK, 0)[:num_rows].reshape(block_shape)
-    if x.shape[-1] % BLOCK:
-        x.mul_(scale.repeat_interleave(BLOCK, -1)[..., : x.shape[-1]])
+        scale = scale.repeat_interleave(BLOCK, 0)[:num_rows].reshape(*x.shape[:-1], scale.shape[1])
+    if x.shape[-1] % block:
+        x.mul_(scale.repeat_interleave(block, -1)[..., : x.shape[-1]])
     else:
-        x.view(*block_shape, BLOCK).mul_(scale.unsqueeze(-1))
+        x.view(*scale.shape, block).mul_(scale.unsqueeze(-1))

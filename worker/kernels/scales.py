@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker.kernels.formats import BLOCK
+from worker.kernels.formats import BLOCK, MX_BLOCK
 
-GRANULARITIES = ("tensor", "row", "block")
+GRANULARITIES = ("tensor", "row", "block", "mx")
 BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
 
 
@@ -23,26 +23,29 @@ class ScaleKind(Enum):
     ROW = "row"
     BLOCK_1X128 = "block 1x128"
     BLOCK_128X128 = "block 128x128"
+    BLOCK_1X32 = "block 1x32"  # of "mx"
 
     @property
     def granularity(self) -> str:
         """One of GRANULARITIES."""
-        return self.value.partition(" ")[0]
+        return "mx" if self is ScaleKind.BLOCK_1X32 else self.value.partition(" ")[0]
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of a block: (128, 128), else (1, 128), which counts for blocks only."""
+        """Rows and columns of a block: (128, 128), (1, 32), else (1, 128), which counts for blocks only."""
+        if self is ScaleKind.BLOCK_1X32:
+            return (1, MX_BLOCK)
         return (BLOCK, BLOCK) if self is ScaleKind.BLOCK_128X128 else (1, BLOCK)
 
     @property
     def is_blockwise(self) -> bool:
         """Whether the scale changes along the dimension that a product sums over."""
-        return self in (ScaleKind.BLOCK_1X128, ScaleKind.BLOCK_128X128)
+        return self in (ScaleKind.BLOCK_1X32, ScaleKind.BLOCK_1X128, ScaleKind.BLOCK_128X128)
 
     @property
     def is_per_row(self) -> bool:
         """Whether each row has scales of its own."""
-        return self in (ScaleKind.ROW, ScaleKind.BLOCK_1X128)
+        return self in (ScaleKind.ROW, ScaleKind.BLOCK_1X32, ScaleKind.BLOCK_1X128)
 
     @property
     def is_transposable(self) -> bool:
@@ -83,6 +86,8 @@ def scale_kind(granularity: str, block: tuple[int, int] = (1, BLOCK)) -> ScaleKi
     """The kind for a granularity and, of blocks, their size. ValueError, naming what is allowed, for anything else."""
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity is {granularity!r}; allowed: {', '.join(GRANULARITIES)}.")
+    if granularity == "mx":
+        return ScaleKind.BLOCK_1X32
     if block not in BLOCKS:
         raise ValueError(f"block is {block}; allowed: (1, 128) for activations and gradients, (128, 128) for weights.")
     if granularity == "block":
@@ -96,8 +101,8 @@ def scale_shape(shape: torch.Size, kind: ScaleKind) -> tuple[int, ...]:
         return ()
     if kind is ScaleKind.ROW:
         return (*shape[:-1], 1)
-    num_blocks = -(-shape[-1] // BLOCK)
-    return (*shape[:-1], num_blocks) if kind is ScaleKind.BLOCK_1X128 else (-(-shape[:-1].numel() // BLOCK), num_blocks)
+    num_blocks = -(-shape[-1] // kind.block[1])
+    return (-(-shape[:-1].numel() // BLOCK), num_blocks) if kind is ScaleKind.BLOCK_128X128 else (*shape[:-1], num_blocks)
 
 
 def check_scale(dequant_scale: Tensor, shape: torch.Size, kind: ScaleKind, name: str = "dequant_scale") -> None:
@@ -112,7 +117,7 @@ def kind_of_scale(dequant_scale: Tensor, shape: torch.Size) -> ScaleKind:
     """The kind of a scale that came without it, by its shape, for codes of a shape; where two kinds fit they mean the same."""
     if dequant_scale.ndim == 0:
         return ScaleKind.TENSOR
-    expected = [(kind, scale_shape(shape, kind)) for kind in (ScaleKind.ROW, ScaleKind.BLOCK_1X128, ScaleKind.BLOCK_128X128)]
+    expected = [(kind, scale_shape(shape, kind)) for kind in ScaleKind if kind is not ScaleKind.TENSOR]
     for kind, scales in expected:
         if tuple(dequant_scale.shape) == scales:
             return kind

@@ -34,7 +34,7 @@ def dequant_scale(amax: float, dtype: str, margin: int = 0, previous: float = 1.
 
 def groups(shape: tuple[int, int], granularity: str, block: tuple[int, int]) -> list[tuple[slice, slice]]:
     """The slices that share a scale, in the order of the dequant_scale's elements."""
-    rows, columns = {"tensor": shape, "row": (1, shape[1]), "block": block}[granularity]
+    rows, columns = {"tensor": shape, "row": (1, shape[1]), "block": block, "mx": (1, 32)}[granularity]
     return [
         (slice(row, row + rows), slice(column, column + columns))
         for row in range(0, shape[0], max(rows, 1))

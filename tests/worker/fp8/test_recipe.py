@@ -119,13 +119,14 @@ def test_the_recipe_prints_itself() -> None:
     )
 
 
-TENSOR, ROW, NARROW, SQUARE = ScaleKind
+TENSOR, ROW, NARROW, SQUARE, MX = ScaleKind
 MIXED = [  # input, weight, grad_output
     (ROW, TENSOR, TENSOR),
     (TENSOR, ROW, ROW),
     (NARROW, NARROW, NARROW),
     (SQUARE, NARROW, NARROW),
     (NARROW, NARROW, SQUARE),
+    (MX, MX, MX),
 ]
 
 
@@ -153,6 +154,8 @@ def test_a_recipe_that_no_kernel_can_follow_is_refused() -> None:
         ValueError, match=r"output would multiply block 1x128 by tensor scales; allowed: .*row by tensor or row"
     ):
         Recipe(input=OperandFormat(E4M3, NARROW))
+    with pytest.raises(ValueError, match="output would multiply block 1x32 by block 128x128"):
+        Recipe(OperandFormat(E4M3, MX), OperandFormat(E4M3, SQUARE), OperandFormat(E4M3, MX))
     with pytest.raises(ValueError, match="output would multiply block 128x128 by block 128x128"):
         Recipe(*[OperandFormat(E4M3, SQUARE)] * 3)
     with pytest.raises(ValueError, match="grad_input would multiply E5M2 by E5M2"):
@@ -164,6 +167,8 @@ def test_a_recipe_that_no_kernel_can_follow_is_refused() -> None:
 
 def test_a_recipe_prints_the_scales_of_its_operands() -> None:
     assert str(Recipe.resolve(RecipeSpec(granularity="block"))).endswith("; block scales, current")
+    mx = str(Recipe.resolve(RecipeSpec(granularity="mx")))
+    assert mx == "output: e4m3 x e4m3; grad_input: e4m3 x e4m3; grad_weight: e4m3 x e4m3; mx scales, current"
     assert str(Recipe(input=OperandFormat(E4M3, ROW))).endswith(
         "; input row, weight tensor, grad_output tensor scales, current"
     )

@@ -78,7 +78,7 @@ def test_torchaos_config_and_filter() -> None:
 def test_a_field_that_is_not_built_is_refused_by_name_and_nothing_is_changed() -> None:
     rounding = AORecipeKwargs(config=Float8LinearConfig(round_scales_to_power_of_2=True))
     for recipe, message in (
-        (TERecipeKwargs(use_mxfp8_block_scaling=True), "use_mxfp8_block_scaling is true; allowed: false"),
+        (TERecipeKwargs(use_mxfp8_block_scaling=True, amax_history_len=32), "amax_history_len is 32; allowed with use_mxfp8"),
         (TERecipeKwargs(fp8_format="E5M2"), "fp8_format is 'E5M2'"),
         (rounding, "config changes round_scales_to_power_of_2"),
     ):

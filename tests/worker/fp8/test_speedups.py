@@ -10,9 +10,21 @@ import pytest
 from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from benchmarks.gpu.roofline import PLAIN_BF16, as_text, computed_table, fp8_work
-from worker.fp8.speedups import DEFAULT_TOKENS, KINDS, TABLES, WEIGHTS, SpeedupTable, kind_of, load_tables, why_bf16
+from worker.fp8.speedups import (
+    DEFAULT_TOKENS,
+    KINDS,
+    TABLES,
+    WEIGHTS,
+    Chip,
+    SpeedupTable,
+    kind_of,
+    load_tables,
+    table_for,
+    why_bf16,
+)
 
 HOPPER = (9, 0)
+H200 = Chip("NVIDIA H200", HOPPER)
 POWERS = {weights: {kind: [[[0.5, 1.0], [1.0, 2.0]], [[1.0, 2.0], [2.0, 4.0]]] for kind in KINDS} for weights in WEIGHTS}
 TABLE = SpeedupTable(HOPPER, "measured", "A card", "torch 0", "2026-01-01", (1024, 4096), (512, 2048), POWERS)
 
@@ -20,7 +32,7 @@ TABLE = SpeedupTable(HOPPER, "measured", "A card", "torch 0", "2026-01-01", (102
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shipped_table_is_whole_and_if_computed_what_the_generator_writes(weights: str, kind: str) -> None:
-    table = load_tables()[HOPPER]
+    table = table_for(H200, load_tables())
     speedups = table.speedups[weights][kind]
     assert [len(by_in) for by_in in speedups] == [len(table.features)] * len(table.tokens)
     assert all(0.1 < value < 3 for by_in in speedups for by_out in by_in for value in by_out)
@@ -79,17 +91,38 @@ def test_every_recipe_is_of_a_kind(recipe: RecipeSpec, kind: str) -> None:
     assert all(kind_of(known) == name for name, known in KINDS.items())
 
 
-@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (10, 0), (12, 0)])
-def test_nothing_is_known_of_a_device_without_a_table(capability: tuple[int, int] | None) -> None:
-    assert why_bf16(16, 16, 1, LEVELS["O2"], RecipeSpec(), capability) is None
+def test_nothing_is_filtered_where_fp8_is_not_for_speed_or_nothing_is_known_of_the_recipe() -> None:
+    assert why_bf16(16, 16, 1, LEVELS["O2"], RecipeSpec(), None) is None
+    assert why_bf16(16, 16, 1, LEVELS["O2"], RecipeSpec(granularity="mx"), Chip("NVIDIA B200", (10, 0))) is None
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_a_device_without_a_table_takes_the_nearest_and_says_so(capability: tuple[int, int]) -> None:
+    reason = why_bf16(16, 16, 1, LEVELS["O2"], RecipeSpec(), Chip("Another card", capability))
+    assert reason is not None
+    major, minor = capability
+    origin = table_for(H200, load_tables()).origin
+    assert reason.endswith(f"of bf16's speed in FP8 ({origin}; Another card ({major}.{minor}) has no table)")
+
+
+def test_a_device_takes_its_own_table_before_one_of_its_capability() -> None:
+    named = replace(TABLE, device="Another card", capability=(12, 0))
+    computed = replace(TABLE, source="computed", device="", capability=(10, 0))
+    tables = [TABLE, named, computed]
+    assert table_for(Chip("Another card", HOPPER), tables) is named
+    assert table_for(Chip("A third", (10, 3)), tables) is computed
+    assert table_for(Chip("A third", (12, 0)), tables) is named
+    assert table_for(Chip("A third", (8, 9)), tables) is TABLE
+    assert TABLE.origin_for(Chip("A card", HOPPER)) == TABLE.origin
+    assert TABLE.origin_for(Chip("A third", HOPPER)) == f"{TABLE.origin}; A third (9.0) has no table"
 
 
 @pytest.mark.parametrize("level", ["te", "O2"])
 def test_a_small_layer_stays_in_bf16_and_a_large_one_does_not(level: str) -> None:
-    assert why_bf16(8192, 8192, DEFAULT_TOKENS, LEVELS[level], RecipeSpec(), HOPPER) is None
-    reason = why_bf16(512, 1536, DEFAULT_TOKENS, LEVELS[level], RecipeSpec(), HOPPER)
+    assert why_bf16(8192, 8192, DEFAULT_TOKENS, LEVELS[level], RecipeSpec(), H200) is None
+    reason = why_bf16(512, 1536, DEFAULT_TOKENS, LEVELS[level], RecipeSpec(), H200)
     assert reason is not None
-    origin = re.escape(load_tables()[HOPPER].origin)
+    origin = re.escape(table_for(H200, load_tables()).origin_for(H200))
     assert re.fullmatch(rf"512 -> 1536 features at 8,192 tokens: 0\.\d\d of bf16's speed in FP8 \({origin}\)", reason)
 
 

@@ -9,7 +9,7 @@ from worker import kernels
 from worker.kernels import ScaledCodes, ScaleKind
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TENSOR, ROW, BLOCK_1, BLOCK_128 = ScaleKind
+TENSOR, ROW, BLOCK_1, BLOCK_128, MX = ScaleKind
 MIN_DB = [(E4M3, 28.0), (E5M2, 24.0)]  # of a product with an E4M3 operand; NUMERICS.md, section 7
 
 
@@ -41,7 +41,7 @@ class TestQualityPerTile:
         a, b = rows_of_own_magnitude(384, 512, seed=0), rows_of_own_magnitude(256, 512, seed=1)
         assert_sqnr(kernels.matmul(quantized(a, ROW, a_dtype), quantized(b, ROW)), exact(a, b), min_db)
 
-    @pytest.mark.parametrize(("a_kind", "b_kind"), [(BLOCK_1, BLOCK_1), (BLOCK_1, BLOCK_128), (BLOCK_128, BLOCK_1)])
+    @pytest.mark.parametrize(("a_kind", "b_kind"), [(BLOCK_1, BLOCK_1), (BLOCK_1, BLOCK_128), (BLOCK_128, BLOCK_1), (MX, MX)])
     def test_block_scales_on_tiles_of_their_own_magnitude(
         self, a_dtype: torch.dtype, min_db: float, a_kind: ScaleKind, b_kind: ScaleKind
     ) -> None:
@@ -64,7 +64,7 @@ class TestValue:
         "shape", [(1, 1, 1), (127, 129, 128), (17, 40, 33), (128, 128, 129), (0, 5, 3), (3, 5, 0), (3, 0, 7)]
     )
     @pytest.mark.parametrize(
-        ("a_kind", "b_kind"), [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (BLOCK_1, BLOCK_1), (BLOCK_1, BLOCK_128)]
+        ("a_kind", "b_kind"), [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (BLOCK_1, BLOCK_1), (BLOCK_1, BLOCK_128), (MX, MX)]
     )
     def test_any_shape(self, shape: tuple[int, int, int], a_kind: ScaleKind, b_kind: ScaleKind) -> None:
         num_rows, num_summed, num_out = shape
@@ -105,6 +105,7 @@ class TestRules:
             (BLOCK_128, BLOCK_128, E4M3, E4M3, "both are 128x128"),
             (BLOCK_1, TENSOR, E4M3, E4M3, "cannot combine block 1x128 with tensor"),
             (ROW, BLOCK_128, E4M3, E4M3, "cannot combine row with block 128x128"),
+            (MX, BLOCK_1, E4M3, E4M3, "cannot combine block 1x32 with block 1x128"),
         ],
     )
     def test_combinations(

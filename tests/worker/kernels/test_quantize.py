@@ -13,7 +13,7 @@ from worker import kernels
 
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
 DTYPES = (E4M3, E5M2, FP16)
-GRANULARITIES = (("tensor", (1, 128)), ("row", (1, 128)), ("block", (1, 128)), ("block", (128, 128)))
+GRANULARITIES = (("tensor", (1, 128)), ("row", (1, 128)), ("block", (1, 128)), ("block", (128, 128)), ("mx", (1, 32)))
 
 GOLDEN_QUANT_SCALES = {  # NUMERICS.md, section 3
     E4M3: {

@@ -122,9 +122,10 @@ def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
         _amax_rows[(triton.cdiv(num_rows, rows),)](x_MN, x_MN.stride(0), out, num_rows, num_columns, rows, columns)
         return out
     is_square = kind is ScaleKind.BLOCK_128X128
-    rows = BLOCK if is_square else ROWS_OF_BLOCKS
-    grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, BLOCK),)
-    _amax_tiles[grid](x_MN, x_MN.stride(0), out, num_rows, num_columns, is_square, rows, BLOCK, num_warps=TILE_WARPS)
+    columns = kind.block[1]
+    rows = BLOCK if is_square else ROWS_OF_BLOCKS * BLOCK // columns
+    grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns),)
+    _amax_tiles[grid](x_MN, x_MN.stride(0), out, num_rows, num_columns, is_square, rows, columns, num_warps=TILE_WARPS)
     return out
 
 

@@ -3,7 +3,7 @@
 `plan` is the table of what runs where. cuBLASLt takes both operands with K contiguous and its scales laid out in a way of
 its own for each kind (ScaledBlas.cpp of torch 2.11):
   tensor () · row a (M, 1), b (1, N) · block 1×128 (M, K/128) with rows adjacent · block 128×128 (K/128 up to a multiple of 4,
-  N/128) with K adjacent.
+  N/128) with K adjacent · block 1×32 E8M0, as `mx.swizzled`.
 Legend: M rows of a, N rows of b, K the summed dimension.
 """
 
@@ -14,22 +14,23 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
-from worker.kernels.cuda import language
+from worker.kernels.cuda import language, mx
 from worker.kernels.cuda.rescale import FORMAT_NAMES
 from worker.kernels.cuda.transpose import transpose
-from worker.kernels.formats import BLOCK
+from worker.kernels.formats import BLOCK, MX_BLOCK
 from worker.kernels.scales import ScaledCodes, ScaleKind
 
 RECIPES = {
     ScaleKind.TENSOR: ScalingType.TensorWise,
     ScaleKind.ROW: ScalingType.RowWise,
+    ScaleKind.BLOCK_1X32: ScalingType.BlockWise1x32,
     ScaleKind.BLOCK_1X128: ScalingType.BlockWise1x128,
     ScaleKind.BLOCK_128X128: ScalingType.BlockWise128x128,
 }
-HOPPER = (9, 0)
-TENSORS, ROWS = (ScaleKind.TENSOR, ScaleKind.TENSOR), (ScaleKind.ROW, ScaleKind.ROW)
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+TENSORS, ROWS, MX = [(kind, kind) for kind in (ScaleKind.TENSOR, ScaleKind.ROW, ScaleKind.BLOCK_1X32)]
 SCALE_ALIGNMENT = 4  # rows: 16 bytes of the scales of a block of K
 
 TILE_M, TILE_N, TILE_GROUP, WARPS = 128, 128, 8, 8
@@ -50,15 +51,21 @@ def plan(
     cuda_version: tuple[int, int],
     out_dtype: torch.dtype,
 ) -> Plan:
-    """Choose what computes a product. cuBLASLt leaves a result in fp32 where it cannot round it to out_dtype."""
+    """Choose what computes a product. cuBLASLt leaves a result in fp32 where it cannot round it to out_dtype.
+
+    torch multiplies rows by CUTLASS where cuBLASLt does not: into bf16, and b in E4M3.
+    """
     if kinds == TENSORS:
         return Plan("scaled_mm", out_dtype)
+    if kinds == MX:
+        return Plan("scaled_mm" if capability >= BLACKWELL and cuda_version >= (12, 8) else "triton", out_dtype)
     has_scaled_rows_and_blocks = capability == HOPPER and cuda_version >= (12, 9)
     if kinds != ROWS and set(dtypes) != {torch.float8_e4m3fn}:
         return Plan("triton", out_dtype)
     if has_scaled_rows_and_blocks:
         return Plan("scaled_mm", torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32)
-    return Plan("triton", out_dtype)
+    has_cutlass = kinds == ROWS and out_dtype == torch.bfloat16 and dtypes[1] == torch.float8_e4m3fn
+    return Plan("scaled_mm" if has_cutlass else "triton", out_dtype)
 
 
 def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
@@ -83,6 +90,8 @@ def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The product of contiguous codes with scales that match."""
+    if a_MK.kind is ScaleKind.BLOCK_1X32:
+        return _mx_matmul(a_MK, b_NK, out_dtype)
     a_codes, a_dequant_scale, a_kind = a_MK
     b_codes, b_dequant_scale, b_kind = b_NK
     num_rows = a_codes.shape[0]
@@ -98,9 +107,20 @@ def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, 
     return out_MN[:num_rows]
 
 
+def _mx_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype) -> Tensor:
+    """The product of blocks 1×32; the summed dimension is padded to whole blocks with zero codes."""
+    padding = (0, -a_MK.codes.shape[1] % MX_BLOCK)
+    a_codes, b_codes = (F.pad(operand.codes.view(torch.uint8), padding).view(operand.codes.dtype) for operand in (a_MK, b_NK))
+    recipe, swizzle = RECIPES[ScaleKind.BLOCK_1X32], SwizzleType.SWIZZLE_32_4_4
+    return F.scaled_mm(
+        a_codes, b_codes.t(), mx.swizzled(a_MK.dequant_scale), recipe, mx.swizzled(b_NK.dequant_scale), recipe,
+        swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=out_dtype,
+    )  # fmt: skip
+
+
 def with_matching_scales(a_MK: ScaledCodes, b_NK: ScaledCodes) -> tuple[ScaledCodes, ScaledCodes]:
     """Bring both scales to the same family: block, tensor or row. Over one block of K a block's scale is one of the row."""
-    has_blocks_of_k = a_MK.codes.shape[1] > BLOCK and a_MK.kind.is_blockwise
+    has_blocks_of_k = a_MK.kind.is_blockwise and a_MK.codes.shape[1] > a_MK.kind.block[1]
     if has_blocks_of_k or (a_MK.kind, b_NK.kind) == TENSORS:
         return a_MK, b_NK
     return _scaled_by_row(a_MK), _scaled_by_row(b_NK)
@@ -224,6 +244,6 @@ def triton_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, 
     _matmul[grid](
         a_MK.codes, a_MK.dequant_scale, *strides[0], b_NK.codes, b_NK.dequant_scale, *strides[1],
         out_MN, num_rows, num_columns, num_summed, FORMAT_NAMES[a_MK.codes.dtype], FORMAT_NAMES[b_NK.codes.dtype],
-        *scale_rows, is_blockwise, TILE_M, TILE_N, BLOCK, TILE_GROUP, num_warps=WARPS, num_stages=num_stages,
+        *scale_rows, is_blockwise, TILE_M, TILE_N, a_MK.kind.block[1], TILE_GROUP, num_warps=WARPS, num_stages=num_stages,
     )  # fmt: skip
     return out_MN

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.kernels import formats, reference
-from worker.kernels.cuda import language
+from worker.kernels.cuda import language, mx
 from worker.kernels.cuda.amax import (
     MAX_ROW_BLOCK,
     ROW_TILE,
@@ -274,6 +274,14 @@ def _launch_tiles(
     wanted = rows or columns
     assert wanted is not None
     num_rows, num_columns = x_MN.shape
+    if wanted.kind is ScaleKind.BLOCK_1X32:
+        grid = (triton.cdiv(num_rows, mx.TILE[0]) * triton.cdiv(num_columns, mx.TILE[1]),)
+        mx.quantize_tile[grid](
+            x_MN, x_MN.stride(0), num_rows, num_columns, *_pointers(rows), *_pointers(columns),
+            FORMAT_NAMES[wanted.codes.dtype], margin, rows is not None, columns is not None, *mx.TILE,
+            num_warps=mx.WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+        return
     tile_m, tile_n = _tile(wanted.kind, columns is not None)
     grid = (triton.cdiv(num_rows, tile_m) * triton.cdiv(num_columns, tile_n),)
     _quantize_tile[grid](

@@ -105,11 +105,11 @@ def _rescale(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, out: Tensor, in_
     num_rows, num_columns = x_MN.shape
     scales = dequant_scale.expand(1, 1) if kind is ScaleKind.TENSOR else dequant_scale.reshape(-1, dequant_scale.shape[-1])
     strides = (scales.stride(0), scales.stride(1) if kind.is_blockwise else 0)
-    columns = BLOCK if kind.is_blockwise else min(triton.next_power_of_2(num_columns), TILE)
+    columns = kind.block[1] if kind.is_blockwise else min(triton.next_power_of_2(num_columns), TILE)
     rows = min(triton.next_power_of_2(num_rows), max(1, TILE // columns))
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns),)
     scale_rows = BLOCK if kind is ScaleKind.BLOCK_128X128 else 1
-    shape = (num_rows, num_columns, scale_rows, BLOCK)
+    shape = (num_rows, num_columns, scale_rows, kind.block[1])
     _rescale_tile[grid](
         x_MN, x_MN.stride(0), scales, *strides, out, *shape, in_format, out_format, rows, columns,
         num_warps=WARPS, enable_fp_fusion=False,

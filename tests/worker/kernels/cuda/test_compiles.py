@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper, in a process of its own: this one has loaded Triton as an interpreter."""
+"""Every kernel compiles for each chip, in a process of its own: this one has loaded Triton as an interpreter."""
 
 import json
 import os
@@ -21,6 +21,9 @@ OTHER_TRITON = ROOT / "build" / "triton-3.6.0"
         pytest.param(None, ["--spread"], id="pinned, spread"),
         pytest.param(None, [], id="pinned", marks=pytest.mark.matrix),
         pytest.param(OTHER_TRITON, [], id="3.6", marks=pytest.mark.matrix),
+        pytest.param(None, ["--spread", "--capability", "89"], id="Ada", marks=pytest.mark.matrix),
+        pytest.param(None, ["--spread", "--capability", "100"], id="Blackwell", marks=pytest.mark.matrix),
+        pytest.param(None, ["--spread", "--capability", "120"], id="Blackwell of desktops", marks=pytest.mark.matrix),
     ],
 )
 def test_kernels_compile_and_move_16_bytes_at_a_time(triton: Path | None, options: list[str], tmp_path: Path) -> None:

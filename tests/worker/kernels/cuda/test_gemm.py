@@ -2,6 +2,8 @@
 
 import itertools
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,14 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.numerics.measure import assert_sqnr, mixed_magnitudes
 from worker.kernels import ScaledCodes, ScaleKind, reference
-from worker.kernels.cuda import gemm, language
+from worker.kernels.cuda import gemm, language, mx
 from worker.kernels.cuda.gemm import HOPPER, Plan, plan
 from worker.kernels.scales import empty_operand_scale
 
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-TENSOR, ROW, NARROW, SQUARE = ScaleKind
+TENSOR, ROW, NARROW, SQUARE, MX = ScaleKind
 NEW, OLD = (13, 0), (12, 8)  # CUDA: cuBLASLt scales rows and blocks from 12.9 on
 ADA, BLACKWELL = (8, 9), (10, 0)
 
@@ -30,9 +32,15 @@ ADA, BLACKWELL = (8, 9), (10, 0)
         ((ROW, ROW), (E4M3, E4M3), HOPPER, NEW, BF16, Plan("scaled_mm", BF16)),
         ((ROW, ROW), (E5M2, E4M3), HOPPER, NEW, FP32, Plan("scaled_mm", FP32)),
         ((ROW, ROW), (E4M3, E4M3), HOPPER, NEW, FP16, Plan("scaled_mm", FP32)),
-        ((ROW, ROW), (E4M3, E4M3), HOPPER, OLD, BF16, Plan("triton", BF16)),
+        ((ROW, ROW), (E4M3, E4M3), HOPPER, OLD, BF16, Plan("scaled_mm", BF16)),
         ((ROW, ROW), (E4M3, E4M3), ADA, NEW, FP32, Plan("triton", FP32)),
-        ((ROW, ROW), (E4M3, E4M3), BLACKWELL, NEW, BF16, Plan("triton", BF16)),
+        ((ROW, ROW), (E5M2, E4M3), ADA, NEW, BF16, Plan("scaled_mm", BF16)),
+        ((ROW, ROW), (E4M3, E5M2), ADA, NEW, BF16, Plan("triton", BF16)),
+        ((ROW, ROW), (E4M3, E4M3), BLACKWELL, NEW, BF16, Plan("scaled_mm", BF16)),
+        ((MX, MX), (E4M3, E4M3), BLACKWELL, NEW, BF16, Plan("scaled_mm", BF16)),
+        ((MX, MX), (E5M2, E4M3), (12, 0), NEW, FP32, Plan("scaled_mm", FP32)),
+        ((MX, MX), (E4M3, E4M3), BLACKWELL, (12, 6), FP32, Plan("triton", FP32)),
+        ((MX, MX), (E4M3, E4M3), HOPPER, NEW, BF16, Plan("triton", BF16)),
         ((NARROW, NARROW), (E4M3, E4M3), HOPPER, NEW, FP32, Plan("scaled_mm", FP32)),
         ((NARROW, SQUARE), (E4M3, E4M3), HOPPER, NEW, BF16, Plan("scaled_mm", BF16)),
         ((SQUARE, NARROW), (E4M3, E4M3), HOPPER, NEW, BF16, Plan("scaled_mm", BF16)),
@@ -65,7 +73,7 @@ def product(a: ScaledCodes, b: ScaledCodes, out_dtype: torch.dtype = FP32) -> Te
 
 
 @pytest.mark.parametrize(("a_dtype", "min_db"), [(E4M3, 28.0), (E5M2, 24.0)])  # NUMERICS.md, section 7
-@pytest.mark.parametrize(("a_kind", "b_kind"), [(NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW)])
+@pytest.mark.parametrize(("a_kind", "b_kind"), [(NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW), (MX, MX)])
 def test_quality_per_tile(a_kind: ScaleKind, b_kind: ScaleKind, a_dtype: torch.dtype, min_db: float) -> None:
     a, b = mixed_magnitudes(384, 512, seed=0), mixed_magnitudes(256, 512, seed=1)
     out = product(quantized(a, a_kind, a_dtype), quantized(b, b_kind))
@@ -82,7 +90,10 @@ def test_quality_per_tile(a_kind: ScaleKind, b_kind: ScaleKind, a_dtype: torch.d
 )
 @pytest.mark.parametrize(
     ("a_kind", "b_kind"),
-    [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (TENSOR, ROW), (NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW)],
+    [
+        *((TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (TENSOR, ROW)),
+        *((NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW), (MX, MX)),
+    ],
 )
 def test_any_shape(
     shape: tuple[int, int, int], a_kind: ScaleKind, b_kind: ScaleKind, dtypes: tuple[torch.dtype, torch.dtype]
@@ -164,6 +175,33 @@ class TestLayouts:
         copied = gemm.cublas_scale(scale.contiguous(), NARROW)
         assert copied.stride() == (1, num_rows)
         assert torch.equal(copied, scale)
+
+    @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (300, 9)])
+    def test_mx_scales_are_e8m0_in_tiles_of_128_by_4(self, shape: tuple[int, int]) -> None:
+        """The offset formula of cuBLAS' documentation, element by element, against bytes made by ml_dtypes."""
+        num_rows, num_blocks = shape
+        exponents = torch.randint(-126, 127, shape, generator=torch.Generator().manual_seed(0))
+        scale = torch.ldexp(torch.ones(shape), exponents)
+        laid_out = mx.swizzled(scale)
+        assert laid_out.dtype == torch.float8_e8m0fnu
+        tiles_in_row = -(-num_blocks // 4)
+        assert laid_out.shape == (512 * tiles_in_row * -(-num_rows // 128),)
+        expected = np.zeros(laid_out.shape, np.uint8)
+        for (row, block), value in np.ndenumerate(scale.numpy().astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)):
+            tile = row // 128 * tiles_in_row + block // 4
+            expected[512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + block % 4] = value
+        np.testing.assert_array_equal(laid_out.view(torch.uint8).numpy(), expected)
+
+    @pytest.mark.parametrize("shape", [(256, 512, 384), (7, 48, 16)])
+    def test_mx_operands_are_those_that_torch_asks_for(self, shape: tuple[int, int, int]) -> None:
+        num_rows, num_summed, num_out = shape
+        with FakeTensorMode():
+            a, b = (
+                ScaledCodes(torch.empty(size, num_summed, dtype=E4M3), torch.ones(size, -(-num_summed // 32)), MX)
+                for size in (num_rows, num_out)
+            )
+            out = gemm.cublas_matmul(a, b, BF16, False)
+        assert (out.shape, out.dtype) == ((num_rows, num_out), BF16)
 
     @pytest.mark.parametrize(("num_blocks", "padded"), [(1, 4), (4, 4), (5, 8)])
     def test_square_blocks_have_adjacent_k_padded_to_four(self, num_blocks: int, padded: int) -> None:
