@@ -42,7 +42,8 @@ test test-system test-matrix test-parallel: export PYTHONDONTWRITEBYTECODE =
 test: install prometheus
 	$(BIN)/python -m pytest -n 4 --dist loadfile
 
-# The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus, kills.
+# The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus,
+# kills; and all kernels compiled for Hopper.
 test-system: install prometheus
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m 'system and not matrix'
 

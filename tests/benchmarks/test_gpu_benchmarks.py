@@ -30,7 +30,7 @@ SECTIONS = {
 @pytest.mark.parametrize(
     ("name", "device"),
     [
-        ("accuracy", "cpu"),
+        pytest.param("accuracy", "cpu", marks=pytest.mark.system),
         pytest.param("kernels", "cpu", marks=pytest.mark.matrix),
         pytest.param("train", "cpu", marks=pytest.mark.matrix),
         *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in SECTIONS),

@@ -14,11 +14,10 @@ OTHER_TRITON = ROOT / "build" / "triton-3.6.0"
 """That of torch 2.11, which the GPU machines have; `make test-matrix` puts it there."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("triton", "options"),
     [
-        pytest.param(None, ["--spread"], id="pinned, spread"),
+        pytest.param(None, ["--spread"], id="pinned, spread", marks=pytest.mark.system),
         pytest.param(None, [], id="pinned", marks=pytest.mark.matrix),
         pytest.param(OTHER_TRITON, [], id="3.6", marks=pytest.mark.matrix),
         pytest.param(None, ["--spread", "--capability", "89"], id="Ada", marks=pytest.mark.matrix),
