@@ -9,7 +9,7 @@ device has long computed them (`step_log.py`). So a divergence, or a stop of sev
 import logging
 import math
 from collections import deque
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import CheckpointRef, CheckpointReport, EvaluationReport, EventReport, JobSummary, PhaseReport, ReportBody
+from api_schemas import CheckpointRef, EvaluationReport, EventReport, JobSummary, PhaseReport, ReportBody
 from worker import checkpoint
 from worker.blocks import CompileWatch, eagerly, prepare_blocks
 from worker.config import TrainConfig, trained_job
@@ -66,6 +66,7 @@ class Trainer:
     # Created by `__init__` and `_prepare`
     source: Source
     batches: Prefetcher
+    writer: checkpoint.CheckpointWriter
     log: StepLog
     num_steps: int
     model: nn.Module
@@ -90,7 +91,8 @@ class Trainer:
         self.step_times_s = deque(maxlen=_STEP_TIMES_KEPT)
         self.source = open_source(config.data, config.sequence_length, config.seed, config.readable_files, config.sizes.takes)
         self.batches = Prefetcher(self.source, config.batch, mesh.data.rank, mesh.device)
-        self.log = StepLog(mesh, is_late=is_accelerator(mesh.device))
+        self.writer = checkpoint.CheckpointWriter(self.folder, mesh.world, self._tell)
+        self.log = StepLog(mesh, is_late=is_accelerator(mesh.device), is_writing=lambda: self.writer.is_writing)
         self.num_steps = config.training.steps_for(self.source.num_train_samples)
         if unfit := config.schedule.misfit(self.num_steps):
             raise InvalidConfig(str(unfit))
@@ -101,10 +103,8 @@ class Trainer:
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
         """Train to the last step, starting from the newest of `checkpoints` that passes its check."""
-        try:
+        with closing(self.batches), self.writer:
             return self._run(checkpoints)
-        finally:
-            self.batches.close()
 
     def _run(self, checkpoints: tuple[CheckpointRef, ...]) -> JobSummary:
         self._resume(checkpoints)
@@ -172,6 +172,8 @@ class Trainer:
             self._tell(step_report(step, self.config.tokens_per_step), at=step.at)
             if warning := self.progress.note_loss(step.step, step.loss, self.num_steps):
                 self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
+        if reading.all_written:
+            self.writer.finish()
         if is_stopping:
             raise stop or order_to_stop(self.reporter) or Cancelled("rank 0 was told to stop")
 
@@ -214,7 +216,7 @@ class Trainer:
         return means
 
     def save(self) -> None:
-        """Write a checkpoint: each rank what it alone holds, and the rank that reports what all ranks hold."""
+        """Start to write a checkpoint: each rank what it alone holds, and the rank that reports what all ranks hold."""
         self._report(self.log.flush())
         model, optimizer = self.parallel.state_dicts()
         state = {
@@ -225,10 +227,7 @@ class Trainer:
             "step_times_s": list(self.step_times_s),
             "random": checkpoint.random_state(),
         }
-        saved = checkpoint.save(self.folder, self.progress.step, state, self.mesh.world)
-        if saved is None:
-            return
-        self._tell(CheckpointReport(step=self.progress.step, loss=self.progress.last_loss, **asdict(saved)))
+        self.writer.start(self.progress.step, state, self.progress.last_loss)
 
     def _prepare(self, model: TrainedModel, weights: FileSource | None) -> None:
         """Convert the model. weights: gives a model on `meta` its values, layer by layer."""
