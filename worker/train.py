@@ -23,6 +23,7 @@ from worker.blocks import WARM_UP_STEPS, CompileWatch, eagerly, prepare_blocks
 from worker.config import TrainConfig, trained_job
 from worker.data import Batch, Source, loss_divisor, open_source
 from worker.data.prefetch import Prefetcher, on_device
+from worker.deterministic import deterministic
 from worker.errors import Cancelled, InvalidConfig, Stopped
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.convert import ConversionReport
@@ -100,7 +101,7 @@ class Trainer:
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
         """Train to the last step, starting from the newest of `checkpoints` that passes its check."""
-        with closing(self.batches), self.writer:
+        with closing(self.batches), self.writer, deterministic(self.config.training.deterministic):
             return self._run(checkpoints)
 
     def _run(self, checkpoints: tuple[CheckpointRef, ...]) -> JobSummary:
