@@ -61,7 +61,8 @@ def measure(level: str, num_checkpoints: int, every: int) -> TimedTrainer:
     """Train a job with so many checkpoints of each kind."""
     training = {"steps": 2 * num_checkpoints * every, "global_batch_size": 2, "sequence_length": 64, "checkpoint_every": every}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "corpus.txt").write_text("\n".join(f"line {number}: the quick brown fox" for number in range(2000)))
+        for name in ("first.txt", "second.txt"):
+            Path(folder, name).write_text("\n".join(f"line {number} of {name}: the quick brown fox" for number in range(1000)))
         document = {
             "name": "checkpoint-stall",
             "model": MODEL,

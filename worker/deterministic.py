@@ -30,10 +30,10 @@ def deterministic(is_on: bool) -> Iterator[None]:
     was_on, warned_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = uninitialized.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    uninitialized.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # every element is written before it is read
+    uninitialized.fill_uninitialized_memory = False  # every element is written before it is read
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             yield
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
-        uninitialized.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        uninitialized.fill_uninitialized_memory = filled
