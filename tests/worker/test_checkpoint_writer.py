@@ -37,7 +37,7 @@ class Gate:
         self._error = error
         self._save_file = write.save_file
         if monkeypatch is None:
-            write.save_file = self._save  # in a process of its own
+            vars(write)["save_file"] = self._save  # in a process of its own
         else:
             monkeypatch.setattr(write, "save_file", self._save)
 
@@ -70,8 +70,7 @@ class Watcher(Recorder):
             self.were_whole.append((self.folder / "checkpoints" / body.name / "manifest.json").is_file())
 
     def order(self) -> list[str]:
-        names = {StepReport: "step", CheckpointReport: "checkpoint"}
-        return [f"{names[type(report)]} {report.step}" for report in self.reports if type(report) in names]
+        return [f"{report.kind} {report.step}" for report in self.reports if isinstance(report, StepReport | CheckpointReport)]
 
 
 def writing_thread() -> threading.Thread:
@@ -86,7 +85,8 @@ def test_steps_go_on_and_the_next_checkpoint_waits(
     document = with_training(spec_document, "O2", steps=6, checkpoint_every=3)
     whole, _ = train(document, tmp_path / "whole")
     gate = Gate(monkeypatch)
-    held, _ = train(document, tmp_path / "held", recorder=Watcher(gate, 5, tmp_path / "held"))
+    held = Watcher(gate, 5, tmp_path / "held")
+    train(document, tmp_path / "held", recorder=held)
     order = held.order()
     assert order.index("step 5") < order.index("checkpoint 3") < order.index("checkpoint 6")
     assert held.were_whole == [True, True]
@@ -142,7 +142,7 @@ def train_until_killed(document: dict[str, Any], folder: Path) -> None:
         if num_saved == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    write.save_file = save
+    vars(write)["save_file"] = save
     train(document, folder)
 
 
@@ -182,7 +182,7 @@ def train_two_ranks(rank: int, ports: list[int], document: dict[str, Any], folde
     for number, error in enumerate((None, FULL)):
         env = RankEnv(rank=rank, world_size=2, master_port=ports[number])
         config = resolve(JobSpec.model_validate(document), env)
-        write.save_file = save_file
+        vars(write)["save_file"] = save_file
         recorder: Recorder = Counter(Gate(error=error), 5) if rank else Recorder()
         raised = ""
         with Mesh(env, torch.device("cpu"), config.layout) as mesh:

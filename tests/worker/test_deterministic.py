@@ -11,7 +11,7 @@ from worker.deterministic import deterministic
 
 
 def settings() -> dict[str, bool]:
-    cuda = torch.backends.cuda
+    cuda: Any = torch.backends.cuda
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn attention": cuda.cudnn_sdp_enabled(),
@@ -43,9 +43,9 @@ class Watcher(Recorder):
 
 
 def test_a_job_trains_under_it_and_leaves_the_settings_as_they_were(tmp_path: Path, spec_document: dict[str, Any]) -> None:
-    before = settings()
-    plain, _ = train(with_training(spec_document, "O2"), tmp_path / "plain", recorder=Watcher())
-    exact, _ = train(with_training(spec_document, "O2", deterministic=True), tmp_path / "exact", recorder=Watcher())
+    before, plain, exact = settings(), Watcher(), Watcher()
+    train(with_training(spec_document, "O2"), tmp_path / "plain", recorder=plain)
+    train(with_training(spec_document, "O2", deterministic=True), tmp_path / "exact", recorder=exact)
     assert plain.found == [before] * 4
     assert (
         exact.found

@@ -101,8 +101,9 @@ class CheckpointWriter:
                 ) from error
             raise
         if saved is not None and self._tell is not None:
-            report = {"name": saved.name, "num_bytes": saved.num_bytes, "sha256": saved.sha256}
-            self._tell(CheckpointReport(step=writing.contents.step, loss=writing.loss, **report))
+            step, loss = writing.contents.step, writing.loss
+            report = CheckpointReport(step=step, loss=loss, name=saved.name, num_bytes=saved.num_bytes, sha256=saved.sha256)
+            self._tell(report)
         return saved
 
     def _discard(self) -> None:
