@@ -21,8 +21,18 @@ def check(x: torch.Tensor, quantized: ScaledCodes, unit: torch.Tensor | None = N
     return measured
 
 
-@pytest.mark.parametrize("kind", ScaleKind)
-@pytest.mark.parametrize(("shape", "dtype"), [((300, 1500), torch.bfloat16), ((129, 130), torch.float32)], ids=str)
+SAMPLED, WHOLE = ((300, 1500), torch.bfloat16), ((129, 130), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kind"),
+    [
+        *[(*WHOLE, kind) for kind in ScaleKind],
+        (*SAMPLED, ScaleKind.BLOCK_128X128),
+        *[pytest.param(*SAMPLED, kind, marks=pytest.mark.matrix) for kind in ScaleKind if kind is not ScaleKind.BLOCK_128X128],
+    ],
+    ids=str,
+)
 def test_every_kind_of_scale(shape: tuple[int, int], dtype: torch.dtype, kind: ScaleKind) -> None:
     x = mixed_magnitudes(*shape).to(DEVICE, dtype)
     x[0, :7] = torch.tensor([0.0, 1e-30, -1e-30, 0.25, -3.0, 1e3, -1e3])
