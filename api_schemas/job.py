@@ -164,7 +164,7 @@ class JobSummary(Contract):
         default_factory=dict, description="other values that the model's family measures on the evaluation data, by name"
     )
     tokens: int
-    tokens_per_s: float = Field(description="median over the steps")
+    tokens_per_s: float = Field(description="mean over the last 1,000 steps, without an attempt's first")
     train_time_s: float
     num_parameters: int
     num_converted_parameters: int

@@ -91,6 +91,11 @@ class TrainingSpec(Contract):
         description="what the backward pass computes again of each repeated block: nothing; all but matrix products and "
         "attention; everything",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="compute to the same bits in every run on a GPU too, so that a resumed run equals one that went through; "
+        "slower, and refuses operations that have no such algorithm. On a CPU runs are bit-identical without it",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     @model_validator(mode="after")

@@ -1,6 +1,8 @@
 """The progress of a run, and checks that its loss still makes sense. The checkpoint holds all of it."""
 
 import math
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from worker.errors import Diverged, NonFiniteLoss
@@ -11,6 +13,34 @@ DIVERGED_FACTOR = 2.0
 WARN_AFTER_STEPS = 10
 STOP_AFTER_STEPS = 100
 _MIN_LOSSES_KEPT = 10
+_STEP_TIMES_KEPT = 1000
+
+
+class StepTimes:
+    """The seconds of a run's newest steps, without the first steps of each attempt, in which kernels load and graphs compile.
+
+    A throughput is their mean: a median would hide the steps that sample statistics.
+    """
+
+    def __init__(self, num_skipped: int) -> None:
+        """num_skipped: steps at the start of this attempt that are left out."""
+        self.kept: deque[float] = deque(maxlen=_STEP_TIMES_KEPT)
+        self._num_skipped = num_skipped
+
+    def add(self, seconds: float) -> None:
+        """Take the time of the next step."""
+        if self._num_skipped:
+            self._num_skipped -= 1
+        else:
+            self.kept.append(seconds)
+
+    def resume(self, kept: Iterable[float]) -> None:
+        """Go on from those of an earlier attempt."""
+        self.kept.extend(kept)
+
+    def mean(self, progress: "Progress") -> float:
+        """Return the mean in seconds; that of all the run's steps where none was kept."""
+        return sum(self.kept) / len(self.kept) if self.kept else progress.train_time_s / max(1, progress.step)
 
 
 @dataclass

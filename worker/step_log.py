@@ -2,10 +2,12 @@
 
 A step's loss and norm are values that the device still computes when the host has gone on to the next step. The log keeps them
 there. At the end of an interval it adds the losses of all ranks, starts to copy them to the host, and reads what it copied at
-the end of the interval before. With the losses travel what ranks must agree on: whether one of them was told to stop, and the
-length of the next interval. On the CPU there is nothing to wait for: an interval is one step and is read at once.
+the end of the interval before. With the losses travel what ranks must agree on: whether one of them was told to stop, whether
+one still writes a checkpoint, and the length of the next interval. On the CPU there is nothing to wait for: an interval is one
+step and is read at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -47,21 +49,22 @@ class FinishedStep:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the log has read. num_stopping: ranks that were told to stop."""
+    """What the log has read. num_stopping: ranks that were told to stop. all_written: no rank's thread still wrote then."""
 
     steps: tuple[FinishedStep, ...] = ()
     num_stopping: int = 0
+    all_written: bool = False
 
 
 class StepLog:
     """All ranks use it alike: they add the same steps, and end intervals at the same steps."""
 
-    def __init__(self, mesh: Mesh, *, is_late: bool) -> None:
-        """is_late: read an interval when the next one ends, and not when it ends itself."""
+    def __init__(self, mesh: Mesh, *, is_late: bool, is_writing: Callable[[], bool] = lambda: False) -> None:
+        """is_late: read an interval when the next one ends, and not when it ends itself. is_writing: see `Reading`."""
         self.is_late = is_late
         self.num_steps = 1
         """The length of the interval that is open."""
-        self._mesh = mesh
+        self._mesh, self._is_writing = mesh, is_writing
         self._open: list[tuple[TakenStep, Tensor, Tensor]] = []
         self._under_way: list[tuple[list[TakenStep], HostCopy]] = []
         self._proposed_num_steps = 1.0
@@ -94,7 +97,8 @@ class StepLog:
         if not self._mesh.owns_loss:
             losses.zero_()
         proposal = self._proposed_num_steps if self._mesh.world.is_first else 0.0
-        agreed = torch.tensor([float(wants_to_stop), proposal], dtype=torch.float64, pin_memory=losses.is_cuda)
+        told = [float(wants_to_stop), float(self._is_writing()), proposal]
+        agreed = torch.tensor(told, dtype=torch.float64, pin_memory=losses.is_cuda)
         summed = self._mesh.world.sum_(torch.cat((losses, agreed.to(losses.device, non_blocking=True))))
         self._under_way.append((steps, HostCopy(torch.cat((summed, norms)))))
         self._open = []
@@ -102,12 +106,14 @@ class StepLog:
     def _read(self, num_kept: int) -> Reading:
         """Read all that is under way but the last `num_kept` intervals."""
         found: list[FinishedStep] = []
-        num_stopping = 0
+        num_stopping, all_written = 0, False
         while len(self._under_way) > num_kept:
             steps, copy = self._under_way.pop(0)
             numbers = copy.read()
-            losses, (stopping, proposal), norms = numbers[: len(steps)], numbers[len(steps) :][:2], numbers[len(steps) + 2 :]
+            losses, (stopping, writing, proposal) = numbers[: len(steps)], numbers[len(steps) :][:3]
+            norms = numbers[len(steps) + 3 :]
             num_stopping += round(stopping)
+            all_written = writing == 0
             if self.is_late:
                 self.num_steps = max(1, min(MAX_STEPS, round(proposal)))
             found += [
@@ -125,7 +131,7 @@ class StepLog:
         if found:
             mean_s = sum(step.step_time_s for step in found) / len(found)
             self._proposed_num_steps = INTERVAL_S / max(mean_s, INTERVAL_S / MAX_STEPS)
-        return Reading(tuple(found), num_stopping)
+        return Reading(tuple(found), num_stopping, all_written)
 
 
 def now() -> datetime:

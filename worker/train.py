@@ -8,8 +8,7 @@ device has long computed them (`step_log.py`). So a divergence, or a stop of sev
 
 import logging
 import math
-from collections import deque
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import CheckpointRef, CheckpointReport, EvaluationReport, EventReport, JobSummary, PhaseReport, ReportBody
+from api_schemas import CheckpointRef, EvaluationReport, EventReport, JobSummary, PhaseReport, ReportBody
 from worker import checkpoint
-from worker.blocks import CompileWatch, eagerly, prepare_blocks
+from worker.blocks import WARM_UP_STEPS, CompileWatch, eagerly, prepare_blocks
 from worker.config import TrainConfig, trained_job
 from worker.data import Batch, Source, loss_divisor, open_source
 from worker.data.prefetch import Prefetcher, on_device
+from worker.deterministic import deterministic
 from worker.errors import Cancelled, InvalidConfig, Stopped
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.convert import ConversionReport
@@ -42,13 +42,11 @@ from worker.parallel import WIDE_DTYPES, Parallel, broadcast_parameters
 from worker.prepare import prepare, share_rounding
 from worker.pretrained.load import FileSource
 from worker.pretrained.start import start_model
-from worker.progress import Progress
+from worker.progress import Progress, StepTimes
 from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
 from worker.step_log import Reading, StepLog, TakenStep, now
 from worker.train_reports import conversion_events, count_fallbacks, finite, started, step_report, summarize
-
-_STEP_TIMES_KEPT = 1000
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +64,7 @@ class Trainer:
     # Created by `__init__` and `_prepare`
     source: Source
     batches: Prefetcher
+    writer: checkpoint.CheckpointWriter
     log: StepLog
     num_steps: int
     model: nn.Module
@@ -76,7 +75,7 @@ class Trainer:
     compiling: CompileWatch | None
     flops_per_token: float
     progress: Progress
-    step_times_s: deque[float]
+    step_times: StepTimes
 
     def __init__(
         self, config: TrainConfig, mesh: Mesh, reporter: Reporter, job_dir: Path, metrics: Metrics | None = None
@@ -87,24 +86,23 @@ class Trainer:
         self.metrics = metrics or Metrics()
         self.folder = job_dir / "checkpoints"
         self.progress = Progress()
-        self.step_times_s = deque(maxlen=_STEP_TIMES_KEPT)
         self.source = open_source(config.data, config.sequence_length, config.seed, config.readable_files, config.sizes.takes)
         self.batches = Prefetcher(self.source, config.batch, mesh.data.rank, mesh.device)
-        self.log = StepLog(mesh, is_late=is_accelerator(mesh.device))
+        self.writer = checkpoint.CheckpointWriter(self.folder, mesh.world, self._tell)
+        self.log = StepLog(mesh, is_late=is_accelerator(mesh.device), is_writing=lambda: self.writer.is_writing)
         self.num_steps = config.training.steps_for(self.source.num_train_samples)
         if unfit := config.schedule.misfit(self.num_steps):
             raise InvalidConfig(str(unfit))
         torch.manual_seed(config.seed)
         self._prepare(*start_model(config.model, config.seed, config.readable_files, mesh.device))
         broadcast_parameters(self.model, mesh.data)
+        self.step_times = StepTimes(num_skipped=WARM_UP_STEPS if self.compiling else 1)
         self._tell(PhaseReport(phase="model_built"))
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
         """Train to the last step, starting from the newest of `checkpoints` that passes its check."""
-        try:
+        with closing(self.batches), self.writer, deterministic(self.config.training.deterministic):
             return self._run(checkpoints)
-        finally:
-            self.batches.close()
 
     def _run(self, checkpoints: tuple[CheckpointRef, ...]) -> JobSummary:
         self._resume(checkpoints)
@@ -128,7 +126,8 @@ class Trainer:
         evaluation = evaluation or self.evaluate()
         self.progress.check_end(evaluation["loss"])
         facts, sent_bytes = self.source.facts, self.mesh.sent_bytes
-        return summarize(self.config, self.model, self.progress, evaluation, self.step_times_s, facts, sent_bytes)
+        mean_step_s = self.step_times.mean(self.progress)
+        return summarize(self.config, self.model, self.progress, evaluation, mean_step_s, facts, sent_bytes)
 
     def step(self) -> None:
         """Take one optimizer step over the global batch. Its loss is reported when the log has read it."""
@@ -168,10 +167,12 @@ class Trainer:
             self.metrics.observe_fp8(self.health.samples)
         for step in steps:
             self.progress.train_time_s += step.step_time_s
-            self.step_times_s.append(step.step_time_s)
+            self.step_times.add(step.step_time_s)
             self._tell(step_report(step, self.config.tokens_per_step), at=step.at)
             if warning := self.progress.note_loss(step.step, step.loss, self.num_steps):
                 self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
+        if reading.all_written:
+            self.writer.finish()
         if is_stopping:
             raise stop or order_to_stop(self.reporter) or Cancelled("rank 0 was told to stop")
 
@@ -214,7 +215,7 @@ class Trainer:
         return means
 
     def save(self) -> None:
-        """Write a checkpoint: each rank what it alone holds, and the rank that reports what all ranks hold."""
+        """Start to write a checkpoint: each rank what it alone holds, and the rank that reports what all ranks hold."""
         self._report(self.log.flush())
         model, optimizer = self.parallel.state_dicts()
         state = {
@@ -222,13 +223,10 @@ class Trainer:
             "model": model,
             "optimizer": optimizer,
             "progress": asdict(self.progress),
-            "step_times_s": list(self.step_times_s),
+            "step_times_s": list(self.step_times.kept),
             "random": checkpoint.random_state(),
         }
-        saved = checkpoint.save(self.folder, self.progress.step, state, self.mesh.world)
-        if saved is None:
-            return
-        self._tell(CheckpointReport(step=self.progress.step, loss=self.progress.last_loss, **asdict(saved)))
+        self.writer.start(self.progress.step, state, self.progress.last_loss)
 
     def _prepare(self, model: TrainedModel, weights: FileSource | None) -> None:
         """Convert the model. weights: gives a model on `meta` its values, layer by layer."""
@@ -262,7 +260,7 @@ class Trainer:
                 continue
             resume(self.model, self.optimizer, state["model"], state["optimizer"])
             self.progress = Progress(**state["progress"])
-            self.step_times_s.extend(state["step_times_s"])
+            self.step_times.resume(state["step_times_s"])
             checkpoint.set_random_state(state["random"])
             return
 

@@ -4,7 +4,7 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -76,13 +76,13 @@ def summarize(
     model: nn.Module,
     progress: Progress,
     evaluation: Mapping[str, float],
-    step_times_s: Sequence[float],
+    mean_step_s: float,
     facts: Mapping[str, float],
     sent_bytes: Mapping[tuple[str, str], int],
 ) -> JobSummary:
     """The result of a run that took all its steps.
 
-    evaluation: the loss and the family's metrics, by name. sent_bytes: by collective and dtype.
+    evaluation: the loss and the family's metrics, by name. mean_step_s: seconds of a step. sent_bytes: by collective and dtype.
     """
     device = next(model.parameters()).device
     return JobSummary(
@@ -92,7 +92,7 @@ def summarize(
         evaluation_perplexity=math.exp(min(evaluation["loss"], LARGEST_EXPONENT)),
         evaluation_metrics={name: value for name, value in evaluation.items() if name != "loss"},
         tokens=progress.step * config.tokens_per_step,
-        tokens_per_s=config.tokens_per_step / statistics.median(step_times_s),
+        tokens_per_s=config.tokens_per_step / mean_step_s,
         train_time_s=progress.train_time_s,
         num_parameters=num_parameters(model),
         num_converted_parameters=num_converted_parameters(model),

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from api_schemas.levels import LEVELS
-from worker.kernels.cuda import amax, gemm, gradients, mx, optimizer, quantization, rescale, transpose
+from worker.kernels.cuda import amax, gemm, gradients, measurement, mx, optimizer, quantization, rescale, transpose
 from worker.optim import OPTIMIZERS
 
 TYPES = {  # argument types by name, equal in all kernels
@@ -28,11 +28,12 @@ TYPES = {  # argument types by name, equal in all kernels
     "num_rows": "i32", "num_columns": "i32", "row_scale_stride_m": "i32", "row_scale_stride_n": "i32",
     "column_scale_stride_n": "i32", "column_scale_stride_m": "i32", "scale_stride_m": "i32", "scale_stride_n": "i32",
     "b": "*fp8e4nv", "a_scale": "*fp32", "b_scale": "*fp32", "num_summed": "i32",
+    "code_stride": "i32", "unit": "*fp32", "row_step": "i32",
     "a_scale_stride_m": "i32", "a_scale_stride_k": "i32", "b_scale_stride_n": "i32", "b_scale_stride_k": "i32",
 }  # fmt: skip
 FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 CAPABILITIES = (89, 90, 100, 120)  # times ten: Ada, Hopper, two Blackwells
-UNALIGNED = {"unless", "seed", "step", "stream", "alpha"}
+UNALIGNED = {"unless", "seed", "step", "stream", "alpha", "row_step"}
 
 
 def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -66,6 +67,9 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
     yield "encode", rescale._rescale_tile, {**scaled, "IN_FORMAT": "values", "OUT_FORMAT": "e5m2"}
     yield "dequantize", rescale._rescale_tile, {**scaled, "IN_FORMAT": "e4m3", "OUT_FORMAT": "values"}
     yield "decode_split", rescale._decode_split, {"BLOCK": rescale.TILE}
+    sample = {"column_stride": 1, "code_column_stride": 1, "SCALE_ROWS": 1, "SCALE_COLUMNS": 128, "ROWS": 4, "COLUMNS": 1024}
+    for name, limit in (("e4m3", 448.0),) if spread else (("e4m3", 448.0), ("e5m2", 57344.0)):
+        yield f"measure {name}", measurement._measure_sample, {**sample, "FORMAT": name, "LIMIT": limit, "HAS_UNIT": True}
     product = {"TILE_M": 128, "TILE_N": 128, "TILE_K": 128, "TILE_GROUP": 8, "A_SCALE_ROWS": 1, "B_SCALE_ROWS": 128}
     for name in ("e4m3", "e5m2"):
         for is_blockwise in (name == "e4m3",) if spread else (True, False):
@@ -120,6 +124,8 @@ def types_of(name: str) -> dict[str, str]:
 def num_warps(name: str) -> int:
     if name.startswith("update"):
         return optimizer.NUM_WARPS
+    if name.startswith("measure"):
+        return measurement.WARPS
     return 4 if name in ("norm", "accumulated_amax", "accumulate", "mean_of_shards") else 8
 
 

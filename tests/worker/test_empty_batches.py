@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from api_schemas.levels import LEVELS
 from worker import fp8_statistics, initialize
 from worker.fp8.operand import OperandScaling
-from worker.fp8.statistics import measure
-from worker.kernels import ScaledCodes, ScaleKind, quantize
+from worker.kernels import ScaledCodes, ScaleKind, measure, quantize
 
 RECIPES = [
     {"granularity": "row"},

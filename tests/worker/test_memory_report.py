@@ -11,8 +11,8 @@ from tests.numerics.oracle.test_live_bytes import ThreeLayers
 from tests.worker.small import spread
 from worker import initialize, memory_report
 from worker.fp8.operand import OperandScaling
-from worker.fp8.statistics import CHUNK_ELEMENTS, measure
-from worker.kernels import ScaledCodes, ScaleKind, quantize
+from worker.kernels import ScaledCodes, ScaleKind, measure, quantize
+from worker.kernels.sampling import SAMPLE_ELEMENTS
 from worker.models.gpt import GPT
 
 FOUR_LAYERS = GPTSizes(hidden_size=128, num_layers=4, num_heads=4, vocab_size=256, max_sequence_length=64)
@@ -84,10 +84,10 @@ def test_classes_of_torchs_own_optimizer() -> None:
 
 
 def test_a_sample_costs_a_fixed_amount_of_memory() -> None:
-    """Holds for operands of any size, because an operand is measured a million elements at a time."""
+    """Holds for operands of any size, because of a large one only some rows are measured."""
     values = torch.randn(8192, 1024)
     quantized = ScaledCodes(*quantize(values, torch.float8_e4m3fn), ScaleKind.TENSOR)
-    assert peak_bytes(lambda: measure(values, quantized)) <= 10 * 4 * CHUNK_ELEMENTS
+    assert peak_bytes(lambda: measure(values, quantized)) <= 10 * 4 * SAMPLE_ELEMENTS
 
 
 @pytest.mark.parametrize("level", ["O3", "O3-split", "O2"])

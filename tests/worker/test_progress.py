@@ -3,7 +3,7 @@
 import pytest
 
 from worker.errors import Diverged, NonFiniteLoss
-from worker.progress import Progress
+from worker.progress import Progress, StepTimes
 
 NUM_STEPS = 1000
 
@@ -53,3 +53,15 @@ def test_ten_non_finite_losses_end_the_run() -> None:
     note(progress, 5.5, *[float("nan")] * 9, 5.5, *[float("inf")] * 9)
     with pytest.raises(NonFiniteLoss, match="10 steps in a row, up to step 21"):
         note(progress, float("nan"))
+
+
+def test_the_time_of_a_step_is_a_mean_that_sees_every_step_but_the_first() -> None:
+    times, progress = StepTimes(num_skipped=1), Progress(step=2, train_time_s=8.0)
+    assert times.mean(progress) == 4.0  # none is kept
+    for seconds in (60.0, 1.0, 1.0, 1.0, 9.0):  # it compiles, and samples in the last
+        times.add(seconds)
+    assert times.mean(progress) == 3.0
+    resumed = StepTimes(num_skipped=1)
+    resumed.resume(times.kept)
+    resumed.add(70.0)
+    assert resumed.mean(progress) == 3.0

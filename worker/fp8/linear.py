@@ -134,7 +134,8 @@ class Float8Linear(GuardedCodes):
         held, unit, amax = self.weight.detach(), self.weight_dequant_scale, self.weight_amax
         if held.dtype == E4M3:
             held, unit = self.weight_values(), None
-        rows, columns = self.weight_scaling.quantize(held, unit=unit, amax=amax, rows=as_held, columns=not as_held)
+        wanted = {"rows": as_held, "columns": not as_held, "is_again": transposed and "output" not in self.high_precision}
+        rows, columns = self.weight_scaling.quantize(held, unit=unit, amax=amax, **wanted)
         codes = rows if as_held else columns
         assert codes is not None
         return codes

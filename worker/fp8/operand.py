@@ -13,8 +13,8 @@ from torch import Tensor
 from worker import kernels
 from worker.fp8.casts import KeepsDtypes
 from worker.fp8.recipe import OperandFormat, Recipe
-from worker.fp8.statistics import NUM_MEASURES, measure
 from worker.kernels import ScaledCodes, ScaleKind
+from worker.kernels.sampling import NUM_MEASURES
 
 
 def product(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
@@ -59,13 +59,14 @@ class OperandScaling(KeepsDtypes):
         rows: bool = True,
         columns: bool = True,
         transposed_later: bool = False,
+        is_again: bool = False,
     ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
         """Codes of x for products over its rows, and codes of x.T for products over its columns; None if not wanted.
 
         One read of x makes both. unit: what is quantized is x * unit, where x are themselves codes and unit (), a power of
         two, is their scale. amax: of x * unit, where it is known; of use where the tensor has one scale. transposed_later:
         columns may be a view of the rows' codes, where the scale transposes with them; the product that takes them transposes
-        them then.
+        them then. is_again: x is quantized a second time in this step and is not sampled.
         """
         if not rows and not columns:
             return None, None
@@ -78,7 +79,7 @@ class OperandScaling(KeepsDtypes):
             amax = quantized.amax if unit is None else quantized.amax * unit
         if amax is not None and self.recipe.amax_history_length and self.training:
             self._remember(amax)
-        if self.is_sampled and self.training:
+        if self.is_sampled and self.training and not is_again:
             self._sample(x, row_codes, column_codes, unit)
         if unit is not None:
             row_codes, column_codes = row_codes and row_codes.times(unit), column_codes and column_codes.times(unit)
@@ -148,6 +149,6 @@ class OperandScaling(KeepsDtypes):
 
     def _sample(self, x: Tensor, rows: ScaledCodes | None, columns: ScaledCodes | None, unit: Tensor | None) -> None:
         if rows is not None:
-            self.sample.copy_(measure(x, rows, unit))
+            self.sample.copy_(kernels.measure(x, rows, unit))
         elif columns is not None:
-            self.sample.copy_(measure(x.t(), columns, unit))
+            self.sample.copy_(kernels.measure(x.t(), columns, unit))

@@ -8,6 +8,7 @@ from worker.kernels.elementwise import ACTIVATIONS, activate_again, all_finite, 
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norms
+from worker.kernels.measurement import measure
 from worker.kernels.operands import QuantizedOperand, quantize_operand
 from worker.kernels.quantization import (
     compute_amax,
@@ -37,6 +38,7 @@ __all__ = [
     "finite_or_nan",
     "matmul",
     "mean_of_shards",
+    "measure",
     "norms",
     "quantize",
     "quantize_operand",

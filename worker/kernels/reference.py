@@ -17,6 +17,7 @@ from torch import Tensor
 
 from worker.kernels.formats import BLOCK, ROUNDED_FORMATS, SCALED_FORMATS, dequant_scale_from_amax, finite_or_nan
 from worker.kernels.rounding import random_bits, split_decode, stochastic_round
+from worker.kernels.sampling import MOST_DECIBELS, NUM_MEASURES, sampled_rows
 from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
 
@@ -179,6 +180,25 @@ def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
         total_S += dequantize(ScaledCodes(codes_S, dequant_scale, ScaleKind.TENSOR), torch.float32)
     total_S /= codes_RS.shape[0]
     return total_S, compute_amax(total_S, ScaleKind.TENSOR)
+
+
+def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor:
+    """Five numbers of a sample of rows, see `measurement.measure`. Counts and squares are summed in float64."""
+    if x_MN.numel() == 0:
+        return torch.full((NUM_MEASURES,), torch.nan, device=x_MN.device)
+    largest, sample = SCALED_FORMATS[quantized.codes.dtype].max, quantized.every(sampled_rows(*x_MN.shape).step)
+    values, stored = _values(sample), decode(sample.codes).abs()
+    wide = x_MN[:: sampled_rows(*x_MN.shape).step].float()
+    magnitude = wide.abs()
+    is_clamped = (stored == largest) & (magnitude > values.abs())
+    counts = (is_clamped, (stored == 0) & (magnitude > 0), wide.square(), (wide - values).square())
+    num_clamped, num_lost, signal, noise = torch.stack([count.sum(dtype=torch.float64) for count in counts]).float()
+    factor = 1.0 if unit is None else unit
+    decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), MOST_DECIBELS)
+    largest_scale = sample.dequant_scale.amax() * factor
+    return torch.stack(
+        (magnitude.amax() * factor, largest_scale, num_clamped / wide.numel(), num_lost / wide.numel(), decibels)
+    )
 
 
 def _inf_to_nan(x: Tensor) -> Tensor:

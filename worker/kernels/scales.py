@@ -73,13 +73,15 @@ class ScaledCodes(NamedTuple):
         """The values times a power of two."""
         return ScaledCodes(self.codes, self.dequant_scale * unit, self.kind)
 
-    def rows(self, start: int, stop: int) -> "ScaledCodes":
-        """A run of a matrix's rows, as views; start is a multiple of 128."""
+    def every(self, step: int) -> "ScaledCodes":
+        """Every step-th row of a matrix, from the first on; of 128×128 blocks, with the scales of 1×128."""
+        codes = self.codes[::step]
         if self.kind is ScaleKind.TENSOR:
-            return ScaledCodes(self.codes[start:stop], self.dequant_scale, self.kind)
+            return ScaledCodes(codes, self.dequant_scale, self.kind)
         if self.kind is ScaleKind.BLOCK_128X128:
-            return ScaledCodes(self.codes[start:stop], self.dequant_scale[start // BLOCK : -(-stop // BLOCK)], self.kind)
-        return ScaledCodes(self.codes[start:stop], self.dequant_scale[start:stop], self.kind)
+            block = torch.arange(0, len(self.codes), step, device=codes.device) // BLOCK
+            return ScaledCodes(codes, self.dequant_scale[block], ScaleKind.BLOCK_1X128)
+        return ScaledCodes(codes, self.dequant_scale[::step], self.kind)
 
 
 def scale_kind(granularity: str, block: tuple[int, int] = (1, BLOCK)) -> ScaleKind:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from api_schemas.precision import PrecisionSpec
 from tests.numerics.measure import mixed_magnitudes
@@ -14,8 +15,8 @@ from tests.numerics.measure import sqnr_db as measured_sqnr_db
 from worker import fp8_statistics, initialize
 from worker.fp8.health import LayerDemoted
 from worker.fp8.linear import Fallback, Float8Linear
-from worker.fp8.statistics import measure
-from worker.kernels import ScaledCodes, ScaleKind, dequantize, encode, quantize, values_of
+from worker.kernels import ScaledCodes, ScaleKind, dequantize, encode, measure, quantize, values_of
+from worker.kernels.sampling import SAMPLE_ELEMENTS, sampled_rows
 
 E4M3 = torch.float8_e4m3fn
 
@@ -47,6 +48,16 @@ def in_codes(values: Tensor, kind: ScaleKind = ScaleKind.TENSOR) -> ScaledCodes:
     return ScaledCodes(*quantize(values, E4M3, kind.granularity, block=kind.block), kind)
 
 
+class CountMeasurements(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_found += func is torch.ops.octet.measure.default
+        return func(*args, **(kwargs or {}))
+
+
 def test_gaussian_numbers_measure_as_theory_says() -> None:
     values = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     amax, dequant_scale, overflow_ratio, underflow_ratio, sqnr_db = measure(values, in_codes(values)).tolist()
@@ -70,14 +81,41 @@ def test_ratios_are_counts() -> None:
 
 
 @pytest.mark.parametrize("kind", ScaleKind)
-def test_a_large_operand_is_measured_a_few_rows_at_a_time(kind: ScaleKind) -> None:
+def test_of_a_large_operand_rows_are_measured_that_lie_an_odd_distance_apart(kind: ScaleKind) -> None:
     values = mixed_magnitudes(300, 5000)
+    rows = sampled_rows(*values.shape)
+    assert (rows.step, len(rows)) == (13, 24)
     quantized = in_codes(values, kind)
     amax, largest_scale, overflow_ratio, underflow_ratio, sqnr_db = measure(values, quantized).tolist()
-    decoded = values_of(quantized)
-    assert (amax, largest_scale, overflow_ratio) == (values.abs().max().item(), quantized.dequant_scale.max().item(), 0)
+    values, decoded = values[:: rows.step], values_of(quantized)[:: rows.step]
+    scales = quantized.dequant_scale
+    if kind is ScaleKind.BLOCK_128X128:
+        scales = scales[[row // 128 for row in rows]]
+    elif kind is not ScaleKind.TENSOR:
+        scales = scales[:: rows.step]
+    assert (amax, largest_scale, overflow_ratio) == (values.abs().max().item(), scales.max().item(), 0)
     assert underflow_ratio == pytest.approx(((decoded == 0) & (values != 0)).double().mean().item())
     assert sqnr_db == pytest.approx(measured_sqnr_db(decoded, values), abs=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (512, 256), (513, 256), (16384, 2048), (300_000, 1024), (64, 50_304), (17, 1 << 20)])
+def test_a_sample_has_few_elements_of_all_parts(shape: tuple[int, int]) -> None:
+    rows = sampled_rows(*shape)
+    assert len(rows) * shape[1] <= max(SAMPLE_ELEMENTS, 16 * shape[1])
+    assert len(rows) == shape[0] or (rows.step % 2 == 1 and len(rows) * shape[1] >= SAMPLE_ELEMENTS / 3)
+    assert shape[0] - rows[-1] <= rows.step
+
+
+@pytest.mark.parametrize("opt_level", ["te", "O2"])
+def test_each_operand_of_a_layer_is_measured_once(opt_level: str) -> None:
+    """The weight too, whose codes are made again in the backward pass."""
+    model, optimizer = make(opt_level=opt_level, statistics_every=2)
+    measured = []
+    for number in range(2):
+        with CountMeasurements() as counter:
+            step(model, optimizer, gaussian(number).requires_grad_())
+        measured.append(counter.num_found)
+    assert measured == [2 * 3, 0]
 
 
 def test_every_nth_step_is_sampled_for_every_layer_and_operand() -> None:

@@ -8,6 +8,7 @@ from torch import sqrt  # which is IEEE's on a CUDA device
 from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gemm import matmul
 from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norms
+from worker.kernels.cuda.measurement import measure
 from worker.kernels.cuda.quantization import quantize, quantize_operand
 from worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
 
@@ -19,6 +20,7 @@ __all__ = [
     "encode",
     "matmul",
     "mean_of_shards",
+    "measure",
     "norms",
     "quantize",
     "quantize_operand",

@@ -1,0 +1,113 @@
+"""Measure how long a step waits for a checkpoint: written in the step, and by a thread while steps go on.
+
+    python -m benchmarks.checkpoint_stall --write
+
+One job trains a GPT on the CPU. Its checkpoints take turns: every other one is finished before the next step, as all were
+before. So other load on the machine affects both equally. The first of each kind is left out: it gets its memory.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from api_schemas import JobSpec
+from worker.config import RankEnv, resolve
+from worker.mesh import Mesh
+from worker.reporting.reporter import LogReporter
+from worker.train import Trainer
+from worker.train_reports import num_parameters
+
+IN_STEP, IN_THREAD = "in the step", "in a thread"
+MODEL = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 256, "max_sequence_length": 64}
+
+
+class TimedTrainer(Trainer):
+    """Finishes every other checkpoint at once, and keeps the seconds of each save and of each interval between them."""
+
+    stalls_s: dict[str, list[float]]
+    intervals_s: dict[str, list[float]]
+    num_bytes: int
+
+    def run(self, checkpoints: Any = ()) -> Any:
+        """Train, and measure."""
+        self.stalls_s, self.intervals_s = {IN_STEP: [], IN_THREAD: []}, {IN_STEP: [], IN_THREAD: []}
+        self.num_bytes, self._number, self._began_s = 0, 0, time.perf_counter()
+        return super().run(checkpoints)
+
+    def save(self) -> None:
+        """Save, and finish it if it is its turn. A save in a thread has waited for the one before, if that was not done."""
+        kind = (IN_STEP, IN_THREAD)[self._number % 2]
+        started_s = time.perf_counter()
+        super().save()
+        if kind == IN_STEP:
+            saved = self.writer.finish()
+            self.num_bytes = saved.num_bytes if saved else 0
+        ended_s = time.perf_counter()
+        self.stalls_s[kind].append(ended_s - started_s)
+        previous = (IN_STEP, IN_THREAD)[(self._number + 1) % 2]  # the checkpoint that began this interval
+        self.intervals_s[previous].append(started_s - self._began_s)
+        self._number, self._began_s = self._number + 1, ended_s
+
+
+def measure(level: str, num_checkpoints: int, every: int) -> TimedTrainer:
+    """Train a job with so many checkpoints of each kind."""
+    training = {"steps": 2 * num_checkpoints * every, "global_batch_size": 2, "sequence_length": 64, "checkpoint_every": every}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("first.txt", "second.txt"):
+            Path(folder, name).write_text("\n".join(f"line {number} of {name}: the quick brown fox" for number in range(1000)))
+        document = {
+            "name": "checkpoint-stall",
+            "model": MODEL,
+            "precision": {"level": level},
+            "data": {"source": "text", "path": folder},
+            "training": training | {"eval_batches": 1},
+        }
+        config = resolve(JobSpec.model_validate(document), RankEnv())
+        with Mesh(config.env, torch.device("cpu")) as mesh:
+            trainer = TimedTrainer(config, mesh, LogReporter(), Path(folder, "job"))
+            trainer.run()
+    return trainer
+
+
+def main() -> int:
+    """Print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--level", default="O2")
+    parser.add_argument("--checkpoints", type=int, default=6, help="of each kind")
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    trainer = measure(options.level, options.checkpoints, options.every)
+    lines = [
+        f"# What a step waits for a checkpoint, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python -m benchmarks.checkpoint_stall {' '.join(sys.argv[1:])}` on {platform.machine()}, 2 cores, shared "
+        f"and loaded; torch {torch.__version__}.",
+        f"GPT of {num_parameters(trainer.model):,} parameters at {options.level}, {trainer.num_bytes:,} bytes a checkpoint, "
+        f"one every {options.every} steps; medians of {options.checkpoints - 1}.",
+        "",
+        "| checkpoint written | a step waits (s) | longest (s) | steps until the next (s) | share of the interval |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for kind in (IN_STEP, IN_THREAD):
+        stalls_s, intervals_s = trainer.stalls_s[kind][1:], trainer.intervals_s[kind][1:]
+        stall_s, interval_s = statistics.median(stalls_s), statistics.median(intervals_s)
+        lines.append(f"| {kind} | {stall_s:.4f} | {max(stalls_s):.4f} | {interval_s:.3f} | {stall_s / interval_s:.1%} |")
+    report = "\n".join(lines) + "\n"
+    sys.stdout.write(report)
+    if options.write:
+        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-checkpoint-stall.md").write_text(report)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

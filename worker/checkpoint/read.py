@@ -1,0 +1,109 @@
+"""Read checkpoints: every byte is checked against the manifest, and the manifest against the registered hash."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from api_schemas import CheckpointRef
+from worker.checkpoint.files import FORMAT_VERSION, FORMAT_VERSION_OF_PIECES, MANIFEST, STATE, TENSORS, rank_file, sha256_of
+from worker.mesh import Axis
+
+
+class BadCheckpoint(Exception):
+    """A checkpoint's files differ from its manifest, or its manifest differs from the registered hash."""
+
+
+def load(folder: Path, ref: CheckpointRef) -> dict[str, Any]:
+    """Read a checkpoint after checking every byte. Raises BadCheckpoint, which names the file that differs."""
+    path = folder / ref.name
+    try:
+        manifest_bytes = (path / MANIFEST).read_bytes()
+        if hashlib.sha256(manifest_bytes).hexdigest() != ref.sha256:
+            raise BadCheckpoint(f"{ref.name}/{MANIFEST} does not have the registered SHA-256")
+        manifest = json.loads(manifest_bytes)
+        for name, expected in manifest["files"].items():
+            if (path / name).stat().st_size != expected["num_bytes"] or sha256_of(path / name) != expected["sha256"]:
+                raise BadCheckpoint(f"{ref.name}/{name} differs from its manifest")
+        document = json.loads((path / STATE).read_text())
+        if document["version"] not in (FORMAT_VERSION, FORMAT_VERSION_OF_PIECES):
+            allowed = f"{FORMAT_VERSION} and {FORMAT_VERSION_OF_PIECES}"
+            raise BadCheckpoint(f"{ref.name} has format {document['version']}; this version reads {allowed}")
+        state: dict[str, Any] = _put_tensors(document["state"], _SavedTensors(path, load_file(path / TENSORS)))
+    except OSError as error:
+        raise BadCheckpoint(f"{ref.name}: {error.strerror or error}") from error
+    return state
+
+
+def load_together(folder: Path, ref: CheckpointRef, world: Axis) -> dict[str, Any]:
+    """Read a checkpoint on all ranks, or on none: if one cannot read it, BadCheckpoint is raised on each."""
+    state: dict[str, Any] = {}
+    reason = ""
+    try:
+        state = load(folder, ref)
+    except BadCheckpoint as error:
+        reason = str(error)
+    [num_failed] = world.sum(float(bool(reason)))
+    if num_failed:
+        raise BadCheckpoint(reason or f"{ref.name} cannot be read by {int(num_failed)} of {world.size} ranks")
+    return state
+
+
+def load_folder(folder: Path) -> dict[str, Any]:
+    """Read the checkpoint in a folder of its own, wherever it was copied to. Raises BadCheckpoint as `load` does."""
+    folder = folder.resolve()
+    try:
+        manifest_bytes = (folder / MANIFEST).read_bytes()
+        step = int(json.loads(manifest_bytes)["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadCheckpoint(f"{folder} holds no checkpoint: {MANIFEST} cannot be read ({error})") from error
+    return load(folder.parent, CheckpointRef(step=step, name=folder.name, sha256=hashlib.sha256(manifest_bytes).hexdigest()))
+
+
+class _SavedTensors:
+    """The tensors of a checkpoint's files. A file of pieces is opened when the first of them is asked for."""
+
+    def __init__(self, folder: Path, whole: dict[str, Tensor]) -> None:
+        self.folder, self.whole = folder, whole
+        self._files: dict[int, Any] = {}
+
+    def join(self, name: str, shape: list[int], places: list[list[int]]) -> Tensor:
+        """Put the pieces of a tensor together, on the host. Raises BadCheckpoint if one is missing."""
+        num_entries = 0
+        parts: list[Tensor] = []
+        for rank, first, length in sorted(places, key=lambda place: place[1]):
+            part = self._file(rank).get_tensor(name)
+            if first != num_entries or part.numel() != length:
+                break
+            num_entries += length
+            parts.append(part)
+        if not parts or num_entries != torch.Size(shape).numel():
+            raise BadCheckpoint(f"{self.folder.name}: the pieces of {name} are not the whole tensor, {tuple(shape)}")
+        return torch.cat(parts).view(shape)
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self._files:
+            self._files[rank] = safe_open(self.folder / rank_file(rank), "pt")
+        return self._files[rank]
+
+
+def _put_tensors(skeleton: dict[str, Any], saved: _SavedTensors) -> Any:
+    ((kind, content),) = skeleton.items()
+    match kind:
+        case "tensor":
+            return saved.whole[content]
+        case "pieces":
+            return saved.join(*content)
+        case "dict":
+            return {key: _put_tensors(item, saved) for key, item in content}
+        case "list":
+            return [_put_tensors(item, saved) for item in content]
+        case "tuple":
+            return tuple(_put_tensors(item, saved) for item in content)
+        case _:
+            return content

@@ -1,0 +1,102 @@
+"""How well codes hold a matrix: twin of `reference.measure`, up to the order of sums and the last bits of a logarithm.
+
+One program measures the whole sample: it is small, and partial sums of several would need a second launch. Shape suffixes: M
+rows, N columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker.kernels import reference
+from worker.kernels.cuda import language
+from worker.kernels.cuda.rescale import FORMAT_NAMES, as_integers
+from worker.kernels.formats import SCALED_FORMATS
+from worker.kernels.sampling import MOST_DECIBELS, NUM_MEASURES, sampled_rows
+from worker.kernels.scales import ScaledCodes, ScaleKind
+
+TILE, MAX_COLUMNS, WARPS = 4096, 1024, 16
+_MOST_DECIBELS = tl.constexpr(MOST_DECIBELS)
+_DECIBELS_PER_BINADE = tl.constexpr(3.0102999566398120)
+
+
+@triton.jit
+def _measure_sample(
+    x,
+    stride,
+    column_stride,
+    codes,
+    code_stride,
+    code_column_stride,
+    scales,
+    scale_stride_m,
+    scale_stride_n,
+    unit,
+    out,
+    num_rows,
+    num_columns,
+    row_step,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HAS_UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the five numbers of every row_step-th row. num_rows: of the sample. SCALE_ROWS · SCALE_COLUMNS share a scale."""
+    amax = tl.zeros((ROWS, COLUMNS), tl.float32)
+    largest_scale = tl.zeros((ROWS, COLUMNS), tl.float32)
+    num_clamped, num_lost = tl.zeros((ROWS, COLUMNS), tl.int32), tl.zeros((ROWS, COLUMNS), tl.int32)
+    signal, noise = tl.zeros((ROWS, COLUMNS), tl.float64), tl.zeros((ROWS, COLUMNS), tl.float64)
+    for first_row in range(0, num_rows, ROWS):
+        sampled = first_row + tl.arange(0, ROWS)
+        row = (sampled.to(tl.int64) * row_step)[:, None]
+        for first_column in range(0, num_columns, COLUMNS):
+            column = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
+            mask = (sampled < num_rows)[:, None] & (column < num_columns)
+            wide = tl.load(x + row * stride + column * column_stride, mask=mask, other=0.0).to(tl.float32)
+            code = tl.load(codes + row * code_stride + column * code_column_stride, mask=mask, other=0)
+            place = row // SCALE_ROWS * scale_stride_m + column // SCALE_COLUMNS * scale_stride_n
+            scale = tl.load(scales + place, mask=mask, other=0.0)
+            stored = language.decode(code, FORMAT)
+            values = stored * scale
+            magnitude, error = tl.abs(wide), wide - values
+            num_clamped += ((tl.abs(stored) == LIMIT) & (magnitude > tl.abs(values))).to(tl.int32)
+            num_lost += ((stored == 0) & (magnitude > 0)).to(tl.int32)
+            signal += (wide * wide).to(tl.float64)
+            noise += (error * error).to(tl.float64)
+            amax = language.max_magnitude(amax, magnitude)
+            largest_scale = language.max_magnitude(largest_scale, scale)
+    factor = 1.0
+    if HAS_UNIT:
+        factor = tl.load(unit)
+    total_noise = tl.sum(tl.sum(noise, 1), 0).to(tl.float32)
+    ratio = tl.div_rn(tl.sum(tl.sum(signal, 1), 0).to(tl.float32), tl.where(total_noise > 0, total_noise, 1.0))
+    num_elements = tl.full((), 0.0, tl.float32) + num_rows * num_columns
+    tl.store(out, language.amax(language.amax(amax, 1), 0) * factor)
+    tl.store(out + 1, language.amax(language.amax(largest_scale, 1), 0) * factor)
+    tl.store(out + 2, tl.div_rn(tl.sum(tl.sum(num_clamped, 1), 0).to(tl.float32), num_elements))
+    tl.store(out + 3, tl.div_rn(tl.sum(tl.sum(num_lost, 1), 0).to(tl.float32), num_elements))
+    tl.store(out + 4, tl.where(total_noise > 0, tl.log2(ratio) * _DECIBELS_PER_BINADE, _MOST_DECIBELS))
+
+
+def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor:
+    """See the reference. One launch."""
+    if x_MN.numel() == 0:
+        return reference.measure(x_MN, quantized, unit)
+    codes, dequant_scale, kind = quantized
+    rows, num_columns = sampled_rows(*x_MN.shape), x_MN.shape[1]
+    scale_strides = (0, 0) if kind is ScaleKind.TENSOR else (dequant_scale.stride(0), 0)
+    if kind.is_blockwise:
+        scale_strides = (dequant_scale.stride(0), dequant_scale.stride(1))
+    columns = min(triton.next_power_of_2(num_columns), MAX_COLUMNS)
+    out = torch.empty(NUM_MEASURES, dtype=torch.float32, device=x_MN.device)
+    given = (x_MN, *x_MN.stride(), as_integers(codes), *codes.stride(), dequant_scale, *scale_strides, unit, out)
+    _measure_sample[(1,)](
+        *given, len(rows), num_columns, rows.step, *kind.block, FORMAT_NAMES[codes.dtype],
+        SCALED_FORMATS[codes.dtype].max, unit is not None, max(1, TILE // columns), columns,
+        num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
