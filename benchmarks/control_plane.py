@@ -196,6 +196,7 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
         submit(f"{options.connections} connections, {name}", options.connections)
         latency(f"last job, {name}", f"/v1/jobs/{ids[-1]}")
         latency(f"page of 50, {name}", "/v1/jobs?limit=50")
+        latency(f"/metrics, {name}", "/metrics")
     return figures
 
 
