@@ -1,6 +1,6 @@
 """Statements that are executed often and with many rows.
 
-SQLAlchemy takes 10 to 15 µs for each row of an `executemany`, most of it to find again how the parameters are converted.
+SQLAlchemy finds again for each row of an `executemany` how its parameters are converted.
 Here that is found once for each kind of database.
 """
 

@@ -170,7 +170,7 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     options = connection.get_execution_options()
-    # Most transactions wait as long as the one before them on this connection, and a statement costs 15 µs.
+    # Most transactions wait as long as the one before them on this connection.
     if connection.info.get(_SQLITE_WAIT_MS) != options[_SQLITE_WAIT_MS]:
         connection.exec_driver_sql(f"PRAGMA busy_timeout={options[_SQLITE_WAIT_MS]}")
         connection.info[_SQLITE_WAIT_MS] = options[_SQLITE_WAIT_MS]
