@@ -133,15 +133,16 @@ def running(tree: Path, folder: Path, *, slots: int = 1, settings: dict[str, str
         process.wait(30)
 
 
-def latencies_ms(server: Server, request: bytes, num_requests: int) -> list[float]:
-    """Send a request again and again over one connection; return the milliseconds of each answer."""
+def latencies_ms(server: Server, request: bytes, num_requests: int) -> tuple[list[float], float]:
+    """Send a request again and again over one connection; return the milliseconds of each answer, and the server's CPU ms."""
+    cpu_s = server.cpu_s()
     connection, times_ms = Connection(server.port), []
     for _ in range(num_requests):
         started_at = time.perf_counter()
         connection.ask(request)
         times_ms.append((time.perf_counter() - started_at) * 1000)
     connection.close()
-    return times_ms
+    return times_ms, (server.cpu_s() - cpu_s) / num_requests * 1000
 
 
 def throughput(server: Server, request: bytes, num_connections: int, duration_s: float) -> tuple[float, float]:
@@ -175,9 +176,10 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
     figures: dict[str, float] = {}
 
     def latency(name: str, path: str) -> None:
-        times_ms = latencies_ms(server, get(path), options.requests)
+        times_ms, cpu_ms = latencies_ms(server, get(path), options.requests)
         figures[f"{name}, p50 (ms)"] = statistics.median(times_ms)
         figures[f"{name}, p99 (ms)"] = statistics.quantiles(times_ms, n=100)[98]
+        figures[f"{name}: CPU of each (ms)"] = cpu_ms
 
     def submit(name: str, num_connections: int) -> None:
         per_s, cpu_ms = throughput(server, request, num_connections, options.seconds)
@@ -194,6 +196,7 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
         submit(f"{options.connections} connections, {name}", options.connections)
         latency(f"last job, {name}", f"/v1/jobs/{ids[-1]}")
         latency(f"page of 50, {name}", "/v1/jobs?limit=50")
+        latency(f"/metrics, {name}", "/metrics")
     return figures
 
 

@@ -101,8 +101,9 @@ def ranks_of(server: Server, corpus: Path) -> tuple[list[Rank], list[str]]:
     return ranks, ids
 
 
-def per_second(ranks: list[Rank], duration_s: float, act: Callable[[Rank], None]) -> float:
-    """Let all ranks act again and again at once; return how often they acted per second."""
+def per_second(server: Server, ranks: list[Rank], duration_s: float, act: Callable[[Rank], None]) -> tuple[float, float]:
+    """Let all ranks act again and again at once; return how often they acted per second, and the server's CPU ms for each."""
+    cpu_s = server.cpu_s()
     counts = [0] * len(ranks)
     ends_at = time.monotonic() + duration_s
 
@@ -117,7 +118,8 @@ def per_second(ranks: list[Rank], duration_s: float, act: Callable[[Rank], None]
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(counts) / (time.monotonic() - began)
+    total, elapsed_s = sum(counts), time.monotonic() - began
+    return total / elapsed_s, (server.cpu_s() - cpu_s) / total * 1000
 
 
 def event_lags(server: Server, rank: Rank, job_id: str, num_streams: int, num_events: int) -> tuple[list[float], list[float]]:
@@ -166,10 +168,14 @@ def event_lags(server: Server, rank: Rank, job_id: str, num_streams: int, num_ev
 def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[str, float]:
     """Measure one server once. The keys name figure and unit."""
     ranks, job_ids = ranks_of(server, corpus)
-    figures = {f"heartbeats, {NUM_ATTEMPTS} connections (1/s)": per_second(ranks, options.seconds, Rank.send)}
+    beats, cpu_ms = per_second(server, ranks, options.seconds, Rank.send)
+    figures = {f"heartbeats, {NUM_ATTEMPTS} connections (1/s)": beats, "heartbeat: CPU of each (ms)": cpu_ms}
     for size in (20, 1000):
-        batches = per_second(ranks, options.seconds, lambda rank, size=size: rank.send_steps(size))
+        batches, cpu_ms = per_second(server, ranks, options.seconds, lambda rank, size=size: rank.send_steps(size))
         figures[f"metric samples, batches of {size} (1/s)"] = batches * size
+        figures[f"batch of {size} samples: CPU of each (ms)"] = cpu_ms
+    if not options.streams:
+        return figures
     lags_ms, reports_ms = event_lags(server, ranks[0], job_ids[0], options.streams, options.events)
     figures[f"lag of events, {options.streams} streams, p50 (ms)"] = statistics.median(lags_ms)
     figures[f"lag of events, {options.streams} streams, p99 (ms)"] = statistics.quantiles(lags_ms, n=100)[98]
@@ -184,7 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement of reports")
-    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--streams", type=int, default=1000, help="open streams of events; 0 leaves them out")
     parser.add_argument("--events", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("build"), help="folder on the disk that SQLite writes to")
     parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
@@ -206,7 +212,7 @@ def main() -> int:
         "",
         f"| figure | {' | '.join(str(tree) for tree in trees)} |",
         f"| --- |{' ---: |' * len(trees)}",
-        *(f"| {name} | {' | '.join(f'{each[name]:.1f}' for each in found)} |" for name in found[0]),
+        *(f"| {name} | {' | '.join(f'{each[name]:.2f}' for each in found)} |" for name in found[0]),
     ]
     report = "\n".join(lines) + "\n"
     sys.stdout.write(report)

@@ -22,7 +22,7 @@ from service.jobs.admission import Admission
 from service.jobs.report_batches import ReportBatches
 from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
-from service.routes import catalog, files, jobs, operations, prometheus, records, reports
+from service.routes import catalog, files, jobs, operations, prometheus, records, reports, usual
 from service.routes.shown import shown_submissions
 from service.settings import Settings
 from service.telemetry.control_plane import Telemetry, TimeRequests
@@ -69,6 +69,7 @@ def create_app(
     app.state.streams = streams
     for router in (jobs.router, records.router, files.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
+    app.router.routes[:0] = usual.shortcuts(context, telemetry)
     app.include_router(reports.router)
     app.include_router(operations.health)
     install(app)

@@ -94,13 +94,15 @@ async def _job_id(job_id: str) -> str:
 TenantDep = Annotated[str, Depends(require_api_key)]
 AttemptTokenDep = Annotated[str, Depends(_attempt_token)]
 JobIdDep = Annotated[str, Depends(_job_id)]
+IDEMPOTENCY_KEY = r"^[\x21-\x7e]+$"
+IDEMPOTENCY_KEY_MAX_LENGTH = 255
 IdempotencyKeyDep = Annotated[
     str | None,
     Header(
         alias="Idempotency-Key",
         min_length=1,
-        max_length=255,
-        pattern=r"^[\x21-\x7e]+$",
+        max_length=IDEMPOTENCY_KEY_MAX_LENGTH,
+        pattern=IDEMPOTENCY_KEY,
         description="The same key and body give the same job again for 24 hours.",
     ),
 ]

@@ -5,6 +5,7 @@ writers. Each locks the row of its job first (`store.jobs.lock_job`), so writes 
 Whoever cannot get a lock for ten seconds gets OperationalError, however many wait.
 """
 
+import math
 import sqlite3
 import threading
 import time
@@ -23,6 +24,7 @@ from service.db.migrate import upgrade
 LOCK_TIMEOUT_S = 10.0
 _SQLITE_WRITE = "octet_write"
 _SQLITE_WAIT_MS = "octet_wait_ms"
+_WAIT_STEPS = 100
 _CONNECTIONS, _MORE_CONNECTIONS = 10, 20  # of one process with PostgreSQL
 
 
@@ -46,6 +48,7 @@ class Database:
         self._writing: Engine
         self.is_sqlite = self._engine.dialect.name == "sqlite"
         self._one_writer = threading.Lock()
+        self._writing_by_step: dict[int, Engine] = {}  # only for whoever has `_one_writer`
         if self.is_sqlite:
             self._reading, self._writing = self._engine, self._engine.execution_options(**{_SQLITE_WRITE: True})
         else:
@@ -108,9 +111,17 @@ class Database:
             raise OperationalError("BEGIN IMMEDIATE", None, locked)
         try:
             left_s = max(0.0, self._lock_timeout_s - (time.monotonic() - began))
-            yield self._writing.execution_options(**{_SQLITE_WAIT_MS: int(1000 * left_s)})
+            yield self._waiting_for(left_s)
         finally:
             self._one_writer.release()
+
+    def _waiting_for(self, left_s: float) -> Engine:
+        """Return the engine that waits for so long, rounded up to a hundredth of the longest wait, so that there are few."""
+        step = math.ceil(_WAIT_STEPS * left_s / self._lock_timeout_s)
+        if step not in self._writing_by_step:
+            wait_ms = int(1000 * self._lock_timeout_s * step / _WAIT_STEPS)
+            self._writing_by_step[step] = self._writing.execution_options(**{_SQLITE_WAIT_MS: wait_ms})
+        return self._writing_by_step[step]
 
     @contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
@@ -159,5 +170,8 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     options = connection.get_execution_options()
-    connection.exec_driver_sql(f"PRAGMA busy_timeout={options[_SQLITE_WAIT_MS]}")
+    # Most transactions wait as long as the one before them on this connection.
+    if connection.info.get(_SQLITE_WAIT_MS) != options[_SQLITE_WAIT_MS]:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout={options[_SQLITE_WAIT_MS]}")
+        connection.info[_SQLITE_WAIT_MS] = options[_SQLITE_WAIT_MS]
     connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get(_SQLITE_WRITE, False) else "BEGIN")

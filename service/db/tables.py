@@ -6,13 +6,15 @@ An attempt takes slots of its pool until `released_at`, the moment when its proc
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, Text, UniqueConstraint, cast, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column
 
 from api_schemas import AttemptState, DesiredState, FailureReason, JobState
 from service.db.columns import SafeText, UtcDateTime, id_column, state_column
 from service.settings import DEFAULT_TENANT
 
+LIVE_JOB = "current_attempt_id IS NOT NULL AND finished_at IS NULL"
+ENDED_JOB = "finished_at IS NOT NULL"
 LIVE_ATTEMPT = "state NOT IN ('succeeded', 'failed', 'cancelled')"
 
 
@@ -51,6 +53,15 @@ class JobRow(Base):
         ),
         Index("ix_jobs_state_pool_id", "state", "pool", "id"),
         Index("ix_jobs_name_id", "name", "id"),
+        Index("ix_jobs_live", "id", sqlite_where=text(LIVE_JOB), postgresql_where=text(LIVE_JOB)),
+        Index("ix_jobs_finished_at", "finished_at", sqlite_where=text(ENDED_JOB), postgresql_where=text(ENDED_JOB)),
+        Index(
+            "ix_jobs_pool_queued_at",
+            "pool",
+            "queued_at",
+            sqlite_where=text("state = 'queued'"),
+            postgresql_where=text("state = 'queued'"),
+        ),
     )
 
     id: Mapped[str] = mapped_column(id_column(), primary_key=True)
@@ -61,7 +72,7 @@ class JobRow(Base):
     pool: Mapped[str] = mapped_column(String(32))
     workers: Mapped[int]
     priority: Mapped[int]
-    spec: Mapped[dict[str, Any]]
+    spec: Mapped[dict[str, Any]] = mapped_column()
 
     created_at: Mapped[datetime]
     queued_at: Mapped[datetime]
@@ -88,6 +99,9 @@ class JobRow(Base):
     reported_at: Mapped[datetime | None]
     steps: Mapped[int | None] = mapped_column(BigInteger)
 
+    # The stored spec before it is parsed, for queries that ask for it in place of `spec`.
+    spec_text: Mapped[str] = column_property(cast(spec, Text), deferred=True)
+
     @property
     def num_steps(self) -> int | None:
         """The job's last step, as a rank said when it started, or else as the spec says. None before epochs are counted."""
@@ -107,6 +121,7 @@ class AttemptRow(Base):
     __tablename__ = "attempts"
     __table_args__ = (
         UniqueConstraint("job_id", "epoch"),
+        Index("ix_attempts_state_reason", "state", "reason"),
         Index(
             "uq_attempts_one_live_per_job",
             "job_id",

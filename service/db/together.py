@@ -3,8 +3,9 @@
 A request is answered after its transaction is durable, as if it had one of its own.
 """
 
+import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
@@ -12,6 +13,7 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
+AnyFuture = Future[Answer] | asyncio.Future[Answer]
 
 
 class Together(Generic[Request, Answer]):
@@ -32,7 +34,7 @@ class Together(Generic[Request, Answer]):
         """name: of the thread. max_weight: of the requests of one transaction together, as `weigh` tells it."""
         self._write_all_of = write
         self._max_weight, self._weigh = max_weight, weigh
-        self._waiting: list[tuple[Request, Future[Answer]]] = []
+        self._waiting: list[tuple[Request, AnyFuture[Answer]]] = []
         self._lock = threading.Lock()
         self._is_writing = False
         self._writer = ThreadPoolExecutor(1, name)
@@ -40,25 +42,30 @@ class Together(Generic[Request, Answer]):
     def add(self, request: Request) -> "Future[Answer]":
         """Store a request soon. The future raises what `write` raised or answered for it."""
         future: Future[Answer] = Future()
+        self._add(request, future)
+        return future
+
+    async def ask(self, request: Request) -> Answer:
+        """Store a request and wait for its answer. Raises what `write` raised or answered for it."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._add(request, future)
+        return await future
+
+    def _add(self, request: Request, future: "AnyFuture[Answer]") -> None:
         with self._lock:
             self._waiting.append((request, future))
             if self._is_writing:
-                return future
+                return
             self._is_writing = True
         self._writer.submit(self._write_until_none_waits)
-        return future
 
     def _write_until_none_waits(self) -> None:
         while taken := self._take():
-            together = [one for one in taken if one[1].set_running_or_notify_cancel()]
+            together = [one for one in taken if _is_wanted(one[1])]
             answers = self._write([request for request, _ in together]) if together else []
-            for (_, future), answer in zip(together, answers, strict=True):
-                if isinstance(answer, Exception):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
+            _settle_all([(future, answer) for (_, future), answer in zip(together, answers, strict=True)])
 
-    def _take(self) -> "list[tuple[Request, Future[Answer]]]":
+    def _take(self) -> "list[tuple[Request, AnyFuture[Answer]]]":
         """Take the requests of the next transaction, at least one. Returns none, and ends the turn, if none waits."""
         with self._lock:
             number, weight = 0, 0
@@ -77,6 +84,37 @@ class Together(Generic[Request, Answer]):
                 return [error] * len(requests)
             # One request is the reason. Nothing was stored, so each is tried alone.
             return [answer for one in requests for answer in self._write([one])]
+
+
+def _is_wanted(future: "AnyFuture[Answer]") -> bool:
+    """Return False if the request was cancelled while it waited."""
+    return not future.cancelled() if isinstance(future, asyncio.Future) else future.set_running_or_notify_cancel()
+
+
+def _settle_all(settled: "Sequence[tuple[AnyFuture[Answer], Answer | Exception]]") -> None:
+    """Give each future its answer. An event loop is woken once for all of its own: each time costs a system call."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[AnyFuture[Answer], Answer | Exception]]] = {}
+    here: list[tuple[AnyFuture[Answer], Answer | Exception]] = []
+    for future, answer in settled:
+        of_loop = by_loop.setdefault(future.get_loop(), []) if isinstance(future, asyncio.Future) else here
+        of_loop.append((future, answer))
+    _settle(here)
+    for loop, of_loop in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_settle, of_loop)
+        except RuntimeError:
+            if not loop.is_closed():  # nobody waits in a closed one
+                raise
+
+
+def _settle(settled: "Iterable[tuple[AnyFuture[Answer], Answer | Exception]]") -> None:
+    for future, answer in settled:
+        if future.cancelled():
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
 
 def _may_be_stored(error: Exception) -> bool:

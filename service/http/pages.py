@@ -18,6 +18,12 @@ def as_json(shown: Contract, status: int = 200, headers: dict[str, str] | None =
     return Response(shown.model_dump_json(), status, headers, media_type="application/json")
 
 
+def page_as_json(page: Page[Item], render: Callable[[Item], str]) -> Response:
+    """Answer with a page as `as_json` does, for items that are rendered faster than by pydantic."""
+    rest = page.model_copy(update={"data": ()}).model_dump_json()
+    return Response(rest.replace('"data":[]', f'"data":[{",".join(map(render, page.data))}]', 1), media_type="application/json")
+
+
 def page_of(items: Sequence[Item], limit: int, key: Callable[[Item], str]) -> Page[Item]:
     """Make a page of `limit` items. `items` has one item more if there is a next page."""
     shown = tuple(items[:limit])

@@ -9,29 +9,19 @@ import hmac
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
 
-from api_schemas import ReportBatch
 from service import store
 from service.db.engine import Database
 from service.db.together import Together
 from service.errors import ServiceError
 from service.jobs import reports
 from service.jobs.reports import Applied
+from service.jobs.usual_reports import SentBatch, apply_usual
 from service.store.ids import is_id
 
 _MAX_REPORTS_TOGETHER = 2000
 """In one transaction. It takes about a tenth of a second; a batch that arrives meanwhile waits for so long."""
 _TOKENS_KEPT = 10_000
-
-
-@dataclass(frozen=True)
-class SentBatch:
-    """One request of a rank."""
-
-    attempt_id: str
-    token: str
-    batch: ReportBatch
 
 
 class ReportBatches:
@@ -49,6 +39,10 @@ class ReportBatches:
     def add(self, sent: SentBatch) -> "Future[Applied]":
         """Apply a batch soon. The future raises what `reports.apply` raises, and the database's errors."""
         return self._together.add(sent)
+
+    async def ask(self, sent: SentBatch) -> Applied:
+        """Apply a batch soon and wait for it. Raises as the future of `add` does."""
+        return await self._together.ask(sent)
 
     def remembers(self, attempt_id: str, token: str) -> bool:
         """Return True if `knows` has found this token to be the attempt's."""
@@ -70,10 +64,13 @@ class ReportBatches:
     def _apply_all(self, together: Sequence[SentBatch]) -> "list[Applied | Exception]":
         answers: dict[int, Applied | Exception] = {}
         with self._database.write() as session:
-            now = self._database.now(session)
             # Two processes that lock the same jobs lock them in this order.
-            for number in sorted(range(len(together)), key=lambda number: together[number].attempt_id):
-                sent = together[number]
+            store.reporting.lock_jobs(session, sorted({sent.attempt_id for sent in together}))
+            now = self._database.now(session)
+            answers |= apply_usual(session, together, self._lease_s, now)
+            for number, sent in enumerate(together):
+                if number in answers:
+                    continue
                 try:
                     # An empty batch is refused before it changes anything; another may be refused in the middle.
                     with session.begin_nested() if sent.batch.reports else nullcontext():

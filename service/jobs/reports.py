@@ -99,8 +99,12 @@ def authenticate(attempt: AttemptRow | None, token: str) -> None:
 
 def is_token_of(attempt: AttemptRow | None, token: str) -> bool:
     """Return True if the token was made at the launch of this attempt. It takes as long for one that is not there."""
+    return is_hash_of(attempt.token_hash if attempt is not None else None, token)
+
+
+def is_hash_of(known: bytes | None, token: str) -> bool:
+    """Return True if the hash is the token's."""
     given = hashlib.sha256(token.encode()).digest()
-    known = attempt.token_hash if attempt is not None else None
     return hmac.compare_digest(given, known or bytes(len(given))) and known is not None
 
 
@@ -184,18 +188,10 @@ class _Batch:
         self.job.reported_at = self.now
 
     def _step(self, body: StepReport, at: datetime) -> None:
-        job, steps = self.job, self.job.num_steps
-        self.steps[body.step] = {
-            "job_id": job.id,
-            "attempt_id": self.attempt.id,
-            "at": at,
-            "evaluation_loss": None,
-            "evaluation_metrics": None,
-            **body.model_dump(exclude={"kind"}),
-        }
-        job.step, job.loss, job.reported_at = body.step, body.loss, self.now
-        job.tokens_per_s = body.tokens / body.step_time_s if body.step_time_s > 0 else None
-        job.remaining_s = None if steps is None else max(0, steps - body.step) * body.step_time_s
+        self.steps[body.step] = metric_row(self.job.id, self.attempt.id, at, body)
+        for name, value in progress(body, self.job.num_steps).items():
+            setattr(self.job, name, value)
+        self.job.reported_at = self.now
         self.attempt.last_step = body.step
         self.attempt.last_progress_at = self.now
 
@@ -243,6 +239,34 @@ class _Batch:
         store.jobs.add_event(self.session, self.job, self.now, type_, message, attempt_id=self.attempt.id, data=data)
 
     def _write_gathered(self) -> None:
-        store.records.put_metrics(self.session, list(self.steps.values()))
+        store.reporting.put_metrics(self.session, list(self.steps.values()))
         store.records.add_log_lines(self.session, self.log_lines)
         self.steps, self.log_lines = {}, []
+
+
+def progress(step: StepReport, num_steps: int | None) -> dict[str, Any]:
+    """Say how far a job is after a step, in the words of its row. num_steps: the job's last step, if it is known."""
+    return {
+        "step": step.step,
+        "loss": step.loss,
+        "tokens_per_s": step.tokens / step.step_time_s if step.step_time_s > 0 else None,
+        "remaining_s": None if num_steps is None else max(0, num_steps - step.step) * step.step_time_s,
+    }
+
+
+def metric_row(job_id: str, attempt_id: str, at: datetime, step: StepReport) -> dict[str, Any]:
+    """Make the row of a step's curve, before it is evaluated."""
+    return {
+        "job_id": job_id,
+        "attempt_id": attempt_id,
+        "at": at,
+        "evaluation_loss": None,
+        "evaluation_metrics": None,
+        "step": step.step,
+        "loss": step.loss,
+        "gradient_norm": step.gradient_norm,
+        "learning_rate": step.learning_rate,
+        "tokens": step.tokens,
+        "step_time_s": step.step_time_s,
+        "data_wait_s": step.data_wait_s,
+    }

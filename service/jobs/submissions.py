@@ -36,6 +36,10 @@ class Submissions:
         """Store a job soon. The future raises IdempotencyMismatch, and the database's errors."""
         return self._together.add(request)
 
+    async def ask(self, request: Request) -> Stored:
+        """Store a job soon and wait for it. Raises as the future of `add` does."""
+        return await self._together.ask(request)
+
     def _store(self, requests: Sequence[Request]) -> "list[Stored | Exception]":
         with self._database.write() as session:
             results = commands.submit_all(session, requests, self._database.now(session))

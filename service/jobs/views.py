@@ -1,5 +1,6 @@
 """Converts rows into what the API shows. Reading is tolerant: rows of an older version still load."""
 
+import json
 import math
 from typing import Any
 
@@ -19,26 +20,44 @@ from api_schemas import (
 from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow, MetricRow
 
 
-class _ParsedSpecs:
-    """The parsed specs of the jobs that were shown last. A spec is used again only if the stored document is the same."""
+class _KnownSpecs:
+    """The specs of the jobs that were shown last: parsed, by the stored text, and rendered with their recipe for the answer."""
 
     def __init__(self, max_specs: int) -> None:
         self._max_specs = max_specs
-        self._parsed: dict[str, tuple[dict[str, Any], JobSpec]] = {}
+        self._parsed: dict[str, JobSpec] = {}
+        self._rendered: dict[int, tuple[JobSpec, str]] = {}
 
-    def spec(self, row: JobRow) -> JobSpec:
+    def parsed(self, row: JobRow) -> JobSpec:
         """Return the parsed spec of a row."""
-        known = self._parsed.get(row.id)
-        if known is not None and known[0] == row.spec:
-            return known[1]
-        spec = JobSpec.read_stored(row.spec)
-        if len(self._parsed) >= self._max_specs:
-            self._parsed.clear()
-        self._parsed[row.id] = row.spec, spec
+        stored = row.__dict__.get("spec_text")
+        if stored is None:
+            return JobSpec.read_stored(row.spec)
+        spec = self._parsed.get(stored)
+        if spec is None:
+            spec = JobSpec.read_stored(json.loads(stored))
+            _make_room(self._parsed, self._max_specs)
+            self._parsed[stored] = spec
         return spec
 
+    def rendered(self, job: Job) -> str:
+        """Return the last fields of a shown job as JSON: recipe and spec."""
+        known = self._rendered.get(id(job.spec))
+        if known is not None and known[0] is job.spec:
+            return known[1]
+        text = job.model_dump_json(include=_OF_SPEC).removeprefix("{")
+        _make_room(self._rendered, self._max_specs)
+        self._rendered[id(job.spec)] = job.spec, text
+        return text
 
-_PARSED = _ParsedSpecs(1024)
+
+def _make_room(kept: dict[Any, Any], limit: int) -> None:
+    if len(kept) >= limit:
+        kept.clear()
+
+
+_OF_SPEC = {"recipe", "spec"}  # the last fields of `Job`, in this order
+_KNOWN = _KnownSpecs(1024)
 
 
 def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec: JobSpec | None = None) -> Job:
@@ -46,7 +65,7 @@ def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec:
 
     `spec` is the job's spec where the caller has it; otherwise the stored one is parsed.
     """
-    spec = spec or _PARSED.spec(row)
+    spec = spec or _KNOWN.parsed(row)
     return Job(
         id=row.id,
         name=row.name,
@@ -54,7 +73,7 @@ def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec:
         state=row.state,
         desired_state=row.desired,
         priority=row.priority,
-        labels=row.spec["labels"],
+        labels=spec.labels,
         created_at=row.created_at,
         started_at=row.started_at,
         finished_at=row.finished_at,
@@ -65,12 +84,17 @@ def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec:
         num_failures=row.num_failures + row.num_platform_failures,
         current_attempt_id=row.current_attempt_id,
         queue=queue,
-        progress=_progress(row),
+        progress=_progress(row, spec),
         start=_start_times(row, attempt),
         summary=JobSummary.read_stored(row.summary) if row.summary else None,
         recipe=spec.precision.resolved_recipe,
         spec=spec,
     )
+
+
+def job_json(shown: Job) -> str:
+    """Render a job as `model_dump_json` does. The spec, which takes most of that time, is rendered once for many answers."""
+    return f"{shown.model_dump_json(exclude=_OF_SPEC)[:-1]},{_KNOWN.rendered(shown)}"
 
 
 def attempt(row: AttemptRow) -> Attempt:
@@ -126,13 +150,14 @@ def checkpoint(row: CheckpointRow) -> Checkpoint:
     )
 
 
-def _progress(row: JobRow) -> Progress | None:
+def _progress(row: JobRow, spec: JobSpec) -> Progress | None:
     if row.step is None or row.reported_at is None:
         return None
-    assert row.num_steps is not None, "a job that has begun knows its steps"
+    steps = row.steps or spec.training.steps
+    assert steps is not None, "a job that has begun knows its steps"
     return Progress(
         step=row.step,
-        steps=row.num_steps,
+        steps=steps,
         loss=row.loss,
         tokens_per_s=row.tokens_per_s,
         remaining_s=row.remaining_s,

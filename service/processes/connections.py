@@ -3,6 +3,8 @@
 uvicorn waits for a request without end and accepts any number of connections, so a client that never finishes its requests
 could take all descriptors. Here a connection over a limit takes the place of the one that has been waiting for its
 request for longest; connections whose request is being answered keep their place.
+
+Requests are parsed by httptools (the parser of Node.js), which is C where h11 is Python. It has no limits of its own.
 """
 
 import asyncio
@@ -11,12 +13,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.settings import Settings
 
 DESCRIPTORS_KEPT = 256
 """Descriptors for the database, the log and Ray, which connections must not take."""
+
+MAX_HEAD_BYTES = 64 << 10
+"""The most of a request line with its headers and trailers, and of a line that does not end (one read of the socket more)."""
 
 Phase = Literal["head", "body", "answer"]
 
@@ -75,13 +80,18 @@ class Connections:
         return True
 
 
-class LimitedProtocol(H11Protocol):
-    """An HTTP connection with deadlines for the head of a request, for its body, and for a client that does not read."""
+class LimitedProtocol(HttpToolsProtocol):
+    """An HTTP connection with deadlines for the head of a request, for its body, and for a client that does not read.
+
+    A request that is not HTTP/1, has a head of more than MAX_HEAD_BYTES, or does not name one Host is answered with 400.
+    """
 
     open_connections: Connections
     phase: Phase = "head"
     phase_began_at: float
     address: str
+    _num_head_bytes = 0
+    _num_unread_bytes = 0
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
 
@@ -99,8 +109,44 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._num_unread_bytes += len(data)
         super().data_received(data)
+        if self._num_unread_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("Invalid HTTP request received.")  # a header or a chunk that does not end
         self._follow()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._num_unread_bytes = 0
+        if self.parser.get_http_version() == "1.1" and sum(name == b"host" for name, _ in self.headers) != 1:
+            raise ValueError("a request has one Host header")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unread_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unread_bytes = 0
+        super().on_message_complete()
+
+    def _count(self, num_bytes: int) -> None:
+        """Count a part of the head. An error in a callback makes the parser refuse the request."""
+        self._num_unread_bytes = 0
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise ValueError(f"the head of a request is larger than {MAX_HEAD_BYTES} bytes")
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -140,7 +186,8 @@ class LimitedProtocol(H11Protocol):
 
     def _refuse(self, status: str, reason: str) -> None:
         """Answer in plain bytes, if no answer has begun, and end the connection. Nothing of it reaches the app."""
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+        is_between_answers = self.cycle is None or not self.cycle.response_started or self.cycle.response_complete
+        if is_between_answers and not self.pipeline:
             head = (f"HTTP/1.1 {status}", "Connection: close", "Content-Type: text/plain", f"Content-Length: {len(reason)}")
             self.transport.write("\r\n".join([*head, "", reason]).encode())
         self._cancel_deadlines()

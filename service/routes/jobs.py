@@ -1,6 +1,5 @@
 """Jobs: submit, validate, list, read, cancel."""
 
-import asyncio
 from typing import Annotated
 
 from anyio.to_thread import run_sync
@@ -11,9 +10,9 @@ from api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from service import store
 from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
 from service.errors import InvalidRequest, NotFound
-from service.http.pages import as_json, page_of
+from service.http.pages import as_json, page_as_json, page_of
 from service.http.problems import answers
-from service.jobs import commands, requests
+from service.jobs import commands, requests, views
 from service.jobs.requests import Request
 from service.routes.shown import shown_job, shown_jobs, starts_soon
 from service.store.ids import is_id
@@ -31,7 +30,7 @@ async def submit(
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
     if idempotency_key is None or not await run_sync(_is_known, context, spec, idempotency_key, tenant):
         await context.admission.check(spec)
-    stored = await asyncio.wrap_future(context.submissions.add(Request(spec, idempotency_key, tenant)))
+    stored = await context.submissions.ask(Request(spec, idempotency_key, tenant))
     headers = {"Location": f"/v1/jobs/{stored.job.id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
     if starts_soon(stored.job):
         context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
@@ -72,17 +71,17 @@ def list_jobs(
     with context.database.read() as session:
         rows = store.jobs.list_jobs(session, wanted, limit + 1, after)
         page = page_of(shown_jobs(session, context, rows), limit, lambda job: job.id)
-    return as_json(page)
+    return page_as_json(page, views.job_json)
 
 
 @router.get("/{job_id}", response_model=Job, operation_id="get_job", responses=answers(404, 422))
 def get_job(job_id: JobIdDep, context: AppContextDep) -> Response:
     with context.database.read() as session:
-        row = store.jobs.find_job(session, job_id)
+        row = store.jobs.find_job_to_show(session, job_id)
         if row is None:
             raise NotFound(f"there is no job {job_id}")
         job = shown_job(session, context, row)
-    return as_json(job)
+    return Response(views.job_json(job), media_type="application/json")
 
 
 @router.post("/{job_id}/cancel", status_code=202, operation_id="cancel_job", responses=answers(404, 409, 422))

@@ -1,6 +1,5 @@
 """The route where ranks report. It is not for people: the token is made at launch and works for one attempt."""
 
-import asyncio
 from typing import Annotated
 
 from anyio.to_thread import run_sync
@@ -10,7 +9,7 @@ from api_schemas import ReportBatch, ReportReply
 from service.deps import AppContextDep, AttemptTokenDep
 from service.errors import StaleAttempt, Unauthenticated
 from service.http.problems import answers
-from service.jobs.report_batches import SentBatch
+from service.jobs.usual_reports import SentBatch
 from service.telemetry.control_plane import TelemetryDep
 
 router = APIRouter(prefix="/internal/v1/attempts", tags=["internal"])
@@ -35,7 +34,7 @@ async def report(
 ) -> ReportReply:
     """Apply one rank's next reports and renew the lease. The answer says what is wanted of the job."""
     try:
-        applied = await asyncio.wrap_future(context.reports.add(SentBatch(attempt_id, token, batch)))
+        applied = await context.reports.ask(SentBatch(attempt_id, token, batch))
     except (StaleAttempt, Unauthenticated):
         telemetry.fenced_writes.inc()
         raise

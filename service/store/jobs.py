@@ -4,18 +4,19 @@ A transaction that changes a job locks its row first (`lock_job`, `lock_attempt`
 order: event numbers have no gaps, and two transitions never race.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, delete, func, insert, or_, select
+from sqlalchemy import ColumnElement, bindparam, delete, func, insert, literal_column, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer, undefer
 
 from api_schemas import AttemptState, FailureReason, JobState, JsonScalar
 from service.db.tables import AttemptRow, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
 from service.store.ids import new_id
 
+_TO_SHOW = (defer(JobRow.spec), undefer(JobRow.spec_text))
 IDEMPOTENCY_KEPT = timedelta(hours=24)
 
 
@@ -40,6 +41,11 @@ class Head:
 
 def find_job(session: Session, job_id: str) -> JobRow | None:
     return session.get(JobRow, job_id)
+
+
+def find_job_to_show(session: Session, job_id: str) -> JobRow | None:
+    """Find a job with its spec as text: to parse the document takes longer than everything else of the row."""
+    return session.scalar(select(JobRow).where(JobRow.id == job_id).options(*_TO_SHOW))
 
 
 def last_job_id(session: Session) -> str | None:
@@ -69,8 +75,8 @@ def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow]
 
 
 def list_jobs(session: Session, wanted: JobFilter, limit: int, after: str | None) -> list[JobRow]:
-    """List jobs, newest first, starting after the id `after`. Ids sort by the time they were made."""
-    query = select(JobRow).order_by(JobRow.id.desc()).limit(limit)
+    """List jobs with their specs as text, newest first, starting after the id `after`. Ids sort by the time they were made."""
+    query = select(JobRow).options(*_TO_SHOW).order_by(JobRow.id.desc()).limit(limit)
     if after is not None:
         query = query.where(JobRow.id < after)
     if wanted.states:
@@ -111,6 +117,8 @@ def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:
 def current_attempts(session: Session, jobs: Sequence[JobRow]) -> dict[str, AttemptRow]:
     """Find the last attempt of each job that had one; by job id."""
     ids = [job.current_attempt_id for job in jobs if job.current_attempt_id is not None]
+    if not ids:
+        return {}
     return {attempt.job_id: attempt for attempt in session.scalars(select(AttemptRow).where(AttemptRow.id.in_(ids)))}
 
 
@@ -179,7 +187,7 @@ def forget_idempotency_keys(session: Session, now: datetime) -> None:
 
 def count_jobs(session: Session) -> dict[tuple[str, JobState], int]:
     """Count jobs by pool and state."""
-    query = select(JobRow.pool, JobRow.state, func.count()).group_by(JobRow.pool, JobRow.state)
+    query = select(JobRow.pool, JobRow.state, func.count()).group_by(JobRow.state, JobRow.pool)  # as an index has them
     return {(pool, state): count for pool, state, count in session.execute(query)}
 
 
@@ -200,19 +208,29 @@ def count_endings(session: Session) -> dict[tuple[AttemptState, FailureReason | 
 
 def jobs_to_show(session: Session, since: datetime, limit: int) -> list[JobRow]:
     """List jobs that had an attempt and either live or ended after `since`; newest first."""
-    return list(session.scalars(select(JobRow).where(*_to_show(since)).order_by(JobRow.id.desc()).limit(limit)))
+    newest = (select(JobRow).where(*kind).order_by(JobRow.id.desc()).limit(limit) for kind in _to_show(since))
+    jobs = [job for query in newest for job in session.scalars(query)]
+    return sorted(jobs, key=lambda job: job.id, reverse=True)[:limit]
 
 
 def count_jobs_to_show(session: Session, since: datetime) -> int:
-    return session.scalar(select(func.count()).select_from(JobRow).where(*_to_show(since))) or 0
+    counts = (select(func.count()).select_from(JobRow).where(*kind) for kind in _to_show(since))
+    return sum(session.scalar(count) or 0 for count in counts)
 
 
-def _to_show(since: datetime) -> tuple[ColumnElement[bool], ...]:
-    live = [state for state in JobState if not state.is_terminal]
-    return JobRow.current_attempt_id.is_not(None), or_(JobRow.state.in_(live), JobRow.finished_at > since)
+def _to_show(since: datetime) -> tuple[tuple[ColumnElement[bool], ...], ...]:
+    """Select the jobs that live and those that ended: two conditions, because no index serves both."""
+    had_attempt = JobRow.current_attempt_id.is_not(None)
+    return (had_attempt, JobRow.finished_at.is_(None)), (had_attempt, JobRow.finished_at > since)
 
 
-def oldest_queued(session: Session) -> dict[str, datetime]:
-    """When the longest-waiting job was queued, per pool."""
-    query = select(JobRow.pool, func.min(JobRow.queued_at)).where(JobRow.state == JobState.QUEUED).group_by(JobRow.pool)
-    return {pool: since for pool, since in session.execute(query)}
+def oldest_queued(session: Session, pools: Iterable[str]) -> dict[str, datetime]:
+    """When the longest-waiting job was queued, for each of these pools that has one."""
+    oldest = {pool: session.scalar(_OLDEST_QUEUED, {"pool": pool}) for pool in pools}
+    return {pool: since for pool, since in oldest.items() if since is not None}
+
+
+# The literal lets SQLite use the index of queued jobs; it does not for a bound parameter.
+_OLDEST_QUEUED = select(func.min(JobRow.queued_at)).where(
+    JobRow.state == literal_column("'queued'"), JobRow.pool == bindparam("pool")
+)

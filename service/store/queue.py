@@ -5,7 +5,21 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, ScalarSelect, bindparam, delete, func, literal_column, or_, select, union_all, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Integer,
+    ScalarSelect,
+    Select,
+    bindparam,
+    delete,
+    func,
+    literal_column,
+    or_,
+    select,
+    union_all,
+    update,
+)
 from sqlalchemy.orm import Session, aliased
 
 from api_schemas import AttemptState, FailureReason
@@ -39,9 +53,23 @@ class QueuedJob(NamedTuple):
 
 
 def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
-    """List the first jobs of a pool's queue in order: enough to fill the pool, few enough to read often."""
+    """List the first jobs of a pool's queue in order: enough to fill the pool, few enough to read often.
+
+    The index of the queue is in the order of priorities, but within one priority it would be read from the wrong end, so
+    sorting would read the whole queue. Instead: all jobs above the priority of the last job in the head, and as many as
+    needed of that priority.
+    """
+    parameters = {"pool": pool, "head": HEAD_OF_QUEUE, "others": HEAD_OF_QUEUE - 1}
+    lowest = session.scalar(_LOWEST_IN_HEAD, parameters)
+    query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE
+    return [QueuedJob(*row) for row in session.execute(query, parameters | {"lowest": lowest})]
+
+
+def _in_order(
+    *conditions: ColumnElement[bool],
+) -> Select[str, str, int, int, datetime | None, bool, datetime | None, FailureReason | None]:
     last = aliased(AttemptRow)
-    query = (
+    return (
         select(
             JobRow.id,
             JobRow.pool,
@@ -54,28 +82,27 @@ def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
         )
         .outerjoin(AttemptRow, (AttemptRow.id == JobRow.current_attempt_id) & AttemptRow.released_at.is_(None))
         .outerjoin(last, last.id == JobRow.current_attempt_id)
-        .where(*_may_be_in_head(session, pool))
+        .where(*conditions)
         .order_by(JobRow.priority.desc(), JobRow.id)
-        .limit(HEAD_OF_QUEUE)
+        .limit(_HEAD)
     )
-    return [QueuedJob(*row) for row in session.execute(query)]
 
 
-def _may_be_in_head(session: Session, pool: str) -> tuple[ColumnElement[bool], ...]:
-    """Select the head of a queue and little more.
-
-    The index of the queue is in the order of priorities, but within one priority it would be read from the wrong end, so
-    sorting would read the whole queue. Instead: all jobs above the priority of the last job in the head, and as many as
-    needed of that priority.
-    """
-    queued = (_IS_QUEUED, JobRow.pool == pool)
-    by_priority = select(JobRow.priority).where(*queued).order_by(JobRow.priority.desc())
-    lowest = session.scalar(by_priority.limit(1).offset(HEAD_OF_QUEUE - 1))
-    if lowest is None:
-        return queued
-    oldest = select(JobRow.id).where(*queued, JobRow.priority == lowest).order_by(JobRow.id).limit(HEAD_OF_QUEUE).subquery()
-    above = select(JobRow.id).where(*queued, JobRow.priority > lowest)
-    return (JobRow.id.in_(union_all(select(oldest.c.id), above)),)
+# All statements below are built once: to build them costs more than to execute them.
+_HEAD: BindParameter[int] = bindparam("head", type_=Integer)
+_OF_POOL = (_IS_QUEUED, JobRow.pool == bindparam("pool"))
+_LOWEST: BindParameter[int] = bindparam("lowest", type_=Integer)
+_LOWEST_IN_HEAD = (
+    select(JobRow.priority)
+    .where(*_OF_POOL)
+    .order_by(JobRow.priority.desc())
+    .limit(1)
+    .offset(bindparam("others", type_=Integer))
+)
+_OLDEST_OF_LOWEST = select(JobRow.id).where(*_OF_POOL, JobRow.priority == _LOWEST).order_by(JobRow.id).limit(_HEAD).subquery()
+_ABOVE_LOWEST = select(JobRow.id).where(*_OF_POOL, JobRow.priority > _LOWEST)
+_WHOLE_QUEUE = _in_order(*_OF_POOL)
+_HEAD_OF_QUEUE = _in_order(JobRow.id.in_(union_all(select(_OLDEST_OF_LOWEST.c.id), _ABOVE_LOWEST)))
 
 
 def positions(session: Session, jobs: Iterable[JobRow]) -> dict[str, int]:
@@ -100,7 +127,6 @@ def _counted(*conditions: ColumnElement[bool]) -> ScalarSelect[int]:
     return query.scalar_subquery()
 
 
-# Built once: to build them costs more than to execute them.
 _OF_PRIORITY = JobRow.priority == bindparam("priority")
 _NUM_AHEAD = select(_counted(JobRow.priority > bindparam("priority")) + _counted(_OF_PRIORITY, JobRow.id < bindparam("first")))
 _FROM_FIRST_TO_LAST = select(JobRow.id, func.row_number().over(order_by=JobRow.id)).where(

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import delete, func, insert, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState
@@ -41,16 +40,6 @@ def live_exporters(session: Session) -> list[tuple[ExporterRow, AttemptRow, JobR
 def metrics_after(session: Session, job_id: str, step: int, limit: int) -> list[MetricRow]:
     query = select(MetricRow).where(MetricRow.job_id == job_id, MetricRow.step > step).order_by(MetricRow.step).limit(limit)
     return list(session.scalars(query))
-
-
-def put_metrics(session: Session, rows: Sequence[dict[str, Any]]) -> None:
-    """Add steps to the curve. A step that is there already is replaced, together with its evaluation."""
-    if not rows:
-        return
-    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
-    statement = dialect.insert(MetricRow)
-    columns = {name: statement.excluded[name] for name in rows[0] if name not in {"job_id", "step"}}
-    session.execute(statement.on_conflict_do_update(index_elements=["job_id", "step"], set_=columns), list(rows))
 
 
 def put_evaluation(session: Session, job_id: str, step: int, loss: float | None, metrics: Mapping[str, float | None]) -> bool:

@@ -139,7 +139,7 @@ class _DatabaseCollector(Collector):
         family = GaugeMetricFamily(
             "octet_queue_oldest_wait_seconds", "how long the longest-waiting job has waited", labels=["pool"]
         )
-        waiting_since = store.jobs.oldest_queued(session)
+        waiting_since = store.jobs.oldest_queued(session, [pool.name for pool in self._settings.pools])
         now = self._database.now(session)
         for pool in self._settings.pools:
             since = waiting_since.get(pool.name, now)

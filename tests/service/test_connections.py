@@ -1,5 +1,6 @@
 """Clients that do not finish their requests neither stop the service nor fill its memory."""
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -149,6 +150,28 @@ def test_bodies_that_stay_incomplete_give_way_to_others(serve: Serve, monkeypatc
         with connect(port, head + b"Content-Length: 300002\r\n\r\n" + b" " * 300_000 + b"{}") as whole:
             assert b" 422 " in whole.recv(65_536).splitlines()[0]
         assert status(port) == 200
+
+
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+CHUNKED = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET /healthz HTTP/1.1\r\n\r\n",
+        HEAD + b"Host: 127.0.0.1\r\n\r\n",
+        pytest.param(b"GET /" + b"a" * 500_000, marks=pytest.mark.matrix),
+        HEAD + b"A: " + b"a" * 500_000,
+        pytest.param(HEAD + b"".join(b"A: %05d\r\n" % number for number in range(12_000)), marks=pytest.mark.matrix),
+        pytest.param(CHUNKED + b"1;" + b"a" * 500_000, marks=pytest.mark.matrix),
+        CHUNKED + b"0\r\nA: " + b"a" * 500_000,
+    ],
+    ids=["no host", "two hosts", "path", "header", "headers", "chunk", "trailer"],
+)
+def test_a_head_that_is_too_large_or_names_no_host_is_refused(serve: Serve, request_: bytes) -> None:
+    with serve() as port, connect(port, request_) as connection, contextlib.suppress(ConnectionResetError):
+        assert until_closed(connection).startswith(b"HTTP/1.1 400 ")
 
 
 def test_the_process_may_open_as_many_files_as_the_system_allows() -> None:

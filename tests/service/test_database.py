@@ -55,6 +55,8 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         connection.execute(text("CREATE INDEX ix_idempotency_keys_expires_at ON idempotency_keys (expires_at)"))
         row = {"job_id": job_id, "at": "2026-02-01 12:00:00"}
         connection.execute(text("INSERT INTO idempotency_keys VALUES ('used', 'hash', :job_id, :at)"), row)
+        for index in ("ix_jobs_live", "ix_jobs_finished_at", "ix_jobs_pool_queued_at", "ix_attempts_state_reason"):
+            connection.execute(text(f"DROP INDEX {index}"))
         connection.execute(text("ALTER TABLE jobs DROP COLUMN steps"))
         connection.execute(text("ALTER TABLE metrics DROP COLUMN evaluation_metrics"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0003'"))

@@ -15,6 +15,7 @@ from service.jobs import submissions, views
 from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
 from tests.service.simulation import check_invariants
+from tests.service.statements import counted
 from tests.service.world import World
 from tests.waiting import LONG_S
 
@@ -61,6 +62,16 @@ def test_what_waits_is_written_in_one_transaction(world: World, monkeypatch: pyt
     for job_id in ids:
         assert [event.type for event in world.events(job_id)] == ["job.accepted"]
     check_invariants(world)
+
+
+def test_many_take_a_few_statements_and_one_commit(world: World) -> None:
+    together = Submissions(world.database, show)
+    labelled = world.spec.model_copy(update={"labels": {"team": "research"}})
+    with counted(world) as counts:
+        stored = together._store([Request(world.spec), Request(labelled), Request(labelled)])
+    assert len({answer.job.id for answer in stored if not isinstance(answer, Exception)}) == 3
+    # The id to sort after, then jobs, labels and events.
+    assert counts == {"statements": 4, "commits": 1}
 
 
 def test_one_that_fails_does_not_fail_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,92 @@
+"""Applies heartbeats and steps, which are nearly all that ranks report, for many attempts with a few statements.
+
+Only batches about which there is nothing to decide are applied here: the attempt trains or starts and was heard before, the
+token and the epoch are right, no report is missing or comes twice. For them the result is that of `reports.apply`, which
+decides about all others.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from api_schemas import AttemptState, ReportBatch, ReportReply, StepReport
+from service import store
+from service.jobs.reports import Applied, is_hash_of, metric_row, progress
+from service.store.reporting import Standing
+
+_HEARD_BEFORE = {AttemptState.STARTING, AttemptState.RUNNING}
+
+
+@dataclass(frozen=True)
+class SentBatch:
+    """One request of a rank."""
+
+    attempt_id: str
+    token: str
+    batch: ReportBatch
+
+
+def apply_usual(session: Session, together: Sequence[SentBatch], lease_s: float, now: datetime) -> dict[int, Applied]:
+    """Apply the usual batches and renew their leases; returns what each did, by its number. The jobs must be locked."""
+    num_batches = Counter(sent.attempt_id for sent in together)
+    by_rank: dict[int, dict[str, int]] = {}
+    for number, sent in enumerate(together):
+        if num_batches[sent.attempt_id] == 1 and _may_be_usual(sent.batch):
+            by_rank.setdefault(sent.batch.rank, {})[sent.attempt_id] = number
+    applied: dict[int, Applied] = {}
+    for rank, numbers in by_rank.items():
+        standings = store.reporting.standings(session, list(numbers), rank)
+        usual = {number: standings[id_] for id_, number in numbers.items() if id_ in standings}
+        usual = {number: standing for number, standing in usual.items() if _is_usual(together[number], standing)}
+        if usual:
+            until = now + timedelta(seconds=lease_s) if rank == 0 else None
+            store.reporting.note_reports(session, [standing.attempt_id for standing in usual.values()], now, until)
+            _write_steps(session, [(standing, together[number].batch) for number, standing in usual.items()], now)
+        for number, standing in usual.items():
+            reports = together[number].batch.reports
+            acknowledged = reports[-1].seq if reports else standing.last_seq
+            reply = ReportReply(desired=standing.desired, lease_s=lease_s, acknowledged_seq=acknowledged)
+            applied[number] = Applied(reply, finished=False)
+    return applied
+
+
+def _may_be_usual(batch: ReportBatch) -> bool:
+    return not batch.reports or (batch.rank == 0 and all(type(report.body) is StepReport for report in batch.reports))
+
+
+def _is_usual(sent: SentBatch, standing: Standing) -> bool:
+    batch = sent.batch
+    return (
+        is_hash_of(standing.token_hash, sent.token)
+        and batch.rank < standing.workers
+        and batch.epoch == standing.epoch
+        and standing.state in _HEARD_BEFORE
+        and standing.has_reported
+        and (not batch.reports or standing.state is AttemptState.RUNNING)
+        and all(report.seq == seq for seq, report in enumerate(batch.reports, start=standing.last_seq + 1))
+    )
+
+
+def _write_steps(session: Session, batches: Sequence[tuple[Standing, ReportBatch]], now: datetime) -> None:
+    attempts: list[dict[str, Any]] = []
+    jobs: list[dict[str, Any]] = []
+    sequences: list[dict[str, Any]] = []
+    metrics: list[dict[str, Any]] = []
+    for standing, batch in batches:
+        if not batch.reports:
+            continue
+        last = batch.reports[-1]
+        assert isinstance(last.body, StepReport), "other reports are not usual"
+        attempts.append({"of_attempt": standing.attempt_id, "last_step": last.body.step, "last_progress_at": now})
+        jobs.append({"of_job": standing.job_id, "reported_at": now, **progress(last.body, standing.num_steps)})
+        sequences.append({"attempt_id": standing.attempt_id, "rank": batch.rank, "last_seq": last.seq})
+        for report in batch.reports:
+            assert isinstance(report.body, StepReport)
+            metrics.append(metric_row(standing.job_id, standing.attempt_id, report.at, report.body))
+    store.reporting.note_steps(session, attempts, jobs)
+    store.reporting.put_sequences(session, sequences)
+    store.reporting.put_metrics(session, metrics)

@@ -1,0 +1,58 @@
+"""Shortcuts to the three routes that are asked most: to report, to submit a job, to read one. See `service.http.shortcuts`."""
+
+import re
+
+from anyio.to_thread import run_sync
+from fastapi import Response
+from pydantic import ValidationError
+
+from api_schemas import JobSpec, ReportBatch
+from service.deps import IDEMPOTENCY_KEY, IDEMPOTENCY_KEY_MAX_LENGTH, AppContext, tenant_of
+from service.http.pages import as_json
+from service.http.shortcuts import Shortcut, Usual, route_of
+from service.routes import jobs, reports
+from service.store.ids import is_id
+from service.telemetry.control_plane import Telemetry
+
+
+def shortcuts(context: AppContext, telemetry: Telemetry) -> list[Shortcut]:
+    """Make the shortcuts of an app."""
+
+    async def report(usual: Usual) -> Response | None:
+        attempt_id, authorization = usual.path_params["attempt_id"], usual.header(b"authorization") or ""
+        token = authorization.removeprefix("Bearer ")
+        if token == authorization or not usual.is_json or not context.reports.remembers(attempt_id, token):
+            return None
+        try:
+            batch = ReportBatch.model_validate_json(usual.body)
+        except ValidationError:
+            return None
+        return as_json(await reports.report(attempt_id, batch, token, context, telemetry))
+
+    async def submit(usual: Usual) -> Response | None:
+        key = usual.header(b"idempotency-key")
+        if not usual.is_json or not (key is None or _is_idempotency_key(key)):
+            return None
+        tenant = tenant_of(context.settings, usual.header(b"authorization") or "")
+        try:
+            spec = JobSpec.model_validate_json(usual.body)
+        except ValidationError:
+            return None
+        return await jobs.submit(spec, context, tenant, key)
+
+    async def read(usual: Usual) -> Response | None:
+        job_id = usual.path_params["job_id"]
+        if not is_id("job", job_id):
+            return None
+        tenant_of(context.settings, usual.header(b"authorization") or "")
+        return await run_sync(jobs.get_job, job_id, context)
+
+    return [
+        Shortcut(route_of(reports.router, "report"), report),
+        Shortcut(route_of(jobs.router, "submit_job"), submit),
+        Shortcut(route_of(jobs.router, "get_job"), read),
+    ]
+
+
+def _is_idempotency_key(key: str) -> bool:
+    return len(key) <= IDEMPOTENCY_KEY_MAX_LENGTH and re.fullmatch(IDEMPOTENCY_KEY, key) is not None
