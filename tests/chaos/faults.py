@@ -43,7 +43,7 @@ WEIGHTS: dict[tuple[str, str], int] = {
 MEAN_STOP_S, LONGEST_STOP_S = 3.0, 12.0
 PAST_LEASE_S, PAST_LEASE_SHARE = 40.0, 0.05
 LONGEST_AWAY_S = 5.0
-PATIENCE = 0.7
+PATIENCE = 0.9
 """The share of strikes that is left out while no rank runs. Otherwise a loaded machine would never get to train."""
 
 logger = logging.getLogger("chaos")

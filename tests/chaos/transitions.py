@@ -99,8 +99,10 @@ def sqlite_url() -> Iterator[str]:
     """A new SQLite database in memory if the system has a folder there: the disk's time is not what is tested."""
     shared_memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="octet-transitions-", dir=shared_memory if shared_memory.is_dir() else None))
-    yield f"sqlite:///{folder / 'octet.db'}"
-    shutil.rmtree(folder)
+    try:
+        yield f"sqlite:///{folder / 'octet.db'}"
+    finally:
+        shutil.rmtree(folder)
 
 
 def main() -> int:
