@@ -47,6 +47,20 @@ test: install prometheus
 test-system: install prometheus
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m 'system and not matrix'
 
+# SIGKILL and SIGSTOP of every process at random instants from a seed, then the ledger of jobs; the seconds that each failure costs;
+# and random lives of the control plane on a simulated cluster. Each ends by itself; the first takes about two hours for 1,000 signals.
+CHAOS_SEED        := $(or $(CHAOS_SEED),$(strip $(shell od -An -N3 -tu4 /dev/urandom)))
+CHAOS_SIGNALS     ?= 1000
+CHAOS_JOBS        ?= 100
+CHAOS_MINUTES     ?= 240
+CHAOS_TRANSITIONS ?= 1000000
+
+.PHONY: chaos
+chaos: install
+	$(BIN)/python -m tests.chaos.run --seed $(CHAOS_SEED) --signals $(CHAOS_SIGNALS) --jobs $(CHAOS_JOBS) --minutes $(CHAOS_MINUTES)
+	$(BIN)/python -m tests.chaos.goodput
+	$(BIN)/python -m tests.chaos.transitions --seed $(CHAOS_SEED) --transitions $(CHAOS_TRANSITIONS)
+
 # The rest of the long matrices: crash points, levels, compilers, smoke runs of benchmarks. Before a release, and after a change there.
 test-matrix: install $(OTHER_TRITON)
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m matrix

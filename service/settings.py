@@ -36,7 +36,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="OCTET_", frozen=True, extra="forbid", hide_input_in_errors=True)
 
     data_dir: Path = Path("octet-data")
-    database_url: str = Field(default="", description="sqlite:///… or postgresql://…; default: a file in data_dir")
+    database_url: str = Field(default="", repr=False, description="sqlite:///… or postgresql://…; default: a file in data_dir")
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65_535)
     report_url: str = Field(default="", description="base URL of this service as the workers reach it")

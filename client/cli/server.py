@@ -58,6 +58,10 @@ def dispatcher(
     autoscale: Annotated[
         bool, typer.Option("--autoscale", envvar="OCTET_AUTOSCALE", help="Tell Ray's autoscaler what the queue wants.")
     ] = False,
+    metrics_address: Annotated[
+        str,
+        typer.Option("--metrics-address", envvar="OCTET_METRICS_ADDRESS", help="Serve metrics at HOST:PORT; default: nowhere."),
+    ] = "",
 ) -> None:
     """Cluster mode: what runs jobs on a Ray cluster. Several may run; one leads. See docs/deploy.md."""
     with _refusing("dispatcher"):
@@ -68,6 +72,7 @@ def dispatcher(
             ray_token_file=ray_token_file,
             database_url_file=database_url_file,
             autoscale=autoscale,
+            metrics_address=metrics_address,
         )
 
 

@@ -43,6 +43,8 @@ class Database:
         self._lock_timeout_s = lock_timeout_s
         self.observe: Callable[[str, float, bool], None] = _ignore
         """Called after each transaction with its kind (read or write), its seconds, and whether the database broke it."""
+        self.name = make_url(url).render_as_string(hide_password=True)
+        """The URL without its password, for messages."""
         self._engine = _engine(url, lock_timeout_s)
         self._reading: Engine
         self._writing: Engine

@@ -39,6 +39,11 @@ class Dispatcher:
             Loop(name, self._while_leading(step), pause_s, self.health) for name, (step, pause_s) in _JOB_STEPS.items()
         ]
 
+    @property
+    def leads(self) -> bool:
+        """True while this dispatcher leads."""
+        return self._context.leads_since is not None
+
     def start(self) -> None:
         for loop in (self._lead_loop, *self._job_loops, self._orphans_loop):
             loop.start()

@@ -25,17 +25,26 @@ from service.processes.startup import (
     end_by_exception,
     log_to_stderr,
 )
+from service.telemetry.dispatcher import serving_metrics
 
 _DEMAND_INTERVAL_S = 5.0
 
 logger = logging.getLogger(__name__)
 
 
-def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path | None = None, autoscale: bool = False) -> None:
+def dispatch(
+    *,
+    ray_address: str,
+    ray_token_file: Path,
+    database_url_file: Path | None = None,
+    autoscale: bool = False,
+    metrics_address: str = "",
+) -> None:
     """Run jobs until SIGTERM or SIGINT; attempts on the cluster go on after that.
 
     `autoscale` tells Ray's autoscaler how many slots the queue wants; without it a pool without nodes never gets any.
-    Raises ValueError for settings that cannot work.
+    `metrics_address` is HOST:PORT, where Prometheus gets this process's metrics; empty for none.
+    Raises ValueError for settings that cannot work, OSError for an address of metrics that is taken.
     """
     settings = cluster_settings(database_url_file)
     if not settings.report_url:
@@ -59,19 +68,20 @@ def dispatch(*, ray_address: str, ray_token_file: Path, database_url_file: Path 
         launcher.request_slots(slots_wanted(database, settings.pools))
 
     demand = Loop("demand", request_slots, _DEMAND_INTERVAL_S, dispatcher.health)
-    dispatcher.start()
-    if autoscale:
-        demand.start()
-    try:
-        logger.info("the dispatcher runs attempts on the Ray cluster at %s", ray_address)
-        while True:
-            signal.pause()
-    finally:
-        demand.stop(SHUTDOWN_S)
-        dispatcher.stop()
-        launcher.close()
-        node.stop()
-        database.close()
+    with serving_metrics(metrics_address, dispatcher.health, lambda: dispatcher.leads):
+        dispatcher.start()
+        if autoscale:
+            demand.start()
+        try:
+            logger.info("the dispatcher runs attempts on the Ray cluster at %s", ray_address)
+            while True:
+                signal.pause()
+        finally:
+            demand.stop(SHUTDOWN_S)
+            dispatcher.stop()
+            launcher.close()
+            node.stop()
+            database.close()
 
 
 def slots_wanted(database: Database, pools: Sequence[PoolConfig]) -> dict[str, int]:

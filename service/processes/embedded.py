@@ -19,7 +19,13 @@ from service.cluster.ray.embedded import LocalRay, hold_serve_lock
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
 from service.processes.server import http_server
-from service.processes.startup import checked_settings, listening, log_to_stderr, private_folder
+from service.processes.startup import (
+    checked_settings,
+    database_of_one_machine,
+    listening,
+    log_to_stderr,
+    private_folder,
+)
 from service.settings import Settings, default_pool
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -40,7 +46,7 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Raises ValueError for settings that cannot work or a data folder that others can write to, OSError for a port that is
-    taken, and RuntimeError for a data folder that another server uses.
+    taken, and RuntimeError for a data folder that another server uses or a database that cannot be written.
     """
     given: dict[str, Any] = {"host": host, "port": port, "data_dir": data_dir.resolve()}
     given |= {"api_keys_file": api_key_file} if api_key_file else {}
@@ -54,8 +60,7 @@ def serve(
     with listening(settings) as listener:
         private_folder(settings.data_dir)
         hold_serve_lock(settings.data_dir)
-        database = Database(settings.effective_database_url)
-        database.migrate()
+        database = database_of_one_machine(settings)
         with _local_cluster(settings) as launcher:
             _run(settings, database, launcher, listener)
         database.close()

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
-from service.db.engine import Database
+from service.db.engine import LOCK_TIMEOUT_S, Database
 from service.settings import Settings
 
 SHUTDOWN_S = 3
@@ -132,3 +132,32 @@ def database_that_answers(settings: Settings) -> Database:
             logger.warning("the database does not answer; trying again in about %.1f s: %s", wait_s, first_line)
             time.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+
+
+def database_of_one_machine(settings: Settings, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> Database:
+    """Open and migrate the database of `octet serve`.
+
+    lock_timeout_s: the longest wait for a lock that another process holds. Raises RuntimeError, with what to change, for a
+    database that cannot be written: locked, on a full disk, damaged, or away.
+    """
+    database = Database(settings.effective_database_url, lock_timeout_s=lock_timeout_s)
+    try:
+        database.migrate()
+    except DBAPIError as error:
+        database.close()
+        reason = str(error.orig).splitlines()[0]
+        raise RuntimeError(f"the database {database.name} cannot be used: {reason}. {_advice(reason.lower())}") from error
+    return database
+
+
+def _advice(reason: str) -> str:
+    advice = {
+        "locked": "Another process writes to it: end that one, then start again.",
+        "full": "Free some space on its disk, then start again; nothing that was accepted is lost.",
+        "i/o error": "Look at its disk: it may be full or broken.",
+        "readonly": "Give this user the right to write to the file and to its folder, or choose another with --data-dir.",
+        "unable to open": "Look at the rights and the free space of its folder, or choose another with --data-dir.",
+        "malformed": "The file is damaged: put back a copy of it, or choose another folder with --data-dir.",
+        "not a database": "Another program wrote the file: move it away, or choose another folder with --data-dir.",
+    }
+    return next((change for word, change in advice.items() if word in reason), "Check OCTET_DATABASE_URL and its server.")

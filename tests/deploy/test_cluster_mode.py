@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -23,6 +24,8 @@ from service.db.engine import Database
 from service.jobs import commands
 from service.processes.dispatcher import dispatch, slots_wanted
 from service.processes.startup import cluster_settings
+from service.telemetry.dispatcher import serving_metrics
+from service.telemetry.loops import LoopHealth
 from tests.service.postgres_server import server_or_skip
 from tests.waiting import LONG_S, wait_until
 
@@ -103,8 +106,13 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
     with running("api", environment, tmp_path / "api.log") as api, Client(url, API_KEY, patience_s=LONG_S) as client:
         job = client.submit(spec_document)
         assert not client.is_ready(), "no dispatcher leads yet"
-        with running("dispatcher", environment, tmp_path / "dispatcher.log") as dispatcher:
+        metrics = f"127.0.0.1:{free_port()}"
+        dispatchers = environment | {"OCTET_METRICS_ADDRESS": metrics}
+        with running("dispatcher", dispatchers, tmp_path / "dispatcher.log") as dispatcher:
             wait_until(client.is_ready, poll_s=0.2)  # each look costs three processes some of the CPU that they start on
+            scraped = httpx.get(f"http://{metrics}/metrics", trust_env=False).text
+            assert "\noctet_dispatcher_is_leader 1.0\n" in scraped
+            assert '\noctet_loop_failures_total{loop="place"} ' in scraped
             wait_until(lambda: dispatcher.said(f"the Ray head at {environment['OCTET_RAY_ADDRESS']} does not answer"))
             assert client.job(job.id).state is JobState.QUEUED
             assert dispatcher.end() == 0
@@ -209,3 +217,19 @@ def test_no_node_is_started_for_a_head_that_does_not_answer() -> None:
     with pytest.raises(ConnectionError, match="does not answer"):
         node.ensure()
     node.stop()
+
+
+@pytest.mark.parametrize("address", ["9464", "127.0.0.1:", "127.0.0.1:70000", ":9464"])
+def test_an_address_of_metrics_that_cannot_be_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"), serving_metrics(address, LoopHealth(), lambda: False):
+        pass
+
+
+def test_an_address_of_metrics_that_is_taken_is_refused() -> None:
+    with serving_metrics("127.0.0.1:0", LoopHealth(), lambda: False) as port:
+        assert "octet_dispatcher_is_leader 0.0" in httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+        with (
+            pytest.raises(OSError, match="--metrics-address"),
+            serving_metrics(f"127.0.0.1:{port}", LoopHealth(), lambda: True),
+        ):
+            pass

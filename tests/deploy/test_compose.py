@@ -195,7 +195,12 @@ def test_prometheus_scrapes_in_compose_what_it_scrapes_beside_octet_serve() -> N
     for job in local["scrape_configs"]:
         if job["job_name"] in jobs:
             assert jobs[job["job_name"]].get("relabel_configs") == job.get("relabel_configs")
-    assert set(jobs) == {job["job_name"] for job in local["scrape_configs"]} == {"octet-api", "octet-rank", "dcgm"}
+    assert {job["job_name"] for job in local["scrape_configs"]} == {"octet-api", "octet-rank", "dcgm"}
+    assert set(jobs) == {"octet-api", "octet-rank", "dcgm", "octet-dispatcher"}, "`octet serve` has no dispatcher process"
+    (dispatchers,) = jobs["octet-dispatcher"]["dns_sd_configs"]
+    address = SERVICES["dispatcher"]["environment"]["OCTET_METRICS_ADDRESS"]
+    assert address == f"0.0.0.0:{dispatchers['port']}"
+    assert dispatchers["names"] == ["dispatcher"]
     credentials = {"type": "Bearer", "credentials_file": "/secrets/api/key"}
     assert jobs["octet-api"]["authorization"] == jobs["octet-rank"]["http_sd_configs"][0]["authorization"] == credentials
 

@@ -210,6 +210,19 @@ def test_selectors_find_their_pods() -> None:
     assert monitor["endpoints"][0]["port"] in {port["name"] for port in MANIFESTS["Service/octet-api"]["spec"]["ports"]}
 
 
+def test_prometheus_reaches_the_metrics_of_every_dispatcher() -> None:
+    (port,) = next(containers("dispatcher"))["ports"]
+    assert environment("dispatcher")["OCTET_METRICS_ADDRESS"] == f"0.0.0.0:{port['containerPort']}"
+    service = MANIFESTS["Service/octet-dispatcher"]
+    assert service["spec"]["selector"].items() <= PODS["dispatcher"]["metadata"]["labels"].items()
+    assert service["spec"]["clusterIP"] == "None", "one target for each pod, not one for all"
+    monitor = MANIFESTS["ServiceMonitor/octet-dispatcher"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert [endpoint["port"] for endpoint in monitor["endpoints"]] == [port["name"] for port in service["spec"]["ports"]]
+    allowed = MANIFESTS["NetworkPolicy/octet-dispatcher"]["spec"]["ingress"]
+    assert [rule["ports"] for rule in allowed if "ports" in rule] == [[{"port": port["name"]}]]
+
+
 def test_prometheus_scrapes_here_what_it_scrapes_elsewhere() -> None:
     jobs = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
     ranks = next(job for job in jobs if job["job_name"] == "octet-rank")

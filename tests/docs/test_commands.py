@@ -60,6 +60,7 @@ ELSEWHERE = {
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make dashboards": Elsewhere("tests/observability/test_live.py", "def test_a_panel_has_data"),
     r"make bench": Elsewhere("tests/docs/test_commands.py", "def test_the_cpu_benchmark_runs"),
+    r"make chaos": Elsewhere("tests/e2e/test_chaos.py", "outcome = weather(plan, tmp_path)"),
     r"make compose-smoke": Elsewhere("Makefile", "deploy/compose/smoke.py", "Docker"),
     r"make compose-up|docker compose up -d --build": Elsewhere(_SMOKE, 'compose("up", "-d", "--build")', "Docker"),
     r"make compose-down|docker compose down": Elsewhere(_SMOKE, 'compose("down", "-v")', "Docker"),

@@ -1,4 +1,4 @@
-"""`octet serve` as a process that a test may kill and start at will, with a Ray, a database and a folder of its own."""
+"""`octet serve` as a process that a test or a storm may kill and start at will, with its own Ray, database and folder."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,17 @@ _COUNTING = Path(__file__).with_name("counting")  # its sitecustomize.py notes e
 class Server:
     """`octet serve` as a process that a test may kill."""
 
-    def __init__(self, data_dir: Path, *, counts_validations: bool = False, umask: int = -1) -> None:
-        """counts_validations: note every validation of a JobSpec in the server, its Ray and its ranks. umask: -1 keeps ours."""
+    def __init__(
+        self, data_dir: Path, *, counts_validations: bool = False, umask: int = -1, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Choose a port. Nothing is started.
+
+        counts_validations: note every validation of a JobSpec in the server, its Ray and its ranks. umask: -1 keeps ours.
+        variables: environment variables that the server gets besides ours, such as OCTET_LEASE_S.
+        """
         self.data_dir = data_dir
         self._umask = umask
+        self._variables = dict(variables or {})
         self.port = _free_port()
         self._counts_validations = counts_validations
         self._validations_file = data_dir.with_name("validations")
@@ -36,9 +43,15 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Start the server and wait until it takes jobs and runs them."""
+        self.spawn()
+        self.wait_for(self.client.is_ready)
+
+    def spawn(self) -> None:
+        """Start the server's process. It may be killed before it listens."""
         command = [sys.executable, "-m", "client.cli", "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        environment = dict(os.environ)
+        environment = dict(os.environ) | self._variables
         if self._counts_validations:
             search_path = os.pathsep.join(part for part in (str(_COUNTING), os.environ.get("PYTHONPATH", "")) if part)
             environment |= {"PYTHONPATH": search_path, "VALIDATIONS_FILE": str(self._validations_file)}
@@ -46,13 +59,17 @@ class Server:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, umask=self._umask
             )
-        self.wait_for(self.client.is_ready)
 
     def kill(self) -> None:
         """End the server with SIGKILL, so that it cannot clean up."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    @property
+    def is_running(self) -> bool:
+        """True while the server's process runs, suspended or not."""
+        return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
         assert self._process is not None

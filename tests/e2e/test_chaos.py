@@ -1,12 +1,17 @@
-"""SIGKILL of each part in the middle of a job: the job ends as it would have, and each step counts once."""
+"""SIGKILL of each part in the middle of a job: the job ends as it would have, and each step counts once.
+
+`TestStorm` is a short run of what `make chaos` runs for long: random signals to every component, then the ledger.
+"""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from api_schemas import Attempt, FailureReason, Job, JobState
+from tests.chaos.run import Plan, weather
 from tests.e2e.octet_server import Server, losses
 from tests.waiting import LONG_S
 
@@ -48,7 +53,7 @@ def kill_the_core(server: Server) -> None:
         process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.system
 class TestEverythingKilled:
     def test_a_job_outlives_its_rank_its_ray_its_machine_and_its_server(
         self, mortal_server: Server, long_job: dict[str, Any]
@@ -83,7 +88,7 @@ class TestEverythingKilled:
         assert_gapless_and_each_attempt_after_the_other(mortal_server, finished)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 class TestRankKilled:
     def test_without_retries_the_job_fails_with_the_reason(self, mortal_server: Server, long_job: dict[str, Any]) -> None:
         job = mortal_server.client.submit(long_job)
@@ -96,7 +101,7 @@ class TestRankKilled:
         assert "retry.max_failures" in failed.hint
 
 
-@pytest.mark.slow
+@pytest.mark.system
 class TestServerStopped:
     def test_a_server_that_was_suspended_while_its_ray_died_goes_on_by_itself(
         self, mortal_server: Server, spec_document: dict[str, Any]
@@ -116,3 +121,13 @@ class TestServerStopped:
             finished = mortal_server.finish(job.id)
             assert finished.state is JobState.SUCCEEDED, finished
         assert mortal_server.client.is_ready()
+
+
+@pytest.mark.system
+class TestStorm:
+    def test_random_signals_to_every_component_lose_nothing(self, tmp_path: Path) -> None:
+        plan = Plan(seed=11, signals=30, jobs=4, minutes=12, gap_s=2)
+        outcome = weather(plan, tmp_path)
+        assert {kind: found for kind, found in outcome.findings.items() if found} == {}
+        assert outcome.is_complete, outcome
+        assert outcome.jobs["succeeded"] >= 1, outcome

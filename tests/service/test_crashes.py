@@ -158,13 +158,14 @@ def test_killed_at_every_instant_it_recovers(
     is_whole: bool,
     cluster_dies_too: bool,
 ) -> None:
-    """A spread of the instants; in the matrix every one."""
+    """A spread of the instants; in the matrix every one, and those of the renewals of the leader's lease too."""
     spread = (17 if cluster_dies_too else 11) if mortal.is_sqlite else (31 if cluster_dies_too else 19)
     stride = 1 if is_whole else spread
     instant, burnt = 0, True
     while burnt:
         instant += stride
         world = new_world(mortal, clock, settings, spec_document)
+        world.dies_at_renewals = is_whole
         mortal.fuse.set(instant)
         try:
             tell_the_story(world, cluster_dies_too)

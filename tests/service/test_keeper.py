@@ -39,3 +39,13 @@ def test_the_address_that_a_killed_keeper_left_is_not_used(tmp_path: Path, monke
     assert local.ensure() == OF_THE_NEW_ONE
     (keeper,) = started
     keeper.communicate(b"")
+
+
+def test_the_server_s_settings_are_not_in_the_environment_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTET_API_KEYS", "a-key-that-ranks-must-not-see")
+    monkeypatch.setenv("octet_database_url", "postgresql://octet:password@postgres/octet")
+    monkeypatch.setenv("VISIBLE_TO_RANKS", "1")
+    environment = LocalRay(tmp_path, POOLS)._full_env()
+    assert [name for name in environment if name.upper().startswith("OCTET_")] == []
+    assert environment["VISIBLE_TO_RANKS"] == "1"
+    assert environment["RAY_AUTH_MODE"] == "token"

@@ -66,9 +66,9 @@ class ControlPlane(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.jobs)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        job_id = data.draw(st.sampled_from(self.jobs))
+    @rule(place=st.integers(0, 99))
+    def cancel(self, place: int) -> None:
+        job_id = self.jobs[place % len(self.jobs)]
         with contextlib.suppress(IllegalTransition):
             survive(self.world, lambda: self.world.cancel(job_id))
 
@@ -154,7 +154,7 @@ class ControlPlane(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_lives", [10, pytest.param(100, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("num_lives", [6, pytest.param(100, marks=pytest.mark.matrix)])
 def test_random_lives_keep_every_promise(database_url: str, num_lives: int) -> None:
     class Here(ControlPlane):
         pass

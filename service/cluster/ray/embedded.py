@@ -119,7 +119,9 @@ class LocalRay:
             )
 
     def _full_env(self) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if name not in _DRIVER_SETTINGS}
+        # Ranks inherit it and run a user's own code. API keys and the database's password are not for them.
+        settings = {name for name in os.environ if name.upper().startswith("OCTET_")}
+        inherited = {name: os.environ[name] for name in os.environ.keys() - settings - _DRIVER_SETTINGS.keys()}
         return inherited | ray_environment(self._dir / "token") | _STAY_ON_LOOPBACK
 
 

@@ -1,0 +1,187 @@
+"""Faults for a running `octet serve`: SIGKILL and SIGSTOP of each of its processes, chosen by a seeded random generator.
+
+The dispatcher is a part of the server's process and the reporter is a thread of each rank, so a signal to the process is
+one to them as well. A component that has no process at the instant of a strike is passed over for another.
+"""
+
+import contextlib
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+
+from tests.e2e.octet_server import Server
+
+RAYLET_THEN_SERVER = "raylet, then server"
+MACHINE = "machine"
+KILL, STOP = "SIGKILL", "SIGSTOP"
+# How often a component is struck, relative to the others, by SIGKILL and by SIGSTOP.
+WEIGHTS: dict[tuple[str, str], int] = {
+    ("rank", KILL): 16,
+    ("rank", STOP): 10,
+    ("supervisor", KILL): 8,
+    ("supervisor", STOP): 5,
+    ("template", KILL): 3,
+    ("template", STOP): 2,
+    ("raylet", KILL): 5,
+    ("raylet", STOP): 5,
+    ("gcs", KILL): 4,
+    ("gcs", STOP): 5,
+    ("keeper", KILL): 3,
+    ("keeper", STOP): 3,
+    ("other Ray", KILL): 3,
+    ("other Ray", STOP): 2,
+    ("server", KILL): 12,
+    ("server", STOP): 10,
+    (RAYLET_THEN_SERVER, STOP): 4,
+    (MACHINE, KILL): 1,
+}
+MEAN_STOP_S, LONGEST_STOP_S = 3.0, 12.0
+PAST_LEASE_S, PAST_LEASE_SHARE = 40.0, 0.05
+LONGEST_AWAY_S = 5.0
+PATIENCE = 0.9
+"""The share of strikes that is left out while no rank runs. Otherwise a loaded machine would never get to train."""
+
+logger = logging.getLogger("chaos")
+
+
+def component_of(process: psutil.Process) -> str:
+    """Name the part that a process of `Server.processes` is. Raises psutil.NoSuchProcess for one that has ended."""
+    name, command = process.name(), " ".join(process.cmdline())
+    if "RankActor" in command or "worker.warm.template" in command:
+        return "template" if _is_template(process) else "rank"
+    if "service.cluster.ray.embedded" in command:
+        return "keeper"
+    if "Supervisor" in command:
+        return "supervisor"
+    return {"raylet": "raylet", "gcs_server": "gcs"}.get(name, "other Ray")
+
+
+def _is_template(process: psutil.Process) -> bool:
+    """True for the process that forks warm ranks. A forked rank keeps its command line and is its child."""
+    if "worker.warm.template" not in " ".join(process.cmdline()):
+        return False
+    parent = process.parent()
+    return parent is None or "worker.warm.template" not in " ".join(parent.cmdline())
+
+
+@dataclass
+class Storm:
+    """Strikes one server. `do_due` has to be called often: it resumes what was stopped and restarts a killed server."""
+
+    server: Server
+    random: random.Random
+    num_signals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """SIGKILLs and SIGSTOPs sent, by component and signal. SIGCONTs are not counted."""
+    ended_by_itself: list[str] = field(default_factory=list)
+    """Ends of the server that no signal of ours explains."""
+    _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    _server_was_killed: bool = False
+
+    @property
+    def num_sent(self) -> int:
+        return sum(self.num_signals.values())
+
+    def strike(self) -> None:
+        """Send one random signal, or the pair of the raylet that dies and the server that is suspended."""
+        found = self._processes()
+        if "rank" not in found and self.random.random() < PATIENCE:
+            return
+        kinds = [kind for kind in WEIGHTS if self._can_strike(kind[0], found)]
+        if not kinds:
+            return
+        component, number = self.random.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
+        if component == MACHINE:
+            self._kill_the_machine(found)
+        elif component == RAYLET_THEN_SERVER:
+            self._kill(self.random.choice(found["raylet"]), "raylet")
+            self._stop(found["server"][0], "server")
+        elif number == KILL:
+            self._kill(self.random.choice(found[component]), component)
+        else:
+            self._stop(self.random.choice(found[component]), component)
+
+    def do_due(self) -> None:
+        """Resume and restart what is due, and notice a server that ended without a signal."""
+        now = time.monotonic()
+        due, self._due = [one for one in self._due if one[0] <= now], [one for one in self._due if one[0] > now]
+        for _, act in due:
+            act()
+        if not self._server_was_killed and not self.server.is_running:
+            self.ended_by_itself.append(f"after {self.num_sent} signals")
+            self._restart_server()
+
+    def calm(self) -> None:
+        """Resume everything, and wait until the server is ready."""
+        for _, act in self._due:
+            act()
+        self._due = []
+        self.server.wait_for(self._is_ready)
+
+    def end(self) -> None:
+        """Leave no process behind, whatever happened before."""
+        self._due = []
+        if self.server.is_running:
+            self.server.kill()
+        self.server.kill_the_cluster()
+
+    def _is_ready(self) -> bool:
+        self.do_due()
+        return self.server.client.is_ready()
+
+    def _processes(self) -> dict[str, list[psutil.Process]]:
+        found: dict[str, list[psutil.Process]] = {}
+        if self.server.is_running:
+            found["server"] = [psutil.Process(self.server.pid)]
+        for process in self.server.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.setdefault(component_of(process), []).append(process)
+        return found
+
+    def _can_strike(self, component: str, found: dict[str, list[psutil.Process]]) -> bool:
+        if component == RAYLET_THEN_SERVER:
+            return "raylet" in found and "server" in found
+        return component in found or (component == MACHINE and "keeper" in found)
+
+    def _kill(self, process: psutil.Process, component: str) -> None:
+        self.num_signals[component, KILL] += 1
+        if component == "server":
+            self._server_was_killed = True
+            self.server.kill()
+            self._after(self.random.uniform(0, LONGEST_AWAY_S), self._restart_server)
+        else:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        logger.info("%4d SIGKILL %s (%d)", self.num_sent, component, process.pid)
+
+    def _stop(self, process: psutil.Process, component: str) -> None:
+        seconds = min(LONGEST_STOP_S, self.random.expovariate(1 / MEAN_STOP_S))
+        if self.random.random() < PAST_LEASE_SHARE:
+            seconds = PAST_LEASE_S
+        self.num_signals[component, STOP] += 1
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+            self._after(seconds, lambda: _resume(process))
+        logger.info("%4d SIGSTOP %s (%d) for %.1f s", self.num_sent, component, process.pid, seconds)
+
+    def _kill_the_machine(self, found: dict[str, list[psutil.Process]]) -> None:
+        """Kill all processes at once; the keeper first, so that it starts nothing."""
+        for component in sorted(found, key=lambda component: component not in ("server", "keeper")):
+            for process in found[component]:
+                self._kill(process, component)
+
+    def _restart_server(self) -> None:
+        self._server_was_killed = False
+        self.server.spawn()
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        self._due.append((time.monotonic() + seconds, act))
+
+
+def _resume(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.resume()

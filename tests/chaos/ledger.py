@@ -1,0 +1,118 @@
+"""The ledger: what the database says after a storm, against what customers were told. Every list of findings must be empty."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api_schemas import JobState
+from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow, MetricRow
+from service.jobs.attempts import MAX_PLATFORM_FAILURES
+
+Curve = list[tuple[int, float | None, float | None]]
+"""Step, training loss and evaluation loss, in the order of steps."""
+
+
+@dataclass
+class Findings:
+    """What is wrong, by kind; each entry names the job."""
+
+    lost: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    doubled: list[str] = field(default_factory=list)
+    overlapping_attempts: list[str] = field(default_factory=list)
+    steps_counted_twice: list[str] = field(default_factory=list)
+    steps_missing: list[str] = field(default_factory=list)
+    gaps_in_events: list[str] = field(default_factory=list)
+    gaps_in_logs: list[str] = field(default_factory=list)
+    curves_that_differ: list[str] = field(default_factory=list)
+    unexplained_failures: list[str] = field(default_factory=list)
+
+    def by_kind(self) -> dict[str, list[str]]:
+        return {kind.replace("_", " "): found for kind, found in vars(self).items()}
+
+    def wrong(self) -> dict[str, list[str]]:
+        """The kinds that have findings."""
+        return {kind: found for kind, found in self.by_kind().items() if found}
+
+
+def audit(session: Session, accepted: Mapping[str, str], expected: Mapping[int, Curve]) -> Findings:
+    """Check every job of a database after its customers have seen it end.
+
+    accepted: the id that the API gave for each idempotency key; a job's name is its key. expected: the curve of an
+    undisturbed job, by its number of ranks.
+    """
+    findings = Findings()
+    jobs = {job.id: job for job in session.scalars(select(JobRow))}
+    attempts = _by_job(session.scalars(select(AttemptRow).order_by(AttemptRow.epoch)))
+    metrics = _by_job(session.scalars(select(MetricRow).order_by(MetricRow.step)))
+    events = _by_job(session.scalars(select(EventRow).order_by(EventRow.seq)))
+    lines = _by_job(session.scalars(select(LogLineRow).order_by(LogLineRow.seq)))
+    findings.lost += [f"{key}: {job_id}" for key, job_id in accepted.items() if job_id not in jobs]
+    names = Counter(job.name for job in jobs.values())
+    findings.doubled += [f"{name}: {count} jobs" for name, count in names.items() if count > 1]
+    for job in jobs.values():
+        if not _is_numbered(events[job.id], job.last_event_seq):
+            findings.gaps_in_events.append(job.id)
+        if not _is_numbered(lines[job.id], job.last_log_seq):
+            findings.gaps_in_logs.append(job.id)
+        findings.overlapping_attempts += [f"{job.id}: {words}" for words in _overlaps(job, attempts[job.id])]
+        findings.steps_counted_twice += [f"{job.id}: {words}" for words in _counted_twice(attempts[job.id], metrics[job.id])]
+        _check_end(findings, job, attempts[job.id], metrics[job.id], expected)
+    return findings
+
+
+def _check_end(
+    findings: Findings, job: JobRow, attempts: list[AttemptRow], metrics: list[MetricRow], expected: Mapping[int, Curve]
+) -> None:
+    if not job.state.is_terminal:
+        findings.stuck.append(f"{job.id}: {job.state.value}")
+    findings.stuck += [f"{job.id}: attempt {one.epoch} holds its slots" for one in attempts if one.released_at is None]
+    if job.state is JobState.FAILED and job.num_platform_failures < MAX_PLATFORM_FAILURES:
+        findings.unexplained_failures.append(f"{job.id}: {job.reason} after {job.num_platform_failures} of the platform")
+    if job.state is not JobState.SUCCEEDED:
+        return
+    if [point.step for point in metrics] != list(range(1, (job.num_steps or 0) + 1)):
+        findings.steps_missing.append(job.id)
+    if [(point.step, point.loss, point.evaluation_loss) for point in metrics] != expected[job.workers]:
+        findings.curves_that_differ.append(job.id)
+
+
+def _overlaps(job: JobRow, attempts: list[AttemptRow]) -> Iterator[str]:
+    """Find attempts that were placed before the former one's processes were known to be gone."""
+    if [attempt.epoch for attempt in attempts] != list(range(1, job.num_attempts + 1)):
+        yield f"epochs {[attempt.epoch for attempt in attempts]} of {job.num_attempts} attempts"
+    for before, after in pairwise(attempts):
+        over_at = max(filter(None, (before.finished_at, before.released_at)), default=None)
+        if before.finished_at is None or over_at is None or over_at > after.created_at:
+            yield f"attempt {before.epoch} was over at {over_at}, attempt {after.epoch} placed at {after.created_at}"
+
+
+def _counted_twice(attempts: list[AttemptRow], metrics: list[MetricRow]) -> Iterator[str]:
+    """Find points of an attempt that lie before its start, or after the step that a later attempt resumed from."""
+    starts = {attempt.id: attempt.resumed_from_step for attempt in attempts}
+    following: int | None = None
+    ends: dict[str, int | None] = {}
+    for attempt in reversed(attempts):
+        ends[attempt.id] = following
+        if attempt.resumed_from_step is not None:
+            following = attempt.resumed_from_step if following is None else min(following, attempt.resumed_from_step)
+    for point in metrics:
+        start, end = starts.get(point.attempt_id), ends.get(point.attempt_id)
+        if start is None or point.step <= start or (end is not None and point.step > end):
+            yield f"step {point.step} of {point.attempt_id}, which ran from {start} and was resumed at {end}"
+
+
+def _is_numbered(rows: list[Any], last: int) -> bool:
+    return [row.seq for row in rows] == list(range(1, last + 1))
+
+
+def _by_job(rows: Iterable[Any]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = defaultdict(list)
+    for row in rows:
+        found[row.job_id].append(row)
+    return found
