@@ -19,6 +19,9 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
         return unfit
     if found := misfit(model.sizes.takes, data, training.sequence_length):
         return found
+    if training.label_smoothing and model.sizes.task != "image_class":
+        allowed = "0 with a model that predicts tokens; smoothed targets are for classes of images"
+        return Unfit("training.label_smoothing", training.label_smoothing, allowed, "Remove training.label_smoothing.")
     return None if training.steps is None else training.schedule.misfit(training.steps)
 
 
@@ -31,12 +34,12 @@ def misfit(takes: TokenInput | ImageInput, data: SourceSpec, sequence_length: in
             f"a source of {takes.kind}, which the model reads",
             "Change data.source or model.family.",
         )
-    return (
-        _image_misfit(takes, sequence_length) if isinstance(takes, ImageInput) else _token_misfit(takes, data, sequence_length)
-    )
+    if isinstance(takes, ImageInput):
+        return _image_misfit(takes, data, sequence_length)
+    return _token_misfit(takes, data, sequence_length)
 
 
-def _image_misfit(takes: ImageInput, sequence_length: int) -> Unfit | None:
+def _image_misfit(takes: ImageInput, data: SourceSpec, sequence_length: int) -> Unfit | None:
     if sequence_length != DEFAULT_SEQUENCE_LENGTH:  # the default says nothing: a stored spec has every field
         allowed = f"no training.sequence_length: the model takes {takes.tokens_per_image} tokens from an image"
         return Unfit("training.sequence_length", sequence_length, allowed, "Remove training.sequence_length.")
