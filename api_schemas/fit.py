@@ -1,6 +1,6 @@
 """The rules that tie a model to its data: checked when a job is read, and again once the files of its model are read."""
 
-from api_schemas.data import SourceSpec, Unfit
+from api_schemas.data import ImagesSpec, SourceSpec, Unfit
 from api_schemas.inputs import ImageInput, TokenInput
 from api_schemas.models.base import FamilySpec
 from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
@@ -40,6 +40,11 @@ def misfit(takes: TokenInput | ImageInput, data: SourceSpec, sequence_length: in
 
 
 def _image_misfit(takes: ImageInput, data: SourceSpec, sequence_length: int) -> Unfit | None:
+    if isinstance(data, ImagesSpec) and data.is_varied and takes.num_channels not in (1, 3):
+        allowed = "1 (grey) or 3 (RGB) with data.augmentation"
+        return Unfit(
+            "model.num_channels", takes.num_channels, allowed, "Change model.num_channels or remove data.augmentation."
+        )
     if sequence_length != DEFAULT_SEQUENCE_LENGTH:  # the default says nothing: a stored spec has every field
         allowed = f"no training.sequence_length: the model takes {takes.tokens_per_image} tokens from an image"
         return Unfit("training.sequence_length", sequence_length, allowed, "Remove training.sequence_length.")
