@@ -60,7 +60,11 @@ PLAIN = ("text", "tokens", "jsonl", "images in a file", "images in folders")
 ALL = (*PLAIN, "masked tokens", "varied images")
 
 
-@pytest.fixture(scope="module", params=ALL)
+NOT_HERE = {"jsonl": pytest.mark.matrix}
+"""Loads transformers; test_jsonl_data.py has the same promises."""
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=NOT_HERE.get(name, ())) for name in ALL])
 def opens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Open]:
     return request.param, make(request.param, tmp_path_factory.mktemp("source"))
 
