@@ -19,7 +19,7 @@ from worker.train import Trainer
 SPEC = {"learning_rate": 2e-3, "weight_decay": 0.2, "betas": (0.8, 0.9)}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("lion", LowBitLion)])
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("lion", LowBitLion)])
 def test_build(name: str, kind: type[torch.optim.Optimizer]) -> None:
     decayed, other = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
     groups = [{"params": [decayed]}, {"params": [other], "weight_decay": 0.0}]
