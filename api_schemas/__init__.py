@@ -12,6 +12,7 @@ from api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, Retr
 from api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
 from api_schemas.layout import AxisName, BatchDivision, Layout
 from api_schemas.models import PRESETS, FamilySizes, FamilySpec, GPTSizes, GPTSpec, ModelSizes, ModelSpec
+from api_schemas.optimization import OptimizerSpec, ScheduleSpec
 from api_schemas.page import Page
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import ErrorCode, Problem, Violation, explain, explain_details
@@ -33,7 +34,7 @@ from api_schemas.report import (
 )
 from api_schemas.resources import ParallelismSpec, Pool, PoolConfig, ResourceSpec
 from api_schemas.states import AttemptState, Blame, DesiredState, FailureReason, JobState
-from api_schemas.training import OptimizerSpec, ScheduleSpec, TrainingSpec
+from api_schemas.training import TrainingSpec
 
 __all__ = [
     "ANY_FILE",

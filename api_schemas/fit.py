@@ -1,6 +1,6 @@
 """The rules that tie a model to its data: checked when a job is read, and again once the files of its model are read."""
 
-from api_schemas.data import SourceSpec, Unfit
+from api_schemas.data import ImagesSpec, SourceSpec, Unfit
 from api_schemas.inputs import ImageInput, TokenInput
 from api_schemas.models.base import FamilySpec
 from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
@@ -19,6 +19,9 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
         return unfit
     if found := misfit(model.sizes.takes, data, training.sequence_length):
         return found
+    if training.label_smoothing and model.sizes.task != "image_class":
+        allowed = "0 with a model that predicts tokens; smoothed targets are for classes of images"
+        return Unfit("training.label_smoothing", training.label_smoothing, allowed, "Remove training.label_smoothing.")
     return None if training.steps is None else training.schedule.misfit(training.steps)
 
 
@@ -31,12 +34,17 @@ def misfit(takes: TokenInput | ImageInput, data: SourceSpec, sequence_length: in
             f"a source of {takes.kind}, which the model reads",
             "Change data.source or model.family.",
         )
-    return (
-        _image_misfit(takes, sequence_length) if isinstance(takes, ImageInput) else _token_misfit(takes, data, sequence_length)
-    )
+    if isinstance(takes, ImageInput):
+        return _image_misfit(takes, data, sequence_length)
+    return _token_misfit(takes, data, sequence_length)
 
 
-def _image_misfit(takes: ImageInput, sequence_length: int) -> Unfit | None:
+def _image_misfit(takes: ImageInput, data: SourceSpec, sequence_length: int) -> Unfit | None:
+    if isinstance(data, ImagesSpec) and data.is_varied and takes.num_channels not in (1, 3):
+        allowed = "1 (grey) or 3 (RGB) with data.augmentation"
+        return Unfit(
+            "model.num_channels", takes.num_channels, allowed, "Change model.num_channels or remove data.augmentation."
+        )
     if sequence_length != DEFAULT_SEQUENCE_LENGTH:  # the default says nothing: a stored spec has every field
         allowed = f"no training.sequence_length: the model takes {takes.tokens_per_image} tokens from an image"
         return Unfit("training.sequence_length", sequence_length, allowed, "Remove training.sequence_length.")

@@ -7,7 +7,7 @@ step), and may store one scale for the whole tensor. Classes of bytes are those 
 from typing import Literal, NamedTuple
 
 from api_schemas.levels import Level
-from api_schemas.training import OptimizerName
+from api_schemas.optimization import OptimizerName
 
 BLOCK = 128
 """Elements that share the parts of a block."""
@@ -57,7 +57,9 @@ MASTER_WEIGHT_FORMATS = {
 GRADIENT_FORMATS = {"fp32": StoredFormat(4), "fp8": StoredFormat(1, tensor_scale_bytes=4)}
 STATES: dict[OptimizerName, tuple[Literal["exp_avg", "exp_avg_sq"], ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
+    "sgd": ("exp_avg",),
 }
 """The states of each optimizer, each stored by the codec in the level's column of the same name."""
 

@@ -1,60 +1,15 @@
-"""Length, batch sizes and learning rate of a run: the loop, the optimizer and the schedule."""
+"""Length, batch sizes and recipe of a run: all that the training loop is told besides model, data and precision."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from api_schemas.base import Contract, refusal
-from api_schemas.data.unfit import Unfit
+from api_schemas.optimization import OptimizerSpec, ScheduleSpec
+from api_schemas.training_presets import TrainingPreset, with_training_preset
 
-_EPS = 1e-8
 DEFAULT_SEQUENCE_LENGTH = 256
-
-OptimizerName = Literal["adamw", "lion"]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class OptimizerSpec(Contract):
-    """The optimizer's rule and its numbers, with decoupled weight decay. Defaults are AdamW's.
-
-    adamw: Loshchilov and Hutter 2019, eps outside the root as in torch. lion: Chen et al. 2023; it has no eps, and wants a
-    learning rate 3 to 10 times smaller.
-    """
-
-    name: OptimizerName = "adamw"
-    learning_rate: float = Field(default=3e-4, gt=0.0, le=10.0)
-    weight_decay: float = Field(default=0.1, ge=0.0, le=10.0)
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: float = Field(default=_EPS, gt=0.0, le=1.0)
-
-    @model_validator(mode="after")
-    def _eps_has_an_effect(self) -> Self:
-        if self.name == "lion" and self.eps != _EPS:  # the default says nothing: a stored spec has every field
-            raise refusal(
-                "eps",
-                got=f"{self.eps} with the optimizer lion",
-                allowed="eps with the optimizer adamw",
-                change="Remove training.optimizer.eps, or choose another training.optimizer.name.",
-            )
-        return self
-
-
-class ScheduleSpec(Contract):
-    """Linear warm-up, then half a cosine down to `final_fraction` of the learning rate at the last step."""
-
-    name: Literal["cosine"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0, le=100_000_000)
-    final_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
-
-    def misfit(self, num_steps: int) -> Unfit | None:
-        """Return the rule that the schedule breaks in a run of `num_steps`, or None."""
-        if self.warmup_steps == 0 or self.warmup_steps < num_steps:
-            return None
-        allowed = f"fewer than training.steps, {num_steps}"
-        return Unfit(
-            "training.schedule.warmup_steps", self.warmup_steps, allowed, "Shorten the warm-up or train for more steps."
-        )
 
 
 class TrainingSpec(Contract):
@@ -63,6 +18,9 @@ class TrainingSpec(Contract):
     The length is either `steps` or `epochs`. A rank counts the steps of the epochs once it has opened the data.
     """
 
+    preset: TrainingPreset | None = Field(
+        default=None, description="the recipe of a paper, which gives every field that the job does not set"
+    )
     steps: int | None = Field(default=None, ge=1, le=100_000_000)
     epochs: float | None = Field(
         default=None, gt=0.0, le=100_000.0, description="times that each training sample is read; in place of steps"
@@ -79,6 +37,15 @@ class TrainingSpec(Contract):
     schedule: ScheduleSpec = ScheduleSpec()
     gradient_clip: float | None = Field(
         default=1.0, gt=0.0, description="largest global L2 norm of the gradients; null: no clipping"
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="share of each target that all classes divide equally; for images"
+    )
+    ema_decay: float | None = Field(
+        default=None,
+        gt=0.0,
+        lt=1.0,
+        description="keep an exponential moving average of the weights, which is evaluated and exported; null: none",
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only after the last step")
     eval_batches: int = Field(default=16, ge=1, le=100_000, description="batches of global_batch_size sequences per evaluation")
@@ -97,6 +64,22 @@ class TrainingSpec(Contract):
         "slower, and refuses operations that have no such algorithm. On a CPU runs are bit-identical without it",
     )
     seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, training: Any) -> Any:
+        return with_training_preset(training)
+
+    @model_validator(mode="after")
+    def _sgd_is_clipped(self) -> Self:
+        if self.optimizer.name == "sgd" and self.gradient_clip is None:
+            raise refusal(
+                "gradient_clip",
+                got=None,
+                allowed="a largest norm: with the optimizer sgd it bounds a step, and stored weights are scaled by the bound",
+                change="Set training.gradient_clip, or choose another training.optimizer.name.",
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -102,15 +102,15 @@ def initialize(
     opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec; default "O2". The option
     `recipe` may be one of Accelerate's (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs), which then says
     the level unless opt_level does. The option `norms="bf16"` gives LayerNorm and RMSNorm weights and outputs in bf16, with
-    fp32 statistics. optimizer_name: adamw, adam
-    or lion, with default hyperparameters, for all parameters; without it and an optimizer there is none. seed: for stochastic
-    rounding. tokens: how many a linear layer sees in one forward pass on one device, by which `auto_filter` tells what gains
-    nothing in FP8; default 8192. on_event: told when a layer is demoted. `model.octet_report` tells what was done.
+    fp32 statistics. optimizer_name: adamw, adam, lion or sgd, with default hyperparameters, for all parameters; without it
+    and an optimizer there is none. seed: for stochastic rounding. tokens: how many a linear layer sees in one forward pass
+    on one device, by which `auto_filter` tells what gains nothing in FP8; default 8192. on_event: told when a layer is
+    demoted. `model.octet_report` tells what was done.
     On an accelerator the converted model, and each part of it, enters `torch.autocast` by itself when it is called: in fp16
     where the level's products are fp16, else in bf16. An autocast that is on already stays as it is.
     The given optimizer itself becomes what is returned: schedulers, hooks and groups that refer to it stay valid. Adam and
-    AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; `LowBitAdamW` and `LowBitLion` keep their
-    class. Another optimizer stays as it is where the level stores everything in fp32. Raises ValueError for
+    AdamW become `LowBitAdamW`, which also skips steps with non-finite gradients; `LowBitAdamW`, `LowBitLion` and `LowBitSGD`
+    keep their class. Another optimizer stays as it is where the level stores everything in fp32. Raises ValueError for
     options that do not exist or do not fit the level, for an optimizer that the level cannot represent, and for surprises
     under `strict`. Warns where nothing was converted.
     """

@@ -21,7 +21,8 @@ from api_schemas import CheckpointRef, EvaluationReport, EventReport, JobSummary
 from worker import checkpoint
 from worker.blocks import WARM_UP_STEPS, CompileWatch, eagerly, prepare_blocks
 from worker.config import TrainConfig, trained_job
-from worker.data import Batch, Source, loss_divisor, open_source
+from worker.data import Source, loss_divisor, open_source
+from worker.data.order import seed_of
 from worker.data.prefetch import Prefetcher, on_device
 from worker.deterministic import deterministic
 from worker.errors import Cancelled, InvalidConfig, Stopped
@@ -31,11 +32,11 @@ from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback
 from worker.mesh import Mesh
 from worker.metrics.activations import activations_counted_once
-from worker.metrics.memory import memory_report
 from worker.metrics.readback import Mark
 from worker.metrics.table import Metrics
-from worker.models import Losses, TrainedModel
+from worker.models import TrainedModel
 from worker.models.flops import flops_per_token
+from worker.moving_average import MovingAverage
 from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
 from worker.parallel import WIDE_DTYPES, Parallel, broadcast_parameters
@@ -46,7 +47,7 @@ from worker.progress import Progress, StepTimes
 from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
 from worker.step_log import Reading, StepLog, TakenStep, now
-from worker.train_reports import conversion_events, count_fallbacks, finite, started, step_report, summarize
+from worker.train_reports import conversion_events, count_fallbacks, count_memory, finite, started, step_report, summarize
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Trainer:
     conversion: ConversionReport
     optimizer: torch.optim.Optimizer
     parallel: Parallel
+    average: MovingAverage
     health: StepKeeper | None
     compiling: CompileWatch | None
     flops_per_token: float
@@ -86,7 +88,8 @@ class Trainer:
         self.metrics = metrics or Metrics()
         self.folder = job_dir / "checkpoints"
         self.progress = Progress()
-        self.source = open_source(config.data, config.sequence_length, config.seed, config.readable_files, config.sizes.takes)
+        files, takes, smoothing = config.readable_files, config.sizes.takes, config.training.label_smoothing
+        self.source = open_source(config.data, config.sequence_length, config.seed, files, takes, smoothing)
         self.batches = Prefetcher(self.source, config.batch, mesh.data.rank, mesh.device)
         self.writer = checkpoint.CheckpointWriter(self.folder, mesh.world, self._tell)
         self.log = StepLog(mesh, is_late=is_accelerator(mesh.device), is_writing=lambda: self.writer.is_writing)
@@ -143,8 +146,10 @@ class Trainer:
             norm = self.parallel.clip_grad_norm_(self.config.gradient_clip or math.inf)
             self.optimizer.step()
             self.parallel.publish()
-        if not self.progress.memory_bytes:
-            self._count_memory()
+            self.average.update(self.model)
+        if not self.progress.memory_bytes:  # every state exists now, and the gradients are still alive
+            count_memory(self.progress, self.model, self.optimizer, self.average)
+            self.metrics.observe_memory(self.progress.memory_bytes)
         self.optimizer.zero_grad(set_to_none=True)
 
         self.progress.step += 1
@@ -185,8 +190,10 @@ class Trainer:
             with self.metrics.timed("data_wait") as wait:
                 samples = self.batches.take(self.progress.position, index)
             data_wait_s += wait.seconds
+            torch.manual_seed(seed_of("draws of the model", self.config.seed, first))  # for drop path, on any number of ranks
             with activations_counted_once(self.model, self.metrics):
-                loss = self._loss(samples).loss / loss_divisor(self.source, batch, self.progress.position, first)
+                loss = self.model.loss(samples).loss  # type: ignore[operator]
+                loss = loss / loss_divisor(self.source, batch, self.progress.position, first)
             with self.parallel.no_sync(index < batch.num_micro_batches - 1):
                 loss.backward()
             losses.append(loss.detach())
@@ -195,7 +202,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss, and the family's metrics, over the evaluation samples of all data ranks."""
-        self.model.eval()
+        model = self.average.best(self.model).eval()
         names = ("loss", *self.config.sizes.metrics)
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.mesh.device)
         data = self.mesh.data
@@ -203,10 +210,10 @@ class Trainer:
             self.config.batch.global_batch_size, self.config.eval_batches, data.rank, data.size
         ):
             with eagerly() if self.compiling is not None else nullcontext():  # the last batch has a shape of its own
-                losses = self._loss(on_device(samples, self.mesh.device))
+                losses = model.loss(on_device(samples, self.mesh.device))  # type: ignore[operator]
             values = [{"loss": losses.loss, **losses.metrics}[name] for name in names]
             totals += torch.stack([*(value.double() for value in values), totals.new_ones(())]) * losses.num_targets
-        self.model.train()
+        model.train()
         *sums, num_targets = data.sum_(totals).tolist()
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
         measured = {name: finite(value) for name, value in means.items()}
@@ -224,6 +231,7 @@ class Trainer:
             "optimizer": optimizer,
             "progress": asdict(self.progress),
             "step_times_s": list(self.step_times.kept),
+            "average": self.average.state_dict(),
             "random": checkpoint.random_state(),
         }
         self.writer.start(self.progress.step, state, self.progress.last_loss)
@@ -232,7 +240,7 @@ class Trainer:
         """Convert the model. weights: gives a model on `meta` its values, layer by layer."""
         config = self.config
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
-        optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
+        optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
         tokens, on_event = config.batch.micro_batch_size * config.sequence_length, self._layer_demoted
         options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": weights}
         prepared = prepare(model, optimizer, config.precision, **options)
@@ -242,13 +250,10 @@ class Trainer:
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
+        self.average = MovingAverage(self.model, config.training.ema_decay)
         self.compiling = prepare_blocks(self.model, config.activation_checkpointing, config.compile, self.mesh.device)
         data, stage, wide_dtype = self.mesh.data, self.mesh.stage, WIDE_DTYPES[config.wide_communication]
         self.parallel = Parallel(self.model, self.optimizer, data, stage, zero_stage=config.zero_stage, wide_dtype=wide_dtype)
-
-    def _loss(self, samples: Batch) -> Losses:
-        losses: Losses = self.model.loss(samples)  # type: ignore[operator]
-        return losses
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:
@@ -259,6 +264,7 @@ class Trainer:
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
             resume(self.model, self.optimizer, state["model"], state["optimizer"])
+            self.average.load_state_dict(state.get("average", {}))
             self.progress = Progress(**state["progress"])
             self.step_times.resume(state["step_times_s"])
             checkpoint.set_random_state(state["random"])
@@ -274,12 +280,6 @@ class Trainer:
         if not self.progress.step:
             for event in conversion_events(self.conversion, self.model):
                 self._tell(event)
-
-    def _count_memory(self) -> None:
-        """Count memory after the first step, when every state exists and the gradients are still alive."""
-        self.progress.memory_bytes = memory_report(self.model, self.optimizer)
-        self.progress.converted_memory_bytes = memory_report(self.model, self.optimizer, converted_only=True)
-        self.metrics.observe_memory(self.progress.memory_bytes)
 
     def _is_due(self, every: int) -> bool:
         step = self.progress.step

@@ -14,6 +14,8 @@ from worker.config import TrainConfig
 from worker.fp8.convert import ConversionReport
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.mesh import Mesh
+from worker.metrics.memory import memory_report
+from worker.moving_average import MovingAverage
 from worker.progress import Progress
 from worker.step_log import FinishedStep
 
@@ -40,6 +42,13 @@ def started(
         num_layers_filtered=count_fallbacks(model)[Fallback.FILTERED],
         num_layers_skipped=len(conversion.skipped),
     )
+
+
+def count_memory(progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, average: MovingAverage) -> None:
+    """Write into `progress` the bytes that are held, by class; a moving average counts as `other`."""
+    progress.memory_bytes = memory_report(model, optimizer)
+    progress.memory_bytes["other"] += average.num_bytes
+    progress.converted_memory_bytes = memory_report(model, optimizer, converted_only=True)
 
 
 def step_report(step: FinishedStep, tokens: int) -> StepReport:

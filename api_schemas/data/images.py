@@ -1,6 +1,7 @@
-"""Labelled images in one .npz file of NumPy: how they are stored, what is checked at submission, and which ones evaluate.
+"""Labelled images in one .npz file of NumPy, or in a folder for each class: what is checked, and which ones evaluate.
 
-The header of each array is read with the standard library alone, because the control plane has no NumPy. Nothing is unpickled.
+`image_folder.py` has the folders. The header of each array is read with the standard library alone, because the control plane
+has no NumPy. Nothing is unpickled.
 """
 
 import ast
@@ -11,8 +12,10 @@ from typing import BinaryIO, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from api_schemas.data.augmentation import AugmentationSpec
 from api_schemas.data.base import Needs, SourceSpec
 from api_schemas.data.files import ANY_FILE, Files
+from api_schemas.data.image_folder import check_folder
 from api_schemas.data.unfit import Unfit
 from api_schemas.inputs import BatchKind, ImageInput
 
@@ -30,27 +33,35 @@ class ArrayHeader(NamedTuple):
 
 
 class ImagesSpec(SourceSpec):
-    """Images and their classes from a .npz file, as `numpy.savez(path, images=…, labels=…)` writes it.
+    """Images and their classes from a folder, or a .npz file as `numpy.savez(path, images=…, labels=…)` writes it.
 
-    images: uint8 (N, H, W) or (N, H, W, C), as large as the model's images. labels: integers from 0, (N,). The share
-    `evaluation_fraction` of them (at least one) is kept for evaluation; it is chosen at random, the same in every job.
-    Pixels from 0 to 255 become values from -1 to 1.
+    Folder: `<class>/**/<image>`; classes are numbered in the order of their names. An evaluation scales an image's shorter
+    side and cuts out the centre. File: images uint8 (N, H, W) or (N, H, W, C), as large as the model's images; labels integers
+    from 0, (N,); every rank holds them in memory. The share `evaluation_fraction` of the images (at least one) is kept for
+    evaluation; it is chosen at random, the same in every job. Pixels from 0 to 255 become values from -1 to 1.
     """
 
     gives: ClassVar[BatchKind] = "images"
 
     source: Literal["images"] = "images"
     evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    augmentation: AugmentationSpec = AugmentationSpec()
+
+    @property
+    def is_varied(self) -> bool:
+        """True if training images are varied."""
+        return self.augmentation != AugmentationSpec()
 
     def num_evaluation(self, num_images: int) -> int:
         """Return how many images are kept for evaluation."""
         return min(num_images - 1, math.ceil(num_images * self.evaluation_fraction))
 
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
-        """Check as `SourceSpec.check` says: read the arrays' shapes, but no pixels and no labels."""
+        """Check as `SourceSpec.check` says: the arrays' shapes, or the classes of a folder and one image of each."""
         assert needs.images is not None
         if files.is_folder(path):
-            raise Unfit("data.path", path, "a .npz file with the arrays images and labels", "Change data.path.")
+            check_folder(path, needs.images, files)
+            return
         with files.open(path) as file:
             images, labels = read_headers(path, file)
         check_shapes(path, images, labels, needs.images)

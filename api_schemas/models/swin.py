@@ -10,10 +10,11 @@ from pydantic import Field
 
 from api_schemas.base import refusal
 from api_schemas.models.base import FamilySizes, Size
-from api_schemas.models.vision import Images, VisionSizes, VisionSpec
+from api_schemas.models.vision import DropRate, Images, VisionSizes, VisionSpec
 
 PresetName = Literal["swin-tiny", "swin-t", "swin-1.0b"]
 MAX_STAGES = 8
+DEFAULT_DROP_PATH_RATE = 0.1
 IN_SMALL_PATCHES = Images(patch_size=4)
 PerStage = Annotated[tuple[Size, ...], Field(min_length=1, max_length=MAX_STAGES)]
 
@@ -34,6 +35,7 @@ class SwinSizes(VisionSizes):
     depths: PerStage
     num_heads: PerStage
     window_size: Size
+    drop_path_rate: DropRate = DEFAULT_DROP_PATH_RATE
 
     @property
     def stages(self) -> Iterator[Stage]:
@@ -127,6 +129,8 @@ class SwinSpec(VisionSpec):
         "swin-t": swin_sizes(96, (2, 2, 6, 2), (3, 6, 12, 24), 7),
         "swin-1.0b": swin_sizes(448, (2, 2, 18, 2), (14, 28, 56, 112), 7),
     }
+
+    defaults: ClassVar[Mapping[str, object]] = {**VisionSpec.defaults, "drop_path_rate": DEFAULT_DROP_PATH_RATE}
 
     family: Literal["swin"] = "swin"
     preset: PresetName | None = None

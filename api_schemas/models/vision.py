@@ -2,13 +2,15 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
 from api_schemas.base import refusal
 from api_schemas.inputs import ImageInput, Task
 from api_schemas.models.base import FamilySizes, Size, SizedSpec
+
+DropRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Images(NamedTuple):
@@ -30,6 +32,7 @@ class VisionSizes(FamilySizes):
     patch_size: Size
     num_channels: Size
     num_classes: Size
+    drop_path_rate: DropRate = 0.0
 
     @property
     @abstractmethod
@@ -71,9 +74,12 @@ class VisionSizes(FamilySizes):
 class VisionSpec(SizedSpec):
     """The fields of images that a job may set for any of these families."""
 
-    defaults: ClassVar[Mapping[str, object]] = {"num_channels": 3}
+    defaults: ClassVar[Mapping[str, object]] = {"num_channels": 3, "drop_path_rate": 0.0}
 
     image_size: Size | None = Field(default=None, description="pixels along a side of an image")
     patch_size: Size | None = Field(default=None, description="pixels along a side of a patch")
     num_channels: Size | None = Field(default=None, description="colours of a pixel; default: 3")
     num_classes: Size | None = None
+    drop_path_rate: DropRate | None = Field(
+        default=None, description="chance that an image skips the last block in training; grows linearly from 0 at the first"
+    )

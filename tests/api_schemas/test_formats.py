@@ -18,7 +18,7 @@ from api_schemas.formats import (
     plain_parameter_bytes,
 )
 from api_schemas.levels import LEVELS, Level
-from api_schemas.training import OptimizerName, OptimizerSpec
+from api_schemas.optimization import OptimizerName, OptimizerSpec
 from worker import initialize, memory_report
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 from worker.fp8.operand import OperandScaling

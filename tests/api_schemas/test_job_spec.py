@@ -81,7 +81,7 @@ def test_it_is_frozen() -> None:
             "1e-06 with the optimizer lion",
             "Remove training.optimizer.eps",
         ),
-        (lambda d: d["training"]["optimizer"].update(name="sgd"), "training.optimizer.name", "sgd", "lion"),
+        (lambda d: d["training"]["optimizer"].update(name="adagrad"), "training.optimizer.name", "adagrad", "sgd"),
         (lambda d: d["training"]["optimizer"].update(betas=[0.9, 1.0]), "training.optimizer.betas.1", "1.0", "less"),
         (
             lambda d: d["training"]["optimizer"].update(learning_rate=float("nan")),

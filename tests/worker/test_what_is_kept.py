@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from api_schemas.levels import LEVELS
 from worker import initialize
 from worker.fp8.linear import Float8Linear
-from worker.optim import LowBitAdamW, LowBitLion
+from worker.optim import LowBitAdamW, LowBitLion, LowBitSGD
 
 
 def network() -> nn.Sequential:
@@ -118,7 +118,9 @@ def test_a_fused_optimizer_leaves_nothing_of_its_class_behind() -> None:
     assert (model[0].weight_values() - before).abs().max() <= 1.1e-2
 
 
-@pytest.mark.parametrize(("name", "expected"), [("adamw", LowBitAdamW), ("adam", LowBitAdamW), ("lion", LowBitLion)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("adamw", LowBitAdamW), ("adam", LowBitAdamW), ("lion", LowBitLion), ("sgd", LowBitSGD)]
+)
 def test_an_optimizer_is_made_by_name(name: str, expected: type) -> None:
     model, optimizer = initialize(network(), opt_level="O2", optimizer_name=name)
     assert type(optimizer) is expected
@@ -132,8 +134,8 @@ def test_an_optimizer_is_made_by_name(name: str, expected: type) -> None:
 def test_one_optimizer_is_asked_for() -> None:
     model = network()
     assert initialize(network(), opt_level="O2")[1] is None
-    with pytest.raises(ValueError, match="optimizer_name is 'sgd'; allowed: adamw, adam, lion"):
-        initialize(model, opt_level="O2", optimizer_name="sgd")
+    with pytest.raises(ValueError, match="optimizer_name is 'adagrad'; allowed: adamw, adam, lion, sgd"):
+        initialize(model, opt_level="O2", optimizer_name="adagrad")
     with pytest.raises(ValueError, match="both an optimizer and optimizer_name"):
         initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2", optimizer_name="adamw")
     assert type(model[0]) is nn.Linear

@@ -4,6 +4,7 @@ from importlib import import_module
 
 from api_schemas import ANY_FILE, Files, ImageInput, SourceSpec, TokenInput
 from worker.data.masking import MaskedTokens
+from worker.data.smoothing import SmoothedLabels
 from worker.data.source import Batch, Source, VaryingTargets, loss_divisor
 from worker.errors import DataError
 
@@ -16,16 +17,17 @@ def open_source(
     seed: int,
     files: Files = ANY_FILE,
     takes: TokenInput | ImageInput | None = None,
+    label_smoothing: float = 0.0,
 ) -> Source:
     """Open the source that a spec names. Raises DataError if a rank cannot read it or it holds too little.
 
     takes: what the model reads; None stands for a language model that predicts the next token. Sources of images cut nothing
-    to `sequence_length`.
+    to `sequence_length`, and have their targets smoothed by `label_smoothing`.
     """
     module = import_module(f"worker.data.{spec.source}")
     if isinstance(takes, ImageInput):
         images: Source = module.open_source(spec, takes, seed, files)
-        return images
+        return SmoothedLabels(images, takes.num_classes, label_smoothing) if label_smoothing else images
     source: Source = module.open_source(spec, sequence_length, seed, files)
     if takes is None:
         return source

@@ -1,4 +1,4 @@
-"""Labelled images of a .npz file, in memory as bytes; the contract checks and divides them (`api_schemas/data/images.py`).
+"""Labelled images of a .npz file, in memory as bytes, or of a folder; the contract checks and divides them.
 
 Shape suffixes: N images of the file, B images of a batch, C channels, H height, W width.
 """
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from api_schemas import ANY_FILE, Files, ImageInput, Unfit
 from api_schemas.data.images import IMAGES, LABELS, ImagesSpec, check_shapes, read_headers
+from worker.data.image_parts import Parts
 from worker.data.order import EpochOrder, evaluation_rows, seed_of
-from worker.data.source import Batch
+from worker.data.source import Batch, Source
 from worker.errors import DataError
 
 
@@ -35,12 +36,7 @@ class LabelledImages:
     @property
     def facts(self) -> dict[str, float]:
         """Return the numbers of images, and the share of the most frequent class: the accuracy of always guessing it."""
-        counts = torch.bincount(self.labels_N[self.evaluation])
-        return {
-            "train_images": float(len(self.train)),
-            "evaluation_images": float(len(self.evaluation)),
-            "largest_class_ratio": float(counts.max() / counts.sum()),
-        }
+        return Parts(self.train, self.evaluation).facts(self.labels_N)
 
     @property
     def num_train_samples(self) -> int:
@@ -61,9 +57,46 @@ class LabelledImages:
         return {"images": images_BCHW.contiguous(), "labels": self.labels_N[numbers_B]}
 
 
-def open_source(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files = ANY_FILE) -> LabelledImages:
-    """Read the images. Raises DataError if the file is missing or does not hold the images that the model takes."""
+def open_source(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files = ANY_FILE) -> Source:
+    """Open a file or folder of images. Raises DataError if it is missing or does not hold the images that the model takes."""
     path = Path(spec.path)
+    is_folder = _is_folder(path, files)
+    if is_folder or spec.is_varied:
+        return _open_varied(spec, takes, seed, files, is_folder=is_folder)
+    images_NHWC, labels_N = _read_arrays(path, takes, files)
+    parts = _divide(spec, len(labels_N))
+    return LabelledImages(images_NHWC, labels_N, parts.train, parts.evaluation, seed)
+
+
+def _open_varied(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files, *, is_folder: bool) -> Source:
+    try:
+        from worker.data.image_folder import open_folder
+        from worker.data.varied_images import ArrayStock, Stock, VariedImages
+    except ModuleNotFoundError as error:
+        message = (
+            "this node has no Pillow, which decodes and varies images. Install octet[models], or use a .npz file as it is."
+        )
+        raise DataError(message) from error
+    path = Path(spec.path)
+    stock: Stock = open_folder(path, takes, files) if is_folder else ArrayStock(*_read_arrays(path, takes, files))
+    return VariedImages(stock, _divide(spec, len(stock.labels_N)), takes, spec.augmentation, seed)
+
+
+def _is_folder(path: Path, files: Files) -> bool:
+    try:
+        return files.is_folder(path)
+    except (Unfit, OSError) as error:
+        raise DataError(f"cannot open {path}: {error}") from None
+
+
+def _divide(spec: ImagesSpec, num_images: int) -> Parts:
+    shuffled = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed_of("evaluation images")))
+    num_evaluation = spec.num_evaluation(num_images)
+    return Parts(shuffled[num_evaluation:], shuffled[:num_evaluation])
+
+
+def _read_arrays(path: Path, takes: ImageInput, files: Files) -> tuple[Tensor, Tensor]:
+    """Return the images, uint8 (N, H, W, C), and their labels, int64 (N,)."""
     try:
         with files.open(path) as file:
             check_shapes(path, *read_headers(path, file), takes)
@@ -79,7 +112,4 @@ def open_source(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files = A
             f"the labels in {path} go from {labels.min()} to {labels.max()}; allowed: 0 to {takes.num_classes - 1}, as "
             f"the model has {takes.num_classes} classes. Change model.num_classes or the labels."
         )
-    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed_of("evaluation images")))
-    num_evaluation = spec.num_evaluation(len(labels))
-    images_NHWC = torch.from_numpy(images.reshape(*images.shape[:3], -1))
-    return LabelledImages(images_NHWC, torch.from_numpy(labels), shuffled[num_evaluation:], shuffled[:num_evaluation], seed)
+    return torch.from_numpy(images.reshape(*images.shape[:3], -1)), torch.from_numpy(labels)

@@ -12,7 +12,8 @@ Batch = Mapping[str, Tensor]
 
 Text: "tokens" and "targets", int64 (B sequences, T tokens). Completions: the same, with `IGNORED` as the target of tokens that
 do not count, and "num_targets", int64 (B): how many count, at least one. Masked text: see `worker.data.masking`.
-Images: "images", fp32 (B, C channels, H height, W width), and "labels", int64 (B).
+Images: "images", fp32 (B, C channels, H height, W width), and "labels", int64 (B), or in training
+the classes' shares of each target, fp32 (B, K classes).
 """
 
 

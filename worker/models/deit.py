@@ -4,6 +4,7 @@ from typing import Any
 
 from api_schemas import ANY_FILE, Files
 from api_schemas.models.deit import DeiTSizes, DeiTSpec
+from worker.models.drop_path import drop_paths
 from worker.models.huggingface import from_random_values, make_config
 from worker.models.model import TrainedModel
 from worker.models.wrapped import wrap
@@ -11,7 +12,9 @@ from worker.models.wrapped import wrap
 
 def build(spec: DeiTSpec, seed: int, _files: Files = ANY_FILE) -> TrainedModel:
     """Build the DeiT that a job asks for, with random values."""
-    return wrap(from_random_values(config_of(spec.sizes), "image_class", seed), "image_class")
+    network = from_random_values(config_of(spec.sizes), "image_class", seed)
+    drop_paths(network.vit.layers, spec.sizes.drop_path_rate)
+    return wrap(network, "image_class")
 
 
 def config_of(sizes: DeiTSizes) -> Any:

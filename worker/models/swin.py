@@ -17,6 +17,7 @@ def build(spec: SwinSpec, seed: int, _files: Files = ANY_FILE) -> TrainedModel:
 def config_of(sizes: SwinSizes) -> Any:
     """Return the configuration of transformers with these sizes."""
     fields = {
+        "drop_path_rate": sizes.drop_path_rate,
         "embed_dim": sizes.embed_dim,
         "depths": list(sizes.depths),
         "num_heads": list(sizes.num_heads),

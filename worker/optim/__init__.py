@@ -7,6 +7,7 @@ from worker.optim.check import check_adoptable
 from worker.optim.clip import clip_grad_norm_
 from worker.optim.lion import LionHyperparameters, LowBitLion
 from worker.optim.optimizer import LowBitOptimizer
+from worker.optim.sgd import LowBitSGD, SGDHyperparameters
 from worker.optim.take_over import take_over
 from worker.optim.weights import QuantizedWeight
 
@@ -18,7 +19,9 @@ __all__ = [
     "LowBitAdamW",
     "LowBitLion",
     "LowBitOptimizer",
+    "LowBitSGD",
     "QuantizedWeight",
+    "SGDHyperparameters",
     "adopt",
     "build_optimizer",
     "check_adoptable",

@@ -9,9 +9,10 @@ from api_schemas.levels import Level
 from worker.optim.adam import LowBitAdamW
 from worker.optim.lion import LowBitLion
 from worker.optim.optimizer import LowBitOptimizer
+from worker.optim.sgd import LowBitSGD
 from worker.optim.weights import QuantizedWeight
 
-OPTIMIZERS: tuple[type[LowBitOptimizer], ...] = (LowBitAdamW, LowBitLion)
+OPTIMIZERS: tuple[type[LowBitOptimizer], ...] = (LowBitAdamW, LowBitLion, LowBitSGD)
 """One for each rule."""
 REPRESENTABLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, *OPTIMIZERS)
 _UNREPRESENTABLE_OPTIONS = ("amsgrad", "differentiable")
@@ -23,7 +24,7 @@ def adopt(
 ) -> LowBitOptimizer:
     """Return an optimizer with the groups, hyperparameters and states of another one, its states stored as the level says.
 
-    torch's Adam and AdamW become a `LowBitAdamW`; a `LowBitAdamW` or `LowBitLion` becomes one of its own class. A group may
+    torch's Adam and AdamW become a `LowBitAdamW`; an optimizer of `OPTIMIZERS` becomes one of its own class. A group may
     name codecs of its own (`exp_avg_codec`, `exp_avg_sq_codec`). Raises ValueError for what cannot be represented.
     """
     if type(optimizer) not in REPRESENTABLE:

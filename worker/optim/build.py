@@ -9,21 +9,38 @@ from torch import nn
 from api_schemas import OptimizerSpec
 from worker.optim.eager import leave_the_compiler_unloaded
 from worker.optim.lion import LionHyperparameters, LowBitLion
+from worker.optim.sgd import LowBitSGD, SGDHyperparameters
 
 BY_NAME: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "lion": LowBitLion,
+    "sgd": LowBitSGD,
 }
 
 
-def build_optimizer(parameter_groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """An optimizer of fp32 parameters by the name in the spec, before conversion. A group's own `weight_decay` goes first."""
+def build_optimizer(
+    parameter_groups: list[dict[str, Any]], spec: OptimizerSpec, gradient_clip: float | None = None
+) -> torch.optim.Optimizer:
+    """Build the optimizer of fp32 parameters that a spec names, before conversion. A group's own `weight_decay` goes first.
+
+    gradient_clip: the largest norm of gradients, by which SGD bounds its steps; None: 1.
+    """
     leave_the_compiler_unloaded()
     match spec.name:
         case "adamw":
             return torch.optim.AdamW(
                 parameter_groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
+            )
+        case "adam":
+            return torch.optim.Adam(
+                parameter_groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
+            )
+        case "sgd":
+            largest = 1.0 if gradient_clip is None else gradient_clip
+            return LowBitSGD(
+                parameter_groups,
+                SGDHyperparameters(spec.learning_rate, spec.momentum, largest, weight_decay=spec.weight_decay),
             )
         case "lion":
             return LowBitLion(

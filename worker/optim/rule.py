@@ -5,6 +5,7 @@ kernel repeats a rule's arithmetic bit for bit (`worker/kernels/cuda/optimizer_r
 rounding, in the order written, with no fused multiply-add, and roots come from `kernels.sqrt`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -23,6 +24,8 @@ CHECKS: Mapping[str, Check] = {
     "lr": (lambda lr: lr >= 0, "at least 0"),
     "betas": (lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 up to, not including, 1"),
     "eps": (lambda eps: eps >= 0, "at least 0"),
+    "momentum": (lambda momentum: 0 <= momentum < 1, "from 0 up to, not including, 1"),
+    "max_gradient": (lambda largest: 0 < largest < math.inf, "above 0 and finite"),
     "weight_decay": (lambda weight_decay: weight_decay >= 0, "at least 0"),
 }
 SIGNED_CODECS = tuple(name for name in CODECS if name != "uint8-companded")

@@ -19,6 +19,7 @@ from worker.checkpoint import BadCheckpoint, load_folder
 from worker.errors import RankError
 from worker.models import build_model
 from worker.optim import build_optimizer
+from worker.optim.average import AveragedModel
 from worker.optim.schedule import parameter_groups
 from worker.prepare import prepare
 from worker.pretrained.compressed import KINDS
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         state = load_folder(options.checkpoint)
-        model, optimizer = trained(state)
+        model, optimizer = averaged(state, *trained(state))
         plain_dtype = PLAIN_DTYPES[options.plain_dtype]
         export(model, optimizer, options.out, format=options.format, strategy=options.strategy, plain_dtype=plain_dtype)
         copy_tokenizer(state["job"]["model"], options.out)
@@ -58,11 +59,22 @@ def trained(state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
     job = state["job"]
     spec = TypeAdapter(OptimizerSpec).validate_python(job["optimizer"])
     model = build_model(TypeAdapter(ModelSpec).validate_python(job["model"]), job["seed"])
-    optimizer = build_optimizer(parameter_groups(model, spec.weight_decay), spec)
+    optimizer = build_optimizer(parameter_groups(model, spec), spec)
     prepared = prepare(model, optimizer, PrecisionSpec.model_validate(job["precision"]), seed=job["seed"])
     assert prepared.optimizer is not None
     resume(prepared.model, prepared.optimizer, state["model"], state["optimizer"])
     return prepared.model, prepared.optimizer
+
+
+def averaged(
+    state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Return the moving average of the weights where the checkpoint has one, which needs no optimizer, else the two."""
+    if not state.get("average"):
+        return model, optimizer
+    average = AveragedModel(model)
+    average.load_state_dict(state["average"])
+    return average.module, None
 
 
 def copy_tokenizer(model: dict[str, Any], folder: Path) -> None:

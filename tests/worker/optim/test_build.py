@@ -9,15 +9,17 @@ from torch import nn
 
 from api_schemas import JobSpec, OptimizerSpec
 from tests.worker.test_train import Recorder
+from worker.checkpoint import load_folder
 from worker.config import RankEnv, resolve
 from worker.mesh import Mesh
-from worker.optim import LowBitLion, build_optimizer
+from worker.optim import LowBitLion, LowBitSGD, build_optimizer
+from worker.pretrained.__main__ import averaged, trained
 from worker.train import Trainer
 
 SPEC = {"learning_rate": 2e-3, "weight_decay": 0.2, "betas": (0.8, 0.9)}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("lion", LowBitLion)])
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("lion", LowBitLion)])
 def test_build(name: str, kind: type[torch.optim.Optimizer]) -> None:
     decayed, other = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
     groups = [{"params": [decayed]}, {"params": [other], "weight_decay": 0.0}]
@@ -48,3 +50,48 @@ def test_a_job_with_lion(spec_document: dict[str, Any], level: str, tmp_path: Pa
     losses = whole.losses()
     assert losses[-1] < losses[0] - 1.0
     assert resumed.losses() == losses[8:]
+
+
+def test_sgd_is_bounded_by_the_clip() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    spec = OptimizerSpec(name="sgd", learning_rate=0.1, momentum=0.8)
+    optimizer = build_optimizer([{"params": [parameter]}], spec, gradient_clip=0.5)
+    assert type(optimizer) is LowBitSGD
+    assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["max_gradient"]) == (0.8, 0.5)
+
+
+RECIPE = {
+    "optimizer": {"name": "sgd", "learning_rate": 0.5, "weight_decay": 1e-3, "no_decay": ["*embedding*"], "layer_decay": 0.8},
+    "schedule": {"name": "warmup_stable_decay", "warmup_steps": 2, "decay_fraction": 0.3, "final_fraction": 0.0},
+    "ema_decay": 0.6,
+}
+
+
+@pytest.mark.parametrize("level", ["O2", pytest.param("fp32", marks=pytest.mark.matrix)])
+def test_a_job_with_every_option_learns_resumes_and_evaluates_the_average(
+    spec_document: dict[str, Any], level: str, tmp_path: Path
+) -> None:
+    document = spec_document | {"precision": {"level": level}}
+    document["training"] = document["training"] | {"steps": 16, "checkpoint_every": 8, **RECIPE}
+    config = resolve(JobSpec.model_validate(document), RankEnv())
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        whole, resumed = Recorder(), Recorder()
+        trainer = Trainer(config, mesh, whole, tmp_path)
+        summary = trainer.run()
+        average, model = trainer.average.best(trainer.model), trainer.model
+        assert average is not model
+        at_step_8 = tuple(ref for ref in whole.checkpoints() if ref.step == 8)
+        again = Trainer(config, mesh, resumed, tmp_path)
+        assert again.run(at_step_8).evaluation_loss == summary.evaluation_loss
+    assert summary.evaluation_loss == trainer.evaluate()["loss"]
+    assert resumed.losses() == whole.losses()[8:]
+    assert whole.losses()[-1] < whole.losses()[0] - 0.3
+    assert trainer.progress.memory_bytes["other"] >= 4 * summary.num_parameters
+    assert torch.equal(next(average.parameters()), next(again.average.best(again.model).parameters()))
+    exported, _ = averaged(load_folder(tmp_path / "checkpoints" / whole.checkpoints()[0].name), *_trained(tmp_path, whole))
+    for name, value in average.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], value), name
+
+
+def _trained(folder: Path, recorder: Recorder) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return trained(load_folder(folder / "checkpoints" / recorder.checkpoints()[0].name))

@@ -1,6 +1,7 @@
 """The arithmetic of each optimizer rule for `optimizer.py`: this step's constants, and the direction that a weight moves in.
 
-The twins are the rules in `worker/optim` (`adam.py`, `lion.py`): the same operations in the same order, each rounded once.
+The twins are the rules in `worker/optim` (`adam.py`, `lion.py`, `sgd.py`): the same operations in the same order, each rounded
+once.
 A rule adds a branch to each function here; the chain of `if` is decided when a kernel is compiled.
 """
 
@@ -23,6 +24,12 @@ _ROOT_CORRECTION = tl.constexpr(tables.CONSTANT_RULE.value + 4)
 _EPSILON = tl.constexpr(tables.CONSTANT_RULE.value + 5)
 _LARGEST_DIRECTION = tl.constexpr(tables.CONSTANT_RULE.value + 6)
 
+# Columns of SGD, which has its own.
+_MOMENTUM, _MAX_GRADIENT = _BETA1, _BETA2
+_MAX_DIRECTION = _LOG_BETA1
+_KEPT_MOMENTUM, _LARGEST_GRADIENT = _KEPT1, _ADDED1
+_LARGEST_MOMENTUM = _KEPT2
+
 
 @triton.constexpr_function
 def is_signed(RULE, INDEX):
@@ -37,6 +44,24 @@ def prepare(group, out, step, RULE: tl.constexpr):
     group: the row of hyperparameters. step: int64, from 1. Returns, in fp64, what the direction is multiplied by and the bound
     on the change of a weight without decay.
     """
+    if RULE == "sgd":
+        return _prepare_sgd(group, out)
+    else:
+        return _prepare_averages(group, out, step, RULE)
+
+
+@triton.jit
+def _prepare_sgd(group, out):
+    lr, largest = tl.load(group + tables.LR), tl.load(group + _MAX_DIRECTION)
+    tl.store(out + _KEPT_MOMENTUM, tl.load(group + _MOMENTUM).to(tl.float32))
+    tl.store(out + _LARGEST_GRADIENT, tl.load(group + _MAX_GRADIENT).to(tl.float32))
+    tl.store(out + _LARGEST_MOMENTUM, largest.to(tl.float32))
+    return lr, lr * largest
+
+
+@triton.jit
+def _prepare_averages(group, out, step, RULE: tl.constexpr):
+    """Adam and Lion, which have two betas."""
     lr, beta1, beta2 = tl.load(group + tables.LR), tl.load(group + _BETA1), tl.load(group + _BETA2)
     tl.store(out + _KEPT1, beta1.to(tl.float32))
     tl.store(out + _ADDED1, (1.0 - beta1).to(tl.float32))
@@ -72,6 +97,12 @@ def advance(states, gradient, constant, RULE: tl.constexpr):
         denominator = root * constant[_ROOT_CORRECTION] + constant[_EPSILON]
         direction, largest = language.divide(average, denominator), constant[_LARGEST_DIRECTION]
         return tl.clamp(direction, -largest, largest, propagate_nan=tl.PropagateNan.ALL), (average, square)
+    elif RULE == "sgd":
+        (average,) = states
+        largest, largest_momentum = constant[_LARGEST_GRADIENT], constant[_LARGEST_MOMENTUM]
+        clamped = tl.clamp(gradient, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+        average = average * constant[_KEPT_MOMENTUM] + clamped
+        return tl.clamp(average, -largest_momentum, largest_momentum, propagate_nan=tl.PropagateNan.ALL), (average,)
     else:
         tl.static_assert(RULE == "lion", "unknown rule")
         (average,) = states

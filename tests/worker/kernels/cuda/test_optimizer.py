@@ -32,8 +32,8 @@ def rows(optimizer: str, num_rows: int, shift: int) -> list[tuple[str, ...]]:
     return found
 
 
-ADAM_ROWS, LION_ROWS = rows("adam", 12, shift=0), rows("lion", 6, shift=1)
-"""Every combination of Adam's codecs, every weight with three of the four gradients, both rules with every weight."""
+ADAM_ROWS, LION_ROWS, SGD_ROWS = rows("adam", 12, shift=0), rows("lion", 6, shift=1), rows("sgd", 6, shift=2)
+"""Every combination of Adam's codecs, every weight with three of the four gradients, every rule with every weight."""
 
 
 def first(num_rows: int, of: list[tuple[str, ...]]) -> list[Any]:
@@ -126,12 +126,18 @@ def test_lion(held: str, arrives: str, exp_avg_codec: str) -> None:
     check(held, arrives, rule="lion", lr=0.01, weight_decay=0.1, exp_avg_codec=exp_avg_codec)
 
 
+@pytest.mark.parametrize(("held", "arrives", "exp_avg_codec"), first(2, SGD_ROWS))
+def test_sgd(held: str, arrives: str, exp_avg_codec: str) -> None:
+    check(held, arrives, rule="sgd", lr=0.01, weight_decay=0.1, max_gradient=0.5, exp_avg_codec=exp_avg_codec)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"decoupled_weight_decay": False, "weight_decay": 0.1, "betas": (0.95, 0.9)},
         {"weight_decay": 0.0, "maximize": True, "eps": 0.0},
         {"betas": (0.0, 0.5), "eps": 1e-3},
+        {"rule": "sgd", "maximize": True, "momentum": 0.5, "max_gradient": 1e-3},
         {"rule": "lion", "maximize": True, "betas": (0.0, 0.5), "weight_decay": 0.3},
     ],
     ids=str,
