@@ -198,6 +198,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _follow(self, parameter: Tensor) -> None:
         """Let the states follow a parameter that was moved or loaded since the last step. ValueError if it was cast."""
+        if parameter not in self._origins:
+            raise ValueError(
+                "a parameter group holds a parameter that the optimizer was not given: it was replaced after initialize, as "
+                "Accelerate does for FSDP2. Use octet.parallelize in the place of FSDP, or add what is new by add_param_group."
+            )
         weight, state = self._quantized.get(parameter), self.state.get(parameter)
         if weight is None and parameter.dtype not in TRAINABLE_DTYPES:
             raise ValueError(_wrong_dtype(parameter))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from api_schemas.levels import LEVELS
 from octet import initialize, plain_state_dict
 from tests.worker.integrations.bits import assert_same_bits
-from tests.worker.small import Small
+from tests.worker.small import Small, make
 
 CLOSE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 0.02, "fp8": 0.1}
 """Relative distance of a loss from fp32's, by the dtype of the products."""
@@ -101,6 +101,17 @@ def test_prepare_changes_nothing_of_what_initialize_made(level: str) -> None:
         optimizer.step()
         found.append((model.state_dict(), optimizer.state_dict()))
     assert_same_bits(*found)
+
+
+def test_parameters_that_were_exchanged_are_refused() -> None:
+    """As `prepare` does under Accelerate's own FSDP2, which needs GPUs: shards take the parameters' places in the groups."""
+    _, optimizer = make("te")
+    shard = nn.Parameter(torch.zeros(32, 64))
+    optimizer.param_groups[0]["params"][0] = shard
+    shard.grad = torch.ones_like(shard)
+    with pytest.raises(ValueError, match=r"replaced after initialize, as Accelerate does for FSDP2\. Use octet\.parallelize"):
+        optimizer.step()
+    assert not shard.any()
 
 
 @pytest.mark.matrix
