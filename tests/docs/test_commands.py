@@ -74,7 +74,9 @@ ELSEWHERE = {
     r"\.venv/bin/python examples/transformers/train\.py .*": Elsewhere(_EXAMPLES, "def test_trainer"),
     r"\.venv/bin/python examples/accelerate/train\.py .*": Elsewhere(_EXAMPLES, "def test_accelerate"),
     r"\.venv/bin/python examples/fabric/train\.py .*": Elsewhere(_EXAMPLES, "def test_fabric"),
-    r"\.venv/bin/torchrun .* examples/accelerate/train\.py .*": Elsewhere(_EXAMPLES, "def test_accelerate_on_two_ranks"),
+    r"\.venv/bin/torchrun .* examples/accelerate/(train|wrapped)\.py .*": Elsewhere(
+        _EXAMPLES, "def test_accelerate_on_two_ranks"
+    ),
     r"python -m benchmarks\.gpu\.kernels --sections speedup .*": Elsewhere(
         "tests/benchmarks/test_gpu_benchmarks.py", '"Speedup by shape"', "a GPU"
     ),

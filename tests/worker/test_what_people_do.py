@@ -218,6 +218,15 @@ def weight_normed(model: nn.Module) -> Results:
     return [output, *(parameter.grad for parameter in model.twice.parametrizations.weight.parameters())]
 
 
+def weight_normed_as_of_old(model: nn.Module) -> Results:
+    """By the deprecated function, which takes the weight out of the layer before it registers what takes its place."""
+    with pytest.warns(FutureWarning, match="deprecated"):
+        nn.utils.weight_norm(model.twice)
+    output = model(x())
+    output.square().mean().backward()
+    return [output, model.twice.weight_g.grad, model.twice.weight_v.grad]
+
+
 DONE: dict[str, Callable[[nn.Module], Results]] = {
     "nothing": backward,
     "deepcopy": lambda model: backward(copy.deepcopy(model)),
@@ -251,6 +260,7 @@ DONE: dict[str, Callable[[nn.Module], Results]] = {
 DONE_TO_VALUES: dict[str, tuple[Callable[[nn.Module], Results], str]] = {
     "prune": (pruned, "cannot be parametrized or pruned"),
     "weight_norm": (weight_normed, "before octet.initialize|not implemented for 'Float8_e4m3fn'"),
+    "weight_norm of old": (weight_normed_as_of_old, "cannot be parametrized or pruned"),
     "AveragedModel of torch": (partial(averaged, kind=swa_utils.AveragedModel), r"octet\.AveragedModel"),
     "DistributedDataParallel": (lambda model: backward(DistributedDataParallel(model)), r"octet\.parallelize"),
 }

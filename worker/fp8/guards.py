@@ -4,6 +4,7 @@ What would treat codes as values is done to the values, or refused where a modul
 """
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -21,6 +22,18 @@ _WRAPPERS = {
     "torch.distributed.fsdp": "FSDP",
 }
 """Modules of torch that would send or cut codes as if they were values, and what people call them."""
+
+
+class _PreHooks(OrderedDict[int, Any]):
+    """A module's forward pre-hooks. torch's deprecated `weight_norm` asks for them before it takes the weight out."""
+
+    def values(self) -> Any:
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__") == "torch.nn.utils.weight_norm" and caller.f_locals.get("name") == "weight":
+            layer = caller.f_locals.get("module")
+            if isinstance(layer, GuardedCodes) and layer.weight_dequant_scale is not None:
+                _refuse_parametrization(layer.weight.dtype)
+        return super().values()
 
 
 class GuardedCodes(KeepsDtypes):
@@ -41,6 +54,10 @@ class GuardedCodes(KeepsDtypes):
     has_master: bool = False
     has_new_codes: bool = False
     whole_residual: Callable[[], AbstractContextManager[None]] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward_pre_hooks = _PreHooks()
 
     def plain_tensors(self) -> Iterator[Tensor | None]:
         plain = [self.bias] if self.weight_dequant_scale is not None else [self.weight, self.bias]

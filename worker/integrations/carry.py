@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from worker.fp8.loss_scaling import STATE_BUFFER
 from worker.fp8.stored import CODES
-from worker.optim import LowBitOptimizer
 from worker.plain import as_plain, drop_codes
 from worker.resume import load_model, make_masters
 
@@ -28,8 +27,6 @@ class _Carrier:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict with the tensors of the model that are no values of a plain model."""
-        if isinstance(self.optimizer, LowBitOptimizer):  # values that were loaded since the last step are in the states, too
-            make_masters(self.optimizer)
         held = self.model.state_dict()
         plain = as_plain(self.model, held)
         own = {name: tensor for name, tensor in held.items() if plain.get(name) is not tensor}

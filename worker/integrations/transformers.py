@@ -6,11 +6,13 @@
     trainer.train(resume_from_checkpoint=...)
 
 The trainer's checkpoints hold plain weights, which `from_pretrained` loads. `optimizer.pt` holds what else a resume needs to be
-equal bit for bit. transformers is not imported here: whoever has a trainer has it.
+equal bit for bit. Under torchrun all ranks train one model by `octet.parallelize`, at every level, in the place of DDP.
+transformers is not imported here: whoever has a trainer has it.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +21,10 @@ from api_schemas.levels import LEVELS
 from api_schemas.precision import LevelName, PrecisionSpec
 from worker.fp8.convert import ConversionReport
 from worker.integrations.carry import carry_model_state
-from worker.prepare import initialize, read_options
+from worker.parallel.parallelize import parallelize
+from worker.prepare import initialize, read_options, share_rounding
+
+DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 @dataclass
@@ -57,8 +62,8 @@ def prepare_trainer(trainer: Any, arguments: OctetArguments | None = None) -> No
     """Convert the model of a `Trainer` and its optimizer, before `trainer.train()`. `trainer.model.octet_report` tells how.
 
     arguments: leave them out if model and optimizer are from `initialize`. The optimizer is the trainer's own, or made as its
-    `TrainingArguments` say; random rounding takes their seed. Raises ValueError, before the model is changed, for arguments of
-    the trainer that do not go with the level, and as `initialize` does.
+    `TrainingArguments` say; random rounding takes their seed. All ranks call it together. Raises ValueError, before the model
+    is changed, for arguments of the trainer that do not go with the level, and as `initialize` does.
     """
     report = getattr(trainer.model, "octet_report", None)
     if isinstance(report, ConversionReport):
@@ -73,6 +78,8 @@ def prepare_trainer(trainer: Any, arguments: OctetArguments | None = None) -> No
         raise ValueError("got no OctetArguments, and the model is not initialized. Pass OctetArguments(octet_level=...).")
     else:
         _convert(trainer, arguments.spec())
+    if trainer.args.world_size > 1:
+        _parallelize(trainer)
     carry_model_state(trainer.model, trainer.optimizer)
 
 
@@ -88,6 +95,15 @@ def _convert(trainer: Any, precision: PrecisionSpec) -> None:
         raise
     trainer.model = trainer.model_wrapped = model
     trainer.optimizer = optimizer
+
+
+def _parallelize(trainer: Any) -> None:
+    """Exchange gradients as the level says, and let Accelerate prepare the model without DDP around it."""
+    args, accelerator = trainer.args, trainer.accelerator
+    share_rounding(trainer.model, args.process_index, args.world_size)
+    parallel = parallelize(trainer.model, trainer.optimizer)
+    accelerator.no_sync = lambda model: parallel.no_sync()
+    accelerator.prepare_model = partial(type(accelerator).prepare_model, accelerator, evaluation_mode=True)
 
 
 def _check_given_optimizer(trainer: Any) -> None:
@@ -115,20 +131,21 @@ class _Conflict(NamedTuple):
 
 def _check_trainer(trainer: Any, level: str) -> None:
     """Raise ValueError for an argument of the trainer that changes what the level computes or stores, by its name."""
-    for option, got, allowed, change in (*_of_ranks(trainer, level), *_of_precision(trainer, level), *_of_model(trainer)):
+    for option, got, allowed, change in (*_of_ranks(trainer), *_of_precision(trainer, level), *_of_model(trainer)):
         if got:
             raise ValueError(f"{option} is {got!r} at level {level}; allowed: {allowed}. {change}")
 
 
-def _of_ranks(trainer: Any, level: str) -> Iterator[_Conflict]:
+def _of_ranks(trainer: Any) -> Iterator[_Conflict]:
     """Several ranks: codes are not values that DDP or FSDP could send or cut."""
-    args, own_loop = trainer.args, "Run one process, or a loop of your own with octet.parallelize."
-    yield _Conflict("deepspeed", trainer.is_deepspeed_enabled and (args.deepspeed or True), "None", own_loop)
-    yield _Conflict("fsdp", trainer.is_fsdp_enabled and (args.fsdp or True), "none", own_loop)
-    yield _Conflict("parallelism_config", args.parallelism_config, "None", own_loop)
-    yield _Conflict("n_gpu", args.n_gpu > 1 and args.n_gpu, "1", "Set CUDA_VISIBLE_DEVICES to one device.")
-    if LEVELS[level].weight != "fp32":
-        yield _Conflict("world_size", args.world_size > 1 and args.world_size, "1, or a level of fp32 weights", own_loop)
+    args, ours = trainer.args, "Leave it out: on several ranks the trainer exchanges gradients by octet.parallelize."
+    yield _Conflict("deepspeed", trainer.is_deepspeed_enabled and (args.deepspeed or True), "None", ours)
+    yield _Conflict("fsdp", args.fsdp or trainer.is_fsdp_enabled, "none", ours)
+    yield _Conflict("parallelism_config", args.parallelism_config, "None", ours)
+    yield _Conflict("n_gpu", args.n_gpu > 1 and args.n_gpu, "1", "Run one process per device, by torchrun.")
+    for option in DDP_OPTIONS if args.world_size > 1 else ():
+        got = getattr(args, option, None)
+        yield _Conflict(option, None if got is None else f"{got}", "None", ours)
 
 
 def _of_precision(trainer: Any, level: str) -> Iterator[_Conflict]:

@@ -148,8 +148,15 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """Steps that changed nothing because a gradient was not finite. Waits for the device."""
         return int(self._num_skipped)
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict with the seed and the number of skipped steps."""
+        """Return torch's state_dict with the seed and the number of skipped steps.
+
+        Values that were loaded into the model since the last step are in its master weights: whoever loads the state dict into
+        this optimizer again, as Accelerate's `prepare` does, would otherwise bring back the masters of before.
+        """
+        for parameter, weight in self._quantized.items():
+            self._renew_master(weight, self.state.get(parameter))
         return super().state_dict() | {"seed": self.seed, "num_skipped_steps": self.num_skipped_steps}
 
     @torch.no_grad()
@@ -191,6 +198,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _follow(self, parameter: Tensor) -> None:
         """Let the states follow a parameter that was moved or loaded since the last step. ValueError if it was cast."""
+        if parameter not in self._origins:
+            raise ValueError(
+                "a parameter group holds a parameter that the optimizer was not given: it was replaced after initialize, as "
+                "Accelerate does for FSDP2. Use octet.parallelize in the place of FSDP, or add what is new by add_param_group."
+            )
         weight, state = self._quantized.get(parameter), self.state.get(parameter)
         if weight is None and parameter.dtype not in TRAINABLE_DTYPES:
             raise ValueError(_wrong_dtype(parameter))
@@ -201,13 +213,18 @@ class LowBitOptimizer(torch.optim.Optimizer):
             )
         if not state:
             return
-        if weight is not None and weight.needs_master and is_stale(state["master_weights"], weight):
-            state["master_weights"] = new_master(weight)
+        if weight is not None:
+            self._renew_master(weight, state)
         if state[next(iter(self.rule.state_codecs))]["codes"].device != parameter.device:
             for name, value in state.items():
                 if isinstance(value, dict):
                     state[name] = _copy(value, parameter.device)
             state["step"] = self._new_step_count(parameter, int(state["step"]))
+
+    def _renew_master(self, weight: QuantizedWeight, state: dict[str, Any] | None) -> None:
+        """Make the master weight from what the layer has loaded since it was made, if it has loaded anything."""
+        if state and weight.needs_master and is_stale(state["master_weights"], weight):
+            state["master_weights"] = new_master(weight)
 
     def _step_fused(self, updates: list[tuple[Tensor, Group]], finite: Tensor) -> list[tuple[Tensor, Group]]:
         """Step the parameters that the kernels take; returns the others."""

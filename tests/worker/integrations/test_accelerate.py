@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from api_schemas.levels import LEVELS
-from octet import initialize
+from octet import initialize, plain_state_dict
 from tests.worker.integrations.bits import assert_same_bits
-from tests.worker.small import Small
+from tests.worker.small import Small, make
 
 CLOSE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 0.02, "fp8": 0.1}
 """Relative distance of a loss from fp32's, by the dtype of the products."""
@@ -78,6 +78,40 @@ def test_it_trains_and_continues_bit_for_bit(level: str, tmp_path: Path) -> None
     assert train(*others, 4, start=4) == losses[4:]
     assert_same_bits(others[1].state_dict(), parts[1].state_dict())
     assert_same_bits(others[2].state_dict(), parts[2].state_dict())
+
+
+@pytest.mark.parametrize(
+    "level", ["O3", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("te", "O2", "O3-split"))]
+)
+def test_prepare_changes_nothing_of_what_initialize_made(level: str) -> None:
+    """It loads the optimizer's states into it again. Values that came after `initialize` are fp32 until they have a master."""
+    found = []
+    for is_prepared in (False, True):
+        torch.manual_seed(0)
+        model: Any = Small()
+        model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level, convert_heads=True)
+        values = {name: torch.randn(weight.shape) / 8 for name, weight in plain_state_dict(model).items()}
+        model.load_state_dict(values)
+        if is_prepared:
+            optimizer, model = Accelerator(cpu=True).prepare(optimizer, model)
+        held = plain_state_dict(model, getattr(optimizer, "optimizer", optimizer))
+        for name, value in values.items():
+            torch.testing.assert_close(held[name], value, rtol=2.0**-11, atol=2.0**-14)
+        model(torch.ones(4, 32)).square().sum().backward()
+        optimizer.step()
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*found)
+
+
+def test_parameters_that_were_exchanged_are_refused() -> None:
+    """As `prepare` does under Accelerate's own FSDP2, which needs GPUs: shards take the parameters' places in the groups."""
+    _, optimizer = make("te")
+    shard = nn.Parameter(torch.zeros(32, 64))
+    optimizer.param_groups[0]["params"][0] = shard
+    shard.grad = torch.ones_like(shard)
+    with pytest.raises(ValueError, match=r"replaced after initialize, as Accelerate does for FSDP2\. Use octet\.parallelize"):
+        optimizer.step()
+    assert not shard.any()
 
 
 @pytest.mark.matrix

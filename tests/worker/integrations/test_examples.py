@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import ROOT, commands
+from tests.ranks import free_port
 from tests.waiting import LONG_S
 
 DOCUMENT = "docs/integrations.md"
@@ -53,18 +54,27 @@ def test_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert_learns("O2", capsys.readouterr().out)
 
 
+def on_two_ranks(script: str, level: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the document under torchrun, for one epoch at a level."""
+    [command] = [command for command in commands(DOCUMENT) if script in command and "torchrun" in command]
+    _, *options = shlex.split(command)
+    options[options.index("--level") + 1] = level
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "PET_MASTER_PORT": str(free_port())}
+    program = [sys.executable, "-m", "torch.distributed.run", *options, "--epochs", "1"]
+    return subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONG_S, check=False)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["te", "ao", "O1", "O2", "O3"])
-def test_accelerate_on_two_ranks(level: str, tmp_path: Path) -> None:
-    [command] = [
-        command for command in commands(DOCUMENT) if "examples/accelerate/train.py" in command and "torchrun" in command
-    ]
-    _, *options = shlex.split(command.replace("--level O3 --epochs 4", f"--level {level} --epochs 1"))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    program = [sys.executable, "-m", "torch.distributed.run", *options]
-    result = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONG_S, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert_learns(level, result.stdout)
+@pytest.mark.parametrize("script", ["accelerate/train.py", "wrapped.py --level te", "wrapped.py --level ao --wrapper fsdp2"])
+def test_accelerate_on_two_ranks(script: str, level: str) -> None:
+    result = on_two_ranks(script, level)
+    if "train.py" in script or level in ("te", "ao"):
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert_learns(level, result.stdout)
+    else:
+        assert result.returncode != 0
+        assert "octet.parallelize" in result.stderr
 
 
 def assert_learns(level: str, said: str) -> None:

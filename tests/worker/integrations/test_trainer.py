@@ -1,6 +1,7 @@
 """transformers' Trainer at a precision level: it learns, it is saved plainly, and it continues bit for bit."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bf16_full_eval": ({"bf16_full_eval": True}, "bf16_full_eval is True"),
     "optim": ({"optim": "sgd"}, "cannot hold the states of SGD"),
 }
+OF_OTHERS: dict[str, tuple[str, Any, str]] = {
+    "deepspeed": ("is_deepspeed_enabled", True, "deepspeed is True at level O2; allowed: None"),
+    "fsdp": ("is_fsdp_enabled", True, "fsdp is True at level O2; allowed: none"),
+    "peft": ("model.peft_config", {"default": "lora"}, "peft_config is .* Checkpoints of adapters leave out"),
+    "model_init": ("model_init", llama, "Each training would start from a plain model. Pass model"),
+    "two GPUs": ("args._n_gpu", 2, "n_gpu is 2 at level O2; allowed: 1. Run one process per device"),
+    "parallelism": ("args.parallelism_config", "tp=2", "parallelism_config is 'tp=2' at level O2; allowed: None"),
+}
+"""Attributes that DeepSpeed, PEFT, a launcher and GPUs give to a trainer, none of which the tests' machine has."""
 
 
 @pytest.mark.parametrize("option", REFUSED)
@@ -163,6 +173,19 @@ def test_an_argument_that_does_not_go_with_a_level_is_refused_by_name(option: st
     options, message = REFUSED[option]
     made = trainer(tmp_path, None, **options)
     before = [type(module) for module in made.model.modules()]
+    with pytest.raises(ValueError, match=message):
+        prepare_trainer(made, OctetArguments())
+    assert [type(module) for module in made.model.modules()] == before
+    assert made.optimizer is None
+
+
+@pytest.mark.parametrize("what", OF_OTHERS)
+def test_what_others_do_to_a_trainer_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    attribute, value, message = OF_OTHERS[what]
+    made = trainer(tmp_path, None)
+    before = [type(module) for module in made.model.modules()]
+    owner, _, name = attribute.rpartition(".")
+    setattr(attrgetter(owner)(made) if owner else made, name, value)
     with pytest.raises(ValueError, match=message):
         prepare_trainer(made, OctetArguments())
     assert [type(module) for module in made.model.modules()] == before
