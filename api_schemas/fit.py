@@ -55,6 +55,14 @@ def _token_misfit(takes: TokenInput, data: SourceSpec, sequence_length: int) -> 
     if takes.mask_token is not None and data.has_targets:
         allowed = "a source whose tokens can be hidden, such as text or tokens: the model predicts masked tokens"
         return Unfit("data.source", data.source, allowed, "Change data.source, or train a model that predicts the next token.")
+    if data.is_packed and takes.keeps_documents_apart is False:
+        allowed = (
+            "false: the model's attention does not end at a document's border, so documents in one row would see each other"
+        )
+        change = (
+            "Remove data.packing, or train a model that keeps documents apart: gpt, llama, and most decoders of transformers."
+        )
+        return Unfit("data.packing", True, allowed, change)
     if vocab_size is not None and vocab_size < data.min_vocab_size:
         allowed = f"at least {data.min_vocab_size}, the vocabulary of source {data.source}"
         return Unfit("model.vocab_size", vocab_size, allowed, "Raise model.vocab_size.")
