@@ -1,8 +1,11 @@
 """The rules that tie a model to its data: checked when a job is read, and again once the files of its model are read."""
 
+from api_schemas.adapter import AdapterSpec
 from api_schemas.data import SourceSpec, Unfit
 from api_schemas.inputs import ImageInput, TokenInput
+from api_schemas.layout import BatchDivision
 from api_schemas.models.base import FamilySpec
+from api_schemas.resources import ParallelismSpec
 from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
 
 
@@ -20,6 +23,38 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
     if found := misfit(model.sizes.takes, data, training.sequence_length):
         return found
     return None if training.steps is None else training.schedule.misfit(training.steps)
+
+
+def misfit_of_batch(batch: BatchDivision) -> Unfit | None:
+    """Return the first batch size that does not divide, or None."""
+    if batch.global_batch_size % batch.num_data_ranks:
+        return Unfit(
+            "training.global_batch_size",
+            batch.global_batch_size,
+            f"a multiple of resources.workers, {batch.num_data_ranks}",
+            "Change training.global_batch_size or resources.workers.",
+        )
+    if batch.micro_batch_size and batch.rank_batch_size % batch.micro_batch_size == 0:
+        return None
+    return Unfit(
+        "training.micro_batch_size",
+        batch.micro_batch_size,
+        f"a divisor of global_batch_size / workers, {batch.rank_batch_size}",
+        "Change training.micro_batch_size.",
+    )
+
+
+def misfit_of_adapter(adapter: AdapterSpec | None, model: FamilySpec, parallelism: ParallelismSpec) -> Unfit | None:
+    """Return the first rule that a job with adapters breaks, or None."""
+    if adapter is None:
+        return None
+    if model.files is None:
+        allowed = "the folder of a saved model: adapters change a model that was trained before"
+        return Unfit("model.path", None, allowed, "Set model.path, or remove adapter.")
+    if parallelism.zero_stage:
+        allowed = "0 with adapter: the optimizer's states of adapters are too small to divide among ranks"
+        return Unfit("parallelism.zero_stage", parallelism.zero_stage, allowed, "Remove parallelism.zero_stage.")
+    return None
 
 
 def misfit(takes: TokenInput | ImageInput, data: SourceSpec, sequence_length: int) -> Unfit | None:
