@@ -104,7 +104,7 @@ class ValidatedJob(Contract):
     object: Literal["validated_job"] = "validated_job"
     spec: JobSpec = Field(description="with every default filled in")
     sizes: ModelSizes
-    num_parameters: int | None = Field(description="null if only a rank can count: family huggingface")
+    num_parameters: int | None = Field(description="null if only a rank can count: families huggingface, python")
     recipe: RecipeSpec | None = Field(description=_RECIPE)
     num_block_weights: int | None = Field(description="elements of the weight matrices that the level converts; null as above")
     micro_batch_size: int

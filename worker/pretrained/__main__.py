@@ -54,6 +54,11 @@ def export_model(state: dict[str, Any], options: argparse.Namespace) -> None:
     """Write the model of a job that trained all of it."""
     if options.merge:
         raise ValueError("--merge was given and the job trained no adapters; allowed: with adapters. Leave it out.")
+    if state.get("job", {}).get("model", {}).get("family") == "python":
+        raise ValueError(
+            "the model is of family python, which has no form in transformers and whose code is not run here; allowed: other "
+            "families. Read the checkpoint's tensors.safetensors."
+        )
     model, optimizer = trained(state)
     plain_dtype, format = PLAIN_DTYPES[options.plain_dtype], options.format or "bf16"
     export(model, optimizer, options.out, format=format, strategy=options.strategy, plain_dtype=plain_dtype)
