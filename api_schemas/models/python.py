@@ -78,13 +78,12 @@ class PythonSpec(FamilySpec):
 
     @model_validator(mode="after")
     def _sizes_are_of_what_it_reads(self) -> Self:
-        needed, foreign = ("image_size", "num_classes"), ("vocab_size", "max_sequence_length")
-        if self.reads == "tokens":
-            needed, foreign = (), ("image_size", "num_classes")
-        for name in needed:
-            if getattr(self, name) is None:
-                raise refusal(name, got=None, allowed=f"an integer: the model reads {self.reads}", change=f"Set model.{name}.")
-        for name in foreign:
+        of_images, of_tokens = ("image_size", "num_classes"), ("vocab_size", "max_sequence_length")
+        reads_images = self.reads == "images"
+        for name in of_images:
+            if reads_images and getattr(self, name) is None:
+                raise refusal(name, got=None, allowed="an integer: the model reads images", change=f"Set model.{name}.")
+        for name in of_tokens if reads_images else of_images:
             if (value := getattr(self, name)) is not None:
                 allowed = f"no {name}: the model reads {self.reads}"
                 raise refusal(name, got=value, allowed=allowed, change=f"Remove model.{name}, or change model.reads.")
