@@ -41,7 +41,9 @@ def export_adapter(job: Mapping[str, Any], state: Mapping[str, Tensor], folder: 
     """Write adapters as peft reads them. dtype: default: in which they were trained. OSError; ValueError if not empty."""
     spec, model = AdapterSpec.model_validate(job["adapter"]), _model(job)
     adapters = trained_adapters(state)
-    is_transposed = _is_transposed(model, adapters)
+    kinds = set(_transposed(model, adapters).values())
+    if len(kinds) > 1:
+        raise ValueError("adapters of nn.Linear and of Conv1D layers are mixed; peft holds one kind. Export with --merge.")
     config = {
         "peft_type": "LORA",
         "task_type": _TASKS.get(model.read_sizes().task),
@@ -49,7 +51,7 @@ def export_adapter(job: Mapping[str, Any], state: Mapping[str, Tensor], folder: 
         "r": spec.rank,
         "lora_alpha": spec.alpha,
         "target_modules": [_their_name(name) for name in adapters],
-        "fan_in_fan_out": is_transposed,
+        "fan_in_fan_out": kinds == {True},
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
@@ -72,8 +74,9 @@ def export_merged(job: Mapping[str, Any], state: Mapping[str, Tensor], folder: P
     folder whose tensors have other names than the network's.
     """
     spec, model = AdapterSpec.model_validate(job["adapter"]), _model(job)
-    adapters = {f"{_their_name(name)}.weight": adapter for name, adapter in trained_adapters(state).items()}
-    is_transposed = _is_transposed(model, trained_adapters(state))
+    trained = trained_adapters(state)
+    adapters = {f"{_their_name(name)}.weight": adapter for name, adapter in trained.items()}
+    transposed = {f"{_their_name(name)}.weight" for name, found in _transposed(model, trained).items() if found}
     assert model.files is not None
     files = PretrainedFiles(Path(model.files))
     if missing := [name for name in adapters if name not in files]:
@@ -87,7 +90,7 @@ def export_merged(job: Mapping[str, Any], state: Mapping[str, Tensor], folder: P
             tensor = files.read(name)
             if name in adapters:
                 delta_NK = (spec.alpha / spec.rank) * adapters[name].b.float() @ adapters[name].a.float()
-                tensor = tensor.float() + (delta_NK.t() if is_transposed else delta_NK)
+                tensor = tensor.float() + (delta_NK.t() if name in transposed else delta_NK)
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     with new_folder(folder) as unfinished:
@@ -117,15 +120,13 @@ def _their_name(layer: str) -> str:
     return layer.removeprefix("network.")
 
 
-def _is_transposed(model: FamilySpec, adapters: Mapping[str, Trained]) -> bool:
-    """Whether the adapted layers hold their weights as (K, N), as GPT-2's do. Raises ValueError if only some do."""
+def _transposed(model: FamilySpec, adapters: Mapping[str, Trained]) -> dict[str, bool]:
+    """Tell of each adapted layer whether it holds its weight as (K, N), as GPT-2's do."""
     with parameters_on_meta():
         network = build_without_values(model)
-    found = set()
+    found = {}
     for name in adapters:
         layout = layout_of(network.get_submodule(name))
         assert layout is not None
-        found.add(layout.is_transposed)
-    if len(found) > 1:
-        raise ValueError("adapters of nn.Linear and of Conv1D layers are mixed; peft holds one kind. Export with --merge.")
-    return found.pop()
+        found[name] = layout.is_transposed
+    return found
