@@ -68,7 +68,7 @@ class ShardWriter:
         if len(self._shards) == 1:
             self._file(0).rename(self._folder / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards):
             name = f"model-{number + 1:05}-of-{len(self._shards):05}.safetensors"
             self._file(number).rename(self._folder / name)
