@@ -34,9 +34,14 @@ class ModelFamily(Contract):
 
 
 def model_families() -> list[ModelFamily]:
-    """List every family. Family huggingface has architectures in place of presets; only a rank counts its parameters."""
+    """List every family.
+
+    Family huggingface has architectures in place of presets, and python the user's entry points; only a rank counts their
+    parameters.
+    """
     families = [_family(name, spec.presets) for name, spec in FAMILIES_WITH_PRESETS.items()]
-    return [*families, ModelFamily(family="huggingface", metrics=METRICS, presets=(), architectures=dict(ARCHITECTURES))]
+    others = ModelFamily(family="huggingface", metrics=METRICS, presets=(), architectures=dict(ARCHITECTURES))
+    return [*families, others, ModelFamily(family="python", metrics={}, presets=(), architectures={})]
 
 
 def bytes_at(level: Level, sizes: FamilySizes) -> int:

@@ -1,8 +1,11 @@
 """The rules that tie a model to its data: checked when a job is read, and again once the files of its model are read."""
 
+from api_schemas.adapter import AdapterSpec
 from api_schemas.data import ImagesSpec, SourceSpec, Unfit
 from api_schemas.inputs import ImageInput, TokenInput
+from api_schemas.layout import BatchDivision
 from api_schemas.models.base import FamilySpec
+from api_schemas.resources import ParallelismSpec
 from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
 
 
@@ -23,6 +26,46 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
         allowed = "0 with a model that predicts tokens; smoothed targets are for classes of images"
         return Unfit("training.label_smoothing", training.label_smoothing, allowed, "Remove training.label_smoothing.")
     return None if training.steps is None else training.schedule.misfit(training.steps)
+
+
+def misfit_of_batch(batch: BatchDivision) -> Unfit | None:
+    """Return the first batch size that does not divide, or None."""
+    if batch.global_batch_size % batch.num_data_ranks:
+        return Unfit(
+            "training.global_batch_size",
+            batch.global_batch_size,
+            f"a multiple of resources.workers, {batch.num_data_ranks}",
+            "Change training.global_batch_size or resources.workers.",
+        )
+    if batch.micro_batch_size and batch.rank_batch_size % batch.micro_batch_size == 0:
+        return None
+    return Unfit(
+        "training.micro_batch_size",
+        batch.micro_batch_size,
+        f"a divisor of global_batch_size / workers, {batch.rank_batch_size}",
+        "Change training.micro_batch_size.",
+    )
+
+
+def misfit_of_adapter(adapter: AdapterSpec | None, model: FamilySpec, parallelism: ParallelismSpec) -> Unfit | None:
+    """Return the first rule that a job with adapters breaks, or None."""
+    if adapter is None:
+        return None
+    if model.files is None:
+        allowed = "the folder of a saved model: adapters change a model that was trained before"
+        return Unfit("model.path", None, allowed, "Set model.path, or remove adapter.")
+    if parallelism.zero_stage:
+        allowed = "0 with adapter: the optimizer's states of adapters are too small to divide among ranks"
+        return Unfit("parallelism.zero_stage", parallelism.zero_stage, allowed, "Remove parallelism.zero_stage.")
+    return None
+
+
+def misfit_of_average(training: TrainingSpec, adapter: AdapterSpec | None, parallelism: ParallelismSpec) -> Unfit | None:
+    """Return the first rule that a moving average of the weights breaks, or None: every rank holds it whole."""
+    if training.ema_decay is None or not (adapter or parallelism.zero_stage):
+        return None
+    allowed = "none with adapter or parallelism.zero_stage: the average is of all weights, whole on every rank"
+    return Unfit("training.ema_decay", training.ema_decay, allowed, "Remove training.ema_decay.")
 
 
 def misfit(takes: TokenInput | ImageInput, data: SourceSpec, sequence_length: int) -> Unfit | None:
@@ -63,6 +106,14 @@ def _token_misfit(takes: TokenInput, data: SourceSpec, sequence_length: int) -> 
     if takes.mask_token is not None and data.has_targets:
         allowed = "a source whose tokens can be hidden, such as text or tokens: the model predicts masked tokens"
         return Unfit("data.source", data.source, allowed, "Change data.source, or train a model that predicts the next token.")
+    if data.is_packed and takes.keeps_documents_apart is False:
+        allowed = (
+            "false: the model's attention does not end at a document's border, so documents in one row would see each other"
+        )
+        change = (
+            "Remove data.packing, or train a model that keeps documents apart: gpt, llama, and most decoders of transformers."
+        )
+        return Unfit("data.packing", True, allowed, change)
     if vocab_size is not None and vocab_size < data.min_vocab_size:
         allowed = f"at least {data.min_vocab_size}, the vocabulary of source {data.source}"
         return Unfit("model.vocab_size", vocab_size, allowed, "Raise model.vocab_size.")

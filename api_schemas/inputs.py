@@ -16,13 +16,18 @@ METRICS: dict[Task, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TokenInput:
-    """Sequences of tokens. None: only the rank can know. mask_token: the token that hides others, if the task masks."""
+    """Sequences of tokens. None: only the rank can know.
+
+    mask_token: the token that hides others, if the task masks. keeps_documents_apart: True if attention and positions can end
+    at the border of a document, so that several documents fit in one sequence.
+    """
 
     kind: ClassVar[BatchKind] = "tokens"
 
     vocab_size: int | None
     max_sequence_length: int | None
     mask_token: int | None = None
+    keeps_documents_apart: bool | None = False
 
 
 @dataclass(frozen=True)

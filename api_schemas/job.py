@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from api_schemas.accelerate import is_accelerate, precision_from_accelerate
+from api_schemas.adapter import AdapterSpec
 from api_schemas.base import Contract, Timestamp, refusal
 from api_schemas.data import DataSpec, Unfit
-from api_schemas.fit import misfit_of_parts, tokens_per_sample
+from api_schemas.fit import misfit_of_adapter, misfit_of_average, misfit_of_batch, misfit_of_parts, tokens_per_sample
 from api_schemas.layout import BatchDivision, Layout
 from api_schemas.models import ModelSizes, ModelSpec
 from api_schemas.precision import PrecisionSpec
@@ -32,6 +33,7 @@ class JobSpec(Contract):
 
     name: JobName
     model: ModelSpec
+    adapter: AdapterSpec | None = Field(default=None, description="train adapters of a frozen model; default: the whole model")
     precision: PrecisionSpec = PrecisionSpec()
     data: DataSpec
     training: TrainingSpec
@@ -84,28 +86,14 @@ class JobSpec(Contract):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        if unfit := misfit_of_parts(self.model, self.data, self.training):
-            raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
-        self._check_division()
+        self._check_parts()
         return self
 
-    def _check_division(self) -> None:
-        training, num_data_ranks = self.training, self.layout.data
-        if training.global_batch_size % num_data_ranks:
-            raise refusal(
-                "training.global_batch_size",
-                got=training.global_batch_size,
-                allowed=f"a multiple of resources.workers, {num_data_ranks}",
-                change="Change training.global_batch_size or resources.workers.",
-            )
-        batch = self.batch
-        if batch.rank_batch_size % batch.micro_batch_size:
-            raise refusal(
-                "training.micro_batch_size",
-                got=batch.micro_batch_size,
-                allowed=f"a divisor of global_batch_size / workers, {batch.rank_batch_size}",
-                change="Change training.micro_batch_size.",
-            )
+    def _check_parts(self) -> None:
+        unfit = misfit_of_parts(self.model, self.data, self.training) or misfit_of_batch(self.batch)
+        unfit = unfit or misfit_of_adapter(self.adapter, self.model, self.parallelism)
+        if unfit := unfit or misfit_of_average(self.training, self.adapter, self.parallelism):
+            raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
 
 
 _RECIPE = "how the operands of FP8 products are scaled, from the spec or else the level; null if no product is in FP8"
@@ -117,7 +105,7 @@ class ValidatedJob(Contract):
     object: Literal["validated_job"] = "validated_job"
     spec: JobSpec = Field(description="with every default filled in")
     sizes: ModelSizes
-    num_parameters: int | None = Field(description="null if only a rank can count: family huggingface")
+    num_parameters: int | None = Field(description="null if only a rank can count: families huggingface, python")
     recipe: RecipeSpec | None = Field(description=_RECIPE)
     num_block_weights: int | None = Field(description="elements of the weight matrices that the level converts; null as above")
     micro_batch_size: int

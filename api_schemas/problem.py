@@ -23,6 +23,7 @@ class ErrorCode(StrEnum):
     UNAUTHENTICATED = "unauthenticated"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    ENTRYPOINT_NOT_ALLOWED = "entrypoint_not_allowed"
     ILLEGAL_TRANSITION = "illegal_transition"
     IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
     STALE_ATTEMPT = "stale_attempt"

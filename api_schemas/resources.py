@@ -51,6 +51,9 @@ class PoolConfig(Contract):
     )
     memory_per_device_bytes: int | None = Field(default=None, ge=1)
     threads_per_worker: int = Field(default=1, ge=1, le=1024)
+    allows_entrypoints: bool = Field(
+        default=False, description="run models of family python: any code that the workers' Python can import"
+    )
 
     @property
     def slot_resource(self) -> str:

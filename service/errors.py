@@ -57,6 +57,10 @@ class IdempotencyMismatch(InvalidRequest):
     code, title = ErrorCode.IDEMPOTENCY_MISMATCH, "Idempotency key used for another body"
 
 
+class EntrypointNotAllowed(InvalidRequest):
+    code, title = ErrorCode.ENTRYPOINT_NOT_ALLOWED, "The pool runs no models of users"
+
+
 class InvalidJson(ServiceError):
     status, code, title = 400, ErrorCode.INVALID_JSON, "The body is not JSON"
 

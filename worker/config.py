@@ -20,6 +20,7 @@ from api_schemas import (
     misfit,
     tokens_per_sample,
 )
+from api_schemas.adapter import AdapterSpec
 from api_schemas.resources import WideDtype
 
 
@@ -50,6 +51,7 @@ class TrainConfig:
 
     precision: PrecisionSpec
     model: ModelSpec
+    adapter: AdapterSpec | None
     sizes: FamilySizes
     data: DataSpec
     readable_files: Files
@@ -78,8 +80,10 @@ class TrainConfig:
 
 def trained_job(config: TrainConfig) -> dict[str, Any]:
     """Return what a checkpoint says of its job, as JSON: what it takes to build the model and its optimizer again."""
+    adapter = None if config.adapter is None else config.adapter.model_dump(mode="json")
     return {
         "model": config.model.model_dump(mode="json"),
+        "adapter": adapter,
         "precision": config.precision.model_dump(mode="json"),
         "optimizer": config.optimizer.model_dump(mode="json"),
         "seed": config.seed,
@@ -105,6 +109,7 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
     return TrainConfig(
         precision=spec.precision,
         model=spec.model,
+        adapter=spec.adapter,
         sizes=sizes,
         data=spec.data.with_model(spec.model.files),
         readable_files=files,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from api_schemas import CheckpointRef, EvaluationReport, EventReport, JobSummary, PhaseReport, ReportBody
 from worker import checkpoint
+from worker.adapters import add_adapters, attach_adapters, trained_state, with_frozen
 from worker.blocks import WARM_UP_STEPS, CompileWatch, eagerly, prepare_blocks
 from worker.config import TrainConfig, trained_job
 from worker.data import Source, loss_divisor, open_source
@@ -227,7 +228,7 @@ class Trainer:
         model, optimizer = self.parallel.state_dicts()
         state = {
             "job": trained_job(self.config),
-            "model": model,
+            "model": trained_state(self.model, model),
             "optimizer": optimizer,
             "progress": asdict(self.progress),
             "step_times_s": list(self.step_times.kept),
@@ -239,6 +240,7 @@ class Trainer:
     def _prepare(self, model: TrainedModel, weights: FileSource | None) -> None:
         """Convert the model. weights: gives a model on `meta` its values, layer by layer."""
         config = self.config
+        add_adapters(model, config.adapter, config.precision, config.seed, self.mesh.device)
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
         tokens, on_event = config.batch.micro_batch_size * config.sequence_length, self._layer_demoted
@@ -246,6 +248,7 @@ class Trainer:
         prepared = prepare(model, optimizer, config.precision, **options)
         if weights is not None:
             weights.make_masters(prepared.model, prepared.optimizer)
+        attach_adapters(prepared.model)
         share_rounding(prepared.model, self.mesh.data.rank, self.mesh.data.size)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
@@ -263,7 +266,7 @@ class Trainer:
                 message = f"{error}; trying the previous checkpoint"
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
-            resume(self.model, self.optimizer, state["model"], state["optimizer"])
+            resume(self.model, self.optimizer, with_frozen(self.model, state["model"]), state["optimizer"])
             self.average.load_state_dict(state.get("average", {}))
             self.progress = Progress(**state["progress"])
             self.step_times.resume(state["step_times_s"])

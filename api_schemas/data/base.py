@@ -45,6 +45,11 @@ class SourceSpec(Contract):
             raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.path.")
         return path
 
+    @property
+    def is_packed(self) -> bool:
+        """True if a sequence may hold several documents, which the model has to keep apart."""
+        return False
+
     def with_model(self, model_folder: str | None) -> Self:
         """Return this spec with what it takes from the model's folder (None: the model has none). Raises Unfit."""
         return self

@@ -66,6 +66,8 @@ class JsonlSpec(SourceSpec):
 
     The share `evaluation_fraction` of the records (at least one) is kept for evaluation; it is chosen at random, the same in
     every job. A record longer than `training.sequence_length` is cut at its end, a shorter one is padded.
+    With `packing` a sample is a row of `training.sequence_length` tokens with as many records as fit. No record sees another:
+    attention and positions begin again at each.
     """
 
     has_targets: ClassVar[bool] = True
@@ -78,6 +80,7 @@ class JsonlSpec(SourceSpec):
         description="absolute path of a folder with a tokenizer, as the workers see it; default: model.path",
     )
     evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    packing: bool = Field(default=False, description="several records in one sequence, which do not see each other")
 
     @field_validator("tokenizer")
     @classmethod
@@ -85,6 +88,11 @@ class JsonlSpec(SourceSpec):
         if path is not None and ("\0" in path or not path.startswith("/")):
             raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.tokenizer.")
         return path
+
+    @property
+    def is_packed(self) -> bool:
+        """As the spec says."""
+        return self.packing
 
     def with_model(self, model_folder: str | None) -> Self:
         """Take the model's tokenizer unless the spec names another. Raises Unfit if there is neither."""

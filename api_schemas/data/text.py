@@ -28,6 +28,8 @@ class TextSpec(SourceSpec):
     are ordered by the hash of their relative path. The first `evaluation_fraction` of them (at least one) is kept for
     evaluation; a single file keeps its last part for evaluation. Hidden files and folders (a name that begins with a dot),
     links, and binary files (a zero byte in the first 8 KiB) are left out.
+    With `packing` each file of a folder is a document: no token sees another file, positions begin again at 0, and the last
+    token of a file, a line feed, predicts nothing. Empty files are left out.
     """
 
     min_vocab_size: ClassVar[int] = 256
@@ -36,6 +38,7 @@ class TextSpec(SourceSpec):
     include: tuple[Glob, ...] = Field(default=("**/*",), min_length=1, max_length=64)
     exclude: tuple[Glob, ...] = Field(default=(), max_length=64)
     evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    packing: bool = Field(default=False, description="keep the files in a sequence apart, as documents")
 
     @model_validator(mode="after")
     def _globs_stay_inside(self) -> Self:
@@ -45,6 +48,11 @@ class TextSpec(SourceSpec):
                     allowed = "a glob relative to data.path that does not leave it, such as **/*.py"
                     raise refusal(f"{field}.{position}", got=glob, allowed=allowed, change="Remove '/' at its start and '..'.")
         return self
+
+    @property
+    def is_packed(self) -> bool:
+        """As the spec says."""
+        return self.packing
 
     def selects(self, relative_path: str) -> bool:
         """Return True if a file of the folder is read. relative_path: relative to `path`, with '/' between the parts."""
@@ -86,6 +94,7 @@ class TextSpec(SourceSpec):
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
         """Check as `SourceSpec.check` says; a folder of more than `MAX_FILES_CHECKED` text files is assumed large enough."""
         if not files.is_folder(path):
+            self.refuse_to_pack_one_file()
             num_bytes = files.num_bytes(path)
             self._check_length(self.divide_bytes(num_bytes), num_bytes - self.divide_bytes(num_bytes), needs)
             return
@@ -94,11 +103,19 @@ class TextSpec(SourceSpec):
             if len(sizes) >= MAX_FILES_CHECKED:
                 return
             if is_read and not self.is_binary(files.read(path / name, _BINARY_PROBE_BYTES)):
-                sizes[name] = files.num_bytes(path / name)
+                num_bytes = files.num_bytes(path / name)
+                if num_bytes or not self.packing:
+                    sizes[name] = num_bytes
         if len(sizes) < 2:
             raise self.too_few_files(len(sizes))
         train, evaluation = self.divide_files(sizes)
         self._check_length(_joined_bytes(sizes, train), _joined_bytes(sizes, evaluation), needs)
+
+    def refuse_to_pack_one_file(self) -> None:
+        """Raise Unfit if the only file should be packed."""
+        if self.packing:
+            allowed = f"false: {self.path} is a single file, so a single document"
+            raise Unfit("data.packing", True, allowed, "Remove data.packing, or give a folder of files.")
 
     def too_few_files(self, num_files: int) -> Unfit:
         """Build the error for a folder with fewer than two selected text files."""

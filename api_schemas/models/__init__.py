@@ -12,6 +12,7 @@ from api_schemas.models.deit import DeiTSizes, DeiTSpec
 from api_schemas.models.gpt import GPTSizes, GPTSpec
 from api_schemas.models.huggingface import HuggingFaceSizes, HuggingFaceSpec
 from api_schemas.models.llama import LlamaSizes, LlamaSpec
+from api_schemas.models.python import PythonSizes, PythonSpec
 from api_schemas.models.roberta import RobertaSizes, RobertaSpec
 from api_schemas.models.swin import SwinSizes, SwinSpec
 from api_schemas.union import by_field
@@ -22,16 +23,17 @@ ModelSpec = Annotated[
     | Annotated[RobertaSpec, Tag("roberta")]
     | Annotated[DeiTSpec, Tag("deit")]
     | Annotated[SwinSpec, Tag("swin")]
-    | Annotated[HuggingFaceSpec, Tag("huggingface")],
+    | Annotated[HuggingFaceSpec, Tag("huggingface")]
+    | Annotated[PythonSpec, Tag("python")],
     by_field(
         "family",
         default="gpt",
         hint="preset",
         other_hints=(("vit", "deit"),),
-        own_fields=(("path", "huggingface"), ("architecture", "huggingface")),
+        own_fields=(("path", "huggingface"), ("architecture", "huggingface"), ("entrypoint", "python")),
     ),
 ]
-ModelSizes = GPTSizes | LlamaSizes | RobertaSizes | DeiTSizes | SwinSizes | HuggingFaceSizes
+ModelSizes = GPTSizes | LlamaSizes | RobertaSizes | DeiTSizes | SwinSizes | HuggingFaceSizes | PythonSizes
 FAMILIES_WITH_PRESETS: dict[str, type[SizedSpec]] = {
     "gpt": GPTSpec,
     "llama": LlamaSpec,
@@ -58,6 +60,8 @@ __all__ = [
     "LlamaSpec",
     "ModelSizes",
     "ModelSpec",
+    "PythonSizes",
+    "PythonSpec",
     "RobertaSizes",
     "RobertaSpec",
     "SizedSpec",

@@ -42,3 +42,12 @@ POSITIONS_AFTER_PADDING = frozenset(
     _words("camembert data2vec-text ibert longformer mpnet roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl")
 )
 """Architectures whose first position is the padding token's number plus one: positions below, 2 by default, are never used."""
+
+KEEPS_DOCUMENTS_APART = frozenset(
+    _words(
+        "apertus arcee cohere cohere2 diffllama ernie4_5 exaone4 gemma2 gemma3_text glm glm4 gpt2 gpt_neox granite granitemoe "
+        "llama mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss "
+        "smollm3 stablelm starcoder2"
+    )
+)
+"""Architectures that end attention where positions begin again at 0; `tests/worker/models/test_documents.py` measures each."""

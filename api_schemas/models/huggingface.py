@@ -16,7 +16,7 @@ from api_schemas.base import refusal
 from api_schemas.data.files import ANY_FILE, Files
 from api_schemas.data.unfit import Unfit
 from api_schemas.inputs import ImageInput, Task, TokenInput
-from api_schemas.models.architectures import POSITIONS_AFTER_PADDING, TASKS
+from api_schemas.models.architectures import KEEPS_DOCUMENTS_APART, POSITIONS_AFTER_PADDING, TASKS
 from api_schemas.models.base import FamilySizes, FamilySpec, Size
 
 CONFIG_NAME = "config.json"
@@ -49,7 +49,8 @@ class HuggingFaceSizes(FamilySizes):
     def takes(self) -> TokenInput | ImageInput:
         """Images for a classifier, else tokens."""
         if self.task != "image_class":
-            return TokenInput(self.vocab_size, self.max_sequence_length, self.mask_token)
+            apart = None if self.architecture is None else self.architecture in KEEPS_DOCUMENTS_APART
+            return TokenInput(self.vocab_size, self.max_sequence_length, self.mask_token, apart)
         sizes = (self.image_size, self.num_channels, self.num_classes, self.tokens_per_image)
         image_size, num_channels, num_classes, tokens_per_image = (size or 1 for size in sizes)
         return ImageInput(image_size, num_channels, num_classes, tokens_per_image)

@@ -38,7 +38,7 @@ class LlamaSizes(FamilySizes):
     @property
     def takes(self) -> TokenInput:
         """Sequences of tokens."""
-        return TokenInput(self.vocab_size, self.max_sequence_length)
+        return TokenInput(self.vocab_size, self.max_sequence_length, keeps_documents_apart=True)
 
     @property
     def num_parameters(self) -> int:

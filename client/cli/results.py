@@ -46,21 +46,26 @@ def download(
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, such as one downloaded.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to, new or empty.")],
-    format: Annotated[Literal["bf16", "fp32", "fp8"], typer.Option("--format", help="What the weights become.")] = "bf16",
+    format: Annotated[
+        Literal["bf16", "fp32", "fp8"] | None,
+        typer.Option("--format", help="What the weights become; default: bf16, and adapters as they were trained."),
+    ] = None,
     strategy: Annotated[
         Literal["tensor", "channel", "block"] | None,
         typer.Option("--strategy", help="With fp8: what shares a scale; default: as it was trained."),
     ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the model that they belong to.")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model, which from_pretrained loads. Needs the extra 'worker' on this machine."""
-    command = [sys.executable, "-m", _WORKER, str(checkpoint), "--format", format, "--out", str(out)]
+    """Write a checkpoint as a Hugging Face model, or adapters for peft. Needs the extra 'worker' on this machine."""
+    command = [sys.executable, "-m", _WORKER, str(checkpoint), "--out", str(out), *(["--merge"] if merge else [])]
+    command += [] if format is None else ["--format", format]
     command += [] if strategy is None else ["--strategy", strategy]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     terminal = Terminal()
     if ended.returncode:
         terminal.complain(ended.stderr.strip())
         raise typer.Exit(ended.returncode)
-    terminal.show(Text(f"{out} holds the model in {format}."))
+    terminal.show(Text(f"{out} holds what was trained."))
 
 
 def _choose(client: Client, job_id: str, checkpoint_id: str | None) -> Checkpoint:

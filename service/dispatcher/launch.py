@@ -58,8 +58,10 @@ def _claim(context: DispatcherContext, session: Session, attempt_id: str, now: d
     if attempt.state.is_terminal:
         return None
     pool = context.settings.pool(attempt.pool)
-    if pool is None:
-        message = f"pool {attempt.pool!r} is not configured any more"
+    is_refused = pool is not None and job.spec["model"].get("family") == "python" and not pool.allows_entrypoints
+    if pool is None or is_refused:
+        now_says = "allows no model of family python any more" if is_refused else "is not configured any more"
+        message = f"pool {attempt.pool!r} {now_says}"
         attempts.finish(session, job, attempt, Ending(AttemptEvent.FAIL, FailureReason.LAUNCH_FAILED, message), now)
         return None
     launched_before = attempt.token_hash is not None

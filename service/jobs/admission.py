@@ -15,7 +15,7 @@ from anyio.to_thread import run_sync
 
 from api_schemas import FamilySizes, ImageInput, JobSpec, Needs, Unfit, Violation, misfit
 from api_schemas.data.files import NEVER_READ
-from service.errors import InvalidRequest, NotReady
+from service.errors import EntrypointNotAllowed, InvalidRequest, NotReady
 from service.settings import Settings
 
 CHECKS_AT_ONCE = 4
@@ -100,6 +100,18 @@ def _check_pool(spec: JobSpec, settings: Settings) -> None:
             str(wanted.workers),
             f"at most {pool.slots}, all the slots that pool {pool.name!r} will ever have",
             "Lower resources.workers or choose another pool.",
+        )
+    if spec.model.family == "python" and not pool.allows_entrypoints:
+        allowing = ", ".join(pool.name for pool in settings.pools if pool.allows_entrypoints) or "none of this server's"
+        raise EntrypointNotAllowed.of(
+            (
+                Violation(
+                    field="model.entrypoint",
+                    got=f"{spec.model.entrypoint} in pool {pool.name}",
+                    allowed=f"pools whose operator sets allows_entrypoints: {allowing}",
+                    message="Change resources.pool, or have the operator allow it.",
+                ),
+            )
         )
 
 

@@ -120,7 +120,7 @@ def test_a_huggingface_job_is_stored_and_read_again() -> None:
 
 def test_the_catalog_lists_every_family_and_preset() -> None:
     families = {family.family: family for family in model_families()}
-    assert list(families) == ["gpt", "llama", "roberta", "deit", "swin", "huggingface"]
+    assert list(families) == ["gpt", "llama", "roberta", "deit", "swin", "huggingface", "python"]
     assert {preset.name for family in families.values() for preset in family.presets} == set(PRESETS)
     assert "qwen3" in families["huggingface"].architectures["next_token"]
     for family in families.values():

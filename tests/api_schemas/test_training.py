@@ -54,3 +54,14 @@ def test_what_would_have_no_effect_is_refused(
     (problem,) = explain(raised.value, JobSpec)
     assert problem.field == field
     assert allowed in f"{problem.allowed} {problem.message}"
+
+
+def test_a_moving_average_is_refused_where_no_rank_holds_all_weights(spec_document: dict[str, Any]) -> None:
+    spec_document["training"] |= {"ema_decay": 0.9}
+    JobSpec.model_validate(spec_document)
+    spec_document["parallelism"] = {"zero_stage": 1}
+    with pytest.raises(ValidationError) as raised:
+        JobSpec.model_validate(spec_document)
+    (problem,) = explain(raised.value, JobSpec)
+    assert problem.field == "training.ema_decay"
+    assert "parallelism.zero_stage" in f"{problem.allowed} {problem.message}"

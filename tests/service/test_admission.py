@@ -11,7 +11,7 @@ import pytest
 
 from api_schemas import Files, JobSpec, Unfit, Violation
 from api_schemas.data import files, text
-from service.errors import InvalidRequest
+from service.errors import EntrypointNotAllowed, InvalidRequest
 from service.jobs import admission
 from service.settings import Settings
 from worker.data.text import open_source
@@ -178,6 +178,18 @@ def test_pools_and_workers(root: Path, spec_document: Document) -> None:
     found = violation(root, spec_document, resources={"workers": 4096}, training={"global_batch_size": 4096})
     assert found is not None
     assert found.field == "resources.workers"
+
+
+def test_a_users_own_model_needs_a_pool_that_allows_it(root: Path, spec_document: Document) -> None:
+    write(root, {"a.txt": 4000})
+    document = spec_document | {"model": {"entrypoint": "never_imported:build"}}
+    spec = JobSpec.model_validate(document | {"data": {"source": "text", "path": str(root / "a.txt")}})
+    settings = Settings(data_dir=root.parent / "octet", data_roots=(root,))
+    with pytest.raises(EntrypointNotAllowed, match="never_imported:build in pool cpu") as refused:
+        admission.check(spec, settings)
+    assert refused.value.code == "entrypoint_not_allowed"
+    pools = tuple(pool.model_copy(update={"allows_entrypoints": True}) for pool in settings.pools)
+    admission.check(spec, settings.model_copy(update={"pools": pools}))
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,15 @@ def test_a_launch_that_the_cluster_refuses_for_good_fails_with_its_words(world: 
     assert world.job(job_id).state is JobState.QUEUED
 
 
+def test_a_users_own_model_is_not_launched_where_the_pool_does_not_allow_it_any_more(world: World) -> None:
+    job_id = world.submit(model={"family": "python", "entrypoint": "never_imported:build"})
+    world.dispatch()
+    attempt = world.attempts(job_id)[0]
+    assert attempt.reason is FailureReason.LAUNCH_FAILED
+    assert attempt.message == "pool 'cpu' allows no model of family python any more"
+    assert world.launcher.started == []
+
+
 def test_a_launch_that_may_succeed_later_is_repeated_with_the_same_attempt(world: World) -> None:
     world.launcher.refuse_launches = LauncherError("busy", retryable=True)
     job_id = world.submit()

@@ -1,18 +1,20 @@
 """Prompts with completions, and conversations, as tokens; the contract reads the lines (`api_schemas/data/jsonl.py`).
 
-A sample is one record, padded to the sequence length. Padding stands behind a record and attention is causal, so no token of a
-record sees it. Shape suffixes: B sequences, T tokens.
+A sample is a row of one record, or of several that do not see each other, padded to the sequence length. Padding stands behind
+the records and attention is causal, so no token of a record sees it. Shape suffixes: B sequences, T tokens.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from api_schemas import ANY_FILE, Files, Unfit
 from api_schemas.data.jsonl import JsonlSpec
 from worker.data.order import EpochOrder, evaluation_rows, seed_of
+from worker.data.packing import Rows, pack
 from worker.data.source import Batch
 from worker.data.tokenizer import RecordTokenizer, TokenizedRecords
 from worker.errors import DataError
@@ -24,22 +26,24 @@ PADDING = 0
 
 @dataclass
 class Completions:
-    """A `VaryingTargets` of records. train, evaluation: numbers of the records of each part."""
+    """A `VaryingTargets` of records. train, evaluation: numbers of the records of each part. is_packed: rows hold several."""
 
     records: TokenizedRecords = field(repr=False)
     train: Sequence[int] = field(repr=False)
     evaluation: Sequence[int] = field(repr=False)
     sequence_length: int
     seed: int
+    is_packed: bool = False
     _order: EpochOrder = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._order = EpochOrder(len(self.train), self.seed)
+        self._train_rows, self._evaluation_rows = self._divide(self.train), self._divide(self.evaluation)
+        self._order = EpochOrder(len(self._train_rows), self.seed)
 
     @property
     def facts(self) -> dict[str, float]:
         """Return the numbers of records, and how many of them were cut, or left out because nothing to learn was left."""
-        return {
+        facts = {
             "train_records": float(len(self.train)),
             "evaluation_records": float(len(self.evaluation)),
             "cut_records": float(self.records.num_cut),
@@ -47,38 +51,58 @@ class Completions:
             "train_targets": float(sum(self.records.num_targets[number] for number in self.train)),
             "vocab_size": float(self.records.vocab_size),
         }
+        if not self.is_packed:
+            return facts
+        num_tokens = sum(self.records.lengths[number] - 1 for number in self.train)
+        num_rows = len(self._train_rows)
+        return facts | {
+            "train_rows": float(num_rows),
+            "filled_share": float(num_tokens / (num_rows * self.sequence_length)),
+        }
 
     @property
     def num_train_samples(self) -> int:
-        """Return the number of records in one epoch."""
-        return len(self.train)
+        """Return the number of rows in one epoch."""
+        return len(self._train_rows)
 
     def num_targets(self, position: int, batch_size: int) -> int:
-        """Return the number of targets of the `batch_size` records that follow `position`."""
-        return int(sum(self.records.num_targets[number] for number in self._numbers(position, batch_size)))
+        """Return the number of targets of the `batch_size` rows that follow `position`."""
+        return int(sum(self.records.num_targets[row].sum() for row in self._rows(position, batch_size)))
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
-        """Return the `batch_size` records that follow `position` in the stream of epochs."""
-        return self._gather(self._numbers(position, batch_size))
+        """Return the `batch_size` rows that follow `position` in the stream of epochs."""
+        return self._gather(self._rows(position, batch_size))
 
     def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
-        """Yield this part's share of the first `num_batches` × `batch_size` records, spread over the whole evaluation part."""
-        for rows in evaluation_rows(len(self.evaluation), batch_size, num_batches, part, num_parts):
-            yield self._gather([self.evaluation[row] for row in rows])
+        """Yield this part's share of the first `num_batches` × `batch_size` rows, spread over the whole evaluation part."""
+        for rows in evaluation_rows(len(self._evaluation_rows), batch_size, num_batches, part, num_parts):
+            yield self._gather([self._evaluation_rows[row] for row in rows])
 
-    def _numbers(self, position: int, batch_size: int) -> list[int]:
-        return [self.train[self._order[position + offset]] for offset in range(batch_size)]
+    def _divide(self, numbers: Sequence[int]) -> Rows:
+        if not self.is_packed:
+            return Rows.of_one_each(numbers)
+        return pack(numbers, self.records.lengths - 1, self.sequence_length)
 
-    def _gather(self, numbers: Sequence[int]) -> Batch:
-        tokens_BT = torch.full((len(numbers), self.sequence_length), PADDING, dtype=torch.int64)
+    def _rows(self, position: int, batch_size: int) -> list[np.ndarray]:
+        return [self._train_rows[self._order[position + offset]] for offset in range(batch_size)]
+
+    def _gather(self, rows: Sequence[np.ndarray]) -> Batch:
+        tokens_BT = torch.full((len(rows), self.sequence_length), PADDING, dtype=torch.int64)
         targets_BT = torch.full_like(tokens_BT, IGNORED)
-        for row, number in enumerate(numbers):
-            tokens, counts = map(torch.from_numpy, self.records[number])
-            num_inputs = len(tokens) - 1
-            tokens_BT[row, :num_inputs] = tokens[:-1]
-            targets_BT[row, :num_inputs] = tokens[1:].to(torch.int64).masked_fill(~counts[1:], IGNORED)
-        num_targets_B = torch.tensor([self.records.num_targets[number] for number in numbers], dtype=torch.int64)
-        return {"tokens": tokens_BT, "targets": targets_BT, "num_targets": num_targets_B}
+        documents_BT = torch.empty_like(tokens_BT)
+        for row, numbers in enumerate(rows):
+            start = 0
+            for document, number in enumerate(numbers):
+                tokens, counts = map(torch.from_numpy, self.records[number])
+                stop = start + len(tokens) - 1
+                tokens_BT[row, start:stop] = tokens[:-1]
+                targets_BT[row, start:stop] = tokens[1:].to(torch.int64).masked_fill(~counts[1:], IGNORED)
+                documents_BT[row, start:stop] = document
+                start = stop
+            documents_BT[row, start:] = len(numbers)  # padding is a document of its own
+        num_targets_B = torch.tensor([int(self.records.num_targets[numbers].sum()) for numbers in rows], dtype=torch.int64)
+        batch = {"tokens": tokens_BT, "targets": targets_BT, "num_targets": num_targets_B}
+        return batch | {"documents": documents_BT} if self.is_packed else batch
 
 
 def open_source(spec: JsonlSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> Completions:
@@ -101,4 +125,4 @@ def open_source(spec: JsonlSpec, sequence_length: int, seed: int, files: Files =
     generator = torch.Generator().manual_seed(seed_of("evaluation records"))
     shuffled = torch.randperm(len(records), generator=generator).tolist()
     num_evaluation = spec.num_evaluation(len(records))
-    return Completions(records, shuffled[num_evaluation:], shuffled[:num_evaluation], sequence_length, seed)
+    return Completions(records, shuffled[num_evaluation:], shuffled[:num_evaluation], sequence_length, seed, spec.packing)

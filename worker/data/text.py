@@ -1,12 +1,13 @@
 """Text as bytes; the contract selects and divides the files (`api_schemas/data/text.py`)."""
 
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from api_schemas import ANY_FILE, Files, TextSpec, Unfit
-from worker.data.windows import Tokens, TokenWindows, num_windows
+from worker.data.windows import DocumentWindows, Tokens, TokenWindows, num_windows
 from worker.errors import DataError
 
 
@@ -27,15 +28,23 @@ class ByteTokens:
 def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> TokenWindows:
     """Read the corpus. Raises DataError if it cannot be read or a part is shorter than one sequence."""
     root = Path(spec.path)
+    starts: list[Tensor] = []
     try:
-        train, evaluation, counts = _read_folder(root, spec, files) if files.is_folder(root) else _read_file(root, spec, files)
+        if files.is_folder(root):
+            train_texts, evaluation_texts, counts = _read_folder(root, spec, files)
+            train, evaluation = b"\n".join(train_texts), b"\n".join(evaluation_texts)
+            starts = [_starts(train_texts), _starts(evaluation_texts)]
+        else:
+            spec.refuse_to_pack_one_file()
+            train, evaluation, counts = _read_file(root, spec, files)
     except Unfit as unfit:
         raise DataError(str(unfit)) from None
     except OSError as error:
         raise DataError(f"cannot read {error.filename or root}: {error.strerror}. Make it readable or exclude it.") from error
     sizes = {"train_bytes": len(train), "evaluation_bytes": len(evaluation)}
     entropy = {"unigram_entropy_nats": unigram_entropy_nats(evaluation)}
-    data = TokenWindows(ByteTokens(train), ByteTokens(evaluation), sequence_length, seed, counts | sizes | entropy)
+    parts = (ByteTokens(train), ByteTokens(evaluation), sequence_length, seed, counts | sizes | entropy)
+    data = DocumentWindows(*parts, *starts) if spec.packing else TokenWindows(*parts)
     for name, tokens in (("training", data.train), ("evaluation", data.evaluation)):
         _require_a_window(name, tokens, sequence_length, spec)
     return data
@@ -68,14 +77,19 @@ def _read_file(path: Path, spec: TextSpec, files: Files) -> tuple[bytes, bytes, 
     return whole[:cut], whole[cut:], {"train_files": 1, "evaluation_files": 1, "binary_files": 0}
 
 
-def _read_folder(root: Path, spec: TextSpec, files: Files) -> tuple[bytes, bytes, dict[str, float]]:
+def _starts(texts: list[bytes]) -> Tensor:
+    """Return where each text begins in the joined ones, int64."""
+    return torch.tensor(list(accumulate((len(text) + 1 for text in texts[:-1]), initial=0)))
+
+
+def _read_folder(root: Path, spec: TextSpec, files: Files) -> tuple[list[bytes], list[bytes], dict[str, float]]:
     texts, num_binary = {}, 0
     for name, is_read in spec.entries(root, files):
         if is_read:
             content = files.read(root / name)
             if spec.is_binary(content):
                 num_binary += 1
-            else:
+            elif content or not spec.packing:
                 texts[name] = content
     if len(texts) < 2:
         raise spec.too_few_files(len(texts))
@@ -85,4 +99,4 @@ def _read_folder(root: Path, spec: TextSpec, files: Files) -> tuple[bytes, bytes
         "evaluation_files": len(evaluation),
         "binary_files": num_binary,
     }
-    return b"\n".join(texts[name] for name in train), b"\n".join(texts[name] for name in evaluation), counts
+    return [texts[name] for name in train], [texts[name] for name in evaluation], counts

@@ -139,6 +139,7 @@ class TokenizedRecords:
         self._tokens = np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int32)
         self._counts = np.concatenate(counts) if counts else np.empty(0, dtype=np.bool_)
         self._ends = np.cumsum(lengths)
+        self.lengths = np.diff(self._ends)
         self.num_targets = np.array(
             [self._counts[start + 1 : stop].sum() for start, stop in pairwise(self._ends)], dtype=np.int64
         )

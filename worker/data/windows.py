@@ -15,6 +15,7 @@ from torch import Tensor
 
 from worker.data.order import EpochOrder, evaluation_rows
 from worker.data.source import Batch
+from worker.models.cross_entropy import IGNORED
 
 
 class Tokens(Protocol):
@@ -65,9 +66,46 @@ class TokenWindows:
             yield self._gather(self.evaluation, windows)
 
     def _gather(self, tokens: Tokens, windows: list[int]) -> Batch:
-        starts = [window * self.sequence_length for window in windows]
-        rows = torch.stack([tokens.read(start, start + self.sequence_length + 1) for start in starts])
+        rows = torch.stack([tokens.read(start, start + self.sequence_length + 1) for start in self._starts(windows)])
         return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+
+    def _starts(self, windows: list[int]) -> list[int]:
+        return [window * self.sequence_length for window in windows]
+
+
+@dataclass
+class DocumentWindows(TokenWindows):
+    """A `VaryingTargets` of windows over documents that do not see each other. A document's last token predicts nothing.
+
+    train_starts, evaluation_starts: where the documents of each part begin, int64 ascending from 0; each document has at least
+    two tokens, so each window has a target.
+    """
+
+    train_starts: Tensor = field(repr=False)
+    evaluation_starts: Tensor = field(repr=False)
+
+    def num_targets(self, position: int, batch_size: int) -> int:
+        """Return the number of targets of the `batch_size` windows that follow `position`."""
+        first = torch.tensor(self._starts([self._order[position + offset] for offset in range(batch_size)]))
+        num_borders = self._num_begun(first + self.sequence_length) - self._num_begun(first)
+        return batch_size * self.sequence_length - int(num_borders.sum())
+
+    def _num_begun(self, places: Tensor) -> Tensor:
+        """Return how many training documents begin up to each place, the place counted."""
+        return torch.searchsorted(self.train_starts, places, right=True)
+
+    def _gather(self, tokens: Tokens, windows: list[int]) -> Batch:
+        batch = super()._gather(tokens, windows)
+        starts = self.train_starts if tokens is self.train else self.evaluation_starts
+        places_BT = torch.tensor(self._starts(windows))[:, None] + torch.arange(self.sequence_length + 1)
+        numbers_BT = torch.searchsorted(starts, places_BT, right=True)
+        is_last_BT = numbers_BT[:, 1:] != numbers_BT[:, :-1]
+        return {
+            "tokens": batch["tokens"],
+            "targets": batch["targets"].masked_fill(is_last_BT, IGNORED),
+            "num_targets": (~is_last_BT).sum(1),
+            "documents": numbers_BT[:, :-1] - numbers_BT[:, :1],
+        }
 
 
 def num_windows(tokens: Tokens, sequence_length: int) -> int:

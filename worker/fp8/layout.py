@@ -9,6 +9,8 @@ from torch import nn
 
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
 """Module and name of the class, which is recognised without importing transformers."""
+PLAIN_SUBCLASSES = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
+"""Subclasses of `nn.Linear` that compute what it computes. FalconLinear only rounds before it adds the bias."""
 
 
 class Layout(NamedTuple):
@@ -30,8 +32,9 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def is_known_class(module: nn.Module) -> bool:
-    """Whether a module is `nn.Linear` or `Conv1D` itself; a subclass may compute something else."""
-    return type(module) is nn.Linear or _is_conv1d(type(module))
+    """Whether a module is `nn.Linear` or `Conv1D` itself, or computes the same; another subclass may compute something else."""
+    name = (type(module).__module__, type(module).__name__)
+    return type(module) is nn.Linear or name in PLAIN_SUBCLASSES or _is_conv1d(type(module))
 
 
 def _is_conv1d(cls: type) -> bool:

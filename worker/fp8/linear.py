@@ -108,7 +108,9 @@ class Float8Linear(GuardedCodes):
             output_TN = Float8Products.apply(input_TK, weight, bias_N, output_dtype, self, activation)
         if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
-        return output_TN.reshape(*input.shape[:-1], self.out_features)
+        # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
+        output: Tensor = torch.ops.aten._unsafe_view(output_TN, (*input.shape[:-1], self.out_features))
+        return output
 
     @property
     def high_precision(self) -> frozenset[GemmName]:

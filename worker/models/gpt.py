@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
+from worker.models.documents import attention_mask, positions_in_documents
 from worker.models.language import checked_length, next_token_losses
 from worker.models.model import Losses, TrainedModel
 
@@ -28,11 +29,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(sizes.hidden_size, 3 * sizes.hidden_size)
         self.output = nn.Linear(sizes.hidden_size, sizes.hidden_size)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
+    def forward(self, hidden_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
         query, key, value = (
             part_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part_BTD in self.qkv(hidden_BTD).chunk(3, dim=-1)
         )
-        mixed_BHTd = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed_BHTd = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask_B1TT, is_causal=mask_B1TT is None
+        )
         return self.output(mixed_BHTd.transpose(1, 2).flatten(-2))
 
 
@@ -56,8 +59,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(sizes.hidden_size)
         self.mlp = MLP(sizes)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD))
+    def forward(self, hidden_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), mask_B1TT)
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
@@ -76,17 +79,21 @@ class GPT(TrainedModel):
         self.head.weight = self.token_embedding.weight
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Return logits (B, T, V). documents_BT: as `documents.py` describes; None for one document in each sequence."""
         num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
-        positions_T = torch.arange(num_tokens, device=tokens_BT.device)
-        hidden_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_T)
+        if documents_BT is None:
+            positions, mask_B1TT = torch.arange(num_tokens, device=tokens_BT.device), None
+        else:
+            positions, mask_B1TT = positions_in_documents(documents_BT), attention_mask(documents_BT)
+        hidden_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions)
         for block in self.blocks:
-            hidden_BTD = block(hidden_BTD)
+            hidden_BTD = block(hidden_BTD, mask_B1TT)
         return self.head(self.final_norm(hidden_BTD))
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self(batch["tokens"]), batch, with_metrics=not self.training)
+        return next_token_losses(self(batch["tokens"], batch.get("documents")), batch, with_metrics=not self.training)
 
     @property
     def num_parameters(self) -> int:

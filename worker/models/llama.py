@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from api_schemas import ANY_FILE, Files
 from api_schemas.models.llama import LlamaSizes, LlamaSpec
+from worker.models.documents import attention_mask, positions_in_documents
 from worker.models.language import checked_length, next_token_losses
 from worker.models.model import Losses, TrainedModel
 
@@ -33,13 +34,21 @@ class Attention(nn.Module):
         self.value = nn.Linear(sizes.hidden_size, key_value_width, bias=False)
         self.output = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False)
 
-    def forward(self, hidden_BTD: Tensor, rotation_Td: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, hidden_BTD: Tensor, turns: tuple[Tensor, Tensor], mask_B1TT: Tensor | None = None) -> Tensor:
         query_BHTd, key_BHTd, value_BHTd = (
             layer(hidden_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
+        if mask_B1TT is not None:  # on CUDA only the flash and the math kernel take groups, and flash takes no mask
+            num_groups = query_BHTd.shape[1] // key_BHTd.shape[1]
+            key_BHTd, value_BHTd = (heads.repeat_interleave(num_groups, dim=1) for heads in (key_BHTd, value_BHTd))
         mixed_BHTd = functional.scaled_dot_product_attention(
-            rotate(query_BHTd, rotation_Td), rotate(key_BHTd, rotation_Td), value_BHTd, is_causal=True, enable_gqa=True
+            rotate(query_BHTd, turns),
+            rotate(key_BHTd, turns),
+            value_BHTd,
+            attn_mask=mask_B1TT,
+            is_causal=mask_B1TT is None,
+            enable_gqa=True,
         )
         return self.output(mixed_BHTd.transpose(1, 2).flatten(-2))
 
@@ -67,8 +76,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(sizes.hidden_size, eps=1e-5)
         self.mlp = MLP(sizes)
 
-    def forward(self, hidden_BTD: Tensor, rotation_Td: tuple[Tensor, Tensor]) -> Tensor:
-        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), rotation_Td)
+    def forward(self, hidden_BTD: Tensor, turns: tuple[Tensor, Tensor], mask_B1TT: Tensor | None = None) -> Tensor:
+        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), turns, mask_B1TT)
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
@@ -87,17 +96,21 @@ class Llama(TrainedModel):
             self.head.weight = self.token_embedding.weight
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Return logits (B, T, V). documents_BT: as `documents.py` describes; None for one document in each sequence."""
         num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
-        hidden_BTD = self.token_embedding(tokens_BT)
-        rotation_Td = rotation(num_tokens, self.sizes.head_size, self.sizes.rope_theta, hidden_BTD.device)
+        hidden_BTD, mask_B1TT = self.token_embedding(tokens_BT), None
+        turns = rotation(num_tokens, self.sizes.head_size, self.sizes.rope_theta, hidden_BTD.device)
+        if documents_BT is not None:
+            positions_BT, mask_B1TT = positions_in_documents(documents_BT), attention_mask(documents_BT)
+            turns = (turns[0][positions_BT][:, None], turns[1][positions_BT][:, None])
         for block in self.blocks:
-            hidden_BTD = block(hidden_BTD, rotation_Td)
+            hidden_BTD = block(hidden_BTD, turns, mask_B1TT)
         return self.head(self.final_norm(hidden_BTD))
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self(batch["tokens"]), batch, with_metrics=not self.training)
+        return next_token_losses(self(batch["tokens"], batch.get("documents")), batch, with_metrics=not self.training)
 
     @torch.no_grad()
     def _reset_parameters(self, generator: torch.Generator) -> None:
@@ -117,11 +130,14 @@ def rotation(num_tokens: int, head_size: int, theta: float, device: torch.device
     return angles_Td.cos(), angles_Td.sin()
 
 
-def rotate(heads_BHTd: Tensor, rotation_Td: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + d/2) of a head by the angle of its position. The dtype stays."""
-    cosines_Td, sines_Td = rotation_Td
+def rotate(heads_BHTd: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + d/2) of a head by the angle of its position. The dtype stays.
+
+    turns: cosines and sines, (T, d), or (B, 1, T, d) where sequences differ in their positions.
+    """
+    cosines, sines = turns
     first, second = heads_BHTd.float().chunk(2, dim=-1)
-    turned = heads_BHTd.float() * cosines_Td + torch.cat((-second, first), dim=-1) * sines_Td
+    turned = heads_BHTd.float() * cosines + torch.cat((-second, first), dim=-1) * sines
     return turned.to(heads_BHTd.dtype)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from api_schemas import Task
 from api_schemas.models.architectures import POSITIONS_AFTER_PADDING
 from worker.models.classes import class_losses
+from worker.models.documents import positions_in_documents
 from worker.models.language import checked_length, next_token_losses, token_losses
 from worker.models.model import Losses, TrainedModel
 
@@ -35,8 +36,12 @@ class _TokenModel(WrappedModel):
         if isinstance(embedding, nn.Embedding):
             embedding.padding_idx = None
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the network's logits (B, T, V)."""
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Return the network's logits (B, T, V).
+
+        documents_BT: as `documents.py` describes. The network itself ends attention where positions begin again at 0, which
+        `KEEPS_DOCUMENTS_APART` lists.
+        """
         options: dict[str, Any] = {}
         config = self.network.config
         first = 0
@@ -44,6 +49,8 @@ class _TokenModel(WrappedModel):
             first = config.pad_token_id + 1
             positions_T = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
             options["position_ids"] = positions_T.expand_as(tokens_BT)
+        if documents_BT is not None:
+            options["position_ids"] = positions_in_documents(documents_BT)
         longest = getattr(config, "max_position_embeddings", None)
         if isinstance(longest, int) and longest > 0:
             checked_length(tokens_BT, longest - first)
@@ -57,7 +64,7 @@ class NextTokenModel(_TokenModel):
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self(batch["tokens"]), batch, with_metrics=not self.training)
+        return next_token_losses(self(batch["tokens"], batch.get("documents")), batch, with_metrics=not self.training)
 
 
 class MaskedTokenModel(_TokenModel):

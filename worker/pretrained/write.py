@@ -1,7 +1,6 @@
 """Write a trained model as a Hugging Face checkpoint: bf16 or fp32 values, or FP8 codes that stay as they were trained."""
 
 import json
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from worker.errors import StorageFull, is_storage_full
 from worker.fp8.bf16 import HalfLinear
 from worker.fp8.convert import ConversionReport
 from worker.fp8.linear import Float8Linear
@@ -18,6 +16,7 @@ from worker.fp8.recipe import E4M3
 from worker.models.wrapped import WrappedModel
 from worker.plain import as_plain, drop_codes, finest_values, join, layers_of_codes, plain_state_dict
 from worker.pretrained.compressed import KINDS, CompressedWeight, compress, quantization_config
+from worker.pretrained.folder import check_new, new_folder
 from worker.pretrained.layouts import Layout, layout_of_model
 
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -57,18 +56,8 @@ def export(
         plain = plain_state_dict(model, optimizer, dtype=dtype)
         state = {layout.rename(name): layout.to_file(name, _cast(tensor, name, dtype)) for name, tensor in plain.items()}
         extra = {"dtype": _name(dtype)}
-    unfinished = folder.with_name(f".unfinished_{folder.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
+    with new_folder(folder) as unfinished:
         _write(model, state, unfinished, layout, extra)
-        if folder.exists():
-            folder.rmdir()
-        unfinished.rename(folder)
-    except Exception as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if is_storage_full(error):
-            raise StorageFull(f"the exported model does not fit on the disk of {folder}: {error}") from error
-        raise
     return folder
 
 
@@ -76,8 +65,7 @@ def _check(model: nn.Module, folder: Path, format: str, strategy: str | None, la
     """Refuse what cannot be written, before anything is."""
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; allowed: {', '.join(FORMATS)}.")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder; allowed: an empty or a new one. Name another.")
+    check_new(folder)
     if layout.config is None and not callable(getattr(type(_network(model)), "save_pretrained", None)):
         raise ValueError(
             f"{type(model).__name__} has no form in transformers; allowed: transformers' models and the families gpt and "
@@ -155,7 +143,6 @@ def _cast(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 
 def _write(model: nn.Module, state: dict[str, Tensor], folder: Path, layout: Layout, extra: dict[str, Any]) -> None:
     """Write the tensors, and a config.json with `extra` in it. A tied head is left out, as transformers expects."""
-    folder.mkdir(parents=True)
     if layout.config is None:
         model = _network(model)
         before = {name: getattr(model.config, name, None) for name in ("architectures", "dtype")}

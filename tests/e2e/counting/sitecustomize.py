@@ -38,7 +38,7 @@ class CountingFinder(importlib.abc.MetaPathFinder):
 
 def count_validations(model: Any) -> None:
     """Wrap a rule that runs once for each spec that is parsed, and again where a parsed one is passed through."""
-    file, check = Path(os.environ["VALIDATIONS_FILE"]), model._check_division
+    file, check = Path(os.environ["VALIDATIONS_FILE"]), model._check_parts
     parsed: dict[int, Any] = {}  # holds the specs, so that no id comes back
 
     def note_and_check(spec: Any) -> None:
@@ -48,7 +48,7 @@ def count_validations(model: Any) -> None:
                 lines.write(f"{os.getpid()}\n")
         check(spec)
 
-    model._check_division = note_and_check
+    model._check_parts = note_and_check
 
 
 if "VALIDATIONS_FILE" in os.environ:

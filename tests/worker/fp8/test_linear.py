@@ -47,6 +47,20 @@ def random_values(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("features", [(48, 32), (24, 20)], ids=["aligned", "padded"])
+def test_what_it_returns_can_be_added_to_in_place(features: tuple[int, int]) -> None:
+    """Falcon does it. Autograd refuses that for views of what a Function returns."""
+    layer, input = convert(make_linear(*features)), random_values(2, 5, features[0])
+    added = random_values(2, 5, features[1], seed=3).requires_grad_()
+    expected = layer(input) + added
+    output = layer(input)
+    output += added
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    output.sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(added.grad, torch.ones_like(added))
+
+
 @pytest.mark.parametrize("level", ["te", "O2", "O3", "O3-split"])
 def test_the_three_products(level: str) -> None:
     linear = make_linear()

@@ -1,5 +1,9 @@
-"""The architectures in most use convert, train a few steps at O2 and learn. Three run in `make test`, the rest as a matrix."""
+"""The architectures in most use convert, learn in 20 steps at O2, are exported and loaded again.
 
+Three run in `make test`, the rest as a matrix.
+"""
+
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +14,14 @@ from api_schemas import TokenInput
 from api_schemas.models.architectures import TASKS
 from api_schemas.models.huggingface import HuggingFaceSpec
 from tests.text import text
+from worker import export, plain_state_dict
 from worker.fp8.convert import ConversionReport
 from worker.fp8.layout import layout_of
 from worker.models import build_model
+from worker.models.huggingface import AUTO_CLASSES, transformers
+from worker.models.wrapped import wrap
 from worker.prepare import initialize
+from worker.train_reports import conversion_events
 
 NUM_STEPS, BATCH_SIZE, LENGTH, VOCABULARY = 20, 8, 32, 272
 MASK = VOCABULARY - 1
@@ -75,13 +83,12 @@ def batch_of(architecture: str) -> dict[str, Tensor]:
 
 
 def parameters() -> list[Any]:
-    names = [name for name in CONFIGS if name != "falcon"]  # see test_falcon_says_why_nothing_is_converted
-    return [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.matrix) for name in names]
+    return [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.matrix) for name in CONFIGS]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers' DeBERTa, when it is imported
 @pytest.mark.parametrize("architecture", parameters())
-def test_it_converts_and_learns(architecture: str) -> None:
+def test_it_converts_learns_and_is_exported(architecture: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = build_model(HuggingFaceSpec(architecture=architecture, config=CONFIGS[architecture]), seed=0)
     batch = batch_of(architecture)
@@ -105,13 +112,34 @@ def test_it_converts_and_learns(architecture: str) -> None:
     assert all(torch.isfinite(torch.tensor(losses)))
     assert losses[-1] < LEARNED * losses[0]
     assert set(model.eval().loss(batch).metrics)
+    _check_export(architecture, trained, optimizer, tmp_path / "exported")
 
 
-def test_falcon_says_why_nothing_is_converted() -> None:
-    """Its linear layers are of a class of its own, and it adds to their outputs in place, which autograd forbids for ours."""
-    model = build_model(HuggingFaceSpec(architecture="falcon", config=CONFIGS["falcon"]), seed=0)
-    with pytest.warns(UserWarning, match="nothing was converted: 8 of FalconLinear"):
-        initialize(model, None, "O2")
+def _check_export(architecture: str, trained: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """transformers loads what is exported, without a missing or unknown weight, and computes what a plain network computes."""
+    export(trained, optimizer, folder, format="fp32")
+    task = TASKS[architecture]
+    auto_class = getattr(transformers(), AUTO_CLASSES[task])
+    loaded, info = auto_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    plain = build_model(HuggingFaceSpec(architecture=architecture, config=CONFIGS[architecture]), seed=1).eval()
+    plain.load_state_dict(plain_state_dict(trained, optimizer))
+    inputs = batch_of(architecture)["images" if task == "image_class" else "tokens"]
+    with torch.no_grad():
+        torch.testing.assert_close(wrap(loaded.eval(), task)(inputs), plain(inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_that_are_no_linear_layers_are_left_and_counted() -> None:
+    """Attention in a mixture of experts is converted; its experts are one parameter, and the job's event says so."""
+    model = build_model(HuggingFaceSpec(architecture="mixtral", config=CONFIGS["mixtral"]), seed=0)
+    trained, _ = initialize(model, None, "O2")
+    report = trained.octet_report
+    assert isinstance(report, ConversionReport)
+    assert {name.rpartition(".")[2] for name in report.converted} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    [event] = [event for event in conversion_events(report, trained) if event.type == "layers.not_linear"]
+    experts = [parameter.numel() for name, parameter in trained.named_parameters() if "experts" in name]
+    assert event.data == {"parameters": sum(experts)}
+    assert sum(experts) > 0
 
 
 @pytest.mark.parametrize("architecture", [name for name in CONFIGS if TASKS[name] == "next_token"])

@@ -1,0 +1,85 @@
+"""A folder that is written under another name and renamed when it is complete, and safetensors files in shards."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from worker.errors import StorageFull, is_storage_full
+
+SHARD_BYTES = 4 << 30
+"""Bytes of tensors in one file, unless one tensor is larger."""
+_INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an unfinished folder, which gets its name at the end, or is removed if anything is raised.
+
+    Raises ValueError if `folder` exists and is not empty, and StorageFull.
+    """
+    check_new(folder)
+    unfinished = folder.with_name(f".unfinished_{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if is_storage_full(error):
+            raise StorageFull(f"the exported model does not fit on the disk of {folder}: {error}") from error
+        raise
+
+
+def check_new(folder: Path) -> None:
+    """Raise ValueError unless the folder is empty or does not exist."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder; allowed: an empty or a new one. Name another.")
+
+
+class ShardWriter:
+    """Writes tensors as they come, as `model.safetensors`, or as shards with an index if they are more than one shard."""
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._waiting: dict[str, Tensor] = {}
+        self._num_waiting = self._num_bytes = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor. Writes a shard if it is full."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        if self._waiting and self._num_waiting + num_bytes > self._shard_bytes:
+            self._write()
+        self._waiting[name] = tensor.detach().cpu().contiguous()
+        self._num_waiting += num_bytes
+        self._num_bytes += num_bytes
+
+    def finish(self) -> None:
+        """Write the last shard, the files' names and the index."""
+        self._write()
+        if len(self._shards) == 1:
+            self._file(0).rename(self._folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            name = f"model-{number + 1:05}-of-{len(self._shards):05}.safetensors"
+            self._file(number).rename(self._folder / name)
+            weight_map |= dict.fromkeys(names, name)
+        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
+        (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self) -> None:
+        save_file(self._waiting, self._file(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._waiting))
+        self._waiting, self._num_waiting = {}, 0
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f".shard-{number}.safetensors"
