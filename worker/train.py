@@ -96,7 +96,6 @@ class Trainer:
             raise InvalidConfig(str(unfit))
         torch.manual_seed(config.seed)
         self._prepare(*start_model(config.model, config.seed, config.readable_files, mesh.device))
-        broadcast_parameters(self.model, mesh.data)
         self._tell(PhaseReport(phase="model_built"))
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
@@ -197,10 +196,9 @@ class Trainer:
         self.model.eval()
         names = ("loss", *self.config.sizes.metrics)
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.mesh.device)
-        data = self.mesh.data
-        for samples in self.source.evaluation_batches(
-            self.config.batch.global_batch_size, self.config.eval_batches, data.rank, data.size
-        ):
+        data, batch_size = self.mesh.data, self.config.batch.global_batch_size
+        batches = self.source.evaluation_batches(batch_size, self.config.eval_batches, data.rank, data.size)
+        for samples in self.parallel.as_many_passes(batches):
             with eagerly() if self.compiling is not None else nullcontext():  # the last batch has a shape of its own
                 losses = self._loss(on_device(samples, self.mesh.device))
             values = [{"loss": losses.loss, **losses.metrics}[name] for name in names]
@@ -223,7 +221,7 @@ class Trainer:
             "optimizer": optimizer,
             "progress": asdict(self.progress),
             "step_times_s": list(self.step_times_s),
-            "random": checkpoint.random_state(),
+            "random": checkpoint.random_state(self.mesh.world),
         }
         saved = checkpoint.save(self.folder, self.progress.step, state, self.mesh.world)
         if saved is None:
@@ -245,6 +243,7 @@ class Trainer:
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
         self.compiling = prepare_blocks(self.model, config.activation_checkpointing, config.compile, self.mesh.device)
+        broadcast_parameters(self.model, self.mesh.data)
         data, stage, wide_dtype = self.mesh.data, self.mesh.stage, WIDE_DTYPES[config.wide_communication]
         self.parallel = Parallel(self.model, self.optimizer, data, stage, zero_stage=config.zero_stage, wide_dtype=wide_dtype)
 
@@ -263,7 +262,7 @@ class Trainer:
             resume(self.model, self.optimizer, state["model"], state["optimizer"])
             self.progress = Progress(**state["progress"])
             self.step_times_s.extend(state["step_times_s"])
-            checkpoint.set_random_state(state["random"])
+            checkpoint.set_random_state(state["random"], self.mesh.world)
             return
 
     def _report_start(self) -> None:
