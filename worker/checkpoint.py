@@ -282,9 +282,9 @@ def set_random_state(state: dict[str, Tensor], world: Axis) -> None:
     """Go on with this rank's random numbers. With another number of ranks than saved them, each has numbers of its own."""
     states = {name: part.view(-1, part.shape[-1]) for name, part in state.items()}  # one for all, before each rank had its own
     number, num_saved = world.rank, len(states["cpu"])
-    torch.set_rng_state(states["cpu"][number % num_saved])
+    torch.set_rng_state(states["cpu"][number % num_saved].clone())  # torch crashed on a view
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"][number % num_saved])
+        torch.cuda.set_rng_state(states["cuda"][number % num_saved].clone())
     if number >= num_saved and state["cpu"].dim() == 2:
         torch.manual_seed(int(torch.randint(1 << 62, ())) + number)
 
