@@ -24,12 +24,15 @@ class ResourceSpec(Contract):
 class ParallelismSpec(Contract):
     """How the ranks share the work. Today all ranks are data parallel, so a field with one allowed value is for later."""
 
-    zero_stage: Literal[0, 1, 2] = Field(
-        default=0, description="1: ranks hold shares of optimizer states and master weights; 2: and of accumulated gradients"
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="1: ranks hold shares of optimizer states and master weights; 2: and of accumulated gradients; 3: and of "
+        "the weights of blocks, which are gathered while a block computes",
     )
     wide_communication: WideDtype = Field(
         default="fp32",
-        description="dtype in which gradients travel that are not in FP8; bf16 rounds each rank's once, for half the bytes",
+        description="dtype in which gradients travel that are not in FP8, and at zero_stage 3 fp32 weights of blocks; bf16 "
+        "rounds each rank's once, for half the bytes",
     )
     tensor: Literal[1] = 1
     pipeline: Literal[1] = 1

@@ -99,7 +99,6 @@ class Trainer:
             raise InvalidConfig(str(unfit))
         torch.manual_seed(config.seed)
         self._prepare(*start_model(config.model, config.seed, config.readable_files, mesh.device))
-        broadcast_parameters(self.model, mesh.data)
         self.step_times = StepTimes(num_skipped=WARM_UP_STEPS if self.compiling else 1)
         self._tell(PhaseReport(phase="model_built"))
 
@@ -206,10 +205,9 @@ class Trainer:
         model = self.average.best(self.model).eval()
         names = ("loss", *self.config.sizes.metrics)
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.mesh.device)
-        data = self.mesh.data
-        for samples in self.source.evaluation_batches(
-            self.config.batch.global_batch_size, self.config.eval_batches, data.rank, data.size
-        ):
+        data, batch_size = self.mesh.data, self.config.batch.global_batch_size
+        batches = self.source.evaluation_batches(batch_size, self.config.eval_batches, data.rank, data.size)
+        for samples in self.parallel.as_many_passes(batches):
             with eagerly() if self.compiling is not None else nullcontext():  # the last batch has a shape of its own
                 losses = model.loss(on_device(samples, self.mesh.device))  # type: ignore[operator]
             values = [{"loss": losses.loss, **losses.metrics}[name] for name in names]
@@ -233,7 +231,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "step_times_s": list(self.step_times.kept),
             "average": self.average.state_dict(),
-            "random": checkpoint.random_state(),
+            "random": checkpoint.random_state(self.mesh.world),
         }
         self.writer.start(self.progress.step, state, self.progress.last_loss)
 
@@ -255,6 +253,7 @@ class Trainer:
         self.conversion = prepared.report
         self.average = MovingAverage(self.model, config.training.ema_decay)
         self.compiling = prepare_blocks(self.model, config.activation_checkpointing, config.compile, self.mesh.device)
+        broadcast_parameters(self.model, self.mesh.data)
         data, stage, wide_dtype = self.mesh.data, self.mesh.stage, WIDE_DTYPES[config.wide_communication]
         self.parallel = Parallel(self.model, self.optimizer, data, stage, zero_stage=config.zero_stage, wide_dtype=wide_dtype)
 
@@ -270,7 +269,7 @@ class Trainer:
             self.average.load_state_dict(state.get("average", {}))
             self.progress = Progress(**state["progress"])
             self.step_times.resume(state["step_times_s"])
-            checkpoint.set_random_state(state["random"])
+            checkpoint.set_random_state(state["random"], self.mesh.world)
             return
 
     def _report_start(self) -> None:

@@ -4,5 +4,6 @@ from worker.mesh.axis import Axis
 from worker.mesh.mesh import Mesh
 from worker.mesh.pending import Pending
 from worker.mesh.pieces import TensorInPieces
+from worker.mesh.twin import twin_of
 
-__all__ = ["Axis", "Mesh", "Pending", "TensorInPieces"]
+__all__ = ["Axis", "Mesh", "Pending", "TensorInPieces", "twin_of"]

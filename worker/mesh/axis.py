@@ -62,12 +62,12 @@ class Axis:
         self._count("exchange", parts_RS.dtype, parts_RS.nbytes * (self.size - 1) // self.size)
         return Pending(received_RS, work, parts_RS)
 
-    def start_gather(self, own_S: Tensor) -> Pending:
-        """Start to gather the shares of all ranks, ordered by rank: (R, S). All ranks start collectives in one order."""
+    def start_gather(self, own_S: Tensor, into_RS: Tensor | None = None) -> Pending:
+        """Start to gather all ranks' shares, by rank: (R, S), into the memory if given. All start collectives in one order."""
         if self.size == 1:
             return Pending(own_S.unsqueeze(0))
         own_S = own_S.contiguous()
-        gathered_RS = own_S.new_empty((self.size, *own_S.shape))
+        gathered_RS = own_S.new_empty((self.size, *own_S.shape)) if into_RS is None else into_RS
         work = dist.all_gather(list(gathered_RS.view(torch.uint8)), own_S.view(torch.uint8), group=self._group, async_op=True)
         self._count("gather", own_S.dtype, own_S.nbytes * (self.size - 1))
         return Pending(gathered_RS, work, own_S)

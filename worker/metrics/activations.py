@@ -1,8 +1,12 @@
-"""The bytes that a forward pass keeps for its backward pass, counted once from the tensors that autograd saves."""
+"""The bytes that a forward pass keeps for its backward pass, counted once from the tensors that autograd saves.
+
+Weights that are gathered for one block at a time (ZeRO stage 3) are freed after the block, and count nothing.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -14,15 +18,19 @@ class ActivationCount:
 
     def __init__(self, model: nn.Module) -> None:
         tensors = (*model.parameters(), *model.buffers())
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        self.num_bytes = 0
+        self._of_model = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._saved: dict[int, torch.UntypedStorage] = {}
 
     def note(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.num_bytes += storage.nbytes()
+        if storage._cdata not in self._of_model:
+            self._saved[storage._cdata] = storage
         return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the storages have now."""
+        return sum(storage.nbytes() for storage in self._saved.values())
 
 
 @contextmanager

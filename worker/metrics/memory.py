@@ -45,6 +45,7 @@ def held_tensors(
         yield from _parts("gradients", parameter.grad)
         piece = pieces.get(parameter, parameter)
         if piece is not parameter:
+            yield from _parts("weights", piece)  # of its own memory at ZeRO stage 3, else the parameter's
             yield from _parts("gradients", piece.grad)
             yield from _parts("master_weights", residuals.get(piece))
         state = optimizer.state.get(piece, {}) if optimizer is not None else {}

@@ -65,6 +65,8 @@ class QuantizedWeight:
     elements: range | None = None
     own_residual: Tensor | None = None
     """The residual of a piece whose holder has none: no rank holds the whole."""
+    codes_amax: Tensor | None = None
+    """Of the whole weight's decoded codes, fp32 (), where no rank holds the whole codes for long."""
 
     @classmethod
     def of(
@@ -118,6 +120,11 @@ class QuantizedWeight:
         """The weight's elements of a tensor in the shape of the holder's weight, 1-D; a view where strides allow it."""
         flat = whole.reshape(-1)
         return flat if self.elements is None else flat[self.elements.start : self.elements.stop]
+
+    def note_whole_codes(self) -> None:
+        """Remember of codes that were loaded, while the holder has the whole, what a new master has to know of them."""
+        if self.needs_master:
+            self.codes_amax = kernels.compute_amax(QuantizedWeight(self.holder).values())
 
     def values(self) -> Tensor:
         """The fp32 values, in the parameter's shape."""
@@ -263,11 +270,14 @@ def new_master(weight: QuantizedWeight) -> dict[str, Tensor]:
     It is made from the fp32 values that the weight was encoded from, which are released, or else from the codes.
     """
     holder = weight.holder
-    values = QuantizedWeight(holder).values() if holder.initial_values is None else holder.initial_values
+    if holder.initial_values is None and weight.codes_amax is not None:
+        values, amax = weight.values(), weight.codes_amax
+    else:
+        whole = QuantizedWeight(holder).values() if holder.initial_values is None else holder.initial_values
+        values, amax = weight.select(whole.detach().float()), kernels.compute_amax(whole.detach().float())
     holder.initial_values, holder.has_master, holder.has_new_codes = None, True, False
-    values = values.detach().float()
-    dequant_scale = kernels.finite_or_nan(kernels.compute_amax(values), FP16.dtype)  # of the whole weight
-    return {"codes": kernels.encode(weight.select(values), dequant_scale, FP16.dtype), "dequant_scale": dequant_scale}
+    dequant_scale = kernels.finite_or_nan(amax, FP16.dtype)  # of the whole weight
+    return {"codes": kernels.encode(values, dequant_scale, FP16.dtype), "dequant_scale": dequant_scale}
 
 
 def is_stale(master: Parts, weight: QuantizedWeight) -> bool:

@@ -11,7 +11,7 @@ Shape suffixes: R ranks, S elements of one rank's share, G parameters of the buc
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,15 @@ class Bucket(ABC):
         self.missing = set(parameters)
         """Parameters whose gradients have not arrived since the last exchange."""
         self.holds_sums = False
+        self.doubtful: list[tuple[nn.Parameter, Tensor]] = []
+        """What has been given a mean of zeros if no rank has had a gradient, with the flag () that tells whether one has."""
+
+    def settle(self, is_used: Iterable[bool]) -> None:
+        """Take the mean back from what no rank has had a gradient of. is_used: the flags of `doubtful`, read by the host."""
+        for (holder, _), has_gradient in zip(self.doubtful, is_used, strict=True):
+            if not has_gradient:
+                holder.grad = None
+        self.doubtful = []
 
     @abstractmethod
     def average(self, *, is_last: bool = True) -> Iterator[None]:
@@ -58,20 +67,22 @@ class Bucket(ABC):
         """The sum of the step's earlier means of a piece."""
         return self._owned(piece).grad if self.holds_sums else None
 
-    def _keep(self, piece: Piece, gradient: Tensor | None) -> None:
-        """Let the owned piece have its gradient; without one, not the one of a step before."""
-        self._owned(piece).grad = gradient
+    def _doubt(self, gradients: Sequence[Tensor | None], marks_RG: Tensor) -> None:
+        """Note what this rank has no gradient of. marks_RG: 0 where a rank has none. The device is waited for in `settle`.
+
+        A piece that has a sum of earlier backward passes keeps it, with zeros added.
+        """
+        missing = {index for index, gradient in enumerate(gradients) if gradient is None}
+        if self.pieces is None:
+            holders = {index: self.parameters[index] for index in missing}
+        else:
+            without_sum = [piece for piece in self.own if self._sum_before(piece) is None]
+            holders = {piece.index: self._owned(piece) for piece in without_sum if piece.index in missing}
+        self.doubtful = [(holder, (marks_RG[:, index] != 0).any()) for index, holder in holders.items()]
 
     def _owned(self, piece: Piece) -> nn.Parameter:
         assert self.pieces is not None
         return self.pieces[self.parameters[piece.index]]
-
-    def _is_used(self, gradients: Sequence[Tensor | None], marks_RG: Tensor) -> list[bool]:
-        """Whether any rank has a gradient of each parameter. marks_RG: 0 where one has none. Waits only if some are missing."""
-        if all(gradient is not None for gradient in gradients):
-            return [True] * len(gradients)
-        found: list[bool] = (marks_RG != 0).any(0).tolist()
-        return found
 
     def _whole(self, flat: Tensor, index: int) -> Tensor:
         """One parameter's part of the gathered buffer, as a view in the parameter's shape."""
@@ -98,12 +109,12 @@ class CodesBucket(Bucket):
         del sent_RS
         yield
         received_RS, scales_RG = exchange.wait(), scales.wait()
-        is_used = self._is_used(gradients, scales_RG)
+        self._doubt(gradients, scales_RG)
         means = [kernels.mean_of_shards(received_RS[:, piece.in_share], scales_RG[:, piece.index]) for piece in self.own]
         if self.pieces is not None:
             means = [self._add(piece, *mean) for piece, mean in zip(self.own, means, strict=True)]
             if not is_last:
-                self._keep_sums([mean for mean, _ in means], is_used)
+                self._keep_sums([mean for mean, _ in means])
                 return
         amaxes_G = torch.zeros_like(scales_G)
         for piece, (_, amax) in zip(self.own, means, strict=True):
@@ -115,7 +126,7 @@ class CodesBucket(Bucket):
             for piece, (mean, _) in zip(self.own, means, strict=True)
         ]
         if self.pieces is not None:
-            self._keep_codes(own_codes, new_scales_G, is_used)
+            self._keep_codes(own_codes, new_scales_G)
             return
         share_S = torch.zeros(self.layout.share_size, dtype=torch.uint8, device=received_RS.device)
         for piece, codes in zip(self.own, own_codes, strict=True):
@@ -125,9 +136,8 @@ class CodesBucket(Bucket):
         yield
         flat = gather.wait().view(-1)
         for index, parameter in enumerate(self.parameters):
-            if is_used[index]:
-                mean = Float8Gradient(self._whole(flat, index), new_scales_G[index], self.positions[index])
-                parameter.grad = _written(gradients[index], mean)
+            mean = Float8Gradient(self._whole(flat, index), new_scales_G[index], self.positions[index])
+            parameter.grad = _written(gradients[index], mean)
 
     def _pack(self, gradients: Sequence[Float8Gradient | None]) -> tuple[Tensor, Tensor]:
         """The codes as bytes (R, S), and the scales (G)."""
@@ -148,17 +158,15 @@ class CodesBucket(Bucket):
         mean = mean.add_(before)
         return mean, kernels.compute_amax(mean)
 
-    def _keep_sums(self, sums: Sequence[Tensor], is_used: Sequence[bool]) -> None:
+    def _keep_sums(self, sums: Sequence[Tensor]) -> None:
         for piece, total in zip(self.own, sums, strict=True):
-            has_sum = is_used[piece.index] or self._sum_before(piece) is not None
-            self._keep(piece, total if has_sum else None)
+            self._owned(piece).grad = total
         self.holds_sums = True
 
-    def _keep_codes(self, own_codes: Sequence[Tensor], scales_G: Tensor, is_used: Sequence[bool]) -> None:
+    def _keep_codes(self, own_codes: Sequence[Tensor], scales_G: Tensor) -> None:
         for piece, codes in zip(self.own, own_codes, strict=True):
-            has_mean = is_used[piece.index] or self._sum_before(piece) is not None
             mean = Float8Gradient(codes, scales_G[piece.index].clone(), self.positions[piece.index])
-            self._keep(piece, mean if has_mean else None)
+            self._owned(piece).grad = mean
         self.holds_sums = False
 
 
@@ -187,10 +195,10 @@ class WideBucket(Bucket):
         for rank in range(1, self.axis.size):
             mean_S += received_RS[rank]
         mean_S /= self.axis.size
-        is_used = self._is_used(gradients, marks.wait())
+        self._doubt(gradients, marks.wait())
         if self.pieces is not None:
             for piece in self.own:
-                self._keep(piece, self._added(piece, mean_S[piece.in_share], is_used[piece.index]))
+                self._owned(piece).grad = self._added(piece, mean_S[piece.in_share])
             self.holds_sums = not is_last
             return
         gather = self.axis.start_gather(mean_S.to(self.sent_dtype))
@@ -198,16 +206,15 @@ class WideBucket(Bucket):
         yield
         flat = gather.wait().view(-1)
         for index, parameter in enumerate(self.parameters):
-            if is_used[index]:
-                mean = self._whole(flat, index).to(gradient_dtype(parameter))
-                parameter.grad = _written(gradients[index], mean)
+            mean = self._whole(flat, index).to(gradient_dtype(parameter))
+            parameter.grad = _written(gradients[index], mean)
 
-    def _added(self, piece: Piece, mean: Tensor, is_used: bool) -> Tensor | None:
-        """The sum of a step's means so far, in the dtype of the gradient; None if no rank has had a gradient."""
+    def _added(self, piece: Piece, mean: Tensor) -> Tensor:
+        """The sum of a step's means so far, in the dtype of the gradient."""
         before = self._sum_before(piece)
         if before is not None:
             mean = mean + before
-        return mean.to(gradient_dtype(self._owned(piece))) if is_used or before is not None else None
+        return mean.to(gradient_dtype(self._owned(piece)))
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:

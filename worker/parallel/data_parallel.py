@@ -5,8 +5,9 @@ arrives first: the reverse of the order in which the model names its parameters.
 end of the backward pass, or for `finish`, and so do those after it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +27,21 @@ class GradientBuckets:
     """All gradients of a model, exchanged over an axis as they arrive. On an axis of one rank nothing happens."""
 
     def __init__(
-        self, model: nn.Module, axis: Axis, *, max_elements: int = MAX_ELEMENTS, wide_dtype: torch.dtype = torch.float32
+        self,
+        model: nn.Module,
+        axis: Axis,
+        *,
+        max_elements: int = MAX_ELEMENTS,
+        wide_dtype: torch.dtype = torch.float32,
+        blocks: Mapping[Tensor, int] | None = None,
     ) -> None:
         """The trainable parameters are those of this moment. max_elements: of a bucket with several parameters.
 
-        wide_dtype: in which gradients travel that are not in FP8.
+        wide_dtype: in which gradients travel that are not in FP8. blocks: the index of a parameter's block; no bucket holds
+        parameters of two blocks, or of a block and the rest.
         """
         self.model, self.axis = model, axis
-        self.buckets = _make_buckets(model, axis, max_elements, wide_dtype)
+        self.buckets = _make_buckets(model, axis, max_elements, wide_dtype, blocks or {})
         self.syncs = True
         """Whether gradients that arrive are exchanged."""
         self.finishes_itself = False
@@ -96,6 +104,10 @@ class GradientBuckets:
             self._launch(is_last=is_last)
         while self._under_way:
             self._advance()
+        doubtful = [flag for bucket in self.buckets for _, flag in bucket.doubtful]
+        is_used = iter(torch.stack(doubtful).tolist() if doubtful else ())  # the one wait of the host for the device
+        for bucket in self.buckets:
+            bucket.settle(list(islice(is_used, len(bucket.doubtful))))
         self._num_launched = 0
         self._has_arrivals = False
         self._num_passes += 1
@@ -170,7 +182,9 @@ def broadcast_parameters(model: nn.Module, axis: Axis) -> None:
         axis.broadcast_(tensor)
 
 
-def _make_buckets(model: nn.Module, axis: Axis, max_elements: int, wide_dtype: torch.dtype) -> list[Bucket]:
+def _make_buckets(
+    model: nn.Module, axis: Axis, max_elements: int, wide_dtype: torch.dtype, blocks: Mapping[Tensor, int]
+) -> list[Bucket]:
     """Buckets of parameters that are stored alike, in the order in which a backward pass is expected to fill them."""
     positions = {
         layer.weight: layer.gradient_position
@@ -179,11 +193,12 @@ def _make_buckets(model: nn.Module, axis: Axis, max_elements: int, wide_dtype: t
     }
     ordered = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
     place = {parameter: index for index, parameter in enumerate(ordered)}
-    kinds: dict[tuple[bool, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    kinds: dict[tuple[bool, torch.dtype, torch.device, int | None], list[nn.Parameter]] = {}
     for parameter in ordered:
-        kinds.setdefault((parameter in positions, parameter.dtype, parameter.device), []).append(parameter)
+        kind = (parameter in positions, parameter.dtype, parameter.device, blocks.get(parameter))
+        kinds.setdefault(kind, []).append(parameter)
     buckets: list[Bucket] = []
-    for (is_in_codes, _, _), parameters in kinds.items():
+    for (is_in_codes, *_), parameters in kinds.items():
         for indices in fill_buckets([parameter.numel() for parameter in parameters], max_elements):
             held = parameters[indices.start : indices.stop]
             if is_in_codes:

@@ -14,23 +14,28 @@ Each rank reads its own part of the batch. `Parallel` is also what the trainer o
 
 import math
 import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from api_schemas.resources import WideDtype
+from worker.blocks import repeated_blocks
 from worker.mesh import Axis
 from worker.optim import LowBitOptimizer, clip_grad_norm_
+from worker.parallel.blocks import divisible_parameters
 from worker.parallel.buckets import gradient_dtype
 from worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets, broadcast_parameters
 from worker.parallel.divided import DividedGradient
 from worker.parallel.scaling import share_scaling
 from worker.parallel.zero import ShardedStates
 
-ZERO_STAGES = (0, 1, 2)
+T = TypeVar("T")
+ZERO_STAGES = (0, 1, 2, 3)
 WIDE_DTYPES: dict[WideDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -50,17 +55,20 @@ class Parallel:
     ) -> None:
         """data: ranks that train on different samples. stage: ranks that agree on FP8 scaling.
 
-        wide_dtype: in which gradients travel that are not in FP8. max_elements: of a bucket.
+        wide_dtype: in which gradients travel that are not in FP8, and fp32 weights of blocks. max_elements: of a bucket.
 
-        Raises ValueError for a stage that is not built, and for an optimizer or a parameter that cannot be sharded.
+        Raises ValueError for another stage, for an optimizer or a parameter that cannot be sharded, and at stage 3 for a model
+        without blocks that repeat.
         """
         if zero_stage not in ZERO_STAGES:
             raise ValueError(
-                f"zero_stage is {zero_stage}; allowed: {', '.join(map(str, ZERO_STAGES))}. Stage 3 is not built; stage 2 "
-                "shards gradients, optimizer states and master weights."
+                f"zero_stage is {zero_stage}; allowed: {', '.join(map(str, ZERO_STAGES))}. Stage 3 shards weights, gradients, "
+                "optimizer states and master weights."
             )
         self.model, self.optimizer, self.data, self.stage = model, optimizer, data, stage
-        self.gradients = GradientBuckets(model, data, max_elements=max_elements, wide_dtype=wide_dtype)
+        blocks = _blocks(model) if zero_stage == 3 and data.size > 1 else []
+        divided = divisible_parameters(model, blocks)
+        self.gradients = GradientBuckets(model, data, max_elements=max_elements, wide_dtype=wide_dtype, blocks=divided)
         self._sharded: ShardedStates | None = None
         if zero_stage and data.size > 1:
             if not isinstance(optimizer, LowBitOptimizer):
@@ -70,6 +78,8 @@ class Parallel:
                 )
             self._sharded = ShardedStates(optimizer, self.gradients)
             self.gradients.reduces_each_pass = zero_stage >= 2
+            if zero_stage == 3:
+                self._sharded.divide_blocks(blocks, divided, wide_dtype)
 
     def no_sync(self, is_on: bool = True) -> AbstractContextManager[None]:
         """Inside, gradients accumulate: for all micro-batches of a step but the last. Not if is_on is false.
@@ -94,6 +104,14 @@ class Parallel:
         if self._sharded is not None:
             self._sharded.publish()
 
+    def as_many_passes(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches for forward passes without gradients. At stage 3, ranks that have fewer wait for the others.
+
+        All ranks call it together, where the numbers of their batches may differ.
+        """
+        blocks = None if self._sharded is None else self._sharded.blocks
+        return iter(batches) if blocks is None else blocks.as_many_passes(batches)
+
     def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state dicts of model and optimizer for `worker.checkpoint.save`. All ranks call it together.
 
@@ -102,6 +120,16 @@ class Parallel:
         if self._sharded is not None:
             return self._sharded.state_dicts_in_pieces()
         return self.model.state_dict(), self.optimizer.state_dict()
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ValueError(
+            "zero_stage is 3 and the model repeats no blocks; allowed: models with an nn.ModuleList or nn.Sequential of alike "
+            "blocks, whose weights are gathered one block at a time. Use zero_stage=2."
+        )
+    return blocks
 
 
 class OwnLoop(Parallel):
@@ -115,6 +143,7 @@ class OwnLoop(Parallel):
         super().__init__(model, optimizer, axis, axis, zero_stage=zero_stage, wide_dtype=wide_dtype)
         self.gradients.finishes_itself = True
         self.gradients.after_finish = self._mark_divided
+        optimizer.zero_grad = partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]  # it has no hooks
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -134,14 +163,20 @@ class OwnLoop(Parallel):
                 parameter.grad = None
         self.publish()
 
+    def _zero_grad(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Drop gradients, exchanged ones too: a rank that has none in the next step takes part in its exchange."""
+        zero_grad(*args, **kwargs)
+        self.gradients.is_finished = False
+
     def _mark_divided(self) -> None:
         """Give the parameters whose gradients are pieces a gradient that says so, where None would be taken for none."""
         for parameter in getattr(self.optimizer, "pieces", {}):
             parameter.grad = DividedGradient(parameter.shape, gradient_dtype(parameter), parameter.device)
 
     def _finish(self) -> None:
-        """Take part in the exchange on a rank where no gradient has arrived."""
-        if not self.gradients.is_finished:
+        """Take part in the exchange on a rank where no gradient has arrived since a step, or since gradients were dropped."""
+        holds_means = any(parameter.grad is not None for parameter in self.model.parameters())
+        if not (self.gradients.is_finished and holds_means):
             self.gradients.finish()
 
 
@@ -159,13 +194,15 @@ def parallelize(
     backward pass outside `no_sync`, gradients are means over the ranks.
 
     zero_stage: 1 shards optimizer states, master weights, residuals and the means of gradients; 2 also gradients that
-    accumulate over micro-batches. Clip then by `Parallel.clip_grad_norm_`: torch's function is refused for the model's
-    parameters, and sees only this rank's pieces in the optimizer's groups. All ranks call `state_dict` and `load_state_dict`,
-    of model and optimizer, together.
-    wide_communication: dtype in which gradients travel that are not in FP8; bf16 rounds each rank's once, for half the bytes.
+    accumulate over micro-batches; 3 also the weights of blocks that the model repeats, which are gathered while a block
+    computes. At stage 3 all ranks run the same blocks in the same order, and blocks are compiled before this call.
+    Clip by `Parallel.clip_grad_norm_`: torch's function is refused for the model's parameters, and sees only this rank's pieces
+    in the optimizer's groups. All ranks call `state_dict` and `load_state_dict`, of model and optimizer, together.
+    wide_communication: dtype in which gradients travel that are not in FP8, and at stage 3 fp32 weights of blocks; bf16 rounds
+    each rank's once, for half the bytes.
     group: by default all ranks of the world; a single process needs none.
-    Raises ValueError without a process group under torchrun, for a stage that is not built, for an optimizer that cannot be
-    sharded, and for another dtype.
+    Raises ValueError without a process group under torchrun, for another stage or dtype, for an optimizer that cannot be
+    sharded, and at stage 3 for a model without such blocks.
     """
     if wide_communication not in WIDE_DTYPES:
         allowed = ", ".join(WIDE_DTYPES)

@@ -1,15 +1,16 @@
-"""ZeRO stages 1 and 2: a rank holds optimizer states, master weights and residuals of its share of each bucket, and steps it.
+"""ZeRO: a rank holds optimizer states, master weights and residuals of its share of each bucket, and steps it.
 
 A rank's share is even to the element and may hold parts of tensors. Gradients arrive as means of the own share alone; after the
 step the ranks agree on the weights' scales and gather each other's new weights as they are stored: as codes where the level
-holds codes. Every rank has the whole weights in between. A step gives the bits that it gives without sharding: the same
-elements are rounded at the same places with the same random numbers. Only the norm is summed in another order (in float64).
+holds codes. Every rank has the whole weights in between, at stage 3 except those of blocks (`blocks.py`). A step gives the
+bits that it gives without sharding: the same elements are rounded at the same places with the same random numbers. Only the
+norm is summed in another order (in float64).
 
 `optimizer.state_dict()` is that of the whole optimizer, on every rank; all ranks call it together. `load_state_dict` takes the
 same, saved at any number of ranks. For checkpoints, `state_dicts_in_pieces` puts nothing together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from worker.kernels.formats import BLOCK
 from worker.mesh import Pending, TensorInPieces
 from worker.optim import LowBitOptimizer
 from worker.optim.pieces import cut_into_pieces, make_piece, shares_memory
+from worker.parallel.blocks import DividedBlocks
 from worker.parallel.buckets import Bucket
 from worker.parallel.data_parallel import GradientBuckets, in_turn
 from worker.parallel.entries import in_pieces, join
@@ -51,9 +53,21 @@ class ShardedStates:
             for index, parameter in enumerate(bucket.parameters)
             if self._pieces[parameter] in optimizer._quantized
         ]
+        self._is_owned: Tensor | None = None  # of each quantized weight; made once, since making it waits for the device
         self._keeps_pieces = False
+        self.blocks: DividedBlocks | None = None
+        """At stage 3, the blocks whose weights are divided as well."""
         optimizer.all_ranks_finite = self._all_ranks_finite
         optimizer.register_state_dict_post_hook(self._make_whole)
+
+    @torch.no_grad()
+    def divide_blocks(self, blocks: Sequence[nn.Module], divided: Mapping[Tensor, int], sent_dtype: torch.dtype) -> None:
+        """Divide weights, too. divided: each with the index of its block; buckets hold these or others.
+
+        sent_dtype: in which fp32 weights travel.
+        """
+        buckets = [bucket for bucket in self.gradients.buckets if bucket.parameters[0] in divided]
+        self.blocks = DividedBlocks(blocks, buckets, self.optimizer._quantized, self.axis, sent_dtype)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -73,8 +87,13 @@ class ShardedStates:
     @torch.no_grad()
     def publish(self) -> None:
         """Give every rank the weights, and scales, that the ranks have stepped. ValueError if a parameter has other memory."""
+        divided: Container[Tensor] = ()
+        if self.blocks is not None:
+            self.blocks.release()
+            self.blocks.check()
+            divided = self.blocks.parameters
         for parameter, piece in self._pieces.items():
-            if not shares_memory(piece, parameter, self._elements[parameter].start):
+            if parameter not in divided and not shares_memory(piece, parameter, self._elements[parameter].start):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} has other memory than when the model was made parallel; "
                     "a move to another device, or load_state_dict(assign=True), does that. Make the model parallel after it."
@@ -82,7 +101,7 @@ class ShardedStates:
         for residual in self._residuals:
             residual.follow_layer()
         self._agree_on_scales()
-        in_turn(self._gather_weights(bucket) for bucket in self.gradients.buckets)
+        in_turn(self._gather_weights(bucket, bucket.parameters[0] not in divided) for bucket in self.gradients.buckets)
 
     def state_dicts_in_pieces(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state dicts of model and optimizer, with a `TensorInPieces` for what ranks share. All ranks call it together."""
@@ -107,6 +126,8 @@ class ShardedStates:
 
     def _keep_pieces(self, is_on: bool) -> None:
         self._keeps_pieces = is_on
+        if self.blocks is not None:
+            self.blocks.is_saving_pieces = is_on
         for residual in self._residuals:
             residual.stays_in_pieces = is_on
 
@@ -117,9 +138,10 @@ class ShardedStates:
         if not weights:
             return
         device = weights[0].amax.device
-        is_owned = torch.tensor([weight.codes.numel() > 0 for weight in weights], device=device)
+        if self._is_owned is None or self._is_owned.device != device:
+            self._is_owned = torch.tensor([weight.codes.numel() > 0 for weight in weights], device=device)
         written = torch.stack([torch.stack([w.amax.reshape(()), w.dequant_scale.reshape(())]) for w in weights])
-        amaxes, scales = self.axis.max_(torch.where(is_owned[:, None], written, 0.0)).unbind(1)
+        amaxes, scales = self.axis.max_(torch.where(self._is_owned[:, None], written, 0.0)).unbind(1)
         scales = torch.where(scales.isfinite(), scales, torch.nan)
         for weight, amax, dequant_scale in zip(weights, amaxes, scales, strict=True):
             weight.amax.copy_(amax)
@@ -128,16 +150,16 @@ class ShardedStates:
                 master_scale = self.optimizer.state[weight.codes]["master_weights"]["dequant_scale"]
                 master_scale.copy_(torch.where(dequant_scale.isfinite(), master_scale, torch.nan))
 
-    def _gather_weights(self, bucket: Bucket) -> Iterator[None]:
-        """Gather the bucket's weights, and their residuals. Each `yield` leaves a collective under way."""
-        weights = [parameter.detach() for parameter in bucket.parameters]
-        gathers = [_start_gather(bucket, weights)]
-        residuals = [self._residual(parameter) for parameter in bucket.parameters]
-        if any(residual is not None for residual in residuals):
-            gathers.append(_start_gather(bucket, residuals))
+    def _gather_weights(self, bucket: Bucket, wants_weights: bool) -> Iterator[None]:
+        """Gather the bucket's weights if wanted, and residuals of which ranks hold the whole. Each `yield` leaves a gather."""
+        held: list[Sequence[Tensor | None]] = [[self._residual(parameter) for parameter in bucket.parameters]]
+        if all(residual is None for residual in held[0]):
+            held = []
+        if wants_weights:
+            held.append([parameter.detach() for parameter in bucket.parameters])
+        gathers = [_start_gather(bucket, whole) for whole in held]
         yield
-        held: tuple[Sequence[Tensor | None], ...] = (weights, residuals)
-        for whole, gather in zip(held, gathers, strict=False):  # there may be no residuals
+        for whole, gather in zip(held, gathers, strict=True):
             for rank, share_S in enumerate(gather.wait()):
                 for piece in bucket.layout.pieces(rank) if rank != self.axis.rank else ():
                     tensor = whole[piece.index]

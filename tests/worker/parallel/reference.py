@@ -1,5 +1,6 @@
 """A small model trained by ranks, and the same arithmetic on one process: what ZeRO is compared with, bit for bit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ NUM_BUCKETS = 3
 """Of converted weights, at MAX_ELEMENTS."""
 MAX_ELEMENTS = 6000
 Result = dict[str, Any]
+NetClass = Callable[[], nn.Module]
 
 
 class Net(Small):
@@ -33,14 +35,45 @@ class Net(Small):
         self.shift = nn.Parameter(torch.zeros(16))
 
 
-def make(level: str, share: int, num_shares: int) -> tuple[Net, torch.optim.Optimizer]:
+class Block(nn.Module):
+    """With a layer without bias, one that nobody uses, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 80), nn.Linear(80, 32, bias=False)
+        self.unused = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class DeepNet(nn.Module):
+    """Blocks that repeat, two of which share a weight, and a head that is tied to what comes before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks[2].down.weight = self.blocks[1].down.weight
+        self.head = nn.Linear(32, 32)
+        self.head.weight = self.first.weight
+        self.shift = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)[:, :16]
+
+
+def make(level: str, share: int, num_shares: int, net_class: NetClass = Net) -> tuple[Any, torch.optim.Optimizer]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        net = Net()
+        net = net_class()
     options = {"convert_heads": True, "statistics_every": 0} if LEVELS[level].has_own_fp8 else {}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     model, made = initialize(net, optimizer, level, **options)
-    assert isinstance(model, Net)
     assert made is not None
     set_share(model, share, num_shares)
     return model, made
@@ -52,7 +85,7 @@ def set_share(model: nn.Module, share: int, num_shares: int) -> None:
             layer.gradient_position.share, layer.gradient_position.num_shares = share, num_shares
 
 
-def loss_of(model: Net, rank: int, step: int, micro_batch: int) -> Tensor:
+def loss_of(model: Any, rank: int, step: int, micro_batch: int) -> Tensor:
     x = torch.randn(24, 32, generator=torch.Generator().manual_seed(1000 * rank + 10 * step + micro_batch))
     return ((model(x) + model.shift - x[:, :16].tanh()) ** 2).mean() / MICRO_BATCHES
 
@@ -77,19 +110,19 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return digest({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def parallel_on(axis: Axis, level: str, stage: int) -> Parallel:
-    model, optimizer = make(level, axis.rank, axis.size)
+def parallel_on(axis: Axis, level: str, stage: int, net_class: NetClass = Net) -> Parallel:
+    model, optimizer = make(level, axis.rank, axis.size, net_class)
     return Parallel(model, optimizer, axis, axis, zero_stage=stage, max_elements=MAX_ELEMENTS)
 
 
-def reference(level: str, stage: int, num_ranks: int) -> Result:
+def reference(level: str, stage: int, num_ranks: int, net_class: NetClass = Net) -> Result:
     """One process: the ranks' micro-batches in the ranks' order, each rank's gradients stored, their mean rounded once.
 
-    At stage 2 the mean of each micro-batch is added up in fp32; below, each rank accumulates and then the mean is taken.
+    From stage 2 on the mean of each micro-batch is added up in fp32; below, each rank accumulates and then the mean is taken.
     """
-    model, optimizer = make(level, 0, num_ranks)
+    model, optimizer = make(level, 0, num_ranks, net_class)
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
-    passes = [[micro_batch] for micro_batch in range(MICRO_BATCHES)] if stage == 2 else [[*range(MICRO_BATCHES)]]
+    passes = [[micro_batch] for micro_batch in range(MICRO_BATCHES)] if stage >= 2 else [[*range(MICRO_BATCHES)]]
     for step in range(STEPS):
         found = [
             [gradients_of(model, rank, num_ranks, step, micro_batches) for rank in range(num_ranks)] for micro_batches in passes
@@ -111,7 +144,7 @@ def reference(level: str, stage: int, num_ranks: int) -> Result:
 
 
 def gradients_of(
-    model: Net, rank: int, num_ranks: int, step: int, micro_batches: list[int]
+    model: Any, rank: int, num_ranks: int, step: int, micro_batches: list[int]
 ) -> tuple[float, list[Tensor | None]]:
     """The loss of a rank's micro-batches, and the gradients that the rank has accumulated."""
     set_share(model, rank, num_ranks)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from api_schemas import Layout
 from tests.ranks import free_port, run_ranks
-from worker import initialize, kernels
+from worker import checkpoint, initialize, kernels
 from worker.config import RankEnv
 from worker.fp8.gradient import Float8Gradient
 from worker.mesh import Axis, Mesh
@@ -105,6 +105,18 @@ def poisoned(axis: Axis) -> list[bool]:
     return [bool((mean + 0).isfinite().all()) for mean in means]
 
 
+def drawn_again(axis: Axis) -> list[float]:
+    """What a rank draws after its random state is saved, after it is restored, and after two ranks' states are restored."""
+    torch.manual_seed(axis.rank)
+    saved = checkpoint.random_state(axis)
+    draws = [float(torch.rand(()))]
+    for state in (saved, {name: part[:2] for name, part in saved.items()}):
+        torch.manual_seed(99)
+        checkpoint.set_random_state(state, axis)
+        draws.append(float(torch.rand(())))
+    return draws
+
+
 def work(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     with Mesh(RankEnv(rank=rank, world_size=4, master_port=port), torch.device("cpu"), Layout(4, tensor=2)) as mesh:
@@ -120,6 +132,7 @@ def work(rank: int, port: int, folder: str) -> None:
         broadcast_parameters(layer, mesh.world)
         found["parameters"] = list(layer.parameters())
         found["late"] = late(mesh.world)
+        found["drawn"] = drawn_again(mesh.world)
     torch.save(found, f"{folder}/{rank}.pt")
 
 
@@ -233,6 +246,14 @@ def test_all_ranks_start_from_the_first_ranks_parameters(results: list[Result]) 
     for result in results[1:]:
         for first, other in zip(results[0]["parameters"], result["parameters"], strict=True):
             assert torch.equal(first, other)
+
+
+def test_each_rank_goes_on_with_random_numbers_of_its_own(results: list[Result]) -> None:
+    """Where more ranks go on than have saved, the others draw numbers that no rank has."""
+    saved, again, with_more_ranks = zip(*(result["drawn"] for result in results), strict=True)
+    assert saved == again
+    assert with_more_ranks[:2] == saved[:2]
+    assert len({*saved, *with_more_ranks}) == 6
 
 
 def test_what_cannot_be_exchanged_is_refused_with_what_to_do(results: list[Result]) -> None:

@@ -22,6 +22,7 @@ from worker.parallel.buckets import CodesBucket, WideBucket
 
 NUM_RANKS = 2
 ALONE = Axis("data", 1, 0, torch.device("cpu"))
+DROPPED = [(0, "to none"), (1, "to none"), (0, "to zero")]
 Result = dict[str, Any]
 
 
@@ -60,6 +61,19 @@ def one_rank_has_no_gradient(rank: int, zero_stage: int) -> list[bool]:
     return [not torch.equal(old, layer.weight) for old, layer in zip(before, (model.first, model.last), strict=True)]
 
 
+def after_dropped_gradients(rank: int, zero_stage: int, drop: str) -> bool:
+    """Whether a weight changes in a step with a gradient on rank 0 alone, after means that were dropped without a step."""
+    model, optimizer = make("O2")
+    parallelize(model, optimizer, zero_stage=zero_stage)
+    model(torch.ones(4, 32)).sum().backward()
+    optimizer.zero_grad(set_to_none=drop == "to none")
+    before = model.last.weight.detach().clone()
+    if rank == 0:
+        model(torch.ones(4, 32)).sum().backward()
+    optimizer.step()
+    return not torch.equal(before, model.last.weight)
+
+
 def message(call: Any) -> str:
     try:
         call()
@@ -84,7 +98,8 @@ def refusals() -> dict[str, str]:
         "fsdp2": message(lambda: fully_shard(codes)),
         "ddp of values": message(lambda: DistributedDataParallel(values)),
         "dtype": message(lambda: parallelize(*make("O2"), wide_communication="fp16")),
-        "stage": message(lambda: parallelize(*make("O2"), zero_stage=3)),
+        "stage": message(lambda: parallelize(*make("O2"), zero_stage=4)),
+        "no blocks": message(lambda: parallelize(*make("O2"), zero_stage=3)),
         "optimizer": message(lambda: parallelize(nn.Linear(2, 2), sgd, zero_stage=1)),
     }
 
@@ -95,6 +110,7 @@ def work(rank: int, port: int, folder: str) -> None:
     cases = [("O2", 0, None), ("O3", 0, None), ("O3", 1, None), ("O3", 0, 0.1), ("O3", 1, 0.1), ("te", 1, None)]
     found: Result = {"trained": {case: train(rank, *case) for case in cases}}
     found["changed"] = [one_rank_has_no_gradient(rank, zero_stage) for zero_stage in (1, 2)]
+    found["dropped"] = [after_dropped_gradients(rank, *case) for case in DROPPED]
     found["refusals"] = refusals()
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -144,6 +160,11 @@ def test_a_rank_without_any_gradient_takes_part(results: list[Result]) -> None:
     assert [result["changed"] for result in results] == [[[True, True]] * 2] * NUM_RANKS
 
 
+def test_a_rank_without_any_gradient_takes_part_after_gradients_were_dropped(results: list[Result]) -> None:
+    """The drop leaves nothing that this rank could take for the means of the next step."""
+    assert [result["dropped"] for result in results] == [[True] * len(DROPPED)] * NUM_RANKS
+
+
 def test_torchs_wrappers_are_refused_where_they_would_take_codes_for_values(results: list[Result]) -> None:
     said = results[0]["refusals"]
     assert "DistributedDataParallel cannot train a layer whose weight is torch.float16 codes" in said["ddp"]
@@ -167,7 +188,8 @@ def test_torchs_clipping_is_refused_where_it_would_clip_nothing(results: list[Re
 
 def test_what_is_not_built_is_refused(results: list[Result]) -> None:
     said = results[0]["refusals"]
-    assert "zero_stage is 3; allowed: 0, 1, 2" in said["stage"]
+    assert "zero_stage is 4; allowed: 0, 1, 2, 3" in said["stage"]
+    assert "repeats no blocks; allowed: models with" in said["no blocks"]
     assert "the optimizer a SGD" in said["optimizer"]
     assert "wide_communication is 'fp16'; allowed: fp32, bf16" in said["dtype"]
 

@@ -1,0 +1,106 @@
+"""The weights of one bucket at ZeRO stage 3: a rank's share for good, and the whole in memory that comes and goes.
+
+The whole is one storage for the life of the model, which is emptied and filled: what autograd has saved, a transposed view for
+one, sees the values again in the backward pass.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from worker.mesh import Axis, Pending
+from worker.optim import QuantizedWeight
+from worker.parallel.buckets import Bucket
+
+
+class WholeWeights:
+    """Of parameters that are stored alike. They are released when it is made.
+
+    Shape suffixes: R ranks, S elements of one rank's share.
+    """
+
+    def __init__(
+        self, bucket: Bucket, quantized: Mapping[Tensor, QuantizedWeight], axis: Axis, sent_dtype: torch.dtype
+    ) -> None:
+        """The bucket's pieces move into the share. quantized: weights held as codes, by piece.
+
+        sent_dtype: in which fp32 weights travel; bf16 rounds them, on the rank that owns them too.
+        """
+        self.bucket, self.axis = bucket, axis
+        first = bucket.parameters[0]
+        self._whole_RS = first.detach().new_zeros((axis.size, bucket.layout.share_size))
+        self._bound = [bucket._whole(self._whole_RS.view(-1), index) for index in range(len(bucket.parameters))]
+        for whole, parameter in zip(self._bound, bucket.parameters, strict=True):
+            whole.copy_(parameter.detach())
+        self.share_S = self._whole_RS[axis.rank].clone()
+        assert bucket.pieces is not None
+        for parameter in bucket.parameters:
+            bucket.pieces[parameter].data = self.share_S[:0]
+        for piece in bucket.own:
+            bucket.pieces[bucket.parameters[piece.index]].data = self.share_S[piece.in_share]
+        pieces = [bucket.pieces[parameter] for parameter in bucket.parameters]
+        self._quantized = [quantized[piece] for piece in pieces if piece in quantized]
+        self._sent_dtype = sent_dtype if first.dtype == torch.float32 else first.dtype
+        self._num_bytes = self._whole_RS.untyped_storage().nbytes()
+        self._released = [_placeholder(parameter) for parameter in bucket.parameters]
+        self._pending: Pending | None = None
+        self._is_bound = True
+        self.release()
+
+    def start(self) -> None:
+        """Start to gather, unless the whole is there, or on its way."""
+        if self._is_bound or self._pending is not None:
+            return
+        self._whole_RS.untyped_storage().resize_(self._num_bytes)
+        if self._sent_dtype == self.share_S.dtype:
+            self._pending = self.axis.start_gather(self.share_S, self._whole_RS)
+        else:
+            self._pending = self.axis.start_gather(self.share_S.to(self._sent_dtype))
+
+    def bind(self) -> None:
+        """Wait for what was started, and let the parameters be the whole."""
+        if self._pending is None:
+            return
+        gathered_RS, self._pending = self._pending.wait(), None
+        if gathered_RS is not self._whole_RS:
+            self._whole_RS.copy_(gathered_RS)
+        self._is_bound = True
+        for parameter, whole in zip(self.bucket.parameters, self._bound, strict=True):
+            parameter.data = whole
+
+    def release(self) -> None:
+        """Free the whole. The parameters keep shape and dtype, and read as NaN."""
+        if self._pending is not None:
+            self._pending.wait()  # the backend still writes
+            self._pending = None
+        for parameter, released in zip(self.bucket.parameters, self._released, strict=True) if self._is_bound else ():
+            parameter.data = released
+        self._is_bound = False
+        self._whole_RS.untyped_storage().resize_(0)
+
+    def keep_share(self) -> None:
+        """Take the own share of a whole that was loaded."""
+        self.share_S.copy_(self._whole_RS[self.axis.rank])
+        for weight in self._quantized:
+            weight.note_whole_codes()
+
+    def parameter_of(self, tensor: Tensor) -> nn.Parameter | None:
+        """The parameter that a tensor of a state dict stands for, while it is released."""
+        storages = {released.untyped_storage()._cdata: index for index, released in enumerate(self._released)}
+        index = storages.get(tensor.untyped_storage()._cdata)
+        return None if index is None else self.bucket.parameters[index]
+
+    def check(self) -> None:
+        """ValueError if a parameter has other memory than it was released to."""
+        for parameter, released in zip(self.bucket.parameters, self._released, strict=True):
+            if not self._is_bound and parameter.data_ptr() != released.data_ptr():
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has other memory than when the model was made parallel; "
+                    "a move to another device, or load_state_dict(assign=True), does that. Make the model parallel after it."
+                )
+
+
+def _placeholder(parameter: Tensor) -> Tensor:
+    """One NaN in the parameter's shape and dtype: memory for one element."""
+    return torch.full((1,), torch.nan, device=parameter.device).to(parameter.dtype).expand(parameter.shape)
