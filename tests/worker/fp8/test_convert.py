@@ -17,6 +17,7 @@ from worker.fp8.convert import (
     replaceable_linears,
     select_layers,
 )
+from worker.fp8.speedups import Chip
 from worker.models.gpt import GPT
 
 TINY = GPTSizes(hidden_size=32, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
@@ -91,7 +92,7 @@ def test_strict_refuses_what_nobody_asked_for() -> None:
 @pytest.mark.parametrize(("capability", "rules", "expected"), [
     ((9, 0), {}, ["0", "1"]), ((9, 0), {"strict": True}, ["0", "1"]), ((9, 0), {"level": "te"}, ["0", "1"]),
     ((9, 0), {"auto_filter": False}, []), ((9, 0), {"level": "ao"}, []), ((9, 0), {"level": "bf16-amp"}, []),
-    ((10, 0), {}, []), (None, {}, []),
+    ((10, 0), {}, ["0", "1"]), ((10, 0), {"recipe": {"granularity": "mx"}}, []), (None, {}, []),
 ])  # fmt: skip
 def test_layers_that_gain_nothing_are_told(
     capability: tuple[int, int] | None, rules: dict[str, Any], expected: list[str]
@@ -100,7 +101,7 @@ def test_layers_that_gain_nothing_are_told(
         model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 768), nn.Linear(8192, 8192))
     spec = PrecisionSpec(**rules)
     selected, skipped = select_layers(model, spec)
-    filtered = filter_layers(model, selected, spec, 8192, capability)
+    filtered = filter_layers(model, selected, spec, 8192, capability and Chip("A card", capability))
     assert [layer.name for layer in filtered] == expected
     assert (len(selected), skipped) == (3, [])  # they are converted all the same
     for layer, shape in zip(filtered, ("512 -> 512", "512 -> 768"), strict=False):
@@ -110,7 +111,8 @@ def test_layers_that_gain_nothing_are_told(
 def test_more_tokens_make_fp8_worth_it() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2048, 2048))
-    assert [len(filter_layers(model, ["0"], PrecisionSpec(), tokens, (9, 0))) for tokens in (64, 65536)] == [1, 0]
+    card = Chip("A card", (9, 0))
+    assert [len(filter_layers(model, ["0"], PrecisionSpec(), tokens, card)) for tokens in (64, 65536)] == [1, 0]
 
 
 def test_the_report_tells_which_layers_multiply_in_bf16_and_why() -> None:
