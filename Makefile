@@ -35,12 +35,12 @@ install: $(STAMP)
 demo: $(RUNTIME)
 	$(BIN)/octet demo
 
-# Four processes on two cores: the tests of the service wait for Ray, for a lease, for Prometheus, while those of the kernels compute.
-# A test that stands for a long matrix is here, the others of its matrix are in test-matrix. An empty PYTHONDONTWRITEBYTECODE lets the
+# Three processes on two cores: some tests of the service wait, while those of the kernels compute; each process more collects all tests
+# once more. A test that stands for a long matrix is here, the others of its matrix are in test-matrix. An empty PYTHONDONTWRITEBYTECODE lets the
 # many processes that tests start, and the next run, load modules instead of compiling them again.
 test test-system test-matrix test-parallel: export PYTHONDONTWRITEBYTECODE =
 test: install prometheus
-	$(BIN)/python -m pytest -n 4 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus,
 # kills; and all kernels compiled for Hopper.

@@ -87,14 +87,14 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
 def optimizer_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Adam with each weight and the codecs of each level; every other rule, by its name, with each weight once.
 
-    spread: each weight once, by the rules in turn. Then O2 is the level with both its own weight and codecs.
+    spread: every second weight, the others by the next rule. Then O2 is the level with both its own weight and codecs.
     """
     options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": optimizer.NUM_BLOCKS, "NUM_TURNS": optimizer.NUM_TURNS}
     for turn, rule in enumerate(known.rule for known in OPTIMIZERS):
         codecs = {" ".join(getattr(level, state) for state in rule.state_codecs): None for level in LEVELS.values()}
         label = "" if rule.name == "adam" else f"{rule.name} "
         for number, weight in enumerate(("fp32", "bf16", "fp16", "fp16-scaled", "split", "master")):
-            if spread and (number + turn + 1) % len(OPTIMIZERS):
+            if spread and (number + turn + 1) % 2:
                 continue
             gradient = "fp32" if weight in ("fp32", "bf16", "fp16") else "fp8"
             formats = {"RULE": rule.name, "WEIGHT": weight, "GRADIENT": gradient}

@@ -139,6 +139,7 @@ def test_a_connection_that_breaks_off_is_tried_again(app: OctetApp, finished: Jo
     assert all((tmp_path / file.path).stat().st_size == file.num_bytes for file in files)
 
 
+@pytest.mark.system
 def test_download_and_export_by_command(app: OctetApp, client: Client, finished: Job, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     shown = octet(app, "download", finished.id, "--out", str(saved))
@@ -155,6 +156,17 @@ def test_download_and_export_by_command(app: OctetApp, client: Client, finished:
     again = octet(app, "export", str(saved), "--out", str(out))
     assert again.exit_code == 2
     assert "is not an empty folder" in again.stderr
+    nothing = octet(app, "export", str(tmp_path), "--out", str(tmp_path / "other"))
+    assert (nothing.exit_code, "holds no checkpoint" in nothing.stderr) == (2, True)
+    assert not (tmp_path / "other").exists()
+
+
+def test_download_by_command(app: OctetApp, finished: Job, tmp_path: Path) -> None:
+    shown = octet(app, "download", finished.id, "--out", str(tmp_path / "saved"))
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith("3 files, ")
+    assert "of step 4 are in" in shown.stdout
+    assert len(list((tmp_path / "saved").iterdir())) == 3
 
 
 def test_an_earlier_checkpoint_by_its_id(app: OctetApp, client: Client, finished: Job, tmp_path: Path) -> None:
@@ -173,8 +185,6 @@ def test_what_is_not_there(app: OctetApp, client: Client, runnable: dict[str, An
     (app.settings.job_dir(finished.id) / "checkpoints").unlink()
     shown = octet(app, "download", finished.id, "--out", str(tmp_path / "out"))
     assert (shown.exit_code, "cannot be read here" in shown.stderr) == (2, True)
-    shown = octet(app, "export", str(tmp_path), "--out", str(tmp_path / "out"))
-    assert (shown.exit_code, "holds no checkpoint" in shown.stderr) == (2, True)
     assert not (tmp_path / "out").exists()
 
 

@@ -97,6 +97,7 @@ def has_loaded_ray(process: Process) -> bool:
 
 
 @pytest.mark.postgres
+@pytest.mark.system
 def test_jobs_are_taken_without_ray_and_wait_for_it(
     postgres_url: str, environment: dict[str, str], tmp_path: Path, spec_document: dict[str, Any]
 ) -> None:
@@ -151,6 +152,7 @@ def test_the_demo_waits_for_a_server_that_is_not_up_yet() -> None:
     assert time.monotonic() - began >= 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("command", ["api", "dispatcher"])
 def test_a_process_waits_for_a_database_that_is_away(command: str, environment: dict[str, str], tmp_path: Path) -> None:
     environment |= {"OCTET_DATABASE_URL": f"postgresql://octet@127.0.0.1:{free_port()}/octet"}
@@ -178,6 +180,7 @@ def test_settings_that_cannot_work_are_refused(
         cluster_settings(None)
 
 
+@pytest.mark.system
 def test_the_command_says_in_one_line_what_to_change(environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "client.cli", "api", "--database-url-file", "/no/such/file"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=LONG_S)

@@ -20,12 +20,17 @@ Result = dict[str, Any]
 pytestmark = pytest.mark.slow
 
 ON_TWO_RANKS = [
-    level if level in ("te", "O2", "O3-split") else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS
+    level
+    if level in ("te", "O3-split")
+    else pytest.param(level, marks=pytest.mark.system if level == "O2" else pytest.mark.matrix)
+    for level in LEVELS
 ]
-"""Not in the matrix: gradients averaged in fp32 (te) and in FP8, amax windows and split weights that ranks must agree on."""
+"""In `make test`: gradients averaged in fp32 (te) and in FP8, amax windows and split weights that ranks must agree on."""
 
-ON_ONE_RANK = [pytest.param(name, marks=pytest.mark.matrix if name in ("O2-8bit", "O3") else ()) for name in record.RUNS]
-"""In the matrix: the codecs of O2-8bit are those of O3-split-8bit, and the weights of O3 those of "O3, block, hybrid"."""
+LATER = {"O1": pytest.mark.system, "O2, block": pytest.mark.system, "O2-8bit": pytest.mark.matrix, "O3": pytest.mark.matrix}
+ON_ONE_RANK = [pytest.param(name, marks=LATER.get(name, ())) for name in record.RUNS]
+"""In `make test-system`: O1 and scales of blocks, which "O1, fp32 accumulation" and "O3, block, hybrid" show but for a part. In
+the matrix: the codecs of O2-8bit are those of O3-split-8bit, and the weights of O3 those of "O3, block, hybrid"."""
 
 ON_ANOTHER_MACHINE = 2e-2
 """Relative tolerance of a loss. If fp32 products differ in their last bits, FP8 codes flip, and 20 steps amplify that."""
@@ -109,6 +114,7 @@ def test_optimizer(golden: Result) -> None:
     assert record.optimizer_hashes() == golden["optimizer"]
 
 
+@pytest.mark.system  # seconds in the interpreter; tests/worker/kernels/cuda compares the same kernels with the reference
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
 def test_optimizer_in_triton(golden: Result) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._profiler import _ExtraFields_Allocation
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 TILE = 128
 
@@ -61,7 +61,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     What it gave before does not count when it is freed during the call: garbage of an earlier test goes whenever it pleases
     the collector, and took its bytes off the peak.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    with profile(profile_memory=True) as profiled:
         function()
     peak, held = 0, dict[int, int]()
     num_bytes = 0
@@ -77,8 +77,8 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 def allocations(profiled: profile) -> list[Any]:
     """The allocator's events in the order of time: ptr, and alloc_size in bytes, negative where the block was freed."""
-    assert profiled.profiler is not None
-    waiting, found = list(profiled.profiler.kineto_results.experimental_event_tree()), []
+    assert profiled.kineto_results is not None
+    waiting, found = list(profiled.kineto_results.experimental_event_tree()), []
     while waiting:
         event = waiting.pop()
         waiting += event.children

@@ -148,6 +148,7 @@ def test_a_deposed_dispatcher_writes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("cluster_dies_too", [False, True], ids=["cluster-lives", "cluster-dies-too"])
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["spread", "whole"])
 def test_killed_at_every_instant_it_recovers(

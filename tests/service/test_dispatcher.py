@@ -13,6 +13,7 @@ from api_schemas import (
 from service.cluster.launcher import LauncherError
 from service.dispatcher.context import Outage
 from service.errors import StaleAttempt, Unauthenticated
+from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
 
 
@@ -36,6 +37,7 @@ def test_a_job_goes_from_queued_to_succeeded_and_its_slot_is_free_again(world: W
     ]
 
 
+@ON_SQLITE
 def test_the_order_carries_what_the_attempt_needs(world: World) -> None:
     job_id = world.submit()
     world.dispatch()
@@ -91,12 +93,14 @@ def test_a_failure_with_retries_left_resumes_in_a_new_attempt(world: World) -> N
     assert world.job(job_id).state is JobState.FAILED
 
 
+@ON_SQLITE
 def test_a_reason_that_cannot_change_is_not_retried(world: World) -> None:
     job_id, rank = world.start(max_failures=5)
     rank.send(FinishedReport(outcome="failed", reason=FailureReason.OUT_OF_MEMORY))
     assert world.job(job_id).state is JobState.FAILED
 
 
+@ON_SQLITE
 def test_failures_of_the_platform_have_their_own_budget(world: World) -> None:
     job_id = world.submit()
     for _ in range(9):
@@ -246,6 +250,7 @@ def test_a_launch_that_the_cluster_refuses_for_good_fails_with_its_words(world: 
     assert world.job(job_id).state is JobState.QUEUED
 
 
+@ON_SQLITE
 def test_a_users_own_model_is_not_launched_where_the_pool_does_not_allow_it_any_more(world: World) -> None:
     job_id = world.submit(model={"family": "python", "entrypoint": "never_imported:build"})
     world.dispatch()
@@ -286,6 +291,7 @@ def test_a_lost_cluster_is_told_apart_from_a_lost_worker(world: World) -> None:
     assert world.attempts(job_id)[0].reason is FailureReason.CLUSTER_LOST
 
 
+@ON_SQLITE
 def test_an_unreachable_cluster_fails_nothing(world: World) -> None:
     job_id, rank = world.start()
     world.launcher.reachable = False
@@ -296,6 +302,7 @@ def test_an_unreachable_cluster_fails_nothing(world: World) -> None:
     assert world.job(job_id).state is JobState.RUNNING
 
 
+@ON_SQLITE
 def test_an_outage_is_told_once_and_how_long_it_was(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     world.context.outage = Outage(clock=lambda: world.clock.moment.timestamp())
@@ -363,6 +370,7 @@ class _LaunchesThenFails:
         raise LauncherError("no answer in time", retryable=True)
 
 
+@ON_SQLITE
 def test_a_wrong_token_is_refused(world: World) -> None:
     _, rank = world.start()
     forged = Rank(world, rank.order.model_copy(update={"token": "guess"}))
@@ -370,6 +378,7 @@ def test_a_wrong_token_is_refused(world: World) -> None:
         forged.train(1)
 
 
+@ON_SQLITE
 def test_the_ranks_get_the_data_roots(world: World) -> None:
     world.submit()
     world.dispatch()

@@ -21,6 +21,7 @@ from api_schemas import (
     ReportReply,
 )
 from service.jobs import reports
+from tests.service.databases import ON_SQLITE
 from tests.service.simulation import curve
 from tests.service.world import Rank, World, started, step
 
@@ -57,6 +58,7 @@ def test_a_batch_that_comes_twice_counts_once(client: TestClient, world: World) 
     assert [line["message"] for line in client.get(f"/v1/jobs/{job_id}/logs").json()["data"]] == ["one"]
 
 
+@ON_SQLITE
 def test_a_batch_that_overlaps_is_applied_from_where_it_is_new(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     first = rank.batch(step(1))
@@ -67,6 +69,7 @@ def test_a_batch_that_overlaps_is_applied_from_where_it_is_new(client: TestClien
     assert curve(world, job_id) == [1, 2]
 
 
+@ON_SQLITE
 def test_a_gap_is_refused_with_the_number_that_is_missing(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.batch(step(1))
@@ -75,6 +78,7 @@ def test_a_gap_is_refused_with_the_number_that_is_missing(client: TestClient, wo
     assert curve(world, job_id) == []
 
 
+@ON_SQLITE
 def test_a_batch_with_one_bad_report_changes_nothing(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     batch = rank.batch(step(1), FinishedReport(outcome="succeeded"), step(2))
@@ -83,6 +87,7 @@ def test_a_batch_with_one_bad_report_changes_nothing(client: TestClient, world: 
     assert world.job(job_id).state is JobState.RUNNING
 
 
+@ON_SQLITE
 def test_only_the_attempt_s_own_token_opens_its_door(client: TestClient, world: World) -> None:
     _, rank = world.start()
     _, other = world.start(name="other")
@@ -93,20 +98,21 @@ def test_only_the_attempt_s_own_token_opens_its_door(client: TestClient, world: 
     assert no_token.headers["www-authenticate"] == "Bearer"
 
 
+@ON_SQLITE
 def test_an_attempt_that_nobody_knows_has_no_token(client: TestClient, world: World) -> None:
     _, rank = world.start()
     stranger = Rank(world, rank.order.model_copy(update={"attempt_id": "att_01kg9ys7g0zn9d2mqxrybeyjtc"}))
     refused(post(client, stranger, stranger.batch()), 401, ErrorCode.UNAUTHENTICATED)
 
 
-@pytest.mark.parametrize("unknown", ["att_01kg9ys7g0pgmnqbqqwk8bpker", "att_none", "job_01kg9ys7g0pgmnqbqqwk8bpker"])
-def test_without_the_token_nobody_learns_which_attempts_there_are(client: TestClient, world: World, unknown: str) -> None:
+def test_without_the_token_nobody_learns_which_attempts_there_are(client: TestClient, world: World) -> None:
+    unknown = ("att_01kg9ys7g0pgmnqbqqwk8bpker", "att_none", "job_01kg9ys7g0pgmnqbqqwk8bpker")
     _, rank = world.start()
     headers = {"Authorization": "Bearer wrong"}
     bodies: list[dict[str, Any]] = [rank.batch().model_dump(mode="json"), {"epoch": "not a number"}]
     answers = [
         client.post(f"/internal/v1/attempts/{attempt_id}/reports", json=body, headers=headers)
-        for attempt_id in (rank.order.attempt_id, unknown)
+        for attempt_id in (rank.order.attempt_id, *unknown)
         for body in bodies
     ]
     assert {answer.status_code for answer in answers} == {401}
@@ -129,6 +135,7 @@ def test_an_attempt_that_is_over_hears_so_and_is_counted(client: TestClient, wor
     assert "octet_fenced_writes_total 2.0" in client.get("/metrics").text
 
 
+@ON_SQLITE
 def test_the_last_batch_may_be_sent_again_when_its_answer_was_lost(client: TestClient, world: World) -> None:
     _, rank = world.start()
     batch = rank.batch(FinishedReport(outcome="succeeded"))
@@ -177,6 +184,7 @@ def test_an_evaluation_joins_its_step_also_in_a_later_batch(client: TestClient, 
     assert "evaluation.without_step" in [event.type for event in world.events(job_id)]
 
 
+@ON_SQLITE
 def test_a_job_of_epochs_learns_its_steps_when_it_starts(
     client: TestClient, world: World, spec_document: dict[str, Any]
 ) -> None:
@@ -194,14 +202,14 @@ def test_a_job_of_epochs_learns_its_steps_when_it_starts(
     assert line.endswith(" 12.0")
 
 
-@pytest.mark.parametrize("body", [step(1), started(), PhaseReport(phase="placed"), FinishedReport(outcome="succeeded")])
-def test_other_ranks_may_not_speak_for_rank_0(client: TestClient, world: World, body: Any) -> None:
+def test_other_ranks_may_not_speak_for_rank_0(client: TestClient, world: World) -> None:
     world.submit(workers=2)
     world.dispatch()
     order = next(iter(world.launcher.orders.values()))
     Rank(world, order).begin()
-    second = Rank(world, order, rank=1)
-    refused(post(client, second, second.batch(body)), 422, ErrorCode.INVALID_REQUEST)
+    for body in (step(1), started(), PhaseReport(phase="placed"), FinishedReport(outcome="succeeded")):
+        second = Rank(world, order, rank=1)
+        refused(post(client, second, second.batch(body)), 422, ErrorCode.INVALID_REQUEST)
 
 
 def test_other_ranks_have_their_own_stream_and_hold_no_lease(client: TestClient, world: World) -> None:
@@ -220,11 +228,13 @@ def test_other_ranks_have_their_own_stream_and_hold_no_lease(client: TestClient,
     refused(post(client, third, third.batch()), 422, ErrorCode.INVALID_REQUEST)
 
 
+@ON_SQLITE
 def test_nobody_cancels_but_the_user(client: TestClient, world: World) -> None:
     _, rank = world.start()
     refused(post(client, rank, rank.batch(FinishedReport(outcome="cancelled"))), 422, ErrorCode.INVALID_REQUEST)
 
 
+@ON_SQLITE
 def test_steps_before_the_start_are_refused(client: TestClient, world: World) -> None:
     job_id = world.submit()
     world.dispatch()

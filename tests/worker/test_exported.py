@@ -1,8 +1,9 @@
 """Exported models are loaded by transformers, in FP8 with compressed-tensors, and compute what ours compute."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,19 @@ BF16_ERROR = 0.02
 families = pytest.mark.parametrize("build", FAMILIES.values(), ids=FAMILIES.keys())
 
 
+def with_default_pairs(
+    others: Iterable[str], default: Container[tuple[str, str]], families: Iterable[str] = FAMILIES
+) -> list[Any]:
+    """Parameters of a test: families with each of the others, these pairs in `make test`, the rest in `make test-matrix`."""
+    return [
+        pytest.param(
+            FAMILIES[family], other, marks=() if (family, other) in default else pytest.mark.matrix, id=f"{family}-{other}"
+        )
+        for family in families
+        for other in others
+    ]
+
+
 @pytest.fixture(autouse=True)
 def quiet() -> None:
     from transformers.utils import logging
@@ -53,10 +67,12 @@ def with_plain_values(build: Callable[[], nn.Module], model: nn.Module, optimize
     return plain.eval()
 
 
-@families
 @pytest.mark.parametrize(
-    "level",
-    ["O3", "bf16-amp", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("te", "ao", "O2", "O3-split-8bit"))],
+    ("build", "level"),
+    with_default_pairs(
+        ("O3", "bf16-amp", "te", "ao", "O2", "O3-split-8bit"),
+        [*((family, "O3") for family in FAMILIES), ("llama", "bf16-amp"), ("gpt", "bf16-amp")],
+    ),
 )
 def test_fp32_is_what_was_trained(build: Callable[[], nn.Module], level: str, tmp_path: Path) -> None:
     model, optimizer = shared(build, level)
@@ -90,8 +106,14 @@ def test_fp8_computes_what_o3_evaluates(build: Callable[[], nn.Module], tmp_path
         assert_near_evaluation(loaded, model)
 
 
-@pytest.mark.parametrize("level", ["O3", "O3-split", pytest.param("O3-split-8bit", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("build", [our_llama, their_llama], ids=["ours", "theirs"])
+@pytest.mark.parametrize(
+    ("build", "level"),
+    with_default_pairs(
+        ("O3", "O3-split", "O3-split-8bit"),
+        [("llama", "O3"), ("llama", "O3-split"), ("transformers' llama", "O3")],
+        families=("llama", "transformers' llama"),
+    ),
+)
 def test_codes_and_scales_are_those_that_were_trained(build: Callable[[], nn.Module], level: str, tmp_path: Path) -> None:
     model, optimizer = shared(build, level)
     written = tensors_in(export(model, optimizer, tmp_path / "out", format="fp8"))
@@ -106,9 +128,17 @@ def test_codes_and_scales_are_those_that_were_trained(build: Callable[[], nn.Mod
         assert torch.equal(written[f"{theirs}.weight_scale"], layer.weight_dequant_scale.reshape(1))
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("level", ["O2", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("te", "O3"))])
-@families
+@pytest.mark.parametrize(
+    ("build", "strategy"),
+    with_default_pairs(
+        ("tensor", "channel", "block"),
+        [
+            *(("llama", strategy) for strategy in ("tensor", "channel", "block")),
+            *(("gpt", "channel"), ("tied llama", "tensor"), ("transformers' llama", "block")),
+        ],
+    ),
+)
 def test_strategies_are_read_as_they_were_written(
     build: Callable[[], nn.Module], level: str, strategy: str, tmp_path: Path
 ) -> None:

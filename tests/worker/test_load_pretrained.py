@@ -162,7 +162,7 @@ def split_into_files(folder: Path) -> None:
 def test_the_peak_is_the_level_and_one_layer(level: str, format: str, tmp_path: Path) -> None:
     """One layer: the fp32 values of one of the four blocks. Each tensor has a file of its own, because torch counts the whole
     file that a tensor is read from, which is mapped, as memory."""
-    sizes = our_llama().sizes.model_dump() | {"hidden_size": 256, "intermediate_size": 704, "num_layers": 4}
+    sizes = our_llama().sizes.model_dump() | {"hidden_size": 128, "intermediate_size": 352, "num_layers": 4}
 
     def build() -> nn.Module:
         return Llama(LlamaSizes(**sizes))

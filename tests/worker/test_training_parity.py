@@ -13,7 +13,6 @@ from api_schemas import GPTSizes, TextSpec
 from api_schemas.levels import LEVELS
 from benchmarks.curves import Run, Setting, gap, train_curve
 from tests.text import write_corpus
-from tests.worker.small import spread
 from worker.data.text import open_source
 from worker.data.windows import TokenWindows
 
@@ -22,6 +21,14 @@ ONE_BLOCK = GPTSizes(hidden_size=64, num_layers=1, num_heads=4, vocab_size=256, 
 SHORT = Setting(ONE_BLOCK, batch_size=8, steps=60, warmup_steps=10, learning_rate=1e-3)
 SHORT_LIMIT, SHORT_LIMIT_OF_8BIT_STATES = 0.004, 0.008
 """Three times and twice the largest gap that was measured with seeds 0 and 1: te 0.0013, O2-8bit 0.0038."""
+
+LATER = {"O2": pytest.mark.system, "O3": pytest.mark.system}
+SHORT_LEVELS = [
+    pytest.param(level, marks=() if level in ("te", "O3-split-8bit") else LATER.get(level, pytest.mark.matrix))
+    for level in LEVELS
+    if level != "fp32"
+]
+"""In `make test`: delayed scales with wide weights and states, and codes with residuals and 8-bit states."""
 
 ONE_SEED_LIMITS = {"O3": 0.007, "O3-split": 0.007, "O3-split-8bit": 0.007}
 ONE_SEED_LIMIT = 0.005
@@ -46,7 +53,7 @@ def test_the_reference_learns(reference: Callable[[Setting], Run]) -> None:
     assert run.final_loss < 0.6 * math.log(256)
 
 
-@pytest.mark.parametrize("level", spread(level for level in LEVELS if level != "fp32"))
+@pytest.mark.parametrize("level", SHORT_LEVELS)
 def test_a_short_run_learns_as_fp32_does(level: str, reference: Callable[[Setting], Run], text: TokenWindows) -> None:
     run = train_curve(level, SHORT, text)
     limit = SHORT_LIMIT_OF_8BIT_STATES if LEVELS[level].exp_avg == "int8-companded" else SHORT_LIMIT

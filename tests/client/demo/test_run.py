@@ -140,6 +140,7 @@ def test_what_ends_the_demo_ends_its_jobs(own_app: OctetApp, error: Any, status:
         assert [job.state for job in client.jobs()] == [JobState.CANCELLED, JobState.CANCELLED]
 
 
+@pytest.mark.system
 def test_a_server_that_does_not_start_leaves_its_log(tmp_path: Path) -> None:
     (tmp_path / "octet.db").mkdir()  # where the database should be a file
     shown = CliRunner().invoke(build_app(), ["demo", "--data-dir", str(tmp_path)])

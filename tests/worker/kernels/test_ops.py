@@ -105,6 +105,7 @@ def test_cuda_tensors_get_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) ->
                 torch.testing.assert_close(other.float(), one.float(), **exact)
 
 
+@pytest.mark.system
 def test_registering_ops_loads_no_triton() -> None:
     program = (
         "import sys, torch, worker.kernels as k, worker.fp8.linear; k.quantize(torch.ones(4), torch.float8_e4m3fn);"

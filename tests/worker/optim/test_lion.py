@@ -81,7 +81,7 @@ def quantized(values: Tensor, kind: str) -> QuantizedWeight:
 class TestQuantizedWeight:
     def test_keeps_a_steady_drift(self, kind: str) -> None:
         """Every weight moves by lr: a relative 1e-5 per step, a hundredth of FP16's step between numbers."""
-        values = gaussian(512, 256)
+        values = gaussian(128, 256)
         lr = 1e-5 * float(values.square().mean().sqrt())
         weight = quantized(values, kind)
         optimizer = LowBitLion([weight.codes], LionHyperparameters(lr), quantized=[weight])

@@ -73,7 +73,7 @@ class TestQuantizedWeight:
 
     def test_keeps_a_steady_drift(self, make: Callable[[Tensor], QuantizedWeight]) -> None:
         """A relative update of 1e-5 per step is a hundredth of FP16's step between numbers; on average none of it is lost."""
-        values = gaussian(512, 256)
+        values = gaussian(128, 256)
         lr = 1e-5 * float(values.square().mean().sqrt())
         weight = make(values)
         defaults = Hyperparameters(lr=lr, weight_decay=0.0, eps=1e-20, **FP32_STATES)
@@ -185,7 +185,7 @@ class TestMaster:
 class TestPlainSixteenBits:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_is_trained_and_keeps_a_drift(self, dtype: torch.dtype) -> None:
-        weight = nn.Parameter((gaussian(512, 256) + 1).to(dtype))
+        weight = nn.Parameter((gaussian(128, 256) + 1).to(dtype))
         start = weight.detach().double().mean()
         optimizer = LowBitAdamW([weight], Hyperparameters(lr=1e-4, weight_decay=0.0, **FP32_STATES))
         for _ in range(50):

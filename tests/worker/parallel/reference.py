@@ -16,7 +16,7 @@ from worker.mesh import Axis
 from worker.parallel import Parallel
 from worker.parallel.zero import clip_factor, squared_norm
 
-STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.05
+STEPS, MICRO_BATCHES, MAX_NORM = 2, 2, 0.05
 NUM_UNUSED = 64 * 64
 NUM_CONVERTED = 32 * 64 + 64 * 64 + 64 * 32 + 32 * 16 + NUM_UNUSED
 NUM_BUCKETS = 3

@@ -132,6 +132,7 @@ def test_a_killed_process_is_told_as_lost() -> None:
         process.run("{}", {}, datetime.now(UTC))
 
 
+@pytest.mark.system
 def test_a_template_that_stands_still_is_killed_and_its_processes_live_until_their_connections_end() -> None:
     process = take()
     template = template_of(process)
@@ -143,6 +144,7 @@ def test_a_template_that_stands_still_is_killed_and_its_processes_live_until_the
     wait_until(lambda: has_ended(process.pid))
 
 
+@pytest.mark.system
 def test_another_environment_has_a_template_of_its_own_and_each_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started after the former template died, by the test above."""
     process = take(idle_s=1.0)
