@@ -8,6 +8,7 @@ import pytest
 from benchmarks import families
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("family", "steps"), [("gpt", 25), *(pytest.param(f, 60, marks=pytest.mark.matrix) for f in ("roberta", "deit", "swin"))]
 )

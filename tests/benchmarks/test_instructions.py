@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.system
 def test_the_o2_step_leaves_memory_the_bound(tmp_path: Path) -> None:
     """Runs in a process of its own, without Triton's interpreter."""
     command = [sys.executable, "-m", "benchmarks.gpu.instructions", "--out", str(tmp_path), "--kernels"]

@@ -95,6 +95,7 @@ def update_error(gradients: list[Tensor], rule: Rule, group: Group, codecs: tupl
     return sum(errors) / NUM_MEASURED
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("beta2", [0.95, pytest.param(0.999, marks=pytest.mark.matrix)])
 class TestUpdateError:
     """NUMERICS.md, section 7. The worst of the four weights counts."""
@@ -119,6 +120,7 @@ class TestUpdateError:
         assert self.worst(recorded, beta2, *msamp) > 0.055
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("codec", "max_flipped"), [("fp8-dre", 0.017), ("int8-companded", 0.015)])
 def test_lion_takes_few_signs_the_wrong_way(recorded: Gradients, codec: str, max_flipped: float) -> None:
     """The share of signs that the stored average turns, in the worst of the four weights."""

@@ -32,6 +32,7 @@ def test_promtool_accepts_the_rules_and_the_configuration(promtool: str) -> None
     run(promtool, "check", "config", "../prometheus.yml")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_alerts_fire_and_stay_quiet(promtool: str, path: Any) -> None:
     run(promtool, "test", "rules", path.name)

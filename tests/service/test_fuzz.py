@@ -83,6 +83,7 @@ def known(world: World) -> Known:
     return Known(rank, world.spec.model_dump(mode="json"), paths)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("num_examples", [5, pytest.param(50, marks=pytest.mark.matrix)])
 def test_generated_requests_are_answered_as_documented(client: TestClient, known: Known, num_examples: int) -> None:
     schema = schemathesis.openapi.from_asgi("/openapi.json", client.app, headers={"Host": "127.0.0.1"})

@@ -98,6 +98,7 @@ def completion_loss(folder: Path, spec: JobSpec) -> float:
     return sum(losses) / len(losses)
 
 
+@pytest.mark.system
 def test_a_model_is_fine_tuned_on_conversations(base: Path, tmp_path: Path, document: dict[str, Any]) -> None:
     recorder, summary = train(document, tmp_path / "job")
     spec = JobSpec.model_validate(document)
