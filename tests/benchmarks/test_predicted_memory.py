@@ -21,6 +21,7 @@ SMALL = gpt_sizes(64, 2, 2, 256, 32)
 HOST_SCALARS = 64  # bytes: Python numbers that torch wraps in tensors of their own inside an op
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "way",
     [BF16_AMP, O3_SPLIT, *(pytest.param(way, marks=pytest.mark.matrix) for way in (FP16_AMP, TE, O1, O2))],

@@ -44,6 +44,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, forward: object, n
     return losses
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.parametrize(
     "level",

@@ -75,6 +75,7 @@ def pairs() -> list[Any]:
     return found
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("make", "level"), pairs())
 def test_learns_as_in_fp32(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], level: str) -> None:
     model, curve = train(make, level)

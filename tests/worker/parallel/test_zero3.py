@@ -38,7 +38,7 @@ from worker.parallel.blocks import divisible_parameters
 from worker.resume import resume
 from worker.train import Trainer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 AXES = {"data": 2, "world": 4}
 """Axes of one mesh of 4 ranks, with their sizes."""
 MEASURED = ("world", "O3-split", 3, "checkpointed")

@@ -167,6 +167,7 @@ class TestOperand:
         assert scale_t.stride() == empty_operand_scale(codes.shape, kind, x.device).stride()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("dtype", "kind"), formats(DTYPES, others=False))
 def test_strides_do_not_matter(kind: ScaleKind, dtype: torch.dtype) -> None:
     x = hard_matrix(130, 204)
@@ -185,6 +186,7 @@ def test_16_bit_input(kind: ScaleKind, dtype: torch.dtype, input_dtype: torch.dt
         assert_same(one, other)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("input_dtype", "dtype", "kind"), formats_of_16_bit_input((E4M3, E5M2)))
 def test_strided_16_bit_input(kind: ScaleKind, dtype: torch.dtype, input_dtype: torch.dtype) -> None:
     x = hard_matrix(130, 204, input_dtype)
