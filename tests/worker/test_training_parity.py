@@ -28,7 +28,7 @@ SHORT_LEVELS = [
     for level in LEVELS
     if level != "fp32"
 ]
-"""In `make test`: delayed scales with wide weights and states, and codes with residuals and 8-bit states."""
+"""In `make test-system`: delayed scales with wide weights and states, and codes with residuals and 8-bit states."""
 
 ONE_SEED_LIMITS = {"O3": 0.007, "O3-split": 0.007, "O3-split-8bit": 0.007}
 ONE_SEED_LIMIT = 0.005
@@ -53,6 +53,7 @@ def test_the_reference_learns(reference: Callable[[Setting], Run]) -> None:
     assert run.final_loss < 0.6 * math.log(256)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("level", SHORT_LEVELS)
 def test_a_short_run_learns_as_fp32_does(level: str, reference: Callable[[Setting], Run], text: TokenWindows) -> None:
     run = train_curve(level, SHORT, text)

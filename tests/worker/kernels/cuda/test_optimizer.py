@@ -126,6 +126,7 @@ def test_adam(held: str, arrives: str, exp_avg_codec: str, exp_avg_sq_codec: str
     check(held, arrives, lr=0.01, exp_avg_codec=exp_avg_codec, exp_avg_sq_codec=exp_avg_sq_codec)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("held", "arrives", "exp_avg_codec"), first(3, LION_ROWS))
 def test_lion(held: str, arrives: str, exp_avg_codec: str) -> None:
     check(held, arrives, rule="lion", lr=0.01, weight_decay=0.1, exp_avg_codec=exp_avg_codec)
