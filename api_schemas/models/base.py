@@ -56,6 +56,24 @@ class FamilySizes(Contract):
         """Raise a `refusal` that names the field to change if the sizes do not fit each other."""
 
 
+class UncountedSizes(FamilySizes):
+    """Sizes of a network that is built in a rank alone, which then counts and reports its parameters."""
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Unknown here."""
+        return None
+
+    @property
+    def num_block_weights(self) -> int | None:
+        """Unknown here."""
+        return None
+
+    def flops_per_token(self, sequence_length: int) -> float | None:
+        """Unknown here: a rank counts them from the network's linear layers."""
+        return None
+
+
 class FamilySpec(Contract):
     """A network as a job asks for it. A subclass names the fields; each has `preset`, None if the family has no presets."""
 

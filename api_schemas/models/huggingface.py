@@ -17,7 +17,7 @@ from api_schemas.data.files import ANY_FILE, Files
 from api_schemas.data.unfit import Unfit
 from api_schemas.inputs import ImageInput, Task, TokenInput
 from api_schemas.models.architectures import KEEPS_DOCUMENTS_APART, POSITIONS_AFTER_PADDING, TASKS
-from api_schemas.models.base import FamilySizes, FamilySpec, Size
+from api_schemas.models.base import FamilySpec, Size, UncountedSizes
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -28,7 +28,7 @@ CLOSED_FIELDS = frozenset({"architectures", "attn_implementation", "auto_map", "
 ConfigField = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 
 
-class HuggingFaceSizes(FamilySizes):
+class HuggingFaceSizes(UncountedSizes):
     """The sizes that tie a network of transformers to its data. null: only the rank knows, or the task has no such size."""
 
     architecture: str | None
@@ -54,20 +54,6 @@ class HuggingFaceSizes(FamilySizes):
         sizes = (self.image_size, self.num_channels, self.num_classes, self.tokens_per_image)
         image_size, num_channels, num_classes, tokens_per_image = (size or 1 for size in sizes)
         return ImageInput(image_size, num_channels, num_classes, tokens_per_image)
-
-    @property
-    def num_parameters(self) -> int | None:
-        """Unknown here: a rank counts and reports them."""
-        return None
-
-    @property
-    def num_block_weights(self) -> int | None:
-        """Unknown here: a rank counts and reports them."""
-        return None
-
-    def flops_per_token(self, sequence_length: int) -> float | None:
-        """Unknown here: a rank counts them from the network's layers."""
-        return None
 
 
 class _Fields(NamedTuple):

@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from api_schemas.base import refusal
 from api_schemas.inputs import ImageInput, Task, TokenInput
-from api_schemas.models.base import FamilySizes, FamilySpec, Size
+from api_schemas.models.base import FamilySpec, Size, UncountedSizes
 
 Entrypoint = Annotated[
     str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", max_length=512, description="package.module:function")
@@ -18,7 +18,7 @@ Entrypoint = Annotated[
 ArgumentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
-class PythonSizes(FamilySizes):
+class PythonSizes(UncountedSizes):
     """What ties a user's network to its data. null: the job does not say it."""
 
     reads: Literal["tokens", "images"]
@@ -46,20 +46,6 @@ class PythonSizes(FamilySizes):
     def metrics(self) -> tuple[str, ...]:
         """None: an evaluation measures the loss alone."""
         return ()
-
-    @property
-    def num_parameters(self) -> int | None:
-        """Unknown here: a rank counts and reports them."""
-        return None
-
-    @property
-    def num_block_weights(self) -> int | None:
-        """Unknown here: a rank counts and reports them."""
-        return None
-
-    def flops_per_token(self, sequence_length: int) -> float | None:
-        """Unknown here: a rank counts them from the network's linear layers."""
-        return None
 
 
 class PythonSpec(FamilySpec):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.gpu.hopper import compile_kernel, kernels, num_warps
+from benchmarks.gpu.compiled import compile_kernel, kernels, num_warps
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.session import RESULTS
 from worker.kernels.formats import BLOCK

@@ -8,14 +8,14 @@ Shape suffixes: B sequences, T tokens, P predicted tokens of each sequence.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from worker.data.order import seed_of
-from worker.data.source import Batch, Source
+from worker.data.source import Batch, DerivedSource
 
 PREDICTED_SHARE = 0.15
 MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
@@ -23,23 +23,12 @@ MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 
 @dataclass
-class MaskedTokens:
+class MaskedTokens(DerivedSource):
     """A `Source` whose batches hold "tokens" (B, T) with masks, and "positions" and "targets" (B, P), all int64."""
 
-    source: Source
     vocab_size: int
     mask_token: int
     seed: int
-
-    @property
-    def facts(self) -> Mapping[str, float]:
-        """Return the facts of the tokens."""
-        return self.source.facts
-
-    @property
-    def num_train_samples(self) -> int:
-        """Return the number of sequences in one epoch."""
-        return self.source.num_train_samples
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` sequences that follow `position`, masked."""

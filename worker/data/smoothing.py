@@ -4,31 +4,20 @@ target = (1 - share) · one-hot + share / K over K classes, section 7 of arXiv 1
 Evaluation samples keep their labels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.nn import functional
 
-from worker.data.source import Batch, Source
+from worker.data.source import Batch, DerivedSource
 
 
 @dataclass
-class SmoothedLabels:
+class SmoothedLabels(DerivedSource):
     """A `Source` whose training batches hold the classes' shares of each target as "labels", fp32 (B images, K classes)."""
 
-    source: Source
     num_classes: int
     share: float
-
-    @property
-    def facts(self) -> Mapping[str, float]:
-        """Return the facts of the images."""
-        return self.source.facts
-
-    @property
-    def num_train_samples(self) -> int:
-        """Return the number of images in one epoch."""
-        return self.source.num_train_samples
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` images that follow `position`, with smoothed targets."""

@@ -1,6 +1,7 @@
 """The training loop's view of its data: batches by position, equal on any rank of any world."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -38,6 +39,23 @@ class Source(Protocol):
 
     def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
         """Yield this part's share of the first `num_batches` × `batch_size` evaluation samples, spread over the whole set."""
+
+
+@dataclass
+class DerivedSource:
+    """What a source made of another one has in common with it."""
+
+    source: Source
+
+    @property
+    def facts(self) -> Mapping[str, float]:
+        """Return the facts of the other source."""
+        return self.source.facts
+
+    @property
+    def num_train_samples(self) -> int:
+        """Return the number of samples in one epoch, that of the other source."""
+        return self.source.num_train_samples
 
 
 @runtime_checkable
