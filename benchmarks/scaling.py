@@ -1,0 +1,311 @@
+"""Predict weak and strong scaling on H100s from counted bytes and roofline times. Nothing here has been measured on a GPU.
+
+    python -m benchmarks.scaling [--out FOLDER]
+
+Bytes on the wire and in memory are counted by the library's own step (`benchmarks/wire_bytes.py`). Products take the times of
+`benchmarks/gpu/roofline.py`; what else a step does takes the time of its bytes. The network is NVLink inside a node of 8, and
+one 400 Gb/s port for each GPU between nodes. Every rate is a constant below, with its source; the document repeats them.
+
+Shape suffixes: M tokens of a micro-batch on one GPU, H hidden size, D data parallel ranks.
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import product
+from math import ceil, log2
+from pathlib import Path
+
+import torch
+
+from api_schemas.levels import LEVELS
+from api_schemas.models.gpt import GPTSizes, gpt_sizes
+from api_schemas.resources import WideDtype
+from benchmarks.gpu.networks import Way, gpt_step, in_fp8
+from benchmarks.gpu.predicted_memory import predict
+from benchmarks.gpu.roofline import COPY_BYTES_PER_S, GEMM_FLOPS_PER_S, bf16_work, fp8_work
+from benchmarks.wire_bytes import Traffic, count
+
+RESULTS = Path(__file__).parent / "results"
+COUNTED_RANKS, NODE = 8, 8
+
+NVLINK_BYTES_PER_S = 0.8 * 450e9
+"""H100 SXM: 900 GB/s of NVLink in both directions together by its data sheet; of one direction, four fifths."""
+PORT_BYTES_PER_S = 0.9 * 50e9
+"""One 400 Gb/s port for each GPU, as DGX H100 has; a tenth for headers and imbalance."""
+MESSAGE_S, HOP_S = 2e-6, 10e-6
+"""A message of an exchange to one peer on another node; a step of a collective between nodes. Assumed."""
+ATTENTION_FLOPS_PER_S = 0.35 * 989e12
+"""FlashAttention-2, which torch has, reaches 35 % of an H100's bf16 rate (abstract of arXiv 2407.08608)."""
+BYTES_PER_ACTIVATION = {"bf16-amp": 96, "FP8": 78}
+"""Bytes that norms, residual stream and GELU of a block read and write, for each token and hidden element, in both passes.
+
+Residual and norms in fp32: 2 × (4+2 forward, 2+4+4 backward) + 2 × (4+2+4) = 52. GELU on 4 H in bf16: 4 × (2+2+2+2+2+1) = 44;
+where a layer takes the activation over (`activate_again`), its output is not written in bf16: 26.
+"""
+SEQUENCE_LENGTH, VOCABULARY = 2048, 50304
+GLOBAL_BATCH_TOKENS = 4 * 1024 * 1024
+RANKS = (8, 64, 512, 4096)
+GPT_125M = gpt_sizes(768, 12, 12, VOCABULARY, SEQUENCE_LENGTH)
+GPT_6_7B = gpt_sizes(4096, 32, 32, VOCABULARY, SEQUENCE_LENGTH)
+GPT_175B = gpt_sizes(12288, 96, 96, VOCABULARY, SEQUENCE_LENGTH)
+TENSOR, PIPELINE, SEQUENCES_PER_STEP = 8, 4, 512
+"""GPT-175B of the FP8-LM paper (arXiv 2310.18313): 32 GPUs, a million tokens."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A level on data parallel ranks. wide: dtype of what travels that is not in FP8. two_level: see `exchange_s`."""
+
+    level: str
+    zero_stage: int
+    wide: WideDtype = "bf16"
+    two_level: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.level}, ZeRO {self.zero_stage}" + (", exchanged in two levels" if self.two_level else "")
+
+    def traffic(self, sizes: GPTSizes) -> Traffic:
+        """What one of COUNTED_RANKS sends in a step of one micro-batch."""
+        return count(sizes, self.level, self.zero_stage, COUNTED_RANKS, self.wide)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step: computing, the optimizer, and communication that nothing hides."""
+
+    compute_s: float
+    optimizer_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.optimizer_s + self.exposed_s
+
+
+def linear_s(level: str, m: int, k: int, n: int) -> float:
+    """Seconds of a linear layer, forward and backward, quantization included. m tokens, k in features, n out features."""
+    row = LEVELS[level]
+    weights = "scaled" if row.weight != "fp32" else "fp32"
+    return (fp8_work(weights, "tensor") if row.has_own_fp8 else bf16_work(weights)).seconds(m, k, n)
+
+
+def block_s(sizes: GPTSizes, level: str, num_tokens: int, tensor: int = 1) -> float:
+    """Seconds of one block, forward and backward, on one of `tensor` GPUs that share it."""
+    h, m = sizes.hidden_size, num_tokens
+    column, row = ((h, 3 * h), (h, 4 * h)), ((h, h), (4 * h, h))
+    products_s = sum(linear_s(level, m, k, n // tensor) for k, n in column)
+    products_s += sum(linear_s(level, m, k // tensor, n) for k, n in row)
+    # Causal: half of 2 · 2 · M · T · H forward, and 2.5 times that backward
+    attention_s = 3.5 * 2 * m * sizes.max_sequence_length * h / tensor / ATTENTION_FLOPS_PER_S
+    kind = "FP8" if LEVELS[level].has_own_fp8 else "bf16-amp"
+    return products_s + attention_s + BYTES_PER_ACTIVATION[kind] * m * h / tensor / COPY_BYTES_PER_S
+
+
+def compute_s(sizes: GPTSizes, level: str, num_tokens: int) -> float:
+    """Seconds of one micro-batch's forward and backward pass; the head multiplies in bf16 at every level."""
+    h, v = sizes.hidden_size, sizes.vocab_size
+    head_s = 3 * 2 * num_tokens * h * v / GEMM_FLOPS_PER_S["bf16"] + 8 * num_tokens * v / COPY_BYTES_PER_S
+    return sizes.num_layers * block_s(sizes, level, num_tokens) + head_s
+
+
+def optimizer_s(sizes: GPTSizes, run: Run, num_ranks: int) -> float:
+    """The update reads all that its parameters hold and writes all but the gradients; under ZeRO ranks share the parameters."""
+    held = count(sizes, run.level, 0, COUNTED_RANKS, run.wide).held
+    num_bytes = 2 * sum(held.values()) - held["gradients"]
+    return num_bytes / (num_ranks if run.zero_stage else 1) / COPY_BYTES_PER_S
+
+
+def gather_s(num_bytes: float, num_ranks: int) -> float:
+    """All-gather of `num_bytes` in all, to each rank: rings over NVLink, whose crossings share the 8 ports of a node."""
+    nodes = ceil(num_ranks / NODE)
+    received = num_bytes * (num_ranks - 1) / num_ranks
+    if nodes == 1:
+        return received / NVLINK_BYTES_PER_S
+    return max(received / NVLINK_BYTES_PER_S, received / NODE / PORT_BYTES_PER_S) + HOP_S * ceil(log2(nodes))
+
+
+def exchange_s(num_bytes: float, num_ranks: int, *, two_level: bool) -> float:
+    """Each rank sends every other its share of `num_bytes`, as `Axis.start_exchange` does: nearly all through its own port.
+
+    two_level: what a mean over the node's ranks first would take, and then an exchange of an eighth between nodes, which
+    Octet does not do: the codes would be rounded once more.
+    """
+    nodes, inside = ceil(num_ranks / NODE), min(num_ranks, NODE)
+    if nodes == 1:
+        return num_bytes * (num_ranks - 1) / num_ranks / NVLINK_BYTES_PER_S
+    if two_level:
+        between = num_bytes / NODE * (nodes - 1) / nodes / PORT_BYTES_PER_S + MESSAGE_S * (nodes - 1)
+        return num_bytes * (NODE - 1) / NODE / NVLINK_BYTES_PER_S + between
+    through_port = num_bytes * (num_ranks - inside) / num_ranks / PORT_BYTES_PER_S + MESSAGE_S * (num_ranks - inside)
+    return max(num_bytes * (inside - 1) / num_ranks / NVLINK_BYTES_PER_S, through_port)
+
+
+def step_time(sizes: GPTSizes, run: Run, num_ranks: int, num_micro_batches: int = 1) -> StepTime:
+    """A step of `num_micro_batches` of one sequence each on every rank.
+
+    The exchange hides behind the last micro-batch's backward pass (two thirds of its time), at stages 2 and 3 behind each.
+    Gathers of stages 0 to 2 hide behind nothing; those of stage 3 hide behind the passes.
+    """
+    traffic = run.traffic(sizes)
+    whole = COUNTED_RANKS / (COUNTED_RANKS - 1)  # of all ranks' shares, this rank sent all but its own
+    one_s = compute_s(sizes, run.level, sizes.max_sequence_length)
+    exchanged, gathered = traffic.sent_by("exchange") * whole, traffic.sent_by("gather") * whole
+    exposed_s = max(0.0, exchange_s(exchanged, num_ranks, two_level=run.two_level) - one_s * 2 / 3)
+    if run.zero_stage >= 2:
+        exposed_s *= num_micro_batches
+    if run.zero_stage == 3:
+        exposed_s += num_micro_batches * max(0.0, gather_s(gathered, num_ranks) - one_s)
+    else:
+        exposed_s += gather_s(gathered, num_ranks)
+    return StepTime(num_micro_batches * one_s, optimizer_s(sizes, run, num_ranks), exposed_s)
+
+
+RUNS = (
+    Run("bf16-amp", 1, "fp32"),
+    Run("bf16-amp", 1),
+    Run("te", 1),
+    Run("O2", 1),
+    Run("O3", 1),
+    Run("O3-split", 1),
+    Run("O3-split", 3),
+)
+
+
+def table(columns: str, rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown. columns: separated by commas."""
+    names = columns.split(", ")
+    return [f"| {' | '.join(cells)} |" for cells in (names, ["---"] + ["---:"] * (len(names) - 1), *rows)]
+
+
+def bytes_table(sizes: GPTSizes) -> list[str]:
+    """What a rank sends and holds."""
+    rows = []
+    for level, stage, wide in product(("bf16-amp", "te", "O1", "O2", "O3", "O3-split"), (0, 1, 3), ("fp32", "bf16")):
+        found = count(sizes, level, stage, COUNTED_RANKS, wide)
+        same, widest = (count(sizes, "bf16-amp", stage, COUNTED_RANKS, dtype).sent_by() for dtype in (wide, "fp32"))
+        sent = (found.sent_by("exchange"), found.sent_by("gather"), found.sent_by())
+        ratios = (found.sent_by() / same, found.sent_by() / widest)
+        megabytes, shares = (f"{num_bytes / 1e6:,.0f}" for num_bytes in sent), (f"{ratio:.2f}" for ratio in ratios)
+        rows.append((level, wide, str(stage), *megabytes, *shares, f"{sum(found.held.values()) / 1e9:.2f}"))
+    columns = "level, not in FP8, ZeRO, exchanged (MB), gathered (MB), all (MB), to bf16-amp, to bf16-amp in fp32, held (GB)"
+    return table(columns, rows)
+
+
+def scaling_table(sizes: GPTSizes, *, is_weak: bool) -> list[str]:
+    """Weak: a sequence on every rank. Strong: a batch of GLOBAL_BATCH_TOKENS, divided over the ranks."""
+    rows = []
+    for run in (run for each in RUNS for run in (each, replace(each, two_level=True))):
+        first = 0.0
+        for num_ranks in RANKS:
+            num_micro_batches = 1 if is_weak else max(1, GLOBAL_BATCH_TOKENS // (num_ranks * sizes.max_sequence_length))
+            time, plain = (step_time(sizes, each, num_ranks, num_micro_batches) for each in (run, RUNS[1]))
+            rate = num_micro_batches * sizes.max_sequence_length / time.total_s
+            first = first or rate
+            cells = (f"{time.total_s:.3f}", f"{time.exposed_s / time.total_s:.0%}", f"{rate / 1e3:.1f}", f"{rate / first:.0%}")
+            numbers = (str(num_ranks), str(num_micro_batches), *cells, f"{plain.total_s / time.total_s:.2f}")
+            rows.append((f"{run}, rest in {run.wide}", *numbers))
+    return table("run, GPUs, micro-batches, step (s), not hidden, k tokens/s of a GPU, to 8 GPUs, speed to bf16-amp", rows)
+
+
+def stage_s(run: Run, sequences: int, tensor: int = TENSOR) -> float:
+    """Seconds of a micro-batch of GPT-175B on one stage of the pipeline, forward and backward, with sequence parallelism.
+
+    A block gathers its tokens six times (two layers forward; both and their saved inputs backward) and scatters sums four
+    times. What is gathered is in codes at levels whose gradients travel in FP8, what is summed in bf16.
+    """
+    m = sequences * SEQUENCE_LENGTH
+    gathered_bytes = 1 if LEVELS[run.level].gradient_communication == "fp8" else 2
+    moved = (6 * gathered_bytes + 4 * 2) * m * GPT_175B.hidden_size * (tensor - 1) / tensor
+    block = block_s(GPT_175B, run.level, m, tensor) + moved / NVLINK_BYTES_PER_S
+    return GPT_175B.num_layers / PIPELINE * block
+
+
+def large_model_s(run: Run, sequences: int) -> float:
+    """Seconds of a step of GPT-175B: 1F1B with micro-batches of `sequences`, then the update. The head is left out."""
+    num_micro_batches = SEQUENCES_PER_STEP // sequences
+    update_s = optimizer_s(GPT_175B, replace(run, zero_stage=0), 1) / (TENSOR * PIPELINE)
+    return (num_micro_batches + PIPELINE - 1) * stage_s(run, sequences) + update_s
+
+
+def activation_bytes(level: str, hidden_size: int) -> float:
+    """Bytes that one block keeps for the backward pass of one sequence, by count on a fake GPU."""
+    peaks = [_predict(level, hidden_size, layers) for layers in (2, 3)]
+    return peaks[1] - peaks[0]
+
+
+def _predict(level: str, hidden_size: int, num_layers: int) -> int:
+    """The peak of a step less what model and optimizer hold, in bytes."""
+    sizes = gpt_sizes(hidden_size, num_layers, hidden_size // 128, 256, SEQUENCE_LENGTH)
+    found = predict(partial(gpt_step, sizes, Way(level, level, options=in_fp8(level)), 1, compiled=None))
+    return found.at_peak.by_class["activations"]
+
+
+def large_model_table() -> list[str]:
+    """GPT-175B as in the papers' table: what a GPU would hold, and how long a step would take."""
+    rows, first_bytes, te_s = [], 0.0, large_model_s(Run("te", 0), 1)
+    for level in ("bf16-amp", "te", "O2", "O3-split", "O3-split-8bit"):
+        kept = activation_bytes(level, GPT_175B.hidden_size)
+        states = sum(count(GPT_175B, level, 0, COUNTED_RANKS).held.values()) / (TENSOR * PIPELINE)
+        for sequences in (1, 4):
+            # The first stage holds as many micro-batches as there are stages
+            activations = sequences * PIPELINE * kept * GPT_175B.num_layers / PIPELINE / TENSOR
+            held = states + activations
+            first_bytes = first_bytes or held
+            seconds = large_model_s(Run(level, 0), sequences)
+            memory = (
+                *(f"{num_bytes / 1e9:.1f}" for num_bytes in (states, activations, held)),
+                f"{held / first_bytes - 1:+.0%}",
+            )
+            rows.append((level, str(sequences), *memory, f"{seconds:.1f}", f"{seconds / te_s:.2f}"))
+    columns = (
+        "level, sequences of a micro-batch, states (GB of a GPU), activations (GB), all (GB), to bf16-amp, step (s), to te at 1"
+    )
+    return table(columns, rows)
+
+
+def report(command: str) -> str:
+    """The whole document."""
+    rates = {"NVLink, one direction": NVLINK_BYTES_PER_S, "a port": PORT_BYTES_PER_S, "copies": COPY_BYTES_PER_S}
+    flops = GEMM_FLOPS_PER_S | {"attention": ATTENTION_FLOPS_PER_S}
+    lines = [
+        f"# Many H100s, predicted, {datetime.now(UTC):%Y-%m-%d}",
+        f"`{command}`, torch {torch.__version__}, Python {platform.python_version()}. No GPU was used, and no second process.",
+        "Bytes are counted by the library's own step on fake tensors, as the first of 8 ranks that torch's fake process group "
+        "stands for. Times are computed, every layer multiplying in FP8 where its level does, from these rates, whose sources "
+        f"`benchmarks/scaling.py` names. GB/s: {', '.join(f'{name} {rate / 1e9:,.0f}' for name, rate in rates.items())}. "
+        f"TFLOP/s: {', '.join(f'{name} {rate / 1e12:,.0f}' for name, rate in flops.items())}. Between nodes, µs: "
+        f"{MESSAGE_S * 1e6:.0f} for each peer of an exchange, {HOP_S * 1e6:.0f} for each doubling of the nodes of a gather. "
+        f"Bytes of a block's activations for each token and hidden element: {BYTES_PER_ACTIVATION}.",
+        "## Bytes of a step, one of 8 ranks: GPT-3 125M",
+        *bytes_table(GPT_125M),
+        "## The same: GPT 6.7 B",
+        *bytes_table(GPT_6_7B),
+        f"## Weak scaling: GPT 6.7 B, one sequence of {SEQUENCE_LENGTH} tokens on each GPU",
+        *scaling_table(GPT_6_7B, is_weak=True),
+        f"## Strong scaling: GPT 6.7 B, {GLOBAL_BATCH_TOKENS:,} tokens in all",
+        *scaling_table(GPT_6_7B, is_weak=False),
+        f"## GPT-175B on {TENSOR * PIPELINE} GPUs: tensor {TENSOR} with sequence parallelism, pipeline {PIPELINE}, "
+        f"{SEQUENCES_PER_STEP} sequences a step",
+        *large_model_table(),
+    ]
+    return "\n".join(line if line.startswith("|") else f"\n{line}\n" for line in lines).strip() + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
+    options = parser.parse_args()
+    text = report("python -m benchmarks.scaling")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{datetime.now(UTC):%Y-%m-%d}-scaling.md").write_text(text)
+    sys.stdout.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

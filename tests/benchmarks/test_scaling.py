@@ -1,0 +1,59 @@
+"""What is counted on ranks that do not exist is what ranks that exist send, and predictions follow the network."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from api_schemas.models.gpt import gpt_sizes
+from benchmarks import scaling, wire_bytes
+from benchmarks.gpu.networks import build_gpt
+from tests.ranks import free_port, run_ranks
+
+SMALL = gpt_sizes(64, 2, 2, 256, 32)
+
+
+def real_step(rank: int, port: int, folder: Path, level: str, zero_stage: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    found = wire_bytes.step(SMALL, level, zero_stage)
+    if rank == 0:
+        sent = [[*key, num_bytes] for key, num_bytes in sorted(found.sent.items())]
+        (folder / "found.json").write_text(json.dumps([sent, found.held]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("level", "zero_stage"), [("O2", 0), ("O3", 1), ("O3-split", 3)])
+def test_fake_ranks_send_and_hold_what_real_ones_do(level: str, zero_stage: int, tmp_path: Path) -> None:
+    run_ranks(real_step, (free_port(), tmp_path, level, zero_stage), 2)
+    sent, held = json.loads((tmp_path / "found.json").read_text())
+    counted = wire_bytes.count_whole(SMALL, level, zero_stage, 2)
+    assert [[*key, num_bytes] for key, num_bytes in sorted(counted.sent.items())] == sent
+    assert counted.held == held
+
+
+@pytest.mark.system
+def test_codes_are_a_byte_for_each_weight_of_a_converted_layer() -> None:
+    sizes = SMALL.model_copy(update={"num_layers": 5})
+    found = wire_bytes.count(sizes, "O2", 0, 8)
+    assert found.sent["exchange", "float8_e4m3fn"] == found.sent["gather", "float8_e4m3fn"] == 5 * 12 * 64 * 64 * 7 / 8
+    assert found.num_parameters == build_gpt(sizes, torch.device("meta")).num_parameters
+
+
+def test_more_nodes_never_take_less_time() -> None:
+    for two_level in (False, True):
+        times = [scaling.exchange_s(1e9, num_ranks, two_level=two_level) for num_ranks in (2, 8, 16, 64, 512, 4096)]
+        assert times == sorted(times)
+    gathers = [scaling.gather_s(1e9, num_ranks) for num_ranks in (2, 8, 16, 64, 512, 4096)]
+    assert gathers == sorted(gathers)
+    assert scaling.exchange_s(1e9, 8, two_level=True) == pytest.approx(1e9 * 7 / 8 / scaling.NVLINK_BYTES_PER_S)
+
+
+def test_a_block_in_fp8_is_faster_where_products_are_large() -> None:
+    sizes = scaling.GPT_6_7B
+    assert scaling.block_s(sizes, "te", 2048) < scaling.block_s(sizes, "bf16-amp", 2048)
+    assert scaling.block_s(sizes, "O2", 2048, tensor=8) > scaling.block_s(sizes, "O2", 2048) / 8
