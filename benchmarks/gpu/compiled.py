@@ -80,7 +80,8 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
     yield "transpose", transpose._transpose, {"TILE_M": 128, "TILE_N": 128}
     yield from optimizer_kernels(spread=spread)
     chunk = {"CHUNK": gradients.CHUNK}
-    yield "norm", gradients.sum_of_squares_kernel, chunk
+    yield "norm", gradients.sums_of_squares_kernel, {**chunk, "ALIGNED": True}
+    yield "norm, total", gradients.norms_kernel, {"SUMS": gradients.SUMS}
     yield "accumulated_amax", gradients.accumulated_amax_kernel, chunk
     yield "accumulate", gradients.accumulate_kernel, chunk
     yield "mean_of_shards", gradients.mean_of_shards_kernel, {**chunk, "NUM_RANKS": 8}

@@ -169,10 +169,11 @@ def _values(quantized: ScaledCodes) -> Tensor:
     return values
 
 
-def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norms of FP8 codes with one scale each; one of them is decoded at a time."""
+def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """The 2-norms of FP8 codes with one scale each, one of which is decoded at a time, and then of fp32 values."""
     gradients = [ScaledCodes(*pair, ScaleKind.TENSOR) for pair in zip(codes, dequant_scales, strict=True)]
-    return [torch.linalg.vector_norm(dequantize(gradient, torch.float32)) for gradient in gradients]
+    found = [torch.linalg.vector_norm(dequantize(gradient, torch.float32)) for gradient in gradients]
+    return torch.stack([*found, *(torch._foreach_norm(list(values)) if values else ())])
 
 
 def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: Sequence[int]) -> None:

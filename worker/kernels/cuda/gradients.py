@@ -4,6 +4,7 @@ Sums over programs are written down and added by torch in one order: the same re
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -18,26 +19,87 @@ CHUNK = 4096
 _EXACT = {"enable_fp_fusion": False}
 
 
+# The columns of the table of gradients whose norms are taken, int64. A gradient without a scale holds fp32 values.
+_GRADIENT, _SCALE, _NUM_ELEMENTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FIRST_SUM, _NUM_SUMS = tl.constexpr(3), tl.constexpr(4)  # multiples of 4, 16 bytes
+_NUM_COLUMNS = tl.constexpr(5)
+SUMS = 1024
+"""Partial sums that a program adds at a time."""
+
+
 @triton.jit
-def sum_of_squares_kernel(codes, partial, num_elements, CHUNK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    values = language.decode(tl.load(codes + at, mask=at < num_elements, other=0), "e4m3")
-    tl.store(partial + tl.program_id(0), tl.sum(values * values, 0))
+def _squares(address, start, num_elements, FORMAT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.float32 if FORMAT == "fp32" else tl.uint8)) + start
+    remaining = tl.minimum(num_elements - start, CHUNK).to(tl.int32)
+    if ALIGNED:
+        pointer, remaining = tl.multiple_of(pointer, 16), tl.multiple_of(remaining, 16)
+    at = tl.arange(0, CHUNK)
+    values = language.decode(tl.load(pointer + at, mask=at < remaining, other=0), FORMAT)
+    return tl.sum(values * values, 0)
 
 
-def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor]) -> list[Tensor]:
-    """See the reference. A launch for each, and four for all of them."""
-    partials = [_sums_of_squares(each) for each in codes]
-    roots = torch._foreach_sqrt(torch._foreach_norm(partials, 1))
-    return list(torch._foreach_abs(torch._foreach_mul(roots, list(dequant_scales))))  # mul_(-1) leaves a negative scale
+@triton.jit
+def sums_of_squares_kernel(table, chunks, partial, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    """A program for each chunk of each gradient. chunks: int32, (the gradient's row, the chunk's number); some are empty."""
+    row = table + tl.load(chunks + 2 * tl.program_id(0)) * _NUM_COLUMNS
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    address, num_elements = tl.load(row + _GRADIENT), tl.load(row + _NUM_ELEMENTS)
+    if tl.load(row + _SCALE) != 0:
+        tl.store(partial + tl.program_id(0), _squares(address, start, num_elements, "e4m3", ALIGNED, CHUNK))
+    else:
+        tl.store(partial + tl.program_id(0), _squares(address, start, num_elements, "fp32", ALIGNED, CHUNK))
 
 
-def _sums_of_squares(codes: Tensor) -> Tensor:
-    """The sum of squares of each program's chunk."""
-    flat = codes.view(torch.uint8).reshape(-1)
-    partial = torch.empty(triton.cdiv(flat.numel(), CHUNK), device=flat.device)
-    sum_of_squares_kernel[(len(partial),)](flat, partial, flat.numel(), CHUNK)
-    return partial
+@triton.jit
+def norms_kernel(table, partial, out, SUMS: tl.constexpr):
+    """A program for each gradient adds its sums, in one order, and takes the root."""
+    row = table + tl.program_id(0) * _NUM_COLUMNS
+    first, num_sums = tl.multiple_of(tl.load(row + _FIRST_SUM), 4), tl.multiple_of(tl.load(row + _NUM_SUMS), 4)
+    at, total = tl.arange(0, SUMS), tl.zeros((SUMS,), tl.float32)
+    for start in tl.range(0, num_sums, SUMS):
+        total += tl.load(partial + first + start + at, mask=at < num_sums - start, other=0.0)
+    norm = tl.sqrt_rn(tl.sum(total, 0))
+    scale = tl.load(row + _SCALE)
+    if scale != 0:  # mul_(-1) leaves a negative scale
+        norm = tl.abs(norm * tl.load(scale.to(tl.pointer_type(tl.float32))))
+    tl.store(out + tl.program_id(0), norm)
+
+
+_Row = tuple[int, int, int]
+"""Address of a gradient, address of its scale or 0, number of elements."""
+_SENT: dict[torch.device, tuple[list[_Row], Tensor, Tensor]] = {}
+"""By device, the last table and its chunks: sent again only when an address has changed."""
+_CAPTURED: list[Tensor] = []
+"""What the replays of CUDA graphs send."""
+
+
+def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """See the reference. Two launches for all of them, and a table of addresses that is sent when one has changed."""
+    gradients = [each.contiguous() for each in (*codes, *values)]  # a copy has to outlive the launch
+    scales = [scale.data_ptr() for scale in dequant_scales] + [0] * len(values)
+    rows = [(each.data_ptr(), scale, each.numel()) for each, scale in zip(gradients, scales, strict=True)]
+    table, chunks = _sent(rows, gradients[0].device)
+    is_aligned = all(address % 16 == size % 16 == 0 for address, _, size in rows)
+    partial, out = chunks.new_empty(len(chunks), dtype=torch.float32), chunks.new_empty(len(rows), dtype=torch.float32)
+    sums_of_squares_kernel[(len(chunks),)](table, chunks, partial, is_aligned, CHUNK)
+    norms_kernel[(len(rows),)](table, partial, out, SUMS)
+    return out
+
+
+def _sent(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The table and its chunks on the device. The host does not wait."""
+    known = _SENT.get(device)
+    if known is None or known[0] != rows:
+        num_sums = [4 * triton.cdiv(size, 4 * CHUNK) for _, _, size in rows]
+        firsts = [0, *accumulate(num_sums)]
+        table = [(*row, first, number) for row, first, number in zip(rows, firsts, num_sums, strict=False)]
+        chunks = [(row, chunk) for row, number in enumerate(num_sums) for chunk in range(number)]
+        is_cuda = device.type == "cuda"
+        hosts = [torch.tensor(table, pin_memory=is_cuda), torch.tensor(chunks, dtype=torch.int32, pin_memory=is_cuda)]
+        known = _SENT[device] = (rows, *(host.to(device, non_blocking=True) for host in hosts))
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            _CAPTURED.extend(hosts)
+    return known[1], known[2]
 
 
 @triton.jit
