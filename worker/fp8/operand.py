@@ -151,8 +151,8 @@ class OperandScaling(KeepsDtypes):
     def _activate(
         self, x: Tensor, activation: str, sides: str, amax: Tensor | None, uses_amax: Tensor | None, after: Tensor | None = None
     ) -> kernels.QuantizedOperand:
-        how = Scaling(margin=self.recipe.margin, sides=sides, amax=amax, uses_amax=uses_amax)
-        return kernels.activate_operand(x, activation, self.format.dtype, self.format.kind, after=after, **how)
+        how = Scaling(self.recipe.margin, sides, amax, uses_amax)
+        return kernels.activate_operand(x, activation, self.format.dtype, self.format.kind, how, after=after)
 
     def _amax_to_scale_by(self, unit: Tensor | None, amax: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return an amax in units of x, and whether to use it instead of x's own.

@@ -1,6 +1,6 @@
 """Quantize a matrix, or an activation of it, as an operand of products, over its rows, its columns or both: check, op, fake."""
 
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ class QuantizedOperand(NamedTuple):
     amax: Tensor | None
 
 
-class Scaling(TypedDict, total=False):
+class Scaling(NamedTuple):
     """The keyword arguments of `quantize_operand`, with its defaults."""
 
-    margin: int
-    sides: str
-    amax: Tensor | None
-    uses_amax: Tensor | None
+    margin: int = 0
+    sides: str = "rows"
+    amax: Tensor | None = None
+    uses_amax: Tensor | None = None
 
 
 def _fake_operand(
@@ -88,19 +88,18 @@ def activate_operand(
     x_MN: Tensor,
     activation: str,
     dtype: torch.dtype,
-    kind: ScaleKind = ScaleKind.TENSOR,
+    kind: ScaleKind,
+    how: Scaling,
     *,
     after: Tensor | None = None,
-    **how: Unpack[Scaling],
 ) -> QuantizedOperand:
-    """An activation of x (M, N), one of ACTIVATIONS, quantized as by `quantize_operand`; its values are written nowhere.
+    """An activation of x (M, N), one of ACTIVATIONS, quantized as by `quantize_operand`; its values are not written.
 
     Amaxes are those of the activation's values, which are rounded to the dtype of x. Where none was given for a scale of the
     tensor, the one found is returned. after: a tensor that a compiler may not put this before, where the result is made a
     second time in the backward pass. Autograd does not follow it.
     """
-    margin, sides = how.get("margin", 0), how.get("sides", "rows")
-    amax, uses_amax = how.get("amax"), how.get("uses_amax")
+    margin, sides, amax, uses_amax = how
     _check(x_MN, dtype, kind, sides, amax)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}.")

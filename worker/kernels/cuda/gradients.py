@@ -3,8 +3,9 @@
 Sums over programs are written down and added by torch in one order: the same result in every run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -65,10 +66,8 @@ def norms_kernel(table, partial, out, SUMS: tl.constexpr):
     tl.store(out + tl.program_id(0), norm)
 
 
-_Row = tuple[int, int, int]
-"""Address of a gradient, address of its scale or 0, number of elements."""
-_SENT: dict[torch.device, tuple[list[_Row], Tensor, Tensor]] = {}
-"""By device, the last table and its chunks: sent again only when an address has changed."""
+_SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
+"""By name and device, what was last sent there and from what it was made: it is sent again only when that has changed."""
 _CAPTURED: list[Tensor] = []
 """What the replays of CUDA graphs send."""
 
@@ -76,30 +75,39 @@ _CAPTURED: list[Tensor] = []
 def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """See the reference. Two launches for all of them, and a table of addresses that is sent when one has changed."""
     gradients = [each.contiguous() for each in (*codes, *values)]  # a copy has to outlive the launch
+    device, sizes = gradients[0].device, [each.numel() for each in gradients]
     scales = [scale.data_ptr() for scale in dequant_scales] + [0] * len(values)
-    rows = [(each.data_ptr(), scale, each.numel()) for each, scale in zip(gradients, scales, strict=True)]
-    table, chunks = _sent(rows, gradients[0].device)
-    is_aligned = all(address % 16 == size % 16 == 0 for address, _, size in rows)
+    addresses = [each.data_ptr() for each in gradients]
+    num_sums = [4 * triton.cdiv(size, 4 * CHUNK) for size in sizes]
+    firsts = [0, *accumulate(num_sums)][:-1]
+    rows = [*zip(addresses, scales, sizes, firsts, num_sums, strict=True)]
+    table = _sent("table", rows, device, torch.int64, lambda rows: rows)
+    chunks = _sent("chunks", num_sums, device, torch.int32, _chunks)
+    is_aligned = all(address % 16 == size % 16 == 0 for address, size in zip(addresses, sizes, strict=True))
     partial, out = chunks.new_empty(len(chunks), dtype=torch.float32), chunks.new_empty(len(rows), dtype=torch.float32)
     sums_of_squares_kernel[(len(chunks),)](table, chunks, partial, is_aligned, CHUNK)
     norms_kernel[(len(rows),)](table, partial, out, SUMS)
     return out
 
 
-def _sent(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table and its chunks on the device. The host does not wait."""
-    known = _SENT.get(device)
-    if known is None or known[0] != rows:
-        num_sums = [4 * triton.cdiv(size, 4 * CHUNK) for _, _, size in rows]
-        firsts = [0, *accumulate(num_sums)]
-        table = [(*row, first, number) for row, first, number in zip(rows, firsts, num_sums, strict=False)]
-        chunks = [(row, chunk) for row, number in enumerate(num_sums) for chunk in range(number)]
-        is_cuda = device.type == "cuda"
-        hosts = [torch.tensor(table, pin_memory=is_cuda), torch.tensor(chunks, dtype=torch.int32, pin_memory=is_cuda)]
-        known = _SENT[device] = (rows, *(host.to(device, non_blocking=True) for host in hosts))
-        if is_cuda and torch.cuda.is_current_stream_capturing():
-            _CAPTURED.extend(hosts)
-    return known[1], known[2]
+def _chunks(num_sums: list[int]) -> list[tuple[int, int]]:
+    return [(row, chunk) for row, number in enumerate(num_sums) for chunk in range(number)]
+
+
+def _sent(
+    name: str, content: list[Any], device: torch.device, dtype: torch.dtype, rows: Callable[[list[Any]], list[Any]]
+) -> Tensor:
+    """The rows made of a content, on the device. The host does not wait."""
+    known = _SENT.get((name, device))
+    if known is not None and known[0] == content:
+        return known[1]
+    host = torch.tensor(rows(content), dtype=dtype, pin_memory=device.type == "cuda")
+    on_device = host.to(device, non_blocking=True)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(host)
+    if type(on_device) is Tensor:  # a fake one belongs to its mode
+        _SENT[name, device] = (content, on_device)
+    return on_device
 
 
 @triton.jit
