@@ -36,7 +36,7 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             for sides in ("rows", "columns", "both"):
                 yield ops.quantize_operand, (x, E4M3, kind, 0, sides, None, None)
                 yield ops.quantize_operand, (x.t(), E4M3, kind, 0, sides, None, None)
-                yield ops.activate_operand, (x, "relu", E4M3, kind, 0, sides, None, None, x)
+            yield ops.activate_operand, (x, "relu", E4M3, kind, 0, "both", None, None, x)
         for uses_amax in (torch.tensor(True), torch.tensor(False), None):
             yield ops.activate_operand, (x, "relu", E4M3, "tensor", 0, "both", torch.tensor(3.0), uses_amax, None)
             yield ops.quantize_operand, (x, E4M3, "tensor", 0, "both", torch.tensor(3.0), uses_amax)

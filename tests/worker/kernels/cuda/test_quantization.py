@@ -252,7 +252,7 @@ def test_codes_with_a_residual_and_back(shape: tuple[int, ...], dtype: torch.dty
 class TestActivations:
     """What is read, activated, rounded and quantized in one pass is what the twin makes in two."""
 
-    @pytest.mark.parametrize("sides", SIDES)
+    @pytest.mark.parametrize("sides", [*(pytest.param(sides, marks=pytest.mark.matrix) for sides in SIDES[:2]), "both"])
     @pytest.mark.parametrize("kind", ScaleKind)
     def test_relu_has_the_twins_bits(self, kind: ScaleKind, sides: str) -> None:
         x = hard_matrix(130, 260, torch.bfloat16)
@@ -260,7 +260,7 @@ class TestActivations:
         for one, other in zip(actual, reference.activate_operand(x, "relu", E4M3, kind, 0, sides), strict=True):
             assert_same(one, other)
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.matrix)])
     @pytest.mark.parametrize("activation", ["gelu", "gelu-tanh", "silu"])
     def test_the_others_are_one_code_off_in_one_of_a_thousand_at_most(self, activation: str, dtype: torch.dtype) -> None:
         """exp and erf differ in their last bits; what decides is on which side of a middle between codes that falls."""
