@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from api_schemas.levels import LEVELS
+from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.cuda import amax, gemm, gradients, measurement, mx, optimizer, quantization, rescale, transpose
 from worker.optim import OPTIMIZERS
 
@@ -42,7 +43,7 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
     spread: fewer combinations, each kind and format all the same. Tiles with one scale are quantized for rows, for columns and
     for both, with other scales for both; each format is multiplied with one kind; each weight has the codecs of one level.
     """
-    tile = {"FORMAT": "e4m3", "MARGIN": 0, "TILE_M": 128, "TILE_N": 128}
+    tile = {"FORMAT": "e4m3", "ACTIVATION": None, "MARGIN": 0, "TILE_M": 128, "TILE_N": 128}
     for kind in ("tensor", "row", "block 1x128", "block 128x128"):
         given = {} if kind in ("tensor", "row") else {"row_amax": None, "column_amax": None}
         sides = ((True, True), (True, False), (False, True))
@@ -53,16 +54,17 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
     constants = {**tile, "ROWS": True, "COLUMNS": True}
     yield "quantize_tile mx", mx.quantize_tile, constants
     for name in ("e4m3", "e5m2", "fp16"):
-        flat = {"FORMAT": name, "MARGIN": 0, "TRACKS_AMAX": True, "BLOCK": 8192}
+        flat = {"FORMAT": name, "ACTIVATION": None, "MARGIN": 0, "TRACKS_AMAX": True, "BLOCK": 8192}
         yield f"encode_flat {name}", quantization._encode_flat, flat
-    rows = {"FORMAT": "e5m2", "MARGIN": 0, "ROWS": 2, "COLUMNS": 4096}
+    rows = {"FORMAT": "e5m2", "ACTIVATION": None, "MARGIN": 0, "ROWS": 2, "COLUMNS": 4096}
     yield "quantize_rows", quantization._quantize_rows, {**rows, "FITS": True}
     yield "quantize_rows, long", quantization._quantize_rows, {**rows, "FITS": False}
-    yield "amax_flat", amax._amax_flat, {"HAS_UNLESS": True, "BLOCK": 8192, "NUM_BLOCKS": 4}
+    yield "amax_flat", amax._amax_flat, {"HAS_UNLESS": True, "ACTIVATION": None, "BLOCK": 8192, "NUM_BLOCKS": 4}
     yield "amax_rows", amax._amax_rows, {"ROWS": 2, "COLUMNS": 4096}
     yield "amax_tiles", amax._amax_tiles, {"IS_SQUARE": True, "ROWS": 128, "COLUMNS": 128}
-    yield "amax_both", amax._amax_both, {"ROWS": 128, "COLUMNS": 128}
+    yield "amax_both", amax._amax_both, {"ACTIVATION": None, "ROWS": 128, "COLUMNS": 128}
     yield "clear_unless_finite", amax._clear_unless_finite, {"SIGNLESS": 0x7FFF, "LIMIT": 0x7F80, "BLOCK": 8192}
+    yield from activation_kernels(spread=spread)
     scaled = {"SCALE_ROWS": 1, "SCALE_COLUMNS": 128, "TILE_M": 64, "TILE_N": 128}
     yield "encode", rescale._rescale_tile, {**scaled, "IN_FORMAT": "values", "OUT_FORMAT": "e5m2"}
     yield "dequantize", rescale._rescale_tile, {**scaled, "IN_FORMAT": "e4m3", "OUT_FORMAT": "values"}
@@ -78,10 +80,26 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
     yield "transpose", transpose._transpose, {"TILE_M": 128, "TILE_N": 128}
     yield from optimizer_kernels(spread=spread)
     chunk = {"CHUNK": gradients.CHUNK}
-    yield "norm", gradients.sum_of_squares_kernel, chunk
+    yield "norm", gradients.sums_of_squares_kernel, {**chunk, "ALIGNED": True}
+    yield "norm, total", gradients.norms_kernel, {"SUMS": gradients.SUMS}
     yield "accumulated_amax", gradients.accumulated_amax_kernel, chunk
     yield "accumulate", gradients.accumulate_kernel, chunk
     yield "mean_of_shards", gradients.mean_of_shards_kernel, {**chunk, "NUM_RANKS": 8}
+
+
+def activation_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The kernels that apply an activation as they read. spread: one of the activations that need exp or erf for each."""
+    known = [name for name in ACTIVATIONS if name != "relu"]
+    options = {"FORMAT": "e4m3", "MARGIN": 0}
+    for name in known[:1] if spread else known:
+        flat = {**options, "TRACKS_AMAX": True, "BLOCK": 8192}
+        yield f"encode_flat {name}", quantization._encode_flat, {**flat, "ACTIVATION": name}
+        yield f"amax_flat {name}", amax._amax_flat, {"HAS_UNLESS": True, "ACTIVATION": name, "BLOCK": 8192, "NUM_BLOCKS": 4}
+    for name in known[1:2] if spread else known:
+        tile = {**options, "TILE_M": 128, "TILE_N": 128, "KIND": "tensor", "ROWS": False, "COLUMNS": True, "TRACKS_AMAX": True}
+        yield f"quantize_tile {name}", quantization._quantize_tile, {**tile, "ACTIVATION": name}
+        rows = {**options, "ROWS": 2, "COLUMNS": 4096, "FITS": True}
+        yield f"quantize_rows {name}", quantization._quantize_rows, {**rows, "ACTIVATION": name}
 
 
 def optimizer_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:

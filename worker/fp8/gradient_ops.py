@@ -197,20 +197,17 @@ def _clip(func: Any) -> Handler:
 
 
 def norms_of(gradients: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """In as few launches as there are kinds of gradients; by another order than 2, FP8 ones are decoded one at a time."""
+    """In one op for FP8 and fp32 gradients, if any is in FP8; by another order than 2, FP8 ones are decoded one at a time."""
     in_codes = [gradient for gradient in gradients if _is_normed_in_codes(gradient, order)]
     plain = [gradient for gradient in gradients if not isinstance(gradient, Float8Gradient)]
-    of_codes = iter(kernels.norms([(gradient.codes, gradient.dequant_scale) for gradient in in_codes]))
-    of_plain = iter(torch._foreach_norm(plain, order) if plain else ())
-    norms = []
-    for gradient in gradients:
-        if not isinstance(gradient, Float8Gradient):
-            norms.append(next(of_plain))
-        elif _is_normed_in_codes(gradient, order):
-            norms.append(next(of_codes))
-        else:
-            norms.append(torch.linalg.vector_norm(gradient, order))
-    return norms
+    with_codes = [gradient for gradient in plain if in_codes and gradient.dtype == torch.float32]
+    apart = [gradient for gradient in plain if not in_codes or gradient.dtype != torch.float32]
+    found = kernels.norms([(gradient.codes, gradient.dequant_scale) for gradient in in_codes], with_codes)
+    found += torch._foreach_norm(apart, order) if apart else ()
+    norms = {id(gradient): norm for gradient, norm in zip((*in_codes, *with_codes, *apart), found, strict=True)}
+    return [
+        norms[id(gradient)] if id(gradient) in norms else torch.linalg.vector_norm(gradient, order) for gradient in gradients
+    ]
 
 
 def _is_normed_in_codes(gradient: Tensor, order: float) -> TypeGuard["Float8Gradient"]:

@@ -228,25 +228,25 @@ class Float8Products(torch.autograd.Function):
         activation: str | None,
     ) -> Tensor:
         """bias_N: only where the output is computed in bf16. activation: applied to the input."""
-        wide, given_TK = layer.high_precision, input_TK
+        wide, scaling = layer.high_precision, layer.input_scaling
         # Autograd wants a bf16 gradient for a bf16 parameter: the product rounds to it, which spares a pass over an fp32 one.
         ctx.grad_weight_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
         ctx.is_empty = input_TK.shape[0] == 0
         if ctx.is_empty:  # nothing to multiply, and nothing that a scale or a window should learn from
             ctx.shapes, ctx.input_dtype = (input_TK.shape, weight.shape), input_TK.dtype
             return input_TK.new_empty((0, layer.out_features), dtype=output_dtype)
-        if activation is not None:
-            input_TK = kernels.ACTIVATIONS[activation].forward(given_TK)
-        input_rows, input_columns = layer.input_scaling.quantize(
-            input_TK,
-            rows="output" not in wide,
-            columns="grad_weight" not in wide and ctx.needs_input_grad[1] and activation is None,
-            transposed_later=True,
-        )
-        input_half = input_TK.to(torch.bfloat16) if wide & {"output", "grad_weight"} else None
-        saved = (input_half, None) if "grad_weight" in wide else (input_columns or (None, None))[:2]
-        if activation is not None:
-            saved = (given_TK, None)
+        saved: tuple[Tensor | None, Tensor | None] = (input_TK, None)
+        input_half = input_rows = None
+        if activation is not None and "output" not in wide:  # its codes are needed, its values are not
+            input_rows, input_amax = scaling.activate(input_TK, activation)
+            saved = (input_TK, input_amax)
+        elif activation is not None:
+            input_half = kernels.ACTIVATIONS[activation].forward(input_TK).to(torch.bfloat16)
+        else:
+            rows, columns = "output" not in wide, "grad_weight" not in wide and ctx.needs_input_grad[1]
+            input_rows, input_columns = scaling.quantize(input_TK, rows=rows, columns=columns, transposed_later=True)
+            input_half = input_TK.to(torch.bfloat16) if wide & {"output", "grad_weight"} else None
+            saved = (input_half, None) if "grad_weight" in wide else (input_columns or (None, None))[:2]
         ctx.save_for_backward(*saved, weight, layer.weight_dequant_scale)
         ctx.layer, ctx.activation, ctx.high_precision, ctx.input_dtype = layer, activation, wide, input_TK.dtype
         if "output" in wide:
@@ -264,15 +264,13 @@ class Float8Products(torch.autograd.Function):
         layer, activation, wide = ctx.layer, ctx.activation, ctx.high_precision
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         given_TK = input_saved
-        if activation is not None and needs_weight:
+        if activation is not None and needs_weight and "grad_weight" in wide:
             input_saved = kernels.activate_again(given_TK, activation, grad_output_TN)
-            if "grad_weight" not in wide:
-                input_saved, input_dequant_scale, _ = layer.input_scaling.quantize_again(input_saved)
-        grad_rows, grad_columns = layer.grad_output_scaling.quantize(
-            grad_output_TN,
-            rows=needs_input and "grad_input" not in wide,
-            columns=needs_weight and "grad_weight" not in wide,
-        )
+        elif activation is not None and needs_weight:  # what was saved with it is the amax
+            again = layer.input_scaling.activate_again(given_TK, activation, input_dequant_scale, grad_output_TN)
+            input_saved, input_dequant_scale, _ = again
+        rows, columns = needs_input and "grad_input" not in wide, needs_weight and "grad_weight" not in wide
+        grad_rows, grad_columns = layer.grad_output_scaling.quantize(grad_output_TN, rows=rows, columns=columns)
         grad_input_TK = grad_weight = None
         if needs_input and "grad_input" in wide:
             grad_input_TK = half_matmul(grad_output_TN, layer.half_weight(transposed=True), ctx.input_dtype)

@@ -14,6 +14,7 @@ from worker import kernels
 from worker.fp8.casts import KeepsDtypes
 from worker.fp8.recipe import OperandFormat, Recipe
 from worker.kernels import ScaledCodes, ScaleKind
+from worker.kernels.operands import Scaling
 from worker.kernels.sampling import NUM_MEASURES
 
 
@@ -87,9 +88,30 @@ class OperandScaling(KeepsDtypes):
             column_codes = row_codes.t()
         return row_codes if rows else None, column_codes
 
-    def quantize_again(self, x: Tensor) -> ScaledCodes:
-        """The codes of x.T for products over its columns, as `quantize` has made them in this step. Leaves no trace."""
-        columns = self._quantize(x, "columns", *self._amax_to_scale_by(None, None)).columns
+    def activate(self, x: Tensor, activation: str) -> tuple[ScaledCodes, Tensor | None]:
+        """Codes of an activation of x for products over its rows, from reads of x alone: its values are written nowhere.
+
+        Also returns the amax that they are scaled by, fp32 (), for `activate_again`; None where scales are not the tensor's.
+        """
+        amax, uses_amax = self._amax_to_scale_by(None, None)
+        rows, _, own_amax = self._activate(x, activation, "rows", amax, uses_amax)
+        assert rows is not None
+        if own_amax is not None and self.recipe.amax_history_length and self.training:
+            self._remember(own_amax)
+        if self.is_sampled and self.training:
+            self._sample(kernels.ACTIVATIONS[activation].forward(x), rows, None, None)
+        if own_amax is not None and uses_amax is not None and amax is not None:
+            return rows, torch.where(uses_amax, amax, own_amax)
+        return rows, own_amax
+
+    def activate_again(self, x: Tensor, activation: str, amax: Tensor | None, after: Tensor) -> ScaledCodes:
+        """Codes of the activation of x, transposed, for products over its columns, in the backward pass. Leaves no trace.
+
+        amax: what `activate` returned, so that none is looked for; None where it was not called, or returned None.
+        after: as for `kernels.activate_operand`.
+        """
+        to_scale_by = self._amax_to_scale_by(None, None) if amax is None else (amax, None)
+        columns = self._activate(x, activation, "columns", *to_scale_by, after).columns
         assert columns is not None
         return columns
 
@@ -125,6 +147,12 @@ class OperandScaling(KeepsDtypes):
     def _quantize(self, x: Tensor, sides: str, amax: Tensor | None, uses_amax: Tensor | None) -> kernels.QuantizedOperand:
         dtype, kind, margin = self.format.dtype, self.format.kind, self.recipe.margin
         return kernels.quantize_operand(x, dtype, kind, margin=margin, sides=sides, amax=amax, uses_amax=uses_amax)
+
+    def _activate(
+        self, x: Tensor, activation: str, sides: str, amax: Tensor | None, uses_amax: Tensor | None, after: Tensor | None = None
+    ) -> kernels.QuantizedOperand:
+        how = Scaling(self.recipe.margin, sides, amax, uses_amax)
+        return kernels.activate_operand(x, activation, self.format.dtype, self.format.kind, how, after=after)
 
     def _amax_to_scale_by(self, unit: Tensor | None, amax: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return an amax in units of x, and whether to use it instead of x's own.

@@ -4,12 +4,13 @@ Arguments are checked against CUDA's rules on every device, so that what passes 
 implementation by the tensor's device (`library.py`); `reference.py` is the specification that each equals bit for bit.
 """
 
-from worker.kernels.elementwise import ACTIVATIONS, activate_again, all_finite, sqrt
+from worker.kernels.activations import ACTIVATIONS
+from worker.kernels.elementwise import activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norms
 from worker.kernels.measurement import measure
-from worker.kernels.operands import QuantizedOperand, quantize_operand
+from worker.kernels.operands import QuantizedOperand, activate_operand, quantize_operand
 from worker.kernels.quantization import (
     compute_amax,
     dequant_scale_from_amax,
@@ -29,6 +30,7 @@ __all__ = [
     "ScaledCodes",
     "accumulate_",
     "activate_again",
+    "activate_operand",
     "all_finite",
     "compute_amax",
     "count_flops",

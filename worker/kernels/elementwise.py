@@ -1,33 +1,10 @@
-"""Elementwise ops: the activations that a layer computes a second time, the exact root, and the check for finite values."""
-
-from collections.abc import Callable
-from typing import NamedTuple
+"""Elementwise ops: an activation that is computed a second time, the exact root, and the check for finite values."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.library import define, define_composite
-
-aten = torch.ops.aten
-
-
-class Activation(NamedTuple):
-    """A function and its derivative. backward: (gradient of the output, input) -> gradient of the input."""
-
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-
-
-ACTIVATIONS = {
-    "gelu": Activation(F.gelu, aten.gelu_backward.default),
-    "gelu-tanh": Activation(
-        lambda x: F.gelu(x, approximate="tanh"),
-        lambda grad, x: aten.gelu_backward.default(grad, x, approximate="tanh"),
-    ),
-    "relu": Activation(F.relu, lambda grad, x: aten.threshold_backward.default(grad, x, 0)),
-    "silu": Activation(F.silu, aten.silu_backward.default),
-}
 
 
 def _activate_again(x: Tensor, activation: str, _after: Tensor) -> Tensor:

@@ -11,15 +11,15 @@ from torch import Tensor
 from worker.kernels.library import define
 
 
-def _fake_norms(codes: list[Tensor], dequant_scales: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(dequant_scale) for dequant_scale in dequant_scales]
+def _fake_norms(codes: list[Tensor], _dequant_scales: list[Tensor], values: list[Tensor]) -> Tensor:
+    return (*codes, *values)[0].new_empty(len(codes) + len(values), dtype=torch.float32)
 
 
 def _fake_mean(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
     return codes_RS.new_empty(codes_RS.shape[1], dtype=torch.float32), scales_R.new_empty(())
 
 
-_norms_op = define("norms(Tensor[] codes, Tensor[] dequant_scales) -> Tensor[]", _fake_norms)
+_norms_op = define("norms(Tensor[] codes, Tensor[] dequant_scales, Tensor[] values) -> Tensor", _fake_norms)
 _accumulate_op = define(
     "accumulate_(Tensor(a!) codes, Tensor(b!) dequant_scale, Tensor other, float alpha, int[] draw) -> ()",
     fake=lambda *_arguments: None,
@@ -27,12 +27,16 @@ _accumulate_op = define(
 _mean_op = define("mean_of_shards(Tensor codes_RS, Tensor scales_R) -> (Tensor, Tensor)", _fake_mean)
 
 
-def norms(gradients: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The 2-norms, fp32 (), of the values of E4M3 codes with one scale () each. The order of summation is the device's."""
-    if not gradients:
+def norms(gradients: Sequence[tuple[Tensor, Tensor]], values: Sequence[Tensor] = ()) -> list[Tensor]:
+    """The 2-norms, fp32 (), of E4M3 codes with one scale () each, and then of fp32 tensors: one op for all of them.
+
+    All lie on one device. The order of summation is the device's.
+    """
+    if not gradients and not values:
         return []
-    found: list[Tensor] = _norms_op([codes for codes, _ in gradients], [dequant_scale for _, dequant_scale in gradients])
-    return found
+    codes, dequant_scales = [codes for codes, _ in gradients], [dequant_scale for _, dequant_scale in gradients]
+    found: Tensor = _norms_op(codes, dequant_scales, [tensor.detach() for tensor in values])
+    return list(found.unbind())
 
 
 def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:

@@ -1,10 +1,11 @@
-"""Quantize a matrix as an operand of products, over its rows, its columns or both: check, op and fake."""
+"""Quantize a matrix, or an activation of it, as an operand of products, over its rows, its columns or both: check, op, fake."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.library import define
 from worker.kernels.quantization import check_scaled_dtype
 from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale
@@ -15,12 +16,21 @@ SIDES = ("rows", "columns", "both")
 class QuantizedOperand(NamedTuple):
     """A matrix in codes, for products over its rows and over its columns; None for what was not asked for.
 
-    rows: of the matrix (M, N). columns: of the transposed matrix (N, M). amax: of all of it, fp32 ().
+    rows: of the matrix (M, N). columns: of the transposed matrix (N, M). amax: of all of it, fp32 (), where it was found.
     """
 
     rows: ScaledCodes | None
     columns: ScaledCodes | None
     amax: Tensor | None
+
+
+class Scaling(NamedTuple):
+    """The keyword arguments of `quantize_operand`, with its defaults."""
+
+    margin: int = 0
+    sides: str = "rows"
+    amax: Tensor | None = None
+    uses_amax: Tensor | None = None
 
 
 def _fake_operand(
@@ -40,6 +50,19 @@ _operand_op = define(
 )
 
 
+def _fake_activated(x: Tensor, _activation: str, *how: Any) -> list[Tensor]:
+    _dtype, kind, _margin, _sides, amax, _uses_amax = (how := how[:-1])
+    finds_amax = kind is ScaleKind.TENSOR and amax is None
+    return [*_fake_operand(x, *how), *([x.new_empty((), dtype=torch.float32)] if finds_amax else [])]
+
+
+_activate_op = define(
+    "activate_operand(Tensor x, str activation, ScalarType dtype, Kind kind, int margin, str sides, Tensor? amax, "
+    "Tensor? uses_amax, Tensor? after) -> Tensor[]",
+    _fake_activated,
+)
+
+
 def quantize_operand(
     x_MN: Tensor,
     dtype: torch.dtype,
@@ -56,6 +79,36 @@ def quantize_operand(
     amax: fp32 (), to scale by, for a scale of the tensor; x is then not looked through. uses_amax: a bool (), whether to
     scale by it or by x's own amax, which is returned in either case.
     """
+    _check(x_MN, dtype, kind, sides, amax)
+    parts = _operand_op(x_MN.detach(), dtype, kind, margin, sides, amax, uses_amax)
+    return _named(parts, kind, sides, has_amax=uses_amax is not None)
+
+
+def activate_operand(
+    x_MN: Tensor,
+    activation: str,
+    dtype: torch.dtype,
+    kind: ScaleKind,
+    how: Scaling,
+    *,
+    after: Tensor | None = None,
+) -> QuantizedOperand:
+    """An activation of x (M, N), one of ACTIVATIONS, quantized as by `quantize_operand`; its values are not written.
+
+    Amaxes are those of the activation's values, which are rounded to the dtype of x. Where none was given for a scale of the
+    tensor, the one found is returned. after: a tensor that a compiler may not put this before, where the result is made a
+    second time in the backward pass. Autograd does not follow it.
+    """
+    margin, sides, amax, uses_amax = how
+    _check(x_MN, dtype, kind, sides, amax)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}.")
+    parts = _activate_op(x_MN, activation, dtype, kind, margin, sides, amax, uses_amax, after)
+    finds_amax = kind is ScaleKind.TENSOR and amax is None
+    return _named(parts, kind, sides, has_amax=finds_amax or uses_amax is not None)
+
+
+def _check(x_MN: Tensor, dtype: torch.dtype, kind: ScaleKind, sides: str, amax: Tensor | None) -> None:
     check_scaled_dtype(dtype)
     if x_MN.ndim != 2:
         raise ValueError(f"an operand of a product is a matrix; x has shape {tuple(x_MN.shape)}. Reshape it to (M, N).")
@@ -63,8 +116,10 @@ def quantize_operand(
         raise ValueError(f"sides is {sides!r}; allowed: {', '.join(SIDES)}.")
     if amax is not None and kind is not ScaleKind.TENSOR:
         raise ValueError(f"an amax is given for one scale of the tensor; kind is {kind.value}. Use tensor, or give no amax.")
-    parts: list[Tensor] = _operand_op(x_MN.detach(), dtype, kind, margin, sides, amax, uses_amax)
+
+
+def _named(parts: list[Tensor], kind: ScaleKind, sides: str, *, has_amax: bool) -> QuantizedOperand:
     rows = ScaledCodes(parts[0], parts[1], kind) if sides != "columns" else None
     first = 2 if sides == "both" else 0
     columns = ScaledCodes(parts[first], parts[first + 1], kind) if sides != "rows" else None
-    return QuantizedOperand(rows, columns, None if uses_amax is None else parts[-1])
+    return QuantizedOperand(rows, columns, parts[-1] if has_amax else None)

@@ -10,11 +10,13 @@ Times in comments: 2 M elements, one thread of an AVX-512 CPU, torch 2.13.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.formats import BLOCK, ROUNDED_FORMATS, SCALED_FORMATS, dequant_scale_from_amax, finite_or_nan
 from worker.kernels.rounding import random_bits, split_decode, stochastic_round
 from worker.kernels.sampling import MOST_DECIBELS, NUM_MEASURES, sampled_rows
@@ -78,6 +80,19 @@ def quantize_operand(
         parts += _quantize_rows(x_MN, dtype, kind, margin) if sides != "columns" else ()
         parts += _quantize_rows(x_MN.t(), dtype, kind, margin) if sides != "rows" else ()
     return parts if own_amax is None else [*parts, own_amax]
+
+
+def activate_operand(x_MN: Tensor, activation: str, dtype: torch.dtype, kind: ScaleKind, *how: Any) -> list[Tensor]:
+    """An activation of x, rounded to its dtype, as an operand of products; its amax comes last where it was looked for.
+
+    how: as for `quantize_operand`, and then a tensor that does not matter here.
+    """
+    margin, sides, amax, uses_amax = (*how, None, None)[:4]
+    values_MN = ACTIVATIONS[activation].forward(x_MN)
+    if kind is not ScaleKind.TENSOR or amax is not None:
+        return quantize_operand(values_MN, dtype, kind, margin, sides, amax, uses_amax)
+    amax = compute_amax(values_MN, kind)
+    return [*quantize_operand(values_MN, dtype, kind, margin, sides, amax), amax]
 
 
 def encode(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, dtype: torch.dtype) -> Tensor:
@@ -154,10 +169,11 @@ def _values(quantized: ScaledCodes) -> Tensor:
     return values
 
 
-def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norms of FP8 codes with one scale each; one of them is decoded at a time."""
+def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """The 2-norms of FP8 codes with one scale each, one of which is decoded at a time, and then of fp32 values."""
     gradients = [ScaledCodes(*pair, ScaleKind.TENSOR) for pair in zip(codes, dequant_scales, strict=True)]
-    return [torch.linalg.vector_norm(dequantize(gradient, torch.float32)) for gradient in gradients]
+    found = [torch.linalg.vector_norm(dequantize(gradient, torch.float32)) for gradient in gradients]
+    return torch.stack([*found, *(torch._foreach_norm(list(values)) if values else ())])
 
 
 def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
-"""Clips gradients by their norm, to the bits of `torch.nn.utils.clip_grad_norm_`, in at most three launches for all of them.
+"""Clips gradients by their norm, to the bits of `torch.nn.utils.clip_grad_norm_`, in three ops for all of them.
 
-torch's function takes gradients one by one as soon as one of them is a subclass. The first subclass that torch dispatches also
-makes it load DTensor and sympy, more than a second of a rank's start; so gradients in FP8 are read here, not dispatched.
+torch's function does the same to gradients in FP8: `keep_gradient_in_fp8` tells it that it may take a list of them. But the
+first subclass that torch dispatches makes it load DTensor and sympy, more than a second of a rank's start; so gradients in
+FP8 are read here, not dispatched.
 """
 
 from collections.abc import Iterable

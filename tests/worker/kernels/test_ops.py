@@ -36,7 +36,9 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             for sides in ("rows", "columns", "both"):
                 yield ops.quantize_operand, (x, E4M3, kind, 0, sides, None, None)
                 yield ops.quantize_operand, (x.t(), E4M3, kind, 0, sides, None, None)
+            yield ops.activate_operand, (x, "relu", E4M3, kind, 0, "both", None, None, x)
         for uses_amax in (torch.tensor(True), torch.tensor(False), None):
+            yield ops.activate_operand, (x, "relu", E4M3, "tensor", 0, "both", torch.tensor(3.0), uses_amax, None)
             yield ops.quantize_operand, (x, E4M3, "tensor", 0, "both", torch.tensor(3.0), uses_amax)
         codes, scale = ops.quantize(x, E4M3, "row", 0, None)
         yield ops.matmul, (codes, scale, "row", codes, scale, "row", torch.bfloat16, False)
@@ -46,7 +48,7 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield ops.sqrt, (x.abs() + 1e-20,)
         yield ops.split_dequantize, (codes, torch.ones_like(codes, dtype=torch.int8), torch.tensor(0.5), torch.bfloat16)
         codes, scale = ops.quantize(x, E4M3, "tensor", 0, None)
-        yield ops.norms, ([codes, codes[1:]], [scale, scale / 2])
+        yield ops.norms, ([codes, codes[1:]], [scale, scale / 2], [x])
         yield ops.mean_of_shards, (codes, torch.ones(len(codes)))
         yield ops.accumulate_, (codes, scale, x, 0.5, [3, 4, 5])
 

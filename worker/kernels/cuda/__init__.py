@@ -9,11 +9,12 @@ from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gemm import matmul
 from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norms
 from worker.kernels.cuda.measurement import measure
-from worker.kernels.cuda.quantization import quantize, quantize_operand
+from worker.kernels.cuda.quantization import activate_operand, quantize, quantize_operand
 from worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
 
 __all__ = [
     "accumulate_",
+    "activate_operand",
     "all_finite",
     "compute_amax",
     "dequantize",

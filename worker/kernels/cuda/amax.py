@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.kernels import reference
-from worker.kernels.cuda import language
+from worker.kernels.cuda import activations, language
 from worker.kernels.formats import BLOCK
 from worker.kernels.scales import ScaleKind, scale_shape
 
@@ -21,9 +21,14 @@ ROWS_OF_BLOCKS = 64  # of 1×128
 TILE_WARPS = 8
 
 
+# fmt: off
 @triton.jit
-def _amax_flat(x, out, unless, num_elements, HAS_UNLESS: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):
-    """*out = max(*out, amax of x); x is not read if *unless is set."""
+def _amax_flat(
+    x, out, unless, num_elements,
+    HAS_UNLESS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+):
+    # fmt: on
+    """*out = max(*out, amax of x, or of an activation of x); x is not read if *unless is set."""
     is_wanted = True
     if HAS_UNLESS:
         is_wanted = tl.load(unless) == 0
@@ -32,8 +37,8 @@ def _amax_flat(x, out, unless, num_elements, HAS_UNLESS: tl.constexpr, BLOCK: tl
         for block in tl.static_range(NUM_BLOCKS):
             start = (tl.program_id(0).to(tl.int64) * NUM_BLOCKS + block) * BLOCK
             offsets = tl.arange(0, BLOCK)
-            values = tl.load(x + start + offsets, mask=offsets < num_elements - start, other=0.0).to(tl.float32)
-            largest = language.max_magnitude(largest, tl.abs(values))
+            given = tl.load(x + start + offsets, mask=offsets < num_elements - start, other=0.0)
+            largest = language.max_magnitude(largest, tl.abs(activations.activated(given, ACTIVATION)))
         language.atomic_amax(out, language.amax(largest, 0))
 
 
@@ -69,8 +74,13 @@ def _amax_tiles(x, stride, out, num_rows, num_columns, IS_SQUARE: tl.constexpr, 
         tl.store(out + (first_row + rows) * num_column_tiles + tile_n, largest, mask=is_row)
 
 
+# fmt: off
 @triton.jit
-def _amax_both(x, stride, by_row, by_column, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _amax_both(
+    x, stride, by_row, by_column, num_rows, num_columns,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    # fmt: on
     """Raise an amax for each row and one for each column, from one read."""
     num_column_tiles = tl.cdiv(num_columns, COLUMNS)
     tile_m, tile_n = tl.program_id(0) // num_column_tiles, tl.program_id(0) % num_column_tiles
@@ -78,7 +88,8 @@ def _amax_both(x, stride, by_row, by_column, num_rows, num_columns, ROWS: tl.con
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row, is_column = rows < num_rows - first_row, columns < num_columns - first_column
     pointers = x + first_row * stride + first_column + rows[:, None] * stride + columns[None, :]
-    values = tl.load(pointers, mask=is_row[:, None] & is_column[None, :], other=0.0).to(tl.float32)
+    given = tl.load(pointers, mask=is_row[:, None] & is_column[None, :], other=0.0)
+    values = activations.activated(given, ACTIVATION)
     row_bits = language.amax(values, 1).to(tl.int32, bitcast=True)
     column_bits = language.amax(values, 0).to(tl.int32, bitcast=True)
     tl.atomic_max(by_row + first_row + rows, row_bits, mask=is_row)
@@ -129,23 +140,25 @@ def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
     return out
 
 
-def tensor_amax(x: Tensor, unless: Tensor | None = None) -> Tensor:
-    """The amax of x; 0, without reading x, where the bool `unless` is set: decided on the device."""
+def tensor_amax(x: Tensor, unless: Tensor | None = None, activation: str | None = None) -> Tensor:
+    """The amax of x, or of an activation of x; 0, without reading x, where the bool `unless` is set: decided on the device."""
     out = torch.zeros((), dtype=torch.float32, device=x.device)
     flat = as_flat(x)
     grid = (triton.cdiv(flat.numel(), FLAT_BLOCK * FLAT_BLOCKS_PER_PROGRAM),)
-    constants = {"BLOCK": FLAT_BLOCK, "NUM_BLOCKS": FLAT_BLOCKS_PER_PROGRAM, "num_warps": FLAT_WARPS}
+    constants = {"ACTIVATION": activation, "BLOCK": FLAT_BLOCK, "NUM_BLOCKS": FLAT_BLOCKS_PER_PROGRAM, "num_warps": FLAT_WARPS}
     _amax_flat[grid](flat, out, unless, flat.numel(), HAS_UNLESS=unless is not None, **constants)
     return out
 
 
-def row_and_column_amax(x_MN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the amaxes (M,) of the rows and (N,) of the columns, from one read."""
+def row_and_column_amax(x_MN: Tensor, activation: str | None = None) -> tuple[Tensor, Tensor]:
+    """Return the amaxes (M,) of the rows and (N,) of the columns of x, or of an activation of x, from one read."""
     num_rows, num_columns = x_MN.shape
     bits = torch.zeros(num_rows + num_columns, dtype=torch.int32, device=x_MN.device)
     by_row, by_column = bits[:num_rows], bits[num_rows:]
     grid = (triton.cdiv(num_rows, BLOCK) * triton.cdiv(num_columns, BLOCK),)
-    _amax_both[grid](x_MN, x_MN.stride(0), by_row, by_column, num_rows, num_columns, BLOCK, BLOCK, num_warps=TILE_WARPS)
+    _amax_both[grid](
+        x_MN, x_MN.stride(0), by_row, by_column, num_rows, num_columns, activation, BLOCK, BLOCK, num_warps=TILE_WARPS
+    )
     return by_row.view(torch.float32), by_column.view(torch.float32)
 
 

@@ -3,7 +3,9 @@
 Sums over programs are written down and added by torch in one order: the same result in every run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -18,26 +20,94 @@ CHUNK = 4096
 _EXACT = {"enable_fp_fusion": False}
 
 
+# The columns of the table of gradients whose norms are taken, int64. A gradient without a scale holds fp32 values.
+_GRADIENT, _SCALE, _NUM_ELEMENTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FIRST_SUM, _NUM_SUMS = tl.constexpr(3), tl.constexpr(4)  # multiples of 4, 16 bytes
+_NUM_COLUMNS = tl.constexpr(5)
+SUMS = 1024
+"""Partial sums that a program adds at a time."""
+
+
 @triton.jit
-def sum_of_squares_kernel(codes, partial, num_elements, CHUNK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    values = language.decode(tl.load(codes + at, mask=at < num_elements, other=0), "e4m3")
-    tl.store(partial + tl.program_id(0), tl.sum(values * values, 0))
+def _squares(address, start, num_elements, FORMAT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.float32 if FORMAT == "fp32" else tl.uint8)) + start
+    remaining = tl.minimum(num_elements - start, CHUNK).to(tl.int32)
+    if ALIGNED:
+        pointer, remaining = tl.multiple_of(pointer, 16), tl.multiple_of(remaining, 16)
+    at = tl.arange(0, CHUNK)
+    values = language.decode(tl.load(pointer + at, mask=at < remaining, other=0), FORMAT)
+    return tl.sum(values * values, 0)
 
 
-def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor]) -> list[Tensor]:
-    """See the reference. A launch for each, and four for all of them."""
-    partials = [_sums_of_squares(each) for each in codes]
-    roots = torch._foreach_sqrt(torch._foreach_norm(partials, 1))
-    return list(torch._foreach_abs(torch._foreach_mul(roots, list(dequant_scales))))  # mul_(-1) leaves a negative scale
+@triton.jit
+def sums_of_squares_kernel(table, chunks, partial, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    """A program for each chunk of each gradient. chunks: int32, (the gradient's row, the chunk's number); some are empty."""
+    row = table + tl.load(chunks + 2 * tl.program_id(0)) * _NUM_COLUMNS
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    address, num_elements = tl.load(row + _GRADIENT), tl.load(row + _NUM_ELEMENTS)
+    if tl.load(row + _SCALE) != 0:
+        tl.store(partial + tl.program_id(0), _squares(address, start, num_elements, "e4m3", ALIGNED, CHUNK))
+    else:
+        tl.store(partial + tl.program_id(0), _squares(address, start, num_elements, "fp32", ALIGNED, CHUNK))
 
 
-def _sums_of_squares(codes: Tensor) -> Tensor:
-    """The sum of squares of each program's chunk."""
-    flat = codes.view(torch.uint8).reshape(-1)
-    partial = torch.empty(triton.cdiv(flat.numel(), CHUNK), device=flat.device)
-    sum_of_squares_kernel[(len(partial),)](flat, partial, flat.numel(), CHUNK)
-    return partial
+@triton.jit
+def norms_kernel(table, partial, out, SUMS: tl.constexpr):
+    """A program for each gradient adds its sums, in one order, and takes the root."""
+    row = table + tl.program_id(0) * _NUM_COLUMNS
+    first, num_sums = tl.multiple_of(tl.load(row + _FIRST_SUM), 4), tl.multiple_of(tl.load(row + _NUM_SUMS), 4)
+    at, total = tl.arange(0, SUMS), tl.zeros((SUMS,), tl.float32)
+    for start in tl.range(0, num_sums, SUMS):
+        total += tl.load(partial + first + start + at, mask=at < num_sums - start, other=0.0)
+    norm = tl.sqrt_rn(tl.sum(total, 0))
+    scale = tl.load(row + _SCALE)
+    if scale != 0:  # mul_(-1) leaves a negative scale
+        norm = tl.abs(norm * tl.load(scale.to(tl.pointer_type(tl.float32))))
+    tl.store(out + tl.program_id(0), norm)
+
+
+_SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
+"""By name and device, what was last sent there and from what it was made: it is sent again only when that has changed."""
+_CAPTURED: list[Tensor] = []
+"""What the replays of CUDA graphs send."""
+
+
+def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """See the reference. Two launches for all of them, and a table of addresses that is sent when one has changed."""
+    gradients = [each.contiguous() for each in (*codes, *values)]  # a copy has to outlive the launch
+    device, sizes = gradients[0].device, [each.numel() for each in gradients]
+    scales = [scale.data_ptr() for scale in dequant_scales] + [0] * len(values)
+    addresses = [each.data_ptr() for each in gradients]
+    num_sums = [4 * triton.cdiv(size, 4 * CHUNK) for size in sizes]
+    firsts = [0, *accumulate(num_sums)][:-1]
+    rows = [*zip(addresses, scales, sizes, firsts, num_sums, strict=True)]
+    table = _sent("table", rows, device, torch.int64, lambda rows: rows)
+    chunks = _sent("chunks", num_sums, device, torch.int32, _chunks)
+    is_aligned = all(address % 16 == size % 16 == 0 for address, size in zip(addresses, sizes, strict=True))
+    partial, out = chunks.new_empty(len(chunks), dtype=torch.float32), chunks.new_empty(len(rows), dtype=torch.float32)
+    sums_of_squares_kernel[(len(chunks),)](table, chunks, partial, is_aligned, CHUNK)
+    norms_kernel[(len(rows),)](table, partial, out, SUMS)
+    return out
+
+
+def _chunks(num_sums: list[int]) -> list[tuple[int, int]]:
+    return [(row, chunk) for row, number in enumerate(num_sums) for chunk in range(number)]
+
+
+def _sent(
+    name: str, content: list[Any], device: torch.device, dtype: torch.dtype, rows: Callable[[list[Any]], list[Any]]
+) -> Tensor:
+    """The rows made of a content, on the device. The host does not wait."""
+    known = _SENT.get((name, device))
+    if known is not None and known[0] == content:
+        return known[1]
+    host = torch.tensor(rows(content), dtype=dtype, pin_memory=device.type == "cuda")
+    on_device = host.to(device, non_blocking=True)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(host)
+    if type(on_device) is Tensor:  # a fake one belongs to its mode
+        _SENT[name, device] = (content, on_device)
+    return on_device
 
 
 @triton.jit

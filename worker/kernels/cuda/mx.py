@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels.cuda import language
+from worker.kernels.cuda import activations, language
 from worker.kernels.formats import MX_BLOCK
 
 TILE, WARPS = (64, 128), 4
@@ -24,7 +24,7 @@ def quantize_tile(
     x, stride, num_rows, num_columns,
     codes, row_scale, row_scale_stride_m, row_scale_stride_n,
     codes_t, column_scale, column_scale_stride_n, column_scale_stride_m,
-    FORMAT: tl.constexpr, MARGIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, MARGIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):
     # fmt: on
@@ -44,7 +44,7 @@ def quantize_tile(
         is_block = (row < num_rows - first_row) & (block * _BLOCK < num_columns - first_column)
         column = block[:, None] * _BLOCK + within[None, :]
         mask = is_block[:, None] & (column < num_columns - first_column)
-        values = tl.load(x + row[:, None] * stride + column, mask=mask, other=0.0).to(tl.float32)
+        values = activations.activated(tl.load(x + row[:, None] * stride + column, mask=mask, other=0.0), ACTIVATION)
         scale = language.scale_from_amax(language.amax(values, 1), FORMAT, MARGIN)
         pointers = row_scale + (first_row + row) * row_scale_stride_m + (first_column // _BLOCK + block) * row_scale_stride_n
         tl.store(pointers, scale, mask=is_block)
@@ -57,7 +57,8 @@ def quantize_tile(
             rows = number * _BLOCK + within
             is_row = rows < num_rows - first_row
             mask_t = is_row[:, None] & is_column[None, :]
-            values_t = tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask_t, other=0.0).to(tl.float32)
+            given_t = tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask_t, other=0.0)
+            values_t = activations.activated(given_t, ACTIVATION)
             scale_t = language.scale_from_amax(language.amax(values_t, 0), FORMAT, MARGIN)
             pointers_t = column_scale + (first_column + columns) * column_scale_stride_n
             pointers_t += (first_row // _BLOCK + number) * column_scale_stride_m

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.kernels import formats, reference
-from worker.kernels.cuda import language, mx
+from worker.kernels.cuda import activations, language, mx
 from worker.kernels.cuda.amax import (
     MAX_ROW_BLOCK,
     ROW_TILE,
@@ -48,6 +48,7 @@ def _encode_flat(
     new_amax,
     num_elements,
     FORMAT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     MARGIN: tl.constexpr,
     TRACKS_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -60,7 +61,7 @@ def _encode_flat(
     start = program.to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     mask = offsets < num_elements - start
-    values = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    values = activations.activated(tl.load(x + start + offsets, mask=mask, other=0.0), ACTIVATION)
     encoded = language.encode_scaled(language.nan_unless_finite(values), language.inverse(scale), FORMAT)
     tl.store(codes + start + offsets, encoded, mask=mask)
     if TRACKS_AMAX:
@@ -76,6 +77,7 @@ def _quantize_rows(
     num_rows,
     num_columns,
     FORMAT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     MARGIN: tl.constexpr,
     FITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -89,7 +91,7 @@ def _quantize_rows(
     outputs = codes + first_row * num_columns + rows[:, None] * num_columns + columns[None, :]
     if FITS:
         mask = is_row[:, None] & (columns[None, :] < num_columns)
-        values = tl.load(inputs, mask=mask, other=0.0).to(tl.float32)
+        values = activations.activated(tl.load(inputs, mask=mask, other=0.0), ACTIVATION)
         scale = language.scale_from_amax(language.amax(values, 1), FORMAT, MARGIN)
         encoded = language.encode_scaled(language.nan_unless_finite(values), language.inverse(scale)[:, None], FORMAT)
         tl.store(outputs, encoded, mask=mask)
@@ -97,12 +99,12 @@ def _quantize_rows(
         largest = tl.zeros((ROWS,), tl.float32)
         for start in range(0, num_columns, COLUMNS):
             mask = is_row[:, None] & (columns[None, :] < num_columns - start)
-            values = tl.load(inputs + start, mask=mask, other=0.0).to(tl.float32)
+            values = activations.activated(tl.load(inputs + start, mask=mask, other=0.0), ACTIVATION)
             largest = language.max_magnitude(largest, language.amax(values, 1))
         scale = language.scale_from_amax(largest, FORMAT, MARGIN)
         for start in range(0, num_columns, COLUMNS):
             mask = is_row[:, None] & (columns[None, :] < num_columns - start)
-            values = tl.load(inputs + start, mask=mask, other=0.0).to(tl.float32)
+            values = activations.activated(tl.load(inputs + start, mask=mask, other=0.0), ACTIVATION)
             encoded = language.encode_scaled(language.nan_unless_finite(values), language.inverse(scale)[:, None], FORMAT)
             tl.store(outputs + start, encoded, mask=mask)
     tl.store(dequant_scale + first_row + rows, scale, mask=is_row)
@@ -114,12 +116,13 @@ def _quantize_tile(
     x, stride, num_rows, num_columns, row_amax, column_amax, new_amax,
     codes, row_scale, row_scale_stride_m, row_scale_stride_n,
     codes_t, column_scale, column_scale_stride_n, column_scale_stride_m,
-    KIND: tl.constexpr, FORMAT: tl.constexpr, MARGIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TRACKS_AMAX: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    KIND: tl.constexpr, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, MARGIN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRACKS_AMAX: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):
     # fmt: on
-    """One tile. Scales of kind "tensor" and "row" come from amaxes that are given, those of blocks from the tile.
+    """One tile of x, or of an activation of x.
 
+    Scales of kind "tensor" and "row" come from amaxes that are given, those of blocks from the tile.
     ROWS, COLUMNS: what is wanted. row_scale belongs to codes (M, N), column_scale to codes_t (N, M).
     """
     program = _last_first()
@@ -130,7 +133,7 @@ def _quantize_tile(
     is_row, is_column = rows < num_rows - first_row, columns < num_columns - first_column
     mask = is_row[:, None] & is_column[None, :]
     inputs = x + first_row * stride + first_column + rows[:, None] * stride + columns[None, :]
-    values = tl.load(inputs, mask=mask, other=0.0).to(tl.float32)
+    values = activations.activated(tl.load(inputs, mask=mask, other=0.0), ACTIVATION)
     codable = language.nan_unless_finite(values)
 
     if KIND == "tensor" or KIND == "block 128x128":
@@ -208,30 +211,52 @@ def quantize_operand(
     sides: str,
     amax: Tensor | None = None,
     uses_amax: Tensor | None = None,
+    activation: str | None = None,
 ) -> list[Tensor]:
-    """See the reference. With an amax that is used, x is read once, for codes and its own amax."""
-    if x_MN.numel() == 0:
+    """See the reference. With an amax that is used, x is read once, for codes and its own amax.
+
+    activation: what is applied to x as it is read.
+    """
+    if x_MN.numel() == 0:  # every activation of nothing is the same
         return reference.quantize_operand(x_MN, dtype, kind, margin, sides, amax, uses_amax)
     new_amax = None
     if uses_amax is not None:
         assert amax is not None
-        amax = torch.where(uses_amax, amax, tensor_amax(x_MN, unless=uses_amax))
+        amax = torch.where(uses_amax, amax, tensor_amax(x_MN, uses_amax, activation))
         new_amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
     elif kind is ScaleKind.TENSOR and amax is None:
-        amax = tensor_amax(x_MN)
+        amax = tensor_amax(x_MN, activation=activation)
     if amax is not None and sides == "rows" and x_MN.is_contiguous():
-        parts = [*_quantize_flat(x_MN, dtype, margin, amax, new_amax)]
+        parts = [*_quantize_flat(x_MN, dtype, margin, amax, new_amax, activation)]
         return parts if new_amax is None else [*parts, new_amax]
     x_MN = as_matrix(x_MN)
     rows = _empty_operand(x_MN, dtype, kind) if sides != "columns" else None
     columns = _empty_operand(x_MN.t(), dtype, kind) if sides != "rows" else None
     if kind is ScaleKind.ROW and columns is None:
         assert rows is not None
-        _launch_rows(x_MN, rows.codes, rows.dequant_scale, margin)
+        _launch_rows(x_MN, rows.codes, rows.dequant_scale, margin, activation)
     else:
-        amaxes = row_and_column_amax(x_MN) if kind is ScaleKind.ROW else (amax, None)
-        _launch_tiles(x_MN, margin, rows, columns, amaxes, new_amax)
+        amaxes = row_and_column_amax(x_MN, activation) if kind is ScaleKind.ROW else (amax, None)
+        _launch_tiles(x_MN, margin, rows, columns, amaxes, new_amax, activation)
     return [*(rows or ())[:2], *(columns or ())[:2], *(() if new_amax is None else (new_amax,))]
+
+
+def activate_operand(
+    x_MN: Tensor,
+    activation: str,
+    dtype: torch.dtype,
+    kind: ScaleKind,
+    margin: int,
+    sides: str,
+    amax: Tensor | None = None,
+    uses_amax: Tensor | None = None,
+    _after: Tensor | None = None,
+) -> list[Tensor]:
+    """See the reference. The activation's result is in registers alone; where x is read twice it is computed twice."""
+    if kind is not ScaleKind.TENSOR or amax is not None:
+        return quantize_operand(x_MN, dtype, kind, margin, sides, amax, uses_amax, activation)
+    amax = tensor_amax(x_MN, activation=activation)
+    return [*quantize_operand(x_MN, dtype, kind, margin, sides, amax, None, activation), amax]
 
 
 def _empty_operand(like: Tensor, dtype: torch.dtype, kind: ScaleKind) -> ScaledCodes:
@@ -240,25 +265,30 @@ def _empty_operand(like: Tensor, dtype: torch.dtype, kind: ScaleKind) -> ScaledC
 
 
 def _quantize_flat(
-    x: Tensor, dtype: torch.dtype, margin: int, amax: Tensor, new_amax: Tensor | None = None
+    x: Tensor,
+    dtype: torch.dtype,
+    margin: int,
+    amax: Tensor,
+    new_amax: Tensor | None = None,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     dequant_scale = torch.empty((), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(x.numel(), FLAT_BLOCK),)
     _encode_flat[grid](
-        x, amax, as_integers(codes), dequant_scale, new_amax, x.numel(), FORMAT_NAMES[dtype], margin,
+        x, amax, as_integers(codes), dequant_scale, new_amax, x.numel(), FORMAT_NAMES[dtype], activation, margin,
         new_amax is not None, FLAT_BLOCK, num_warps=FLAT_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, dequant_scale
 
 
-def _launch_rows(x_MN: Tensor, codes: Tensor, dequant_scale: Tensor, margin: int) -> None:
+def _launch_rows(x_MN: Tensor, codes: Tensor, dequant_scale: Tensor, margin: int, activation: str | None = None) -> None:
     num_rows, num_columns = x_MN.shape
     columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
     rows = max(1, ROW_TILE // columns)
     _quantize_rows[(triton.cdiv(num_rows, rows),)](
-        x_MN, x_MN.stride(0), as_integers(codes), dequant_scale, num_rows, num_columns, FORMAT_NAMES[codes.dtype], margin,
-        num_columns <= columns, rows, columns, num_warps=ROW_WARPS, enable_fp_fusion=False,
+        x_MN, x_MN.stride(0), as_integers(codes), dequant_scale, num_rows, num_columns, FORMAT_NAMES[codes.dtype], activation,
+        margin, num_columns <= columns, rows, columns, num_warps=ROW_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -269,6 +299,7 @@ def _launch_tiles(
     columns: ScaledCodes | None,
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
     new_amax: Tensor | None = None,
+    activation: str | None = None,
 ) -> None:
     """rows, columns: where codes and scales go. amaxes: those of the rows, or the tensor, and of the columns, if given."""
     wanted = rows or columns
@@ -278,7 +309,7 @@ def _launch_tiles(
         grid = (triton.cdiv(num_rows, mx.TILE[0]) * triton.cdiv(num_columns, mx.TILE[1]),)
         mx.quantize_tile[grid](
             x_MN, x_MN.stride(0), num_rows, num_columns, *_pointers(rows), *_pointers(columns),
-            FORMAT_NAMES[wanted.codes.dtype], margin, rows is not None, columns is not None, *mx.TILE,
+            FORMAT_NAMES[wanted.codes.dtype], activation, margin, rows is not None, columns is not None, *mx.TILE,
             num_warps=mx.WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         return
@@ -286,8 +317,9 @@ def _launch_tiles(
     grid = (triton.cdiv(num_rows, tile_m) * triton.cdiv(num_columns, tile_n),)
     _quantize_tile[grid](
         x_MN, x_MN.stride(0), num_rows, num_columns, *amaxes, new_amax, *_pointers(rows), *_pointers(columns),
-        wanted.kind.value, FORMAT_NAMES[wanted.codes.dtype], margin, rows is not None, columns is not None,
-        new_amax is not None, tile_m, tile_n, num_warps=TILE_WARPS, maxnreg=TILE_REGISTERS, enable_fp_fusion=False,
+        wanted.kind.value, FORMAT_NAMES[wanted.codes.dtype], activation, margin,
+        rows is not None, columns is not None, new_amax is not None, tile_m, tile_n,
+        num_warps=TILE_WARPS, maxnreg=TILE_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

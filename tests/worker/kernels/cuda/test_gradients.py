@@ -1,5 +1,7 @@
 """Kernels on FP8 gradients against their plain-torch twins: norm, accumulation with stochastic rounding, mean of shards."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,12 +25,30 @@ def values_of(size: int, seed: int = 0) -> Tensor:
 def test_norm(size: int) -> None:
     codes, dequant_scale = kernels.quantize(values_of(size), E4M3)
     expected = torch.linalg.vector_norm(kernels.dequantize(codes, dequant_scale).double())
-    torch.testing.assert_close(gradients.norms([codes], [dequant_scale])[0].double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients.norms([codes], [dequant_scale], [])[0].double(), expected, rtol=1e-6, atol=0)
 
 
 def test_norm_of_a_gradient_that_is_not_finite() -> None:
     codes, _ = kernels.quantize(values_of(300), E4M3)
-    assert gradients.norms([codes], [torch.tensor(torch.nan, device=DEVICE)])[0].isnan()
+    assert gradients.norms([codes], [torch.tensor(torch.nan, device=DEVICE)], [])[0].isnan()
+
+
+@pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
+@pytest.mark.parametrize("sizes", [(1, 127, 5000), (4096, 16)], ids=["odd", "aligned"])
+def test_norms_of_all_gradients_are_two_launches(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    run = language.triton.runtime.interpreter.InterpretedFunction.run
+
+    def note(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        launched.append(kernel.fn.__name__)
+        return run(kernel, *arguments, **options)
+
+    monkeypatch.setattr(language.triton.runtime.interpreter.InterpretedFunction, "run", note)
+    pairs = [kernels.quantize(values_of(size, seed), E4M3) for seed, size in enumerate(sizes)]
+    codes, scales, values = [pair[0] for pair in pairs], [-pair[1] for pair in pairs], [values_of(size) for size in sizes]
+    found = gradients.norms(codes, scales, values)
+    torch.testing.assert_close(found, reference.norms(codes, scales, values).abs(), rtol=1e-6, atol=0)
+    assert launched == ["sums_of_squares_kernel", "norms_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -247,3 +247,38 @@ def test_codes_with_a_residual_and_back(shape: tuple[int, ...], dtype: torch.dty
     for scale in (2.0**-20, 1.0):
         arguments = (codes, residual, torch.tensor(scale, device=DEVICE), dtype)
         assert_same(rescale.split_dequantize(*arguments), reference.split_dequantize(*arguments))
+
+
+class TestActivations:
+    """What is read, activated, rounded and quantized in one pass is what the twin makes in two."""
+
+    @pytest.mark.parametrize("sides", [*(pytest.param(sides, marks=pytest.mark.matrix) for sides in SIDES[:2]), "both"])
+    @pytest.mark.parametrize("kind", ScaleKind)
+    def test_relu_has_the_twins_bits(self, kind: ScaleKind, sides: str) -> None:
+        x = hard_matrix(130, 260, torch.bfloat16)
+        actual = quantization.activate_operand(x, "relu", E4M3, kind, 0, sides)
+        for one, other in zip(actual, reference.activate_operand(x, "relu", E4M3, kind, 0, sides), strict=True):
+            assert_same(one, other)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.matrix)])
+    @pytest.mark.parametrize("activation", ["gelu", "gelu-tanh", "silu"])
+    def test_the_others_are_one_code_off_in_one_of_a_thousand_at_most(self, activation: str, dtype: torch.dtype) -> None:
+        """exp and erf differ in their last bits; what decides is on which side of a middle between codes that falls."""
+        x = (3 * torch.randn(130, 260, generator=torch.Generator().manual_seed(2))).to(dtype).to(DEVICE)
+        x[5, 7] = math.nan
+        for window in ((), (torch.tensor(5.0, device=DEVICE), torch.tensor(True, device=DEVICE))):
+            found = quantization.activate_operand(x, activation, E4M3, ScaleKind.TENSOR, 0, "both", *window)
+            twins = reference.activate_operand(x, activation, E4M3, ScaleKind.TENSOR, 0, "both", *window)
+            torch.testing.assert_close(found[4], twins[4], equal_nan=True)
+            assert_same(found[1], twins[1])
+            assert torch.equal(found[2].view(torch.uint8), found[0].t().contiguous().view(torch.uint8))
+            values, expected = found[0].float(), twins[0].float()
+            torch.testing.assert_close(values, expected, rtol=2.0**-3, atol=2.0**-9, equal_nan=True)  # neighbours
+            assert int((values.nan_to_num() != expected.nan_to_num()).sum()) <= x.numel() // 1000
+
+    def test_the_amax_that_scales_is_returned_and_makes_the_same_codes(self) -> None:
+        x = torch.randn(130, 260, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        *rows, amax_found = quantization.activate_operand(x, "gelu", E4M3, ScaleKind.TENSOR, 0, "rows")
+        again = quantization.activate_operand(x, "gelu", E4M3, ScaleKind.TENSOR, 0, "columns", amax_found)
+        for one, other in zip(again, rows, strict=True):
+            assert_same(one, other.t().contiguous())

@@ -1,0 +1,116 @@
+"""Count the launches of a GPT's MLP, forward and backward, and of clipping, on the fake GPU: nothing is launched.
+
+    python -m benchmarks.gpu.launches
+
+An op of torch counts as one launch, however many it makes; of our own ops each Triton kernel counts. Bytes are those of the
+tensors of activations that a launch is given or returns; an amax that is looked for only while a window fills counts none.
+"""
+
+import sys
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
+
+from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
+from benchmarks.gpu.live_bytes import LiveBytes
+from worker import initialize
+from worker.optim import clip_grad_norm_
+
+TOKENS, HIDDEN = 8192, 1024
+CASES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("te", {}), ("O2", {}), ("O2", {"scaling": "delayed", "amax_history_length": 4}),
+)  # fmt: skip
+NUM_LAYERS = (4, 24)
+NO_LAUNCH = frozenset(
+    ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "detach_", "_unsafe_view", "alias")
+) | {"device"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches by name, and the bytes of activations that they move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func.namespace == "octet":
+            with self:  # counts what our implementation does
+                return see_within(func, args, options)
+        found = see_within(func, args, options)
+        result = func(*args, **options) if found is NotImplemented else found
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in NO_LAUNCH:
+            self._count(name, (args, options, result))
+        return result
+
+    def launch(self, kernel: Any, *args: Any, **_options: Any) -> None:
+        """Take the place of a Triton kernel's launch."""
+        is_idle = kernel.fn.__name__ == "_amax_flat" and args[2] is not None
+        self._count(kernel.fn.__name__, () if is_idle else args)
+
+    def _count(self, name: str, arguments: Any) -> None:
+        self.by_name[name] += 1
+        tensors = {id(part): part for part in tree_leaves(arguments) if isinstance(part, Tensor)}
+        self.num_bytes += sum(part.nbytes for part in tensors.values() if part.numel() >= TOKENS * HIDDEN)
+
+
+def count(work: Any) -> Launches:
+    """Call `work` and count what it launches."""
+    launches = Launches()
+    run = mock.patch.object(JITFunction, "run", lambda kernel, *args, **options: launches.launch(kernel, *args, **options))
+    with run, launches:
+        work()
+    return launches
+
+
+def linear(in_features: int, out_features: int) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=False, device=DEVICE_TYPE)
+
+
+def mlp(level: str, recipe: dict[str, object]) -> Launches:
+    """Count the forward and backward pass of two layers with a GELU between them, in bf16."""
+    with fake_gpu():
+        layers = nn.Sequential(linear(HIDDEN, 4 * HIDDEN), nn.GELU(approximate="tanh"), linear(4 * HIDDEN, HIDDEN))
+        model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=0, auto_filter=False)
+        x = torch.randn(TOKENS, HIDDEN, device=DEVICE_TYPE, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.randn(TOKENS, HIDDEN, device=DEVICE_TYPE, dtype=torch.bfloat16)
+        return count(lambda: model(x).backward(gradient))
+
+
+def clipping(num_layers: int) -> tuple[Launches, int]:
+    """Count clipping by the norm of so many layers of 512 × 512 at O2. Also returns the bytes that torch's function takes."""
+    with fake_gpu():
+        layers = nn.Sequential(*(linear(512, 512) for _ in range(num_layers)))
+        model, _ = initialize(layers, None, "O2", statistics_every=0, auto_filter=False)
+        model(torch.randn(64, 512, device=DEVICE_TYPE)).sum().backward()
+        launches = count(lambda: clip_grad_norm_(model.parameters(), 1.0))
+        with LiveBytes(see_within=see_within) as live:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return launches, live.peak_bytes
+
+
+def main() -> None:
+    # Autocast does not know the device's type: it leaves every op as it is.
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for level, recipe in CASES:
+        found = mlp(level, recipe)
+        moved = f"{found.by_name.total()} launches, {found.num_bytes / 1e9:.3f} GB of activations"
+        sys.stdout.write(f"MLP, {level} {recipe or ''}: {moved}\n")
+    for num_layers in NUM_LAYERS:
+        found, peak_bytes = clipping(num_layers)
+        launched = f"{found.by_name.total()} launches {dict(found.by_name)}"
+        sys.stdout.write(f"clip {num_layers} layers: {launched}; torch's function takes {peak_bytes:,} bytes\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Triton device functions of the activations in `worker/kernels/activations.py`, for kernels that apply one as they read.
+
+The result is rounded to the input's dtype before it is used, as an activation that is written down would be. ReLU equals
+torch's bit for bit; the others are within the last bits of exp and erf, so that a code may differ by one from the twin's.
+"""
+
+import triton
+import triton.language as tl
+
+from worker.kernels.cuda import language
+
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+TANH_RATE = tl.constexpr(1.5957691216057308)  # 2 · sqrt(2 / pi): 0.5 · (1 + tanh(u)) is the logistic function of 2 · u
+TANH_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """fp32 values of x, or of an activation of x, which is rounded to the dtype of x. All map 0 to 0, so masks stay."""
+    values = x.to(tl.float32)
+    if ACTIVATION is None:
+        return values
+    elif ACTIVATION == "relu":
+        return tl.where(values <= 0, 0.0, values)  # a NaN stays
+    else:
+        tl.static_assert(ACTIVATION == "gelu" or ACTIVATION == "gelu-tanh" or ACTIVATION == "silu")
+        if ACTIVATION == "gelu":
+            result = values * 0.5 * (1.0 + tl.erf(values * ROOT_HALF))
+        elif ACTIVATION == "silu":
+            result = values / (1.0 + tl.exp(-values))
+        else:
+            cubic = values * values * values
+            result = values / (1.0 + tl.exp((values + cubic * TANH_CUBIC) * -TANH_RATE))
+        return language.cast(result, x.dtype).to(tl.float32)
