@@ -10,10 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from api_schemas import EventReport, JobSpec
 from api_schemas.levels import LEVELS
+from api_schemas.models.gpt import gpt_sizes
 from tests.worker.test_accelerator import FAMILIES, batch_of, fit_loss_scale
 from tests.worker.test_train import train, with_training
 from worker import initialize
 from worker.blocks import WARM_UP_STEPS, checkpoint_blocks, compile_blocks, repeated_blocks
+from worker.fp8.accelerator import cpu_as_accelerator
+from worker.models.gpt import GPT
 
 IN_EVERY_RUN = {("gpt", "O2", "full"), ("swin", "O2", "selective"), ("gpt", "fp32", "selective")}
 BLOCKS = {
@@ -139,6 +142,23 @@ def test_blocks_compile_once_without_a_graph_break(
     assert f"first {WARM_UP_STEPS} steps" in events[0].message
     assert not torch._dynamo.utils.counters["graph_break"]
     assert compiled.losses() == eager.losses()
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.parametrize("level", ["bf16-amp", "O2"])
+def test_all_blocks_share_one_graph(level: str) -> None:
+    """More blocks than torch compiles of one function: with a graph for each, the last ones would run eagerly."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = GPT(gpt_sizes(32, torch._dynamo.config.recompile_limit + 2, 2, 256, 16))
+    model, _ = initialize(model, torch.optim.AdamW(model.parameters()), level)
+    compile_blocks(model, backend="aot_eager")
+    tokens = torch.randint(0, 256, (1, 17))
+    with cpu_as_accelerator():
+        model.loss({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}).loss.backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.fixture(autouse=True)
