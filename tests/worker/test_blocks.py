@@ -176,7 +176,7 @@ def test_events_tell_of_the_warm_up_and_of_what_is_compiled_later(monkeypatch: p
     for num_graphs in (2, 3, 4, 4, 6, 6):
         graphs[0] = num_graphs
         events.append(watch.after_step())
-    types = [event and event.type for event in events]
-    assert types == [None, None, "training.compiled", None, "training.recompiled", None]
-    assert events[2].data["graphs"] == 4
-    assert events[4].data["graphs"] == 2
+    kinds = [[getattr(report, "type", None) or report.phase for report in reports] for reports in events]
+    assert kinds == [[], [], ["warmed_up", "training.compiled"], [], ["training.recompiled"], []]
+    assert events[2][1].data["graphs"] == 4
+    assert events[4][0].data["graphs"] == 2
