@@ -35,7 +35,7 @@ def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor]) -> list[Ten
 def _sums_of_squares(codes: Tensor) -> Tensor:
     """The sum of squares of each program's chunk."""
     flat = codes.view(torch.uint8).reshape(-1)
-    partial = torch.empty(triton.cdiv(flat.numel(), CHUNK), device=flat.device)
+    partial = torch.empty(language.cdiv(flat.numel(), CHUNK), device=flat.device)
     sum_of_squares_kernel[(len(partial),)](flat, partial, flat.numel(), CHUNK)
     return partial
 
@@ -70,7 +70,7 @@ def accumulate_kernel(codes, dequant_scale, other, alpha, new_scale, num_element
 def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: Sequence[int]) -> None:
     """See the reference. Two passes over both."""
     flat, addend = codes.view(torch.uint8).view(-1), other.contiguous().view(-1)
-    amax, grid = torch.zeros((), device=codes.device), (triton.cdiv(flat.numel(), CHUNK),)
+    amax, grid = torch.zeros((), device=codes.device), (language.cdiv(flat.numel(), CHUNK),)
     accumulated_amax_kernel[grid](flat, dequant_scale, addend, alpha, amax, flat.numel(), CHUNK, **_EXACT)
     new_scale = finite_or_nan(amax, torch.float8_e4m3fn)
     accumulate_kernel[grid](flat, dequant_scale, addend, alpha, new_scale, flat.numel(), *draw, CHUNK, **_EXACT)
@@ -94,7 +94,7 @@ def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
     """See the reference. One read of every rank's codes."""
     num_ranks, num_elements = codes_RS.shape
     mean_S, amax = torch.empty(num_elements, device=codes_RS.device), torch.zeros((), device=codes_RS.device)
-    mean_of_shards_kernel[(triton.cdiv(num_elements, CHUNK),)](
+    mean_of_shards_kernel[(language.cdiv(num_elements, CHUNK),)](
         codes_RS.view(torch.uint8),
         scales_R.contiguous(),
         mean_S,
