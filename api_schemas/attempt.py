@@ -26,6 +26,7 @@ class Attempt(Contract):
     torch_imported_at: Timestamp | None
     model_built_at: Timestamp | None
     first_step_at: Timestamp | None
+    warmed_up_at: Timestamp | None = Field(default=None, description="null where nothing is compiled")
     finished_at: Timestamp | None
     last_report_at: Timestamp | None
     lease_expires_at: Timestamp | None

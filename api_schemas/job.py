@@ -131,7 +131,7 @@ class Progress(Contract):
 
 
 class StartTimes(Contract):
-    """The times at which the current attempt reached each phase of its start; the fields are in order."""
+    """When the current attempt reached each phase of its start, in order. `warmed_up_at`: null where nothing is compiled."""
 
     accepted_at: Timestamp
     placed_at: Timestamp | None = None
@@ -139,6 +139,7 @@ class StartTimes(Contract):
     torch_imported_at: Timestamp | None = None
     model_built_at: Timestamp | None = None
     first_step_at: Timestamp | None = None
+    warmed_up_at: Timestamp | None = None
 
 
 class JobSummary(Contract):

@@ -13,7 +13,7 @@ from api_schemas.base import Contract, JsonScalar, Timestamp
 from api_schemas.job import JobSummary
 from api_schemas.states import DesiredState, FailureReason
 
-StartPhase = Literal["placed", "process_up", "torch_imported", "model_built", "first_step"]
+StartPhase = Literal["placed", "process_up", "torch_imported", "model_built", "first_step", "warmed_up"]
 MAX_REPORTS_PER_BATCH = 1000
 
 Step = Annotated[int, Field(ge=1, le=2**53)]
@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class PhaseReport(Contract):
-    """The start has reached a phase."""
+    """The start has reached a phase. `warmed_up`: the steps are over in which torch compiles; only where it compiles."""
 
     kind: Literal["phase"] = "phase"
     phase: StartPhase

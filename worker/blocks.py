@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from api_schemas import EventReport
+from api_schemas import EventReport, PhaseReport, ReportBody
 
 Checkpointing = Literal["none", "selective", "full"]
 Compiling = Literal["auto", "on", "off"]
@@ -87,23 +87,24 @@ class CompileWatch:
         self._num_steps = 0
         self._num_graphs, self._began_s = _num_graphs(), _compile_time_s()
 
-    def after_step(self) -> EventReport | None:
-        """Return the event of a step: the end of the warm-up, or a graph that was compiled after it."""
+    def after_step(self) -> tuple[ReportBody, ...]:
+        """Return what to report of a step: the end of the warm-up, or a graph that was compiled after it."""
         self._num_steps += 1
         num_new = _num_graphs() - self._num_graphs
         if self._num_steps == WARM_UP_STEPS:
             self._num_graphs += num_new
             seconds = round(_compile_time_s() - self._began_s, 3)
             message = f"compiled {num_new} graphs of the model's blocks in {seconds:.1f} s, in the first {WARM_UP_STEPS} steps"
-            return EventReport(type="training.compiled", message=message, data={"graphs": num_new, "seconds": seconds})
+            event = EventReport(type="training.compiled", message=message, data={"graphs": num_new, "seconds": seconds})
+            return PhaseReport(phase="warmed_up"), event
         if self._num_steps > WARM_UP_STEPS and num_new:
             self._num_graphs += num_new
             message = (
                 f"step {self._num_steps} of this attempt compiled {num_new} more graphs; expected: none after step "
                 f"{WARM_UP_STEPS}. If it goes on, set training.compile to off."
             )
-            return EventReport(type="training.recompiled", message=message, data={"graphs": num_new})
-        return None
+            return (EventReport(type="training.recompiled", message=message, data={"graphs": num_new}),)
+        return ()
 
 
 def eagerly() -> AbstractContextManager[Any]:

@@ -156,8 +156,8 @@ class Trainer:
         self.progress.position += self.config.batch.global_batch_size
         ended = Mark(self.mesh.device)
         self.log.add(TakenStep(self.progress.step, learning_rate, data_wait_s, began, ended, now()), rank_loss, norm)
-        if self.compiling is not None and (event := self.compiling.after_step()):
-            self._tell(event)
+        for report in self.compiling.after_step() if self.compiling is not None else ():
+            self._tell(report)
         stop = order_to_stop(self.reporter)
         if self.log.is_due or (stop is not None and self.mesh.world.size == 1):
             reading = self.log.end_interval(wants_to_stop=stop is not None)

@@ -159,6 +159,7 @@ class AttemptRow(Base):
     torch_imported_at: Mapped[datetime | None]
     model_built_at: Mapped[datetime | None]
     first_step_at: Mapped[datetime | None]
+    warmed_up_at: Mapped[datetime | None]
     finished_at: Mapped[datetime | None]
     last_report_at: Mapped[datetime | None]
     last_progress_at: Mapped[datetime | None]

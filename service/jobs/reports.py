@@ -39,7 +39,7 @@ from service.jobs.lifecycle import AttemptEvent
 from service.store.ids import new_id
 
 MAX_LOG_LINES = 100_000
-START_PHASES = ("placed", "process_up", "torch_imported", "model_built", "first_step")
+START_PHASES = ("placed", "process_up", "torch_imported", "model_built", "first_step", "warmed_up")
 _FROM_ANY_RANK = (ExporterReport, LogReport, EventReport, FinishedReport)
 _OF_TRAINING = (StepReport, EvaluationReport, CheckpointReport)
 _ENDINGS = {"succeeded": AttemptEvent.SUCCEED, "failed": AttemptEvent.FAIL, "cancelled": AttemptEvent.CANCEL}

@@ -1,5 +1,7 @@
 """Health, readiness, metrics, levels and pools."""
 
+from datetime import datetime
+
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -59,6 +61,23 @@ def test_waits_and_phases_are_measured_where_they_are_reported(client: TestClien
     seen = samples(client)
     assert seen["octet_job_queue_wait_seconds_sum", ()] == 2
     assert seen["octet_job_start_overhead_seconds_sum", (("phase", "process_up"),)] == 3
+
+
+def test_the_warm_up_is_a_phase_of_the_start_where_a_model_is_compiled(client: TestClient, world: World) -> None:
+    job_id = world.submit()
+    world.dispatch()
+    rank = world.rank_of(job_id)
+    path, headers = f"/internal/v1/attempts/{rank.order.attempt_id}/reports", {"Authorization": f"Bearer {rank.order.token}"}
+    client.post(path, json=rank.batch(PhaseReport(phase="first_step")).model_dump(mode="json"), headers=headers)
+    assert client.get(f"/v1/jobs/{job_id}").json()["start"]["warmed_up_at"] is None
+    world.clock.turn(40)
+    client.post(path, json=rank.batch(PhaseReport(phase="warmed_up")).model_dump(mode="json"), headers=headers)
+    start = client.get(f"/v1/jobs/{job_id}").json()["start"]
+    waited = datetime.fromisoformat(start["warmed_up_at"]) - datetime.fromisoformat(start["first_step_at"])
+    assert waited.total_seconds() == 40
+    [attempt] = client.get(f"/v1/jobs/{job_id}/attempts").json()["data"]
+    assert attempt["warmed_up_at"] == start["warmed_up_at"]
+    assert samples(client)["octet_job_start_overhead_seconds_sum", (("phase", "warmed_up"),)] == 40
 
 
 def test_requests_are_measured_by_route_not_by_path(client: TestClient, world: World) -> None:

@@ -10,10 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from api_schemas import EventReport, JobSpec
 from api_schemas.levels import LEVELS
+from api_schemas.models.gpt import gpt_sizes
 from tests.worker.test_accelerator import FAMILIES, batch_of, fit_loss_scale
 from tests.worker.test_train import train, with_training
 from worker import initialize
 from worker.blocks import WARM_UP_STEPS, checkpoint_blocks, compile_blocks, repeated_blocks
+from worker.fp8.accelerator import cpu_as_accelerator
+from worker.models.gpt import GPT
 
 IN_EVERY_RUN = {("gpt", "O2", "full"), ("swin", "O2", "selective"), ("gpt", "fp32", "selective")}
 BLOCKS = {
@@ -141,6 +144,23 @@ def test_blocks_compile_once_without_a_graph_break(
     assert compiled.losses() == eager.losses()
 
 
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.parametrize("level", ["bf16-amp", "O2"])
+def test_all_blocks_share_one_graph(level: str) -> None:
+    """More blocks than torch compiles of one function: with a graph for each, the last ones would run eagerly."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = GPT(gpt_sizes(32, torch._dynamo.config.recompile_limit + 2, 2, 256, 16))
+    model, _ = initialize(model, torch.optim.AdamW(model.parameters()), level)
+    compile_blocks(model, backend="aot_eager")
+    tokens = torch.randint(0, 256, (1, 17))
+    with cpu_as_accelerator():
+        model.loss({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}).loss.backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -156,7 +176,7 @@ def test_events_tell_of_the_warm_up_and_of_what_is_compiled_later(monkeypatch: p
     for num_graphs in (2, 3, 4, 4, 6, 6):
         graphs[0] = num_graphs
         events.append(watch.after_step())
-    types = [event and event.type for event in events]
-    assert types == [None, None, "training.compiled", None, "training.recompiled", None]
-    assert events[2].data["graphs"] == 4
-    assert events[4].data["graphs"] == 2
+    kinds = [[getattr(report, "type", None) or report.phase for report in reports] for reports in events]
+    assert kinds == [[], [], ["warmed_up", "training.compiled"], [], ["training.recompiled"], []]
+    assert events[2][1].data["graphs"] == 4
+    assert events[4][0].data["graphs"] == 2

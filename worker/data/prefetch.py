@@ -2,7 +2,7 @@
 
 import threading
 from contextlib import suppress
-from queue import Empty, Full, Queue
+from queue import Empty, Queue
 
 import torch
 
@@ -11,7 +11,6 @@ from worker.data.source import Batch, Source
 
 NUM_AHEAD = 4
 """Micro-batches that wait. Each takes a batch's bytes of pinned host memory on CUDA."""
-_POLL_S = 0.1
 
 
 class Prefetcher:
@@ -64,7 +63,7 @@ class _Reader:
 
     def close(self) -> None:
         self._closing.set()
-        with suppress(Empty):  # room for what the thread holds, so that it need not wait to notice
+        with suppress(Empty):  # room for the one batch that the thread may still put
             self._queue.get_nowait()
         self._thread.join()
 
@@ -85,18 +84,10 @@ class _Reader:
                     found = {name: tensor.pin_memory() for name, tensor in found.items()}
             except Exception as error:  # noqa: BLE001 - raised again where it is waited for
                 found = error
-            self._put(found)
+            self._queue.put(found)  # waits for room, which `close` makes
             if isinstance(found, Exception):
                 return
             position, index = self._after(position, index)
-
-    def _put(self, found: Batch | Exception) -> None:
-        while not self._closing.is_set():
-            try:
-                self._queue.put(found, timeout=_POLL_S)
-            except Full:
-                continue
-            return
 
 
 def on_device(samples: Batch, device: torch.device) -> Batch:

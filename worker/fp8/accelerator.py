@@ -63,9 +63,17 @@ class AutocastForward:
 
 
 def run_under_autocast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let each module of a converted model that holds converted layers enter autocast of `dtype`, on an accelerator."""
+    """Let each module of a converted model that holds converted layers enter autocast of `dtype`, on an accelerator.
+
+    In a list of modules a method takes the place of `forward`, elsewhere the object. A graph of torch.compile is made for one
+    object, but for the methods of all objects of a class: else each block of a model would be compiled for itself, and those
+    after torch's limit of eight would not be compiled at all.
+    """
+    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    listed = {part for holder in model.modules() if isinstance(holder, lists) for part in holder.modules()}
     for module in model.modules():
         layers = (part for part in module.modules() if part is not module and getattr(part, "returns_16_bits", False))
         layer = next(layers, None)
         if layer is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            module.forward = AutocastForward(module, layer, dtype)
+            forward = AutocastForward(module, layer, dtype)
+            module.forward = forward.__call__ if module in listed else forward

@@ -8,6 +8,7 @@ signature `Kind kind` stands for `str kind`, `ScaledCodes a` for `Tensor a, Tens
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,8 @@ from worker.kernels.scales import ScaledCodes, ScaleKind
 
 Function = Callable[..., Any]
 
+_OURS = frozenset({"Kind", "ScaledCodes"})
+_KINDS = {kind.value: kind for kind in ScaleKind}
 _LIBRARY = torch.library.Library("octet", "FRAGMENT")
 _ON_DEVICE: dict[str, Function] = {}
 """By the op's name, what runs the Triton implementation."""
@@ -32,8 +35,12 @@ def define(signature: str, fake: Function, around: Callable[[Function], Function
     name = signature.partition("(")[0]
     types = _parameter_types(signature)
 
+    @cache
+    def implementation() -> Function:
+        return around(getattr(import_module("worker.kernels.cuda"), name))
+
     def on_device(*arguments: Any) -> Any:
-        return around(getattr(import_module("worker.kernels.cuda"), name))(*arguments)
+        return implementation()(*arguments)
 
     _ON_DEVICE[name] = _packed(on_device, types)
     call = _define(signature, fake)
@@ -49,25 +56,30 @@ def define_composite(signature: str, run: Function, fake: Function) -> Function:
     return call
 
 
-def run_triton_on(dispatch_key: str) -> None:
-    """Run the implementations of CUDA devices for another of torch's dispatch keys too, for the rest of the process."""
+def run_triton_on(dispatch_key: str, ops: torch.library.Library | None = None) -> None:
+    """Run the implementations of CUDA devices for another of torch's dispatch keys too.
+
+    ops: a library "octet" that overrides implementations as long as it lives; without one for the rest of the process.
+    """
     for name, run in _ON_DEVICE.items():
-        _LIBRARY.impl(name, run, dispatch_key)
+        (ops or _LIBRARY).impl(name, run, dispatch_key, allow_override=ops is not None)
 
 
 def _define(signature: str, fake: Function) -> Function:
     flat = re.sub(r"\bScaledCodes (\w+)", r"Tensor \1, Tensor \1_dequant_scale, str \1_kind", signature)
     name = _LIBRARY.define(re.sub(r"\bKind (\w+)", r"str \1", flat), tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"octet::{name}", _packed(fake, _parameter_types(signature)), lib=_LIBRARY)
-    op = getattr(torch.ops.octet, name).default
+    op, types = getattr(torch.ops.octet, name).default, _parameter_types(signature)
+    if not _OURS & set(types):
+        return op  # type: ignore[no-any-return]
 
     def call(*arguments: Any) -> Any:
         flat: list[Any] = []
-        for argument in arguments:
-            if isinstance(argument, ScaledCodes):
-                flat += [argument.codes, argument.dequant_scale, argument.kind.value]
+        for argument, parameter_type in zip(arguments, types, strict=True):
+            if parameter_type == "ScaledCodes":
+                flat += (argument[0], argument[1], argument[2].value)
             else:
-                flat.append(argument.value if isinstance(argument, ScaleKind) else argument)
+                flat.append(argument.value if parameter_type == "Kind" else argument)
         return op(*flat)
 
     return call
@@ -81,14 +93,16 @@ def _parameter_types(signature: str) -> list[str]:
 
 def _packed(run: Function, types: Sequence[str]) -> Function:
     """A function of our types as a function of torch's."""
+    if not _OURS & set(types):
+        return run
 
     def packed(*arguments: Any) -> Any:
         remaining, ours = iter(arguments), []
         for parameter_type in types:
             argument = next(remaining)
             if parameter_type == "ScaledCodes":
-                argument = ScaledCodes(argument, next(remaining), ScaleKind(next(remaining)))
-            ours.append(ScaleKind(argument) if parameter_type == "Kind" else argument)
+                argument = ScaledCodes(argument, next(remaining), _KINDS[next(remaining)])
+            ours.append(_KINDS[argument] if parameter_type == "Kind" else argument)
         return run(*ours)
 
     return packed

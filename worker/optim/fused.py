@@ -19,6 +19,15 @@ from worker.optim.weights import QuantizedWeight
 
 _PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _Rows = Sequence[Sequence[float]]
+_PARTS = ("codes", "dequant_scale", "steps")
+# Columns of a parameter's row as plain integers: each step reads them for each parameter.
+_WEIGHT, _WEIGHT_SCALE, _AMAX = tables.WEIGHT.value, tables.WEIGHT_SCALE.value, tables.AMAX.value
+_REFINEMENT, _MASTER_SCALE = tables.REFINEMENT.value, tables.MASTER_SCALE.value
+_GRADIENT, _GRADIENT_SCALE, _STEP = tables.GRADIENT.value, tables.GRADIENT_SCALE.value, tables.STEP.value
+_NUM_ELEMENTS, _FIRST_ELEMENT, _STREAM = tables.NUM_ELEMENTS.value, tables.FIRST_ELEMENT.value, tables.STREAM.value
+_GROUP, _STATES, _NUM_STATE_COLUMNS = tables.GROUP.value, tables.STATES.value, tables.NUM_STATE_COLUMNS.value
+_WIDE = (_WEIGHT, _REFINEMENT, _GRADIENT, _NUM_ELEMENTS)
+"""What kernels read in wide accesses, the states apart."""
 
 
 class Update(NamedTuple):
@@ -39,9 +48,13 @@ class Update(NamedTuple):
 
 @dataclass
 class FusedStep:
-    """Steps parameters by a rule. Keeps the tables last sent to the device, and those that the replay of a CUDA graph sends."""
+    """Steps parameters by a rule. Keeps the tables last sent to the device, and those that the replay of a CUDA graph sends.
+
+    rows: each parameter's row of the last step, with what else decides its formats, and the formats.
+    """
 
     rule: Rule
+    rows: dict[Tensor, tuple[tuple[int, ...], torch.dtype, bool, tuple[str, ...], kernel.Formats]] = field(default_factory=dict)
     sent: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
     captured: list[Tensor] = field(default_factory=list)
 
@@ -49,10 +62,14 @@ class FusedStep:
         """One step, unless `finite`, bool () on the parameters' device, is false there. The host does not wait."""
         launches: dict[tuple[kernel.Formats, torch.device], list[tuple[int, ...]]] = {}
         gradients = [(update, _contiguous(update.parameter)) for update in updates]  # a copy has to outlive the launch
+        decays = [bool(self.rule.decays(group)[1]) for group in groups]
         for update, gradient in gradients:
-            row = _addresses(update, gradient, self.rule)
-            formats = _formats(update, gradient, self.rule, groups[update.group_index], row)
-            launches.setdefault((formats, update.parameter.device), []).append(row)
+            row, adds_decay = _addresses(update, gradient, self.rule), decays[update.group_index]
+            known = self.rows.get(update.parameter)
+            if known is None or known[:4] != (row, gradient.dtype, adds_decay, update.codecs):
+                formats = _formats(update, gradient, self.rule, adds_decay=adds_decay, row=row)
+                known = self.rows[update.parameter] = (row, gradient.dtype, adds_decay, update.codecs, formats)
+            launches.setdefault((known[4], update.parameter.device), []).append(row)
         for (formats, device), rows in launches.items():
             sizes = [row[tables.NUM_ELEMENTS.value] for row in rows]
             on_device = kernel.Tables(
@@ -99,50 +116,41 @@ def _contiguous(parameter: Tensor) -> Tensor:
 def _addresses(update: Update, gradient: Tensor, rule: Rule) -> tuple[int, ...]:
     """The parameter's row."""
     parameter, state, weight = update.parameter, update.state, update.weight
-    row = dict.fromkeys(range(tables.NUM_PARAMETER_COLUMNS.value), 0)
-    row[tables.WEIGHT.value] = parameter.data_ptr()
+    row = [0] * tables.NUM_PARAMETER_COLUMNS.value
+    row[_WEIGHT] = parameter.data_ptr()
     if weight is not None:
-        row[tables.WEIGHT_SCALE.value], row[tables.AMAX.value] = weight.dequant_scale.data_ptr(), weight.amax.data_ptr()
+        row[_WEIGHT_SCALE], row[_AMAX] = weight.dequant_scale.data_ptr(), weight.amax.data_ptr()
         if weight.needs_master:
             master = state["master_weights"]
-            row[tables.REFINEMENT.value] = master["codes"].data_ptr()
-            row[tables.MASTER_SCALE.value] = master["dequant_scale"].data_ptr()
-        elif weight.residual is not None:
-            row[tables.REFINEMENT.value] = weight.residual.data_ptr()
-    for name, column in zip(rule.state_codecs, _state_columns(rule), strict=True):
-        for number, part in enumerate(("codes", "dequant_scale", "steps")):
-            if part in state[name]:
-                row[column + number] = state[name][part].data_ptr()
+            row[_REFINEMENT], row[_MASTER_SCALE] = master["codes"].data_ptr(), master["dequant_scale"].data_ptr()
+        elif (residual := weight.residual) is not None:
+            row[_REFINEMENT] = residual.data_ptr()
+    column = _STATES
+    for name in rule.state_codecs:
+        parts = state[name]
+        for number, part in enumerate(_PARTS):
+            if part in parts:
+                row[column + number] = parts[part].data_ptr()
+        column += _NUM_STATE_COLUMNS
     if isinstance(gradient, Float8Gradient):
-        row[tables.GRADIENT_SCALE.value] = gradient.dequant_scale.data_ptr()
+        row[_GRADIENT_SCALE] = gradient.dequant_scale.data_ptr()
         gradient = gradient.codes
-    row[tables.GRADIENT.value] = gradient.data_ptr()
-    row[tables.STEP.value], row[tables.NUM_ELEMENTS.value] = state["step"].data_ptr(), parameter.numel()
-    row[tables.FIRST_ELEMENT.value], row[tables.STREAM.value] = update.first_element, update.stream
-    row[tables.GROUP.value] = update.group_index
-    return tuple(row.values())
+    row[_GRADIENT] = gradient.data_ptr()
+    row[_STEP], row[_NUM_ELEMENTS] = state["step"].data_ptr(), parameter.numel()
+    row[_FIRST_ELEMENT], row[_STREAM], row[_GROUP] = update.first_element, update.stream, update.group_index
+    return tuple(row)
 
 
-def _state_columns(rule: Rule) -> list[int]:
-    """The column of each state's codes."""
-    return [tables.STATES.value + tables.NUM_STATE_COLUMNS.value * index for index in range(len(rule.state_codecs))]
-
-
-def _formats(update: Update, gradient: Tensor, rule: Rule, group: Group, row: tuple[int, ...]) -> kernel.Formats:
+def _formats(update: Update, gradient: Tensor, rule: Rule, *, adds_decay: bool, row: tuple[int, ...]) -> kernel.Formats:
     weight = update.weight
     held = _PLAIN[update.parameter.dtype] if weight is None else "fp16-scaled"
     if weight is not None and weight.codes.dtype != torch.float16:
         held = "master" if weight.needs_master else "split"
     arrives = "fp8" if isinstance(gradient, Float8Gradient) else _PLAIN[gradient.dtype]
-    wide = (
-        tables.WEIGHT.value,
-        tables.REFINEMENT.value,
-        tables.GRADIENT.value,
-        tables.NUM_ELEMENTS.value,
-        *_state_columns(rule),
+    aligned = not any(row[column] % kernel.ALIGNMENT for column in _WIDE)
+    aligned = aligned and not any(
+        row[_STATES + _NUM_STATE_COLUMNS * index] % kernel.ALIGNMENT for index in range(len(rule.state_codecs))
     )
-    aligned = all(row[column] % kernel.ALIGNMENT == 0 for column in wide)
-    adds_decay = bool(rule.decays(group)[1])
     return kernel.Formats(rule.name, held, arrives, " ".join(update.codecs), adds_decay, aligned)
 
 

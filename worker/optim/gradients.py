@@ -35,14 +35,18 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """
     scales, wide = [], []
     for gradient in gradients:
-        reader = GradientReader(gradient)
-        if reader.dequant_scale is None:
-            wide.append(reader.flat)
+        if isinstance(gradient, Float8Gradient):
+            scales.append(gradient.dequant_scale)
+        elif gradient.is_cuda and not gradient.is_sparse:
+            wide.append(gradient)
         else:
-            scales.append(reader.dequant_scale.reshape(-1))
-    flags = [torch.cat([scale.to(scales[0].device) for scale in scales]).isfinite().all()] if scales else []
+            wide.append(GradientReader(gradient).flat)
+    flags = []
+    if scales:
+        flags.append(torch.stack([scale.to(scales[0].device) for scale in scales]).isfinite().all())
     if wide and wide[0].is_cuda:
-        flags += [norm.isfinite() for norm in torch._foreach_norm(wide, torch.inf)]
+        norms = torch._foreach_norm(wide, torch.inf, torch.float32)
+        flags.append(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
     else:
         flags += [kernels.all_finite(gradient) for gradient in wide]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else torch.ones((), dtype=torch.bool)

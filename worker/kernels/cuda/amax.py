@@ -130,12 +130,12 @@ def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
     if kind is ScaleKind.ROW:
         columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
         rows = max(1, ROW_TILE // columns)
-        _amax_rows[(triton.cdiv(num_rows, rows),)](x_MN, x_MN.stride(0), out, num_rows, num_columns, rows, columns)
+        _amax_rows[(language.cdiv(num_rows, rows),)](x_MN, x_MN.stride(0), out, num_rows, num_columns, rows, columns)
         return out
     is_square = kind is ScaleKind.BLOCK_128X128
     columns = kind.block[1]
     rows = BLOCK if is_square else ROWS_OF_BLOCKS * BLOCK // columns
-    grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns),)
+    grid = (language.cdiv(num_rows, rows) * language.cdiv(num_columns, columns),)
     _amax_tiles[grid](x_MN, x_MN.stride(0), out, num_rows, num_columns, is_square, rows, columns, num_warps=TILE_WARPS)
     return out
 
@@ -144,7 +144,7 @@ def tensor_amax(x: Tensor, unless: Tensor | None = None, activation: str | None 
     """The amax of x, or of an activation of x; 0, without reading x, where the bool `unless` is set: decided on the device."""
     out = torch.zeros((), dtype=torch.float32, device=x.device)
     flat = as_flat(x)
-    grid = (triton.cdiv(flat.numel(), FLAT_BLOCK * FLAT_BLOCKS_PER_PROGRAM),)
+    grid = (language.cdiv(flat.numel(), FLAT_BLOCK * FLAT_BLOCKS_PER_PROGRAM),)
     constants = {"ACTIVATION": activation, "BLOCK": FLAT_BLOCK, "NUM_BLOCKS": FLAT_BLOCKS_PER_PROGRAM, "num_warps": FLAT_WARPS}
     _amax_flat[grid](flat, out, unless, flat.numel(), HAS_UNLESS=unless is not None, **constants)
     return out
@@ -155,7 +155,7 @@ def row_and_column_amax(x_MN: Tensor, activation: str | None = None) -> tuple[Te
     num_rows, num_columns = x_MN.shape
     bits = torch.zeros(num_rows + num_columns, dtype=torch.int32, device=x_MN.device)
     by_row, by_column = bits[:num_rows], bits[num_rows:]
-    grid = (triton.cdiv(num_rows, BLOCK) * triton.cdiv(num_columns, BLOCK),)
+    grid = (language.cdiv(num_rows, BLOCK) * triton.cdiv(num_columns, BLOCK),)
     _amax_both[grid](
         x_MN, x_MN.stride(0), by_row, by_column, num_rows, num_columns, activation, BLOCK, BLOCK, num_warps=TILE_WARPS
     )
@@ -171,6 +171,6 @@ def all_finite(x: Tensor) -> Tensor:
     bits = as_flat(x).view(integer)
     signless = (1 << (8 * x.dtype.itemsize - 1)) - 1
     limit = 0x7F if x.dtype == torch.float8_e4m3fn else int(torch.tensor(torch.inf, dtype=x.dtype).view(integer))
-    grid = (triton.cdiv(bits.numel(), FLAT_BLOCK),)
+    grid = (language.cdiv(bits.numel(), FLAT_BLOCK),)
     _clear_unless_finite[grid](bits, out.view(torch.uint8), bits.numel(), signless, limit, FLAT_BLOCK, num_warps=FLAT_WARPS)
     return out

@@ -240,7 +240,7 @@ def triton_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, 
         (0, 0) if kind is ScaleKind.TENSOR else (scale.stride(0), scale.stride(1) if is_blockwise else 0)
         for _, scale, kind in (a_MK, b_NK)
     ]
-    grid = (triton.cdiv(num_rows, TILE_M) * triton.cdiv(num_columns, TILE_N),)
+    grid = (language.cdiv(num_rows, TILE_M) * language.cdiv(num_columns, TILE_N),)
     _matmul[grid](
         a_MK.codes, a_MK.dequant_scale, *strides[0], b_NK.codes, b_NK.dequant_scale, *strides[1],
         out_MN, num_rows, num_columns, num_summed, FORMAT_NAMES[a_MK.codes.dtype], FORMAT_NAMES[b_NK.codes.dtype],

@@ -78,7 +78,7 @@ def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Seq
     device, sizes = gradients[0].device, [each.numel() for each in gradients]
     scales = [scale.data_ptr() for scale in dequant_scales] + [0] * len(values)
     addresses = [each.data_ptr() for each in gradients]
-    num_sums = [4 * triton.cdiv(size, 4 * CHUNK) for size in sizes]
+    num_sums = [4 * language.cdiv(size, 4 * CHUNK) for size in sizes]
     firsts = [0, *accumulate(num_sums)][:-1]
     rows = [*zip(addresses, scales, sizes, firsts, num_sums, strict=True)]
     table = _sent("table", rows, device, torch.int64, lambda rows: rows)
@@ -140,7 +140,7 @@ def accumulate_kernel(codes, dequant_scale, other, alpha, new_scale, num_element
 def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: Sequence[int]) -> None:
     """See the reference. Two passes over both."""
     flat, addend = codes.view(torch.uint8).view(-1), other.contiguous().view(-1)
-    amax, grid = torch.zeros((), device=codes.device), (triton.cdiv(flat.numel(), CHUNK),)
+    amax, grid = torch.zeros((), device=codes.device), (language.cdiv(flat.numel(), CHUNK),)
     accumulated_amax_kernel[grid](flat, dequant_scale, addend, alpha, amax, flat.numel(), CHUNK, **_EXACT)
     new_scale = finite_or_nan(amax, torch.float8_e4m3fn)
     accumulate_kernel[grid](flat, dequant_scale, addend, alpha, new_scale, flat.numel(), *draw, CHUNK, **_EXACT)
@@ -164,7 +164,7 @@ def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
     """See the reference. One read of every rank's codes."""
     num_ranks, num_elements = codes_RS.shape
     mean_S, amax = torch.empty(num_elements, device=codes_RS.device), torch.zeros((), device=codes_RS.device)
-    mean_of_shards_kernel[(triton.cdiv(num_elements, CHUNK),)](
+    mean_of_shards_kernel[(language.cdiv(num_elements, CHUNK),)](
         codes_RS.view(torch.uint8),
         scales_R.contiguous(),
         mean_S,

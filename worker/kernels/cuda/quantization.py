@@ -274,7 +274,7 @@ def _quantize_flat(
 ) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     dequant_scale = torch.empty((), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(x.numel(), FLAT_BLOCK),)
+    grid = (language.cdiv(x.numel(), FLAT_BLOCK),)
     _encode_flat[grid](
         x, amax, as_integers(codes), dequant_scale, new_amax, x.numel(), FORMAT_NAMES[dtype], activation, margin,
         new_amax is not None, FLAT_BLOCK, num_warps=FLAT_WARPS, enable_fp_fusion=False,
@@ -286,7 +286,7 @@ def _launch_rows(x_MN: Tensor, codes: Tensor, dequant_scale: Tensor, margin: int
     num_rows, num_columns = x_MN.shape
     columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
     rows = max(1, ROW_TILE // columns)
-    _quantize_rows[(triton.cdiv(num_rows, rows),)](
+    _quantize_rows[(language.cdiv(num_rows, rows),)](
         x_MN, x_MN.stride(0), as_integers(codes), dequant_scale, num_rows, num_columns, FORMAT_NAMES[codes.dtype], activation,
         margin, num_columns <= columns, rows, columns, num_warps=ROW_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -306,7 +306,7 @@ def _launch_tiles(
     assert wanted is not None
     num_rows, num_columns = x_MN.shape
     if wanted.kind is ScaleKind.BLOCK_1X32:
-        grid = (triton.cdiv(num_rows, mx.TILE[0]) * triton.cdiv(num_columns, mx.TILE[1]),)
+        grid = (language.cdiv(num_rows, mx.TILE[0]) * language.cdiv(num_columns, mx.TILE[1]),)
         mx.quantize_tile[grid](
             x_MN, x_MN.stride(0), num_rows, num_columns, *_pointers(rows), *_pointers(columns),
             FORMAT_NAMES[wanted.codes.dtype], activation, margin, rows is not None, columns is not None, *mx.TILE,
@@ -314,7 +314,7 @@ def _launch_tiles(
         )  # fmt: skip
         return
     tile_m, tile_n = _tile(wanted.kind, columns is not None)
-    grid = (triton.cdiv(num_rows, tile_m) * triton.cdiv(num_columns, tile_n),)
+    grid = (language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),)
     _quantize_tile[grid](
         x_MN, x_MN.stride(0), num_rows, num_columns, *amaxes, new_amax, *_pointers(rows), *_pointers(columns),
         wanted.kind.value, FORMAT_NAMES[wanted.codes.dtype], activation, margin,

@@ -87,7 +87,7 @@ def split_dequantize(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dty
     if codes.numel() == 0:
         return reference.split_dequantize(codes, residual, dequant_scale, dtype)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    grid = (triton.cdiv(codes.numel(), TILE),)
+    grid = (language.cdiv(codes.numel(), TILE),)
     _decode_split[grid](as_integers(codes), residual, dequant_scale, out, codes.numel(), TILE, num_warps=WARPS)
     return out
 
@@ -107,7 +107,7 @@ def _rescale(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, out: Tensor, in_
     strides = (scales.stride(0), scales.stride(1) if kind.is_blockwise else 0)
     columns = kind.block[1] if kind.is_blockwise else min(triton.next_power_of_2(num_columns), TILE)
     rows = min(triton.next_power_of_2(num_rows), max(1, TILE // columns))
-    grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns),)
+    grid = (language.cdiv(num_rows, rows) * language.cdiv(num_columns, columns),)
     scale_rows = BLOCK if kind is ScaleKind.BLOCK_128X128 else 1
     shape = (num_rows, num_columns, scale_rows, kind.block[1])
     _rescale_tile[grid](

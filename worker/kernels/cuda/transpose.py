@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker.kernels.cuda import language
 from worker.kernels.cuda.amax import as_matrix
 
 TILE_M, TILE_N, WARPS = 128, 128, 8
@@ -32,7 +33,7 @@ def transpose(codes_MN: Tensor) -> Tensor:
     out_NM = torch.empty(num_columns, num_rows, dtype=codes_MN.dtype, device=codes_MN.device)
     if codes_MN.numel():
         codes = as_matrix(codes_MN.view(torch.uint8))
-        grid = (triton.cdiv(num_rows, TILE_M) * triton.cdiv(num_columns, TILE_N),)
+        grid = (language.cdiv(num_rows, TILE_M) * language.cdiv(num_columns, TILE_N),)
         shape = (num_rows, num_columns, TILE_M, TILE_N)
         _transpose[grid](codes, codes.stride(0), out_NM.view(torch.uint8), *shape, num_warps=WARPS)
     return out_NM

@@ -1,0 +1,184 @@
+"""Time the steps of a job against a bare training loop of the same model, data and level, on one CPU thread.
+
+    python -m benchmarks.job_overhead [--levels bf16-amp,O2] [--steps 40] [--profile] [--write]
+
+The job is a spec that runs through `worker.main`: batches read by a thread, losses, norms, reports, metrics. The bare loop is
+what a user writes around `octet.initialize`, with batches of the same source. The two take turns step by step, in one process,
+so that other load affects both equally. A step's time is the CPU time of the main thread; what the job's other threads use is
+counted as the job's. The limit: a job has at least 0.97 of the bare loop's throughput.
+"""
+
+import argparse
+import cProfile
+import json
+import platform
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from api_schemas import JobSpec
+from worker import initialize
+from worker import main as job
+from worker.config import RankEnv, resolve
+from worker.data import open_source
+from worker.models import TrainedModel
+from worker.optim.build import build_optimizer
+from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
+from worker.pretrained.start import start_model
+from worker.train import Trainer
+
+LIMIT = 0.97
+LEVELS = ("bf16-amp", "O2")
+NUM_WARM_UP = 5
+MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 256, "max_sequence_length": 64}
+
+
+def write_corpus(folder: Path) -> Path:
+    """Write two files of text, one to train on and one to evaluate; returns their folder."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for part in range(2):
+        lines = (f"line {number} of a text to train on" for number in range(10_000))
+        corpus.joinpath(f"{part}.txt").write_text("\n".join(lines))
+    return corpus
+
+
+def spec_of(level: str, corpus: Path, num_steps: int) -> dict[str, Any]:
+    """Return the spec of a job that trains a small GPT, without a checkpoint or an evaluation between its steps."""
+    training = {"steps": num_steps, "global_batch_size": 8, "sequence_length": 64, "eval_batches": 1, "seed": 1}
+    data = {"source": "text", "path": str(corpus)}
+    return {"name": "overhead", "model": MODEL, "precision": {"level": level}, "data": data, "training": training}
+
+
+def bare_loop(spec: dict[str, Any]) -> Iterator[None]:
+    """Train as the job does in a plain loop: each `next` takes one step."""
+    config = resolve(JobSpec.model_validate(spec), RankEnv())
+    source = open_source(config.data, config.sequence_length, config.seed, config.readable_files, config.sizes.takes)
+    torch.manual_seed(config.seed)
+    network: TrainedModel = start_model(config.model, config.seed, config.readable_files)[0]
+    tokens = config.batch.micro_batch_size * config.sequence_length
+    made = build_optimizer(parameter_groups(network, config.optimizer), config.optimizer, config.gradient_clip)
+    model, optimizer = initialize(network, made, config.precision.level, tokens=tokens)
+    assert optimizer is not None
+    assert config.training.steps is not None
+    for step in range(config.training.steps):
+        rate = learning_rate_at(step, config.optimizer.learning_rate, config.schedule, config.training.steps)
+        set_learning_rate(optimizer, rate)
+        batch = source.train_batch(step * config.batch.global_batch_size, config.batch.micro_batch_size)
+        loss = model.loss(batch).loss  # type: ignore[operator]
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clip or 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        yield
+
+
+@dataclass
+class Found:
+    """CPU seconds of each step, bare and in the job, and those of the job's other threads over all steps."""
+
+    bare_s: list[float] = field(default_factory=list)
+    job_s: list[float] = field(default_factory=list)
+    threads_s: float = 0.0
+
+    @property
+    def medians_s(self) -> tuple[float, float]:
+        """Of a step, bare and in the job with its share of the threads."""
+        return statistics.median(self.bare_s), statistics.median(self.job_s) + self.threads_s / len(self.job_s)
+
+    @property
+    def throughput(self) -> float:
+        """The job's, relative to the bare loop's."""
+        bare_s, job_s = self.medians_s
+        return bare_s / job_s
+
+
+def measure(spec: dict[str, Any], folder: Path) -> Found:
+    """Run a job through `worker.main`, and a bare step before each of its steps. The first steps are not timed."""
+    bare, found, step = bare_loop(spec), Found(), Trainer.step
+    ended_s: list[tuple[float, float]] = []  # of each bare step: CPU time of the main thread, and of all threads
+
+    def timed(trainer: Trainer) -> None:
+        began_s = time.thread_time()
+        if len(ended_s) > NUM_WARM_UP:
+            found.job_s.append(began_s - ended_s[-1][0])
+        next(bare)
+        ended_s.append((time.thread_time(), time.process_time()))
+        if len(ended_s) > NUM_WARM_UP:
+            found.bare_s.append(ended_s[-1][0] - began_s)
+        step(trainer)
+
+    path = folder / "spec.json"
+    path.write_text(json.dumps(spec))
+    with mock.patch.object(Trainer, "step", timed):
+        status = job.main([str(path), "--job-dir", str(folder / "job")])
+    if status != 0:
+        raise RuntimeError(f"the job ended with exit status {status}; expected 0. Its log is above.")
+    (main_s, all_s), (main_end_s, all_end_s) = ended_s[NUM_WARM_UP], ended_s[-1]
+    found.threads_s = (all_end_s - all_s) - (main_end_s - main_s)
+    return found
+
+
+def table(found: dict[str, Found]) -> str:
+    """Format the medians as a page."""
+    lines = [
+        f"# A job's steps against a bare loop's, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python -m benchmarks.job_overhead {' '.join(sys.argv[1:])}`, torch {torch.__version__}, Python "
+        f"{platform.python_version()}, one thread, 2 shared and loaded cores. GPT of {MODEL['num_layers']} layers, hidden "
+        f"size {MODEL['hidden_size']}, 8 × 64 tokens. CPU time of a step: medians, and quartiles in brackets.",
+        "",
+        "| level | steps | bare loop (ms) | job (ms) | of it other threads (ms) | throughput ÷ bare loop |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for level, each in found.items():
+        bare, own = (f"{s * 1e3:.1f}" for s in each.medians_s)
+        spread = [statistics.quantiles(side, n=4) for side in (each.bare_s, each.job_s)]
+        bare, own = (f"{text} [{q[0] * 1e3:.1f}, {q[2] * 1e3:.1f}]" for text, q in zip((bare, own), spread, strict=True))
+        threads_ms = each.threads_s / len(each.job_s) * 1e3
+        lines.append(f"| {level} | {len(each.job_s)} | {bare} | {own} | {threads_ms:.2f} | {each.throughput:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Print and write the table. Returns 1 if a level is below the limit."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--levels", default=",".join(LEVELS), help="separated by commas")
+    parser.add_argument("--steps", type=int, default=40, help=f"of each level; the first {NUM_WARM_UP} are not timed")
+    parser.add_argument("--profile", action="store_true", help="print the profile of the first level instead")
+    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    levels, found, profiler = options.levels.split(","), dict[str, Found](), cProfile.Profile()
+    with tempfile.TemporaryDirectory(prefix="octet-overhead-") as name, profiler if options.profile else nullcontext():
+        corpus = write_corpus(Path(name))
+        for level in levels[:1] if options.profile else levels:
+            folder = Path(name, level)
+            folder.mkdir()
+            found[level] = measure(spec_of(level, corpus, options.steps), folder)
+    if options.profile:
+        pstats.Stats(profiler).sort_stats("cumtime").print_stats(60)
+        return 0
+    report = table(found)
+    sys.stdout.write(report)
+    if options.write:
+        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-job-overhead.md").write_text(report)
+    return int(min(each.throughput for each in found.values()) < LIMIT)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

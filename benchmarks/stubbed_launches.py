@@ -1,0 +1,86 @@
+"""Runs the host's side of a GPU step on a CPU: tiny tensors of real memory, and Triton launches that do nothing.
+
+torch's own ops run as they are; at these sizes they cost about what issuing them costs. Our ops run the code that they run on
+a Hopper GPU, down to Triton's launcher, which finds a compiled kernel that does nothing. What is left is the time of the host.
+(`gpu/fake_gpu.py` runs the same code on fake tensors, which have any size, and whose own Python takes most of the time.)
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from worker.fp8.accelerator import cpu_as_accelerator
+from worker.kernels import library
+from worker.kernels.cuda import gemm
+
+HOPPER, CUDA_VERSION = (9, 0), (13, 0)
+
+
+class _Driver:
+    """Tells Triton's launcher of one Hopper GPU."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+class _Compiled:
+    """A compiled kernel whose launch does nothing."""
+
+    function, packed_metadata = 0, ()
+
+    def launch_metadata(self, *_arguments: Any) -> None:
+        pass
+
+    def run(self, *_arguments: Any) -> None:
+        pass
+
+
+def _do_compile(kernel: Any, key: str, _signature: Any, device: int, *_options: Any) -> _Compiled:
+    compiled = kernel.device_caches[device][0][key] = _Compiled()
+    return compiled
+
+
+def _scaled_mm(a: Tensor, b: Tensor, *options: Any) -> Tensor:
+    return torch.zeros(a.shape[0], b.shape[1], dtype=options[-3])
+
+
+@contextmanager
+def stubbed_launches() -> Iterator[None]:
+    """Inside, models on the CPU take the way of a GPU and their kernels do nothing, so that no result means anything."""
+    if knobs.runtime.interpret:
+        raise RuntimeError("Triton is set to interpret kernels, but here kernels must not run. Unset TRITON_INTERPRET.")
+    with ExitStack() as stack:
+        ops = torch.library.Library("octet", "IMPL")
+        stack.callback(ops._destroy)
+        library.run_triton_on("CPU", ops)
+        for owner, name, replacement in (
+            (JITFunction, "_do_compile", _do_compile),
+            (gemm, "platform", lambda _device: (HOPPER, CUDA_VERSION)),
+            (torch, "_scaled_mm_v2", _scaled_mm),
+            (torch, "_fused_adamw_", lambda *_arguments, **_options: None),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver()))
+        stack.enter_context(cpu_as_accelerator())
+        yield
+
+
+@contextmanager
+def as_cuda_tensors() -> Iterator[None]:
+    """Inside, `Tensor.is_cuda` is true, as what an optimizer asks for. Not around what torch compiles."""
+    with mock.patch.object(Tensor, "is_cuda", property(lambda _tensor: True)):
+        yield
