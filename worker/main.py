@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from api_schemas import (
     CheckpointRef,
-    FailureReason,
     FinishedReport,
     JobSpec,
     JobSummary,
@@ -30,7 +29,7 @@ from api_schemas import (
     explain,
 )
 from worker.config import RankEnv, resolve
-from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode, is_storage_full
+from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode, message_of_rank, reason_of
 from worker.metrics.exporter import exported
 from worker.metrics.table import Metrics
 from worker.reporting.reporter import HttpReporter, LogReporter, Reporter, ReportHandler
@@ -101,7 +100,7 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
             except ValueError as error:
                 raise InvalidConfig(str(error)) from error
             logger.info("%s", config)
-            mesh = stack.enter_context(Mesh(env, device, config.layout))
+            mesh = stack.enter_context(Mesh(env, device, config.layout, config.training.collective_timeout_s))
             summary = Trainer(config, mesh, run.reporter, run.job_dir, run.metrics).run(run.checkpoints)
         return Outcome(FinishedReport(outcome="succeeded", summary=summary), _describe(summary))
     except Cancelled as stop:
@@ -109,25 +108,10 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
     except (LeaseLost, Fenced) as stop:
         logger.warning("stopping: %s", stop)
         return Outcome(None, str(stop))
-    except RankError as error:
-        logger.error("%s", error)
-        return Outcome(FinishedReport(outcome="failed", reason=_reason(error), message=str(error)[:16_384]), str(error))
     except Exception as error:
-        logger.exception("the rank failed")
-        reason, message = _reason(error), f"{type(error).__name__}: {error}"
-        return Outcome(FinishedReport(outcome="failed", reason=reason, message=message[:16_384]), message)
-
-
-def _reason(error: Exception) -> FailureReason:
-    import torch
-
-    if isinstance(error, RankError) and error.reason is not None:
-        return error.reason
-    if is_storage_full(error):
-        return FailureReason.STORAGE_FULL
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return FailureReason.OUT_OF_MEMORY
-    return FailureReason.WORKER_ERROR
+        message = message_of_rank(error, env.rank, env.world_size)
+        logger.error("%s", message, exc_info=None if isinstance(error, RankError) else error)
+        return Outcome(FinishedReport(outcome="failed", reason=reason_of(error), message=message[:16_384]), message)
 
 
 def _device(env: RankEnv, pool: PoolConfig | None) -> "torch.device":

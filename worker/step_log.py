@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from worker.mesh import Mesh
+from worker.mesh.waits import DEVICE
 from worker.metrics.readback import HostCopy, Mark
 
 INTERVAL_S = 0.5
@@ -76,6 +77,7 @@ class StepLog:
 
     def add(self, step: TakenStep, rank_loss: Tensor, gradient_norm: Tensor) -> None:
         """Add a step. rank_loss: this rank's mean loss, (). gradient_norm: over all ranks, ()."""
+        self._mesh.waits.step = step.step
         self._open.append((step, rank_loss, gradient_norm))
 
     def end_interval(self, *, wants_to_stop: bool) -> Reading:
@@ -109,7 +111,8 @@ class StepLog:
         num_stopping, all_written = 0, False
         while len(self._under_way) > num_kept:
             steps, copy = self._under_way.pop(0)
-            numbers = copy.read()
+            with self._mesh.waits.call("reading of the losses", DEVICE):
+                numbers = copy.read()
             losses, (stopping, writing, proposal) = numbers[: len(steps)], numbers[len(steps) :][:3]
             norms = numbers[len(steps) + 3 :]
             num_stopping += round(stopping)
