@@ -1,7 +1,7 @@
 """One rank, from its order to its last report. Under Ray, the rank's actor calls `run_rank`. Without a service:
 
     python -m worker.main job.yaml --job-dir runs/first                            one rank
-    torchrun --nproc-per-node 2 -m worker.main job.yaml --job-dir runs/first       several
+    torchrun --nproc-per-node 2 -m worker.main job.yaml --job-dir runs/first       several; with --resume also after a death
 
 torch is imported inside the functions, because it takes seconds and the control plane should hear of the process earlier.
 """
@@ -159,6 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--job-dir", type=Path, required=True, help="folder for checkpoints and the summary")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint in the folder")
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.Formatter.converter = time.gmtime
@@ -166,7 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
     spec = _read_spec(options.spec, env)
     if spec is None:
         return 2
-    outcome = _train(spec, env, Run(LogReporter(), Metrics(), options.job_dir))
+    checkpoints = _found(options.job_dir) if options.resume else ()
+    outcome = _train(spec, env, Run(LogReporter(), Metrics(), options.job_dir, checkpoints))
     logger.info("%s", outcome.message)
     if outcome.succeeded and env.reports:
         assert outcome.finished is not None
@@ -174,6 +176,12 @@ def main(arguments: list[str] | None = None) -> int:
         options.job_dir.mkdir(parents=True, exist_ok=True)
         (options.job_dir / "summary.json").write_text(summary.model_dump_json(indent=1))
     return 0 if outcome.succeeded else 1
+
+
+def _found(job_dir: Path) -> tuple[CheckpointRef, ...]:
+    from worker.checkpoint import complete_in
+
+    return complete_in(job_dir / "checkpoints")
 
 
 def _read_spec(path: Path, env: RankEnv) -> JobSpec | None:
