@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from api_schemas import FailureReason
 from worker.errors import CollectiveFailed, RankError, RanksFailed, message_of, reason_of
+from worker.mesh.stragglers import Stragglers
 from worker.mesh.verdict import Statement, Verdict, decide
 from worker.mesh.waits import Waits
 
@@ -56,6 +57,7 @@ class Agreement:
         self._store, self._rank, self._num_ranks = store.clone(), rank, num_ranks
         self._waits, self._timeout_s, self._holds_store = waits, timeout_s, holds_store
         self._poll_s = _poll_s(num_ranks)
+        self.stragglers = Stragglers(self._store, rank, num_ranks, waits)
         self._watched = threading.get_ident()
         self._own: Statement | None = None
         self._verdict: Verdict | None = None
@@ -94,6 +96,7 @@ class Agreement:
                 if self._closing.is_set():
                     return
                 self._look()
+                self.stragglers.look()
         except RuntimeError as error:  # torch's errors of stores
             if not self._closing.is_set():
                 logger.debug("the store of the ranks is gone: %s", error)

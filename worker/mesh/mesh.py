@@ -16,6 +16,7 @@ from worker.config import RankEnv
 from worker.errors import CollectiveFailed, Stopped
 from worker.mesh.agreement import Agreement, longest_s
 from worker.mesh.axis import Axis
+from worker.mesh.stragglers import Straggler
 from worker.mesh.waits import Waits
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -93,6 +94,10 @@ class Mesh:
         """Bytes of tensors that this rank sent, over all axes, by collective and by the dtype of the values."""
         axes = (self.world, self.pipeline, self.data, self.tensor, self.stage)
         return sum((axis.sent_bytes for axis in axes), Counter())
+
+    def new_straggler(self) -> Straggler | None:
+        """Return a rank that holds the others up, once when it is found, on the first rank."""
+        return self._agreement.stragglers.take() if self._agreement is not None else None
 
     def _axis(self, name: AxisName) -> Axis:
         """Create the axis through this rank. torch requires that every rank creates every group; a world axis needs none."""

@@ -129,9 +129,8 @@ def test_the_losses_of_a_killed_job_are_those_of_one_that_goes_through(
         found = life.losses()
         assert found == [(step, expected[step]) for step, _ in found]
         num_writing += was_writing
-        print(
-            f"kill {kill}: rank {rank} after {[step for step, _ in found]}{', a checkpoint under way' if was_writing else ''}"
-        )
+        under_way = ", a checkpoint under way" if was_writing else ""
+        logger.info("kill %d: rank %d after steps %s%s", kill, rank, [step for step, _ in found], under_way)
     last = Life(folder)
     assert last.end() == [0] * NUM_RANKS, last.log.read_text()[-3000:]
     found = last.losses()
