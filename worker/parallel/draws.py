@@ -24,7 +24,7 @@ class OwnDraws:
         model.register_forward_pre_hook(self._enter)
         model.register_forward_hook(self._leave, always_call=True)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotation there
     def _enter(self, model: nn.Module, *_arguments: Any) -> None:
         if not model.training or self._scripts is not None:
             return
@@ -33,7 +33,7 @@ class OwnDraws:
         for generator in self._generators():
             generator.manual_seed(seed)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotation there
     def _leave(self, *_arguments: Any) -> None:
         if self._scripts is not None:
             for generator, state in zip(self._generators(), self._scripts, strict=True):

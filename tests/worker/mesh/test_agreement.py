@@ -15,7 +15,7 @@ import torch
 from api_schemas import FailureReason
 from tests.ranks import PRELOADED, free_port
 from worker.config import RankEnv
-from worker.errors import Diverged
+from worker.errors import Diverged, RanksFailed, message_of_rank
 from worker.mesh import Mesh
 from worker.mesh.verdict import Statement, decide
 
@@ -193,3 +193,9 @@ def test_two_ranks_apart_are_both_shown() -> None:
     assert reason is FailureReason.STALLED
     assert message.startswith("the ranks are in different collectives: a rank has left one out. rank 0: in sum")
     assert "rank 0 has started 2 over world; rank 1 has started 1 over world." in message
+
+
+def test_an_error_that_is_not_agreed_on_names_its_rank() -> None:
+    assert message_of_rank(ValueError("no"), 1, 4) == "rank 1 of 4: ValueError: no"
+    assert message_of_rank(ValueError("no"), 0, 1) == "ValueError: no"
+    assert message_of_rank(RanksFailed(FailureReason.DIVERGED, "rank 2 of 4: bad"), 1, 4) == "rank 2 of 4: bad"
