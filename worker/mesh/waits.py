@@ -34,6 +34,12 @@ class Waits:
         self._busy_s, self._num_busy = 0.0, 0
         self._lock = threading.Lock()
 
+    def mark(self) -> Mark | None:
+        """Mark this moment in the work of the device. None without a device, and inside the capture of a CUDA graph."""
+        device = self.device
+        is_captured = device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return None if device is None or is_captured else Mark(device)
+
     def add_span(self, began: Mark, ended: Mark) -> None:
         """Keep the time of a wait."""
         self._spans.append((began, ended))
@@ -79,14 +85,12 @@ class Call:
     def __enter__(self) -> None:
         self.since_s = time.monotonic()
         self._waits.current = self
-        self._began = None
-        if self._waits.device is not None and self.axis != DEVICE:
-            self._began = Mark(self._waits.device)
+        self._began = None if self.axis == DEVICE else self._waits.mark()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._waits.current = None
-        if self._began is not None and self._waits.device is not None:
-            self._waits.add_span(self._began, Mark(self._waits.device))
+        if self._began is not None and (ended := self._waits.mark()) is not None:
+            self._waits.add_span(self._began, ended)
         if isinstance(error, RuntimeError) and self.axis != DEVICE and not isinstance(error, _OF_THIS_RANK):
             self._waits.failed = self
             raise CollectiveFailed(f"{self} failed: {error}") from error
