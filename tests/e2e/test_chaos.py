@@ -106,10 +106,11 @@ class TestOneOfSeveralRanksKilled:
     def test_the_job_resumes_each_time_with_the_losses_of_one_that_goes_through(
         self, mortal_server: Server, long_job: dict[str, Any]
     ) -> None:
-        spec = long_job | {"resources": {"workers": 2}}
+        training = long_job["training"] | {"steps": 120, "checkpoint_every": 20, "eval_every": 0}
+        spec = long_job | {"training": training, "resources": {"workers": 2}}
         expected = train_undisturbed(mortal_server, spec)
         job = mortal_server.client.submit(spec | {"retry": {"max_failures": 2}})
-        for epoch, (step, rank) in enumerate(((50, 1), (130, 0)), start=1):
+        for epoch, (step, rank) in enumerate(((25, 1), (65, 0)), start=1):
             mortal_server.wait_for_step(job.id, step)
             ranks = mortal_server.ranks()
             assert len(ranks) == 2
