@@ -63,6 +63,12 @@ class TrainingSpec(Contract):
         description="compute to the same bits in every run on a GPU too, so that a resumed run equals one that went through; "
         "slower, and refuses operations that have no such algorithm. On a CPU runs are bit-identical without it",
     )
+    collective_timeout_s: float = Field(
+        default=600.0,
+        ge=1.0,
+        le=86_400.0,
+        description="longest wait of a rank for the others, which then name the one that hangs and fail; a single rank never waits",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     @model_validator(mode="before")

@@ -7,6 +7,8 @@ RankError
 ├── Diverged           the loss stayed far above the loss of the first step
 ├── WrongNode          this node or device is not the pool's
 ├── StorageFull        the disk, or our quota of it, takes no more
+├── CollectiveFailed   a collective failed: another rank is gone, or called another one
+├── RanksFailed        what several ranks agreed on as the reason why they failed
 └── Stopped            not a failure: the stop was decided elsewhere
     ├── Cancelled      the user wants the job to end
     ├── LeaseLost      the control plane did not answer for longer than the lease
@@ -50,6 +52,18 @@ class StorageFull(RankError):
     reason = FailureReason.STORAGE_FULL
 
 
+class CollectiveFailed(RankError, RuntimeError):
+    reason = FailureReason.WORKER_LOST
+
+
+class RanksFailed(RankError):
+    """The same on all ranks of a job: the first cause, with the ranks that said the same and those that followed."""
+
+    def __init__(self, reason: FailureReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class Stopped(RankError):
     """Base of the stops that are not failures."""
 
@@ -64,6 +78,30 @@ class LeaseLost(Stopped):
 
 class Fenced(Stopped):
     pass
+
+
+def reason_of(error: BaseException) -> FailureReason:
+    """Return the reason that the control plane is told for an error that ended a rank."""
+    import torch
+
+    if isinstance(error, RankError) and error.reason is not None:
+        return error.reason
+    if is_storage_full(error):
+        return FailureReason.STORAGE_FULL
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return FailureReason.OUT_OF_MEMORY
+    return FailureReason.WORKER_ERROR
+
+
+def message_of(error: BaseException) -> str:
+    """Return what to say of an error: a rank's own errors explain themselves, others need the name of their class."""
+    return str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+
+
+def message_of_rank(error: BaseException, rank: int, num_ranks: int) -> str:
+    """Return what to say of an error that one of several ranks has, unless they have agreed on it already."""
+    is_alone = num_ranks > 1 and not isinstance(error, RanksFailed)
+    return f"rank {rank} of {num_ranks}: {message_of(error)}" if is_alone else message_of(error)
 
 
 def is_storage_full(error: BaseException | None) -> bool:

@@ -1,7 +1,7 @@
 """One rank, from its order to its last report. Under Ray, the rank's actor calls `run_rank`. Without a service:
 
     python -m worker.main job.yaml --job-dir runs/first                            one rank
-    torchrun --nproc-per-node 2 -m worker.main job.yaml --job-dir runs/first       several
+    torchrun --nproc-per-node 2 -m worker.main job.yaml --job-dir runs/first       several; with --resume also after a death
 
 torch is imported inside the functions, because it takes seconds and the control plane should hear of the process earlier.
 """
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from api_schemas import (
     CheckpointRef,
-    FailureReason,
     FinishedReport,
     JobSpec,
     JobSummary,
@@ -30,7 +29,7 @@ from api_schemas import (
     explain,
 )
 from worker.config import RankEnv, resolve
-from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode, is_storage_full
+from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode, message_of_rank, reason_of
 from worker.metrics.exporter import exported
 from worker.metrics.table import Metrics
 from worker.reporting.reporter import HttpReporter, LogReporter, Reporter, ReportHandler
@@ -101,7 +100,7 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
             except ValueError as error:
                 raise InvalidConfig(str(error)) from error
             logger.info("%s", config)
-            mesh = stack.enter_context(Mesh(env, device, config.layout))
+            mesh = stack.enter_context(Mesh(env, device, config.layout, config.training.collective_timeout_s))
             summary = Trainer(config, mesh, run.reporter, run.job_dir, run.metrics).run(run.checkpoints)
         return Outcome(FinishedReport(outcome="succeeded", summary=summary), _describe(summary))
     except Cancelled as stop:
@@ -109,25 +108,10 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
     except (LeaseLost, Fenced) as stop:
         logger.warning("stopping: %s", stop)
         return Outcome(None, str(stop))
-    except RankError as error:
-        logger.error("%s", error)
-        return Outcome(FinishedReport(outcome="failed", reason=_reason(error), message=str(error)[:16_384]), str(error))
     except Exception as error:
-        logger.exception("the rank failed")
-        reason, message = _reason(error), f"{type(error).__name__}: {error}"
-        return Outcome(FinishedReport(outcome="failed", reason=reason, message=message[:16_384]), message)
-
-
-def _reason(error: Exception) -> FailureReason:
-    import torch
-
-    if isinstance(error, RankError) and error.reason is not None:
-        return error.reason
-    if is_storage_full(error):
-        return FailureReason.STORAGE_FULL
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return FailureReason.OUT_OF_MEMORY
-    return FailureReason.WORKER_ERROR
+        message = message_of_rank(error, env.rank, env.world_size)
+        logger.error("%s", message, exc_info=None if isinstance(error, RankError) else error)
+        return Outcome(FinishedReport(outcome="failed", reason=reason_of(error), message=message[:16_384]), message)
 
 
 def _device(env: RankEnv, pool: PoolConfig | None) -> "torch.device":
@@ -175,6 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--job-dir", type=Path, required=True, help="folder for checkpoints and the summary")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint in the folder")
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.Formatter.converter = time.gmtime
@@ -182,7 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
     spec = _read_spec(options.spec, env)
     if spec is None:
         return 2
-    outcome = _train(spec, env, Run(LogReporter(), Metrics(), options.job_dir))
+    checkpoints = _found(options.job_dir) if options.resume else ()
+    outcome = _train(spec, env, Run(LogReporter(), Metrics(), options.job_dir, checkpoints))
     logger.info("%s", outcome.message)
     if outcome.succeeded and env.reports:
         assert outcome.finished is not None
@@ -190,6 +176,12 @@ def main(arguments: list[str] | None = None) -> int:
         options.job_dir.mkdir(parents=True, exist_ok=True)
         (options.job_dir / "summary.json").write_text(summary.model_dump_json(indent=1))
     return 0 if outcome.succeeded else 1
+
+
+def _found(job_dir: Path) -> tuple[CheckpointRef, ...]:
+    from worker.checkpoint import complete_in
+
+    return complete_in(job_dir / "checkpoints")
 
 
 def _read_spec(path: Path, env: RankEnv) -> JobSpec | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from worker.mesh import Mesh
+from worker.mesh.waits import DEVICE
 from worker.metrics.readback import HostCopy, Mark
 
 INTERVAL_S = 0.5
@@ -67,6 +68,9 @@ class StepLog:
         self._mesh, self._is_writing = mesh, is_writing
         self._open: list[tuple[TakenStep, Tensor, Tensor]] = []
         self._under_way: list[tuple[list[TakenStep], HostCopy]] = []
+        self._spans: dict[int, list[tuple[Mark, Mark]]] = {}
+        if mesh.world.size > 1:
+            mesh.waits.device = mesh.device
         self._proposed_num_steps = 1.0
 
     @property
@@ -76,6 +80,8 @@ class StepLog:
 
     def add(self, step: TakenStep, rank_loss: Tensor, gradient_norm: Tensor) -> None:
         """Add a step. rank_loss: this rank's mean loss, (). gradient_norm: over all ranks, ()."""
+        self._mesh.waits.step = step.step
+        self._spans[step.step] = self._mesh.waits.take_spans()
         self._open.append((step, rank_loss, gradient_norm))
 
     def end_interval(self, *, wants_to_stop: bool) -> Reading:
@@ -107,11 +113,14 @@ class StepLog:
         """Read all that is under way but the last `num_kept` intervals."""
         found: list[FinishedStep] = []
         num_stopping, all_written = 0, False
+        taken: list[TakenStep] = []
         while len(self._under_way) > num_kept:
             steps, copy = self._under_way.pop(0)
-            numbers = copy.read()
+            with self._mesh.waits.call("reading of the losses", DEVICE):
+                numbers = copy.read()
             losses, (stopping, writing, proposal) = numbers[: len(steps)], numbers[len(steps) :][:3]
             norms = numbers[len(steps) + 3 :]
+            taken += steps
             num_stopping += round(stopping)
             all_written = writing == 0
             if self.is_late:
@@ -129,9 +138,17 @@ class StepLog:
                 for step, loss, norm in zip(steps, losses, norms, strict=True)
             ]
         if found:
+            self._count_busy(found, taken)
             mean_s = sum(step.step_time_s for step in found) / len(found)
             self._proposed_num_steps = INTERVAL_S / max(mean_s, INTERVAL_S / MAX_STEPS)
         return Reading(tuple(found), num_stopping, all_written)
+
+    def _count_busy(self, found: list[FinishedStep], taken: list[TakenStep]) -> None:
+        """Add the time that this rank computed in each step: the step without the waits since it began."""
+        for finished, step in zip(found, taken, strict=True):
+            spans = self._spans.pop(step.step)
+            waited_s = sum(began.seconds_until(ended) for began, ended in spans if step.began.seconds_until(began) >= 0)
+            self._mesh.waits.add_busy(max(0.0, finished.step_time_s - waited_s))
 
 
 def now() -> datetime:

@@ -71,7 +71,7 @@ class RankActor:
         try:
             return self._process.run(order_json, env, placed_at)
         except warm.ProcessLost as error:
-            return "failed", FailureReason.WORKER_LOST, str(error)
+            return "failed", FailureReason.WORKER_LOST, f"rank {env['rank']} of {env['world_size']}: {error}"
 
 
 def warm_up(warm_idle_s: float) -> None:
@@ -176,14 +176,14 @@ class Supervisor:
             done, _ = ray.wait(list(running), num_returns=1, timeout=0.5)
             for reference in done:
                 index = running.pop(reference)
-                failure = _failure_of(reference)
+                failure = _failure_of(reference, f"rank {index} of {len(self._ranks)}")
                 if failure is not None:
                     failures[index] = failure
             if failures:
                 # A failed rank leaves the others waiting in a collective. Give them a moment to report their own reason.
                 give_up_at = min(give_up_at, time.monotonic() + _OTHER_RANKS_GRACE_S)
         if failures:
-            raise _grouped(failures, len(self._ranks))
+            raise _grouped(failures)
 
     def _nodes(self) -> list[RankNode]:
         try:
@@ -227,14 +227,14 @@ class Supervisor:
             self._group = None
 
 
-def _failure_of(reference: Any) -> tuple[FailureReason, str] | None:
+def _failure_of(reference: Any, rank: str) -> tuple[FailureReason, str] | None:
     """Return why an ended rank failed; None if it succeeded or was told to stop."""
     try:
         outcome, reason, message = ray.get(reference, timeout=10)
     except RayActorError as error:
-        return FailureReason.WORKER_LOST, f"its process died: {_first_line(error)}"
+        return FailureReason.WORKER_LOST, f"{rank}: its process died: {_first_line(error)}"
     except RayError as error:
-        return FailureReason.WORKER_ERROR, str(error)
+        return FailureReason.WORKER_ERROR, f"{rank}: {error}"
     if outcome == "failed":
         return FailureReason(reason), message
     if outcome is None:
@@ -242,14 +242,14 @@ def _failure_of(reference: Any) -> tuple[FailureReason, str] | None:
     return None
 
 
-def _grouped(failures: dict[int, tuple[FailureReason, str]], world_size: int) -> RankFailed:
-    """Group the failures of several ranks into one. A lost process explains the errors of the ranks that waited for it."""
-    by_cause: dict[tuple[FailureReason, str], list[int]] = {}
-    for index, cause in sorted(failures.items()):
-        by_cause.setdefault(cause, []).append(index)
-    causes = sorted(by_cause, key=lambda cause: cause[0] is not FailureReason.WORKER_LOST)
-    lines = [f"rank {', '.join(map(str, by_cause[cause]))} of {world_size}: {cause[1]}" for cause in causes]
-    return RankFailed(causes[0][0], "\n".join(lines))
+def _grouped(failures: dict[int, tuple[FailureReason, str]]) -> RankFailed:
+    """Group the failures of several ranks into one: each message once, those that name a lost process first.
+
+    Ranks that could still speak to each other have agreed on one message, which names them (`worker/mesh/agreement.py`).
+    """
+    causes = list(dict.fromkeys(cause for _, cause in sorted(failures.items())))
+    causes.sort(key=lambda cause: cause[0] is not FailureReason.WORKER_LOST)
+    return RankFailed(causes[0][0], "\n".join(message for _, message in causes))
 
 
 def _first_line(error: Exception) -> str:

@@ -48,7 +48,16 @@ from worker.progress import Progress, StepTimes
 from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
 from worker.step_log import Reading, StepLog, TakenStep, now
-from worker.train_reports import conversion_events, count_fallbacks, count_memory, finite, started, step_report, summarize
+from worker.train_reports import (
+    conversion_events,
+    count_fallbacks,
+    count_memory,
+    finite,
+    started,
+    step_report,
+    straggler_event,
+    summarize,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +177,7 @@ class Trainer:
         is_stopping = reading.num_stopping > 0 or (stop is not None and self.mesh.world.size == 1)
         steps = (*reading.steps, *self.log.flush().steps) if is_stopping else reading.steps
         self.metrics.observe_wire(self.mesh.sent_bytes)
+        self.metrics.observe_busy(self.mesh.waits.last_busy_s)
         if self.health is not None:
             self.metrics.observe_fp8(self.health.samples)
         for step in steps:
@@ -176,6 +186,8 @@ class Trainer:
             self._tell(step_report(step, self.config.tokens_per_step), at=step.at)
             if warning := self.progress.note_loss(step.step, step.loss, self.num_steps):
                 self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
+        if straggler := self.mesh.new_straggler():
+            self._tell(straggler_event(straggler))
         if reading.all_written:
             self.writer.finish()
         if is_stopping:

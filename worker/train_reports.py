@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from api_schemas import EventReport, JobSummary, StartedReport, StepReport
+from api_schemas import EventReport, JobSummary, JsonScalar, StartedReport, StepReport
 from worker.config import TrainConfig
 from worker.fp8.convert import ConversionReport
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.mesh import Mesh
+from worker.mesh.stragglers import Straggler
 from worker.metrics.memory import memory_report
 from worker.moving_average import MovingAverage
 from worker.progress import Progress
@@ -62,6 +63,12 @@ def step_report(step: FinishedStep, tokens: int) -> StepReport:
         step_time_s=step.step_time_s,
         data_wait_s=step.data_wait_s,
     )
+
+
+def straggler_event(straggler: Straggler) -> EventReport:
+    """Name the rank that holds the others up."""
+    data: dict[str, JsonScalar] = {"rank": straggler.rank, "busy_s": straggler.busy_s, "median_s": straggler.median_s}
+    return EventReport(type="rank.straggler", message=str(straggler), data=data)
 
 
 def conversion_events(conversion: ConversionReport, model: nn.Module) -> Iterator[EventReport]:

@@ -166,6 +166,16 @@ _SPEED = Row(
             ),
         ),
         Panel(
+            "Time that a rank computes",
+            "In the last step, without its waits for other ranks: the slowest five ranks, and the median. The others wait for "
+            "a rank that stands out; the event rank.straggler names it.",
+            "s",
+            (
+                Query(f"topk(5, {_by('rank', 'octet_train_busy_seconds')})", "rank {{rank}}"),
+                Query(f"quantile(0.5, {_by('rank', 'octet_train_busy_seconds')})", "median"),
+            ),
+        ),
+        Panel(
             "Where the time goes",
             "Share of the wall time by phase, mean over ranks, as the host sees it: on cuda, work queued in one phase may be "
             "waited for in the next.",

@@ -102,6 +102,32 @@ class TestRankKilled:
 
 
 @pytest.mark.system
+class TestOneOfSeveralRanksKilled:
+    def test_the_job_resumes_each_time_with_the_losses_of_one_that_goes_through(
+        self, mortal_server: Server, long_job: dict[str, Any]
+    ) -> None:
+        training = long_job["training"] | {"steps": 120, "checkpoint_every": 20, "eval_every": 0}
+        spec = long_job | {"training": training, "resources": {"workers": 2}}
+        expected = train_undisturbed(mortal_server, spec)
+        job = mortal_server.client.submit(spec | {"retry": {"max_failures": 2}})
+        for epoch, (step, rank) in enumerate(((25, 1), (65, 0)), start=1):
+            mortal_server.wait_for_step(job.id, step)
+            ranks = mortal_server.ranks()
+            assert len(ranks) == 2
+            ranks[rank].kill()
+            mortal_server.wait_for_attempt(job.id, epoch + 1)
+        finished = mortal_server.finish(job.id)
+        assert finished.state is JobState.SUCCEEDED, finished
+        attempts = attempts_of(mortal_server, finished)
+        assert [attempt.reason for attempt in attempts] == [FailureReason.WORKER_LOST, FailureReason.WORKER_LOST, None]
+        for attempt in attempts[:2]:
+            assert attempt.message is not None
+            assert " of 2" in attempt.message
+            assert "closed by peer" not in attempt.message
+        assert losses(mortal_server, finished) == expected
+
+
+@pytest.mark.system
 class TestServerStopped:
     def test_a_server_that_was_suspended_while_its_ray_died_goes_on_by_itself(
         self, mortal_server: Server, spec_document: dict[str, Any]

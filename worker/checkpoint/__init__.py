@@ -11,7 +11,7 @@ Training goes on while a checkpoint is written (`writer.py`).
 
 from worker.checkpoint.files import SavedCheckpoint, checkpoint_name
 from worker.checkpoint.generators import random_state, set_random_state
-from worker.checkpoint.read import BadCheckpoint, load, load_folder, load_together
+from worker.checkpoint.read import BadCheckpoint, complete_in, load, load_folder, load_together
 from worker.checkpoint.writer import CheckpointWriter, save
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "CheckpointWriter",
     "SavedCheckpoint",
     "checkpoint_name",
+    "complete_in",
     "load",
     "load_folder",
     "load_together",

@@ -54,6 +54,16 @@ def load_together(folder: Path, ref: CheckpointRef, world: Axis) -> dict[str, An
     return state
 
 
+def complete_in(folder: Path) -> tuple[CheckpointRef, ...]:
+    """Find the complete checkpoints in a job's folder, newest first. Their bytes are checked when they are loaded."""
+    found = []
+    for manifest in folder.glob(f"step_{'[0-9]' * 10}/{MANIFEST}"):
+        step = int(manifest.parent.name[-10:])
+        sha256 = hashlib.sha256(manifest.read_bytes()).hexdigest()
+        found.append(CheckpointRef(step=step, name=manifest.parent.name, sha256=sha256))
+    return tuple(sorted(found, key=lambda ref: ref.step, reverse=True))
+
+
 def load_folder(folder: Path) -> dict[str, Any]:
     """Read the checkpoint in a folder of its own, wherever it was copied to. Raises BadCheckpoint as `load` does."""
     folder = folder.resolve()

@@ -16,7 +16,8 @@ def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None = None) ->
     """Five numbers, fp32 (5,), of `sampling.sampled_rows` of a matrix x, or of x * unit, on x's device; one launch on CUDA.
 
     They are the amax; the largest dequant_scale; the share of elements clamped to the format's maximum; the share of elements
-    that are not zero and whose codes are; 10·log10 of signal to quantization noise, 200 where nothing was rounded.
+    that are not zero and whose codes are; 10·log10 of signal to quantization noise, 200 where nothing was rounded and NaN where
+    an element of x or of the codes is not finite.
     quantized: x in codes. unit: (), a power of two. Where x has no element, all five are NaN.
     """
     measured: Tensor = _measure_op(x_MN.detach(), quantized, unit)

@@ -210,7 +210,7 @@ def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor
     counts = (is_clamped, (stored == 0) & (magnitude > 0), wide.square(), (wide - values).square())
     num_clamped, num_lost, signal, noise = torch.stack([count.sum(dtype=torch.float64) for count in counts]).float()
     factor = 1.0 if unit is None else unit
-    decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), MOST_DECIBELS)
+    decibels = torch.where(noise == 0, MOST_DECIBELS, 10 * torch.log10(signal / noise))
     largest_scale = sample.dequant_scale.amax() * factor
     return torch.stack(
         (magnitude.amax() * factor, largest_scale, num_clamped / wide.numel(), num_lost / wide.numel(), decibels)

@@ -5,5 +5,6 @@ from worker.mesh.mesh import Mesh
 from worker.mesh.pending import Pending
 from worker.mesh.pieces import TensorInPieces
 from worker.mesh.twin import twin_of
+from worker.mesh.waits import Waits
 
-__all__ = ["Axis", "Mesh", "Pending", "TensorInPieces", "twin_of"]
+__all__ = ["Axis", "Mesh", "Pending", "TensorInPieces", "Waits", "twin_of"]

@@ -13,9 +13,14 @@ import torch.distributed as dist
 
 from api_schemas import AxisName, Layout
 from worker.config import RankEnv
+from worker.errors import CollectiveFailed, Stopped
+from worker.mesh.agreement import Agreement, longest_s
 from worker.mesh.axis import Axis
+from worker.mesh.stragglers import Straggler
+from worker.mesh.waits import Waits
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+DEFAULT_TIMEOUT_S = 600.0
+_MEETING_TIMEOUT = timedelta(minutes=10)
 
 
 class Mesh:
@@ -32,19 +37,25 @@ class Mesh:
     tensor: Axis
     stage: Axis
 
-    def __init__(self, env: RankEnv, device: torch.device, layout: Layout | None = None) -> None:
-        """layout: degrees of parallelism; by default all ranks are data parallel."""
+    def __init__(
+        self, env: RankEnv, device: torch.device, layout: Layout | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """layout: degrees of parallelism; by default all ranks are data parallel. timeout_s: longest wait in a collective."""
         self.device = device
+        self.waits = Waits()
         self._env = env
         self._layout = layout or Layout(env.world_size)
+        self._timeout_s = timeout_s
+        self._agreement: Agreement | None = None
 
     def __enter__(self) -> Self:
-        if self._env.world_size > 1:
-            store = _meet(self._env)
+        env, timeout_s = self._env, self._timeout_s
+        if env.world_size > 1:
+            store, is_ours = _meet(env)
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, store=store, rank=self._env.rank, world_size=self._env.world_size, timeout=_COLLECTIVE_TIMEOUT
-            )
+            timeout = timedelta(seconds=timeout_s + longest_s(env.world_size))  # later than ours: the ranks have agreed then
+            dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+            self._agreement = Agreement(store, env.rank, env.world_size, self.waits, timeout_s, holds_store=is_ours)
         self.world = self._axis("world")
         self.pipeline = self._axis("pipeline")
         self.data = self._axis("data")
@@ -53,9 +64,19 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # After an error the other ranks may be gone, and leaving the group would wait for them.
-        if self._env.world_size > 1 and error is None:
-            dist.barrier()
+        """Leave the groups. After an error that is not agreed on, all ranks raise the same RanksFailed in its place."""
+        if self._agreement is None:
+            return
+        try:
+            if error is None:
+                with self.waits.call("barrier", "world"):
+                    dist.barrier()
+        except CollectiveFailed as failure:
+            error = failure
+        if isinstance(error, Exception) and not isinstance(error, Stopped):
+            raise self._agreement.settle(error) from error
+        self._agreement.close()
+        if error is None:  # otherwise the other ranks may be gone, and leaving the groups would wait for them
             dist.destroy_process_group()
 
     @property
@@ -74,17 +95,26 @@ class Mesh:
         axes = (self.world, self.pipeline, self.data, self.tensor, self.stage)
         return sum((axis.sent_bytes for axis in axes), Counter())
 
+    def new_straggler(self) -> Straggler | None:
+        """Return a rank that holds the others up, once when it is found, on the first rank."""
+        return self._agreement.stragglers.take() if self._agreement is not None else None
+
     def _axis(self, name: AxisName) -> Axis:
         """Create the axis through this rank. torch requires that every rank creates every group; a world axis needs none."""
         ranks, group = self._layout.group(name, self._env.rank), None
         if 1 < len(ranks) < self._layout.num_ranks:
             made = {members: dist.new_group(list(members)) for members in self._layout.groups(name)}
             group = made[ranks]
-        return Axis(name, len(ranks), ranks.index(self._env.rank), self.device, group)
+        axis = Axis(name, len(ranks), ranks.index(self._env.rank), self.device, group)
+        axis.waits = self.waits
+        return axis
 
 
-def _meet(env: RankEnv) -> Any:
-    """Open the `TCPStore` where the ranks meet. Ranks that meet on loopback are all on this machine, and listen there alone."""
+def _meet(env: RankEnv) -> tuple[Any, bool]:
+    """Open the store where the ranks meet. Returns it, and whether the first rank holds it; under torchrun its agent does.
+
+    Ranks that meet on loopback are all on this machine, and listen there alone.
+    """
     runs_under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens there already
     is_first, host = env.rank == 0 and not runs_under_torchrun, env.master_address
     listen_fd = None
@@ -99,12 +129,12 @@ def _meet(env: RankEnv) -> Any:
         env.master_port,
         env.world_size,
         is_master=is_first,
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=_MEETING_TIMEOUT,
         master_listen_fd=listen_fd,
     )
     if runs_under_torchrun:  # the agent's store outlives its workers: each start has keys of its own, as torch has it
-        return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return store
+        return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), False
+    return store, True
 
 
 def _is_loopback(host: str) -> bool:

@@ -11,5 +11,5 @@ def twin_of(axis: Axis) -> Axis:
         return axis
     group = dist.new_group(dist.get_process_group_ranks(axis._group), use_local_synchronization=True)
     twin = Axis(axis.name, axis.size, axis.rank, axis.device, group)
-    twin.sent_bytes = axis.sent_bytes
+    twin.sent_bytes, twin.waits = axis.sent_bytes, axis.waits
     return twin

@@ -37,6 +37,7 @@ FAMILIES = (
     Family("octet_train_gradient_norm", "global L2 norm of the gradients before clipping, last step"),
     Family("octet_train_learning_rate", "learning rate of the last step"),
     Family("octet_train_step_duration_seconds", "wall time of the last step"),
+    Family("octet_train_busy_seconds", "time of the last step that this rank computed: without its waits for other ranks"),
     Family("octet_train_last_step_timestamp_seconds", "when the last step ended, unix time"),
     Family("octet_train_steps_total", "optimizer steps taken by this process"),
     Family("octet_train_tokens_total", "tokens this rank trained on; the sum over ranks is the job's"),
@@ -200,6 +201,11 @@ class Metrics:
     def observe_memory(self, num_bytes: Mapping[str, int]) -> None:
         for kind, value in num_bytes.items():
             self.set("octet_memory_bytes", value, kind)
+
+    def observe_busy(self, seconds: float) -> None:
+        """Set the time that this rank computed in the last step; 0 is no step yet."""
+        if seconds > 0:
+            self.set("octet_train_busy_seconds", seconds)
 
     def observe_wire(self, sent_bytes: Mapping[tuple[str, str], int]) -> None:
         """Set the bytes sent since the process started. sent_bytes: by collective and dtype."""

@@ -31,6 +31,7 @@ from worker.parallel.blocks import divisible_parameters
 from worker.parallel.buckets import gradient_dtype
 from worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets, broadcast_parameters
 from worker.parallel.divided import DividedGradient
+from worker.parallel.draws import OwnDraws
 from worker.parallel.scaling import share_scaling
 from worker.parallel.zero import ShardedStates
 
@@ -141,6 +142,8 @@ class OwnLoop(Parallel):
         broadcast_parameters(model, axis)
         _broadcast_masters(optimizer, axis)
         super().__init__(model, optimizer, axis, axis, zero_stage=zero_stage, wide_dtype=wide_dtype)
+        if axis.size > 1:
+            OwnDraws(model, axis)
         self.gradients.finishes_itself = True
         self.gradients.after_finish = self._mark_divided
         optimizer.zero_grad = partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]  # it has no hooks
@@ -191,7 +194,8 @@ def parallelize(
     """Train a model, converted by `initialize` or not, on all ranks of a process group; all ranks call it together.
 
     Call it after `initialize`, with the model on its device; the ranks then start from the first rank's parameters. After a
-    backward pass outside `no_sync`, gradients are means over the ranks.
+    backward pass outside `no_sync`, gradients are means over the ranks. In training each rank draws numbers of its own inside
+    the model's forward pass, for dropout.
 
     zero_stage: 1 shards optimizer states, master weights, residuals and the means of gradients; 2 also gradients that
     accumulate over micro-batches; 3 also the weights of blocks that the model repeats, which are gathered while a block

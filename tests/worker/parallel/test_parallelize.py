@@ -74,6 +74,25 @@ def after_dropped_gradients(rank: int, zero_stage: int, drop: str) -> bool:
     return not torch.equal(before, model.last.weight)
 
 
+def draws(rank: int) -> Result:
+    """What dropout keeps in two passes, and what the script draws between and after them, from one seed on all ranks."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(1, 64), nn.Dropout(0.5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    parallelize(model, optimizer)
+    torch.manual_seed(7)
+    kept, scripts = [], []
+    for _ in range(2):
+        kept.append((model(torch.ones(1, 1)) != 0).tolist())
+        scripts.append(float(torch.rand(())))
+    state = torch.get_rng_state()
+    following = (model(torch.ones(1, 1)) != 0).tolist()
+    torch.set_rng_state(state)
+    model.eval()(torch.ones(1, 1))
+    resumed = (model.train()(torch.ones(1, 1)) != 0).tolist()
+    return {"kept": kept, "scripts": scripts, "following": following, "resumed": resumed}
+
+
 def message(call: Any) -> str:
     try:
         call()
@@ -112,6 +131,7 @@ def work(rank: int, port: int, folder: str) -> None:
     found["changed"] = [one_rank_has_no_gradient(rank, zero_stage) for zero_stage in (1, 2)]
     found["dropped"] = [after_dropped_gradients(rank, *case) for case in DROPPED]
     found["refusals"] = refusals()
+    found["draws"] = draws(rank)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -129,6 +149,15 @@ def test_ranks_that_start_apart_train_one_model(results: list[Result]) -> None:
         assert trained["state"] == other["state"], case
         assert trained["norms"] == other["norms"], case
         assert trained["losses"] != other["losses"]  # each rank reads its own part of the batch
+
+
+def test_each_rank_has_its_own_dropout_and_all_the_numbers_of_the_script(results: list[Result]) -> None:
+    first, second = (result["draws"] for result in results)
+    assert first["scripts"] == second["scripts"]
+    assert first["scripts"][0] != first["scripts"][1]
+    masks = [tuple(mask[0]) for found in (first, second) for mask in found["kept"]]
+    assert len(set(masks)) == 4
+    assert first["resumed"] == first["following"]
 
 
 def test_sharding_changes_no_bit_of_a_step_that_does_not_clip(results: list[Result]) -> None:

@@ -73,13 +73,13 @@ def _measure_sample(
     if HAS_UNIT:
         factor = tl.load(unit)
     total_noise = tl.sum(tl.sum(noise, 1), 0).to(tl.float32)
-    ratio = tl.div_rn(tl.sum(tl.sum(signal, 1), 0).to(tl.float32), tl.where(total_noise > 0, total_noise, 1.0))
+    ratio = tl.div_rn(tl.sum(tl.sum(signal, 1), 0).to(tl.float32), tl.where(total_noise == 0, 1.0, total_noise))
     num_elements = tl.full((), 0.0, tl.float32) + num_rows * num_columns
     tl.store(out, language.amax(language.amax(amax, 1), 0) * factor)
     tl.store(out + 1, language.amax(language.amax(largest_scale, 1), 0) * factor)
     tl.store(out + 2, tl.div_rn(tl.sum(tl.sum(num_clamped, 1), 0).to(tl.float32), num_elements))
     tl.store(out + 3, tl.div_rn(tl.sum(tl.sum(num_lost, 1), 0).to(tl.float32), num_elements))
-    tl.store(out + 4, tl.where(total_noise > 0, tl.log2(ratio) * _DECIBELS_PER_BINADE, _MOST_DECIBELS))
+    tl.store(out + 4, tl.where(total_noise == 0, _MOST_DECIBELS, tl.log2(ratio) * _DECIBELS_PER_BINADE))
 
 
 def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor:

@@ -55,3 +55,11 @@ def test_nothing_rounded_and_one_element() -> None:
     x = torch.full((1, 1), 3.0, device=DEVICE)
     numbers = check(x, ScaledCodes(*quantize(x, torch.float8_e4m3fn), ScaleKind.TENSOR))
     assert numbers.tolist() == [3.0, 2.0**-7, 0.0, 0.0, 200.0]
+
+
+def test_noise_that_is_not_a_number_has_no_decibels() -> None:
+    x = torch.full((2, 16), 3.0, device=DEVICE)
+    quantized = ScaledCodes(*quantize(x, torch.float8_e4m3fn), ScaleKind.TENSOR)
+    x[1, 3] = torch.nan
+    for found in (measurement.measure(x, quantized, None), reference.measure(x, quantized, None)):
+        assert found[4].isnan()

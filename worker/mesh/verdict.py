@@ -1,0 +1,161 @@
+"""Why N ranks failed, in one sentence: decided from what each of them says of itself. Pure functions, no torch.
+
+A rank's error is a cause, or it only follows: its collective failed because another rank is gone. A rank that has no error
+says where it is. A rank that says nothing is gone, stopped or stuck.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple, Self
+
+from api_schemas import FailureReason
+
+_MAX_STACKS = 2
+_MAX_CAUSES = 8
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank says of itself. `reason` and `message` are empty without an error. waits_for: the collective it is in.
+
+    step: optimizer steps that it has taken. num_started: collectives that it has started, by axis. stack: of its Python code.
+    """
+
+    reason: str = ""
+    message: str = ""
+    is_cause: bool = False
+    step: int = 0
+    waits_for: str = ""
+    waits_s: float = 0.0
+    num_started: dict[str, int] = field(default_factory=dict)
+    stack: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls(**json.loads(text))
+
+
+class Verdict(NamedTuple):
+    """Why the ranks failed: the same on all of them."""
+
+    reason: FailureReason
+    message: str
+
+
+def decide(said: Mapping[int, Statement], num_ranks: int) -> Verdict:
+    """Return the cause that the ranks' statements show, with the ranks that said the same and those that followed.
+
+    said: by rank; ranks that said nothing are missing.
+    """
+    if any(statement.is_cause for statement in said.values()):
+        return _first_cause(said, num_ranks)
+    silent = [rank for rank in range(num_ranks) if rank not in said]
+    if silent:
+        return _silent(said, silent, num_ranks)
+    absent = [rank for rank, statement in said.items() if not statement.waits_for and not statement.message]
+    if absent and len(absent) < num_ranks:
+        return _absent(said, absent, num_ranks)
+    return _apart(said, num_ranks)
+
+
+def _first_cause(said: Mapping[int, Statement], num_ranks: int) -> Verdict:
+    """Show the first cause. The mapping has the order in which the ranks spoke."""
+    by_cause: dict[tuple[str, str], list[int]] = {}
+    for rank, statement in said.items():
+        if statement.is_cause:
+            by_cause.setdefault((statement.reason, statement.message), []).append(rank)
+    (reason, message), ranks = next(iter(by_cause.items()))
+    lines = [f"{_ranks(ranks, num_ranks)}: {message}"]
+    for (_, other), others in list(by_cause.items())[1:_MAX_CAUSES]:
+        lines.append(f"{_ranks(others, num_ranks)}, later: {other}")
+    named = {rank for ranks in by_cause.values() for rank in ranks}
+    if followed := [rank for rank in range(num_ranks) if rank not in named]:
+        lines.append(f"({_ranks(followed, num_ranks)} only followed)")
+    return Verdict(FailureReason(reason), "\n".join(lines))
+
+
+def _silent(said: Mapping[int, Statement], silent: list[int], num_ranks: int) -> Verdict:
+    """Name ranks that say nothing. Ranks that lost a connection to them show that they are gone, others that they hang."""
+    who, others = _ranks(silent, num_ranks), _positions(said)
+    if len({statement.waits_for for statement in said.values()}) > 1:
+        others += " These ranks are not in one collective: one may have left one out."
+    if any(statement.message for statement in said.values()):
+        return Verdict(FailureReason.WORKER_LOST, f"{who} ended without a word. {others}")
+    message = f"{who} does not answer: its process is stopped, stuck outside Python, or its node is gone. {others}"
+    return Verdict(FailureReason.STALLED, message)
+
+
+def _absent(said: Mapping[int, Statement], absent: list[int], num_ranks: int) -> Verdict:
+    """Name ranks that take no part in the collective in which the others wait."""
+    others = _positions({rank: statement for rank, statement in said.items() if rank not in absent})
+    steps = ", ".join(map(str, sorted({said[rank].step for rank in absent})))
+    message = f"{_ranks(absent, num_ranks)} takes no part, after step {steps}. {others}"
+    return Verdict(FailureReason.STALLED, message + _stacks(said, absent))
+
+
+def _apart(said: Mapping[int, Statement], num_ranks: int) -> Verdict:
+    """Name the ranks that wait in another collective than most, or that have started another number of them."""
+    places = {rank: (said[rank].waits_for, *sorted(said[rank].num_started.items())) for rank in sorted(said)}
+    [(usual, count), *_] = Counter(places.values()).most_common(1)
+    odd = [rank for rank, place in places.items() if place != usual] if count > num_ranks / 2 else list(places)
+    failed = sorted({statement.message for statement in said.values() if statement.message})
+    reason = FailureReason.WORKER_ERROR if failed else FailureReason.STALLED
+    if not odd:
+        where = _positions(said)
+        return Verdict(reason, "\n".join([f"all {num_ranks} ranks are in one collective and none gets on. {where}", *failed]))
+    counts = "; ".join(
+        f"rank {rank} has started {', '.join(f'{n} over {axis}' for axis, n in sorted(said[rank].num_started.items()))}"
+        for rank in _sample(odd, places, usual)
+    )
+    apart = "the ranks are in different collectives"
+    who = apart if len(odd) == num_ranks else f"{_ranks(odd, num_ranks)} is in another collective than the rest"
+    message = f"{who}: a rank has left one out."
+    message = f"{message} {_positions(said)} {counts}."
+    return Verdict(reason, "\n".join([message, *failed]) + _stacks(said, odd))
+
+
+def _sample(odd: list[int], places: Mapping[int, object], usual: object) -> list[int]:
+    """The odd ranks, and one of the others to compare them with."""
+    return [*odd, *[rank for rank, place in places.items() if place == usual and rank not in odd][:1]][:_MAX_CAUSES]
+
+
+def _positions(said: Mapping[int, Statement]) -> str:
+    """Say where ranks are, those at one place together."""
+    by_place: dict[str, list[int]] = {}
+    for rank, statement in sorted(said.items()):
+        where = f"in {statement.waits_for}" if statement.waits_for else "outside any collective"
+        by_place.setdefault(f"{where} after step {statement.step}", []).append(rank)
+    parts = []
+    for place, ranks in by_place.items():
+        longest_s = max(said[rank].waits_s for rank in ranks)
+        waited = f", waiting for {longest_s:.1f} s" if longest_s >= 0.05 else ""
+        parts.append(f"rank {_numbers(ranks)}: {place}{waited}")
+    return "; ".join(parts) + "." if parts else ""
+
+
+def _stacks(said: Mapping[int, Statement], ranks: Iterable[int]) -> str:
+    shown = [rank for rank in ranks if said[rank].stack][:_MAX_STACKS]
+    return "".join(f"\nstack of rank {rank}:\n{said[rank].stack.rstrip()}" for rank in shown)
+
+
+def _ranks(ranks: list[int], num_ranks: int) -> str:
+    return f"all {num_ranks} ranks" if len(ranks) == num_ranks else f"rank {_numbers(ranks)} of {num_ranks}"
+
+
+def _numbers(ranks: Iterable[int]) -> str:
+    """Write ranks in order, runs of three or more as first-last."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [
+        str(first) if first == last else f"{first}-{last}" if last > first + 1 else f"{first}, {last}" for first, last in runs
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,47 @@
+"""Random numbers of a model's own on each rank: dropout on one rank's samples differs from dropout on another's.
+
+A script that seeds torch draws the same numbers on all ranks, which it may need, for a shuffle that all share. So a rank has
+numbers of its own inside the model's forward pass in training, and the script's outside. They follow from the script's, one of
+which is drawn for each pass: a script that saves torch's state and resumes draws the same again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.mesh import Axis
+
+_STRIDE = 0x9E3779B97F4A7C15
+
+
+class OwnDraws:
+    """Hooks of a model on one rank. Passes that are computed again for activation checkpointing keep their numbers."""
+
+    def __init__(self, model: nn.Module, axis: Axis) -> None:
+        self._device, self._rank = axis.device, axis.rank
+        self._scripts: list[Tensor] | None = None
+        model.register_forward_pre_hook(self._enter)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotation there
+    def _enter(self, model: nn.Module, *_arguments: Any) -> None:
+        if not model.training or self._scripts is not None:
+            return
+        seed = (int(torch.randint(1 << 62, ())) + _STRIDE * (self._rank + 1)) % 2**63
+        self._scripts = [generator.get_state() for generator in self._generators()]
+        for generator in self._generators():
+            generator.manual_seed(seed)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotation there
+    def _leave(self, *_arguments: Any) -> None:
+        if self._scripts is not None:
+            for generator, state in zip(self._generators(), self._scripts, strict=True):
+                generator.set_state(state)
+            self._scripts = None
+
+    def _generators(self) -> list[torch.Generator]:
+        if self._device.type != "cuda":
+            return [torch.default_generator]
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        return [torch.default_generator, torch.cuda.default_generators[index]]
