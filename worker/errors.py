@@ -7,6 +7,7 @@ RankError
 ├── Diverged           the loss stayed far above the loss of the first step
 ├── WrongNode          this node or device is not the pool's
 ├── StorageFull        the disk, or our quota of it, takes no more
+├── StoreUnreachable   an object store did not answer, several times
 └── Stopped            not a failure: the stop was decided elsewhere
     ├── Cancelled      the user wants the job to end
     ├── LeaseLost      the control plane did not answer for longer than the lease
@@ -48,6 +49,10 @@ class WrongNode(RankError):
 
 class StorageFull(RankError):
     reason = FailureReason.STORAGE_FULL
+
+
+class StoreUnreachable(RankError):
+    reason = FailureReason.STORE_UNREACHABLE
 
 
 class Stopped(RankError):

@@ -107,6 +107,11 @@ class JsonlSpec(SourceSpec):
         """Return how many records are kept for evaluation."""
         return min(num_records - 1, math.ceil(num_records * self.evaluation_fraction))
 
+    def check_local_parts(self, files: Files = ANY_FILE) -> None:
+        """Check the tokenizer's files."""
+        assert self.tokenizer is not None
+        check_tokenizer(Path(self.tokenizer), files)
+
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
         """Check as `SourceSpec.check` says: the tokenizer's files, and the lines at the beginning of the data."""
         assert self.tokenizer is not None
