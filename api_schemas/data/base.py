@@ -29,12 +29,6 @@ class Needs:
 class SourceSpec(Contract):
     """Base of all sources that are files under a path."""
 
-    gives: ClassVar[BatchKind] = "tokens"
-    """The kind of batches that models are given from this source."""
-    min_vocab_size: ClassVar[int] = 1
-    """The smallest vocabulary of a model that can read this source, if the spec alone determines it."""
-    has_targets: ClassVar[bool] = False
-    """True if the source says which tokens count, so that none can be hidden for a masked model."""
     reads_stores: ClassVar[bool] = True
     """True if `path` may be a URL in an object store."""
 
@@ -67,6 +61,21 @@ class SourceSpec(Contract):
     def is_stored(self) -> bool:
         """True if the data lies in an object store, which only ranks read."""
         return is_url(self.path)
+
+    @property
+    def gives(self) -> BatchKind:
+        """The kind of batches that models are given from this source."""
+        return "tokens"
+
+    @property
+    def min_vocab_size(self) -> int:
+        """The smallest vocabulary of a model that can read this source, if the spec alone determines it."""
+        return 1
+
+    @property
+    def has_targets(self) -> bool:
+        """True if the source says which tokens count, so that none can be hidden for a masked model."""
+        return False
 
     @property
     def is_packed(self) -> bool:

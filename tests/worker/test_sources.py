@@ -15,6 +15,7 @@ from api_schemas.data.tokens import TokensSpec
 from api_schemas.layout import BatchDivision
 from tests.text import text, write_corpus
 from tests.worker.chat import save_tokenizer, write_chats
+from tests.worker.datasets_data import saved_spec
 from tests.worker.object_store import files_of, upload
 from tests.worker.test_image_folder import write_folder
 from tests.worker.test_images_data import write_images
@@ -44,6 +45,8 @@ def spec_of(name: str, folder: Path) -> SourceSpec:
         (folder / "model").mkdir()
         save_tokenizer(folder / "model")
         return JsonlSpec(path=str(path), tokenizer=str(folder / "model"))
+    if name.startswith("saved"):
+        return saved_spec(name, folder)
     if name == "images in a file":
         path = write_images(folder / "images.npz", num_images=40)
     else:
@@ -62,16 +65,17 @@ def make(name: str, folder: Path) -> Open:
         smoothing = 0.1 if name == "varied images" else 0.0
         return lambda seed: open_source(spec, LENGTH, seed, files, takes=IMAGES, label_smoothing=smoothing)
     takes = TokenInput(257, LENGTH, mask_token=256) if name == "masked tokens" else None
-    return lambda seed: open_source(spec, LENGTH if name != "jsonl" else 64, seed, files, takes=takes)
+    return lambda seed: open_source(spec, 64 if spec.has_targets else LENGTH, seed, files, takes=takes)
 
 
 LOCAL = ("text", "tokens", "jsonl", "images in a file", "images in folders")
-PLAIN = (*LOCAL, *(f"stored {name}" for name in LOCAL))
+SAVED = ("saved texts", "saved records", "saved images")
+PLAIN = (*LOCAL, *SAVED, *(f"stored {name}" for name in LOCAL))
 ALL = (*PLAIN, "masked tokens", "varied images")
 
 
-NOT_HERE = {name: pytest.mark.matrix for name in ("jsonl", "stored jsonl", "stored images in a file")}
-"""jsonl loads transformers; test_jsonl_data.py has the same promises."""
+NOT_HERE = {name: pytest.mark.matrix for name in ("jsonl", "stored jsonl", "stored images in a file", "saved records")}
+"""jsonl, and records, load transformers; test_jsonl_data.py has the same promises."""
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=NOT_HERE.get(name, ())) for name in ALL])
