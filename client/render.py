@@ -195,7 +195,7 @@ def models_table(families: Sequence[ModelFamily]) -> Table:
             count = sum(map(len, entry.architectures.values()))
             grid.add_row(entry.family, f"{count} architectures", number(None), *(number(None) for _ in names))
         elif not entry.presets:
-            grid.add_row(entry.family, "an entry point of your own", number(None), *(number(None) for _ in names))
+            grid.add_row(entry.family, "your own network", number(None), *(number(None) for _ in names))
     return grid
 
 
