@@ -177,6 +177,8 @@ def _record(spec: DatasetsSpec, row: dict[str, Any]) -> Record:
         record = record_of({"messages": row[spec.messages_column]})
         assert isinstance(record, Chat)
         return record
+    assert spec.prompt_column is not None
+    assert spec.completion_column is not None
     record = record_of({"prompt": row[spec.prompt_column], "completion": row[spec.completion_column]})
     assert isinstance(record, Prompted)
     return record
