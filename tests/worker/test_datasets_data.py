@@ -113,6 +113,7 @@ def test_conversations_are_those_of_the_same_lines(tmp_path: Path) -> None:
     assert len(set(rows[0]) & set(rows[1])) > 20  # the division differs
 
 
+@pytest.mark.matrix
 def test_a_job_learns_from_a_saved_data_set(texts: Path, tmp_path: Path, spec_document: dict[str, Any]) -> None:
     document = spec_document | {"data": {"source": "datasets", "path": str(texts), "text_column": "body"}}
     recorder, _ = train(with_training(document, steps=12, optimizer={"learning_rate": 1e-2}), tmp_path)
