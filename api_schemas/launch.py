@@ -1,10 +1,14 @@
 """Orders to a launcher and its answers: the seam between control plane and cluster."""
 
+from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 
 from pydantic import Field
 
 from api_schemas.base import Contract, JsonScalar, Timestamp
+from api_schemas.data.files import ANY_FILE, Files
+from api_schemas.data.stores import StoreAccess
 from api_schemas.job import JobSpec
 from api_schemas.resources import PoolConfig
 from api_schemas.states import FailureReason
@@ -31,10 +35,18 @@ class LaunchOrder(Contract):
     data_roots: tuple[str, ...] | None = Field(
         default=None, description="folders that the ranks may read data from; null for no restriction"
     )
+    stores: StoreAccess = Field(default=StoreAccess(), description="the object stores that the ranks may read data from")
     job_dir: str = Field(description="the job's folder for checkpoints and spools, shared by its workers")
     checkpoints: tuple[CheckpointRef, ...] = Field(description="newest first; the first that passes its check is used")
     lease_s: float
     heartbeat_s: float
+
+    @property
+    def files(self) -> Files:
+        """The files and object stores that the ranks may read data from."""
+        if self.data_roots is None:
+            return replace(ANY_FILE, stores=self.stores)
+        return Files.below(tuple(map(Path, self.data_roots)), self.stores)
 
 
 class ProbeState(StrEnum):

@@ -55,6 +55,7 @@ class FailureReason(StrEnum):
     DIVERGED = "diverged"
     WRONG_NODE = "wrong_node"
     STORAGE_FULL = "storage_full"
+    STORE_UNREACHABLE = "store_unreachable"
     WORKER_LOST = "worker_lost"
     WORKER_ERROR = "worker_error"
     STALLED = "stalled"
@@ -99,6 +100,11 @@ _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
         True,
         Blame.PLATFORM,
         "The disk of the data folder is full. The job resumes from its last checkpoint once the operator has freed space.",
+    ),
+    FailureReason.STORE_UNREACHABLE: (
+        True,
+        Blame.PLATFORM,
+        "An object store did not answer, asked several times. The job resumes from its last checkpoint once the store is back.",
     ),
     FailureReason.WORKER_LOST: (
         True,

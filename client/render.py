@@ -194,6 +194,8 @@ def models_table(families: Sequence[ModelFamily]) -> Table:
         if entry.architectures:
             count = sum(map(len, entry.architectures.values()))
             grid.add_row(entry.family, f"{count} architectures", number(None), *(number(None) for _ in names))
+        elif not entry.presets:
+            grid.add_row(entry.family, "your own network", number(None), *(number(None) for _ in names))
     return grid
 
 

@@ -17,6 +17,7 @@ from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, field_validator,
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from api_schemas import Files, PoolConfig
+from api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 
 SHORTEST_API_KEY = 16
 DEFAULT_TENANT = "default"
@@ -46,6 +47,13 @@ class Settings(BaseSettings):
     data_roots: Annotated[tuple[Path, ...], NoDecode] = Field(
         default=(), description="folders a job may read; on loopback the default is the whole file system"
     )
+    data_stores: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="URLs in object stores, by commas; a job may read them and what lies below; default: none"
+    )
+    data_cache_dir: Path | None = Field(
+        default=None, description="folder on each node for what was read from object stores; default: data-cache in data_dir"
+    )
+    data_cache_bytes: int = Field(default=DEFAULT_CACHE_BYTES, ge=0, description="most bytes in data_cache_dir of a node")
     pools: tuple[PoolConfig, ...] = Field(default_factory=lambda: (default_pool(),))
     pools_file: Path | None = Field(default=None, description="YAML: a list of pools, or a mapping with key 'pools'")
 
@@ -78,9 +86,9 @@ class Settings(BaseSettings):
     stall_timeout_s: Seconds = 1800
     cancel_grace_s: Seconds = 20
 
-    @field_validator("api_keys", mode="before")
+    @field_validator("api_keys", "data_stores", mode="before")
     @classmethod
-    def _keys_by_comma(cls, value: Any) -> Any:
+    def _parts_by_comma(cls, value: Any) -> Any:
         return tuple(key.strip() for key in value.split(",") if key.strip()) if isinstance(value, str) else value
 
     @field_validator("data_roots", mode="before")
@@ -94,7 +102,7 @@ class Settings(BaseSettings):
         if values.get("pools_file"):
             values["pools"] = _pools_of(Path(values["pools_file"]))
         if values.get("api_keys_file"):
-            values["api_keys"] = (*_keys_of(Path(values["api_keys_file"])), *cls._keys_by_comma(values.get("api_keys", ())))
+            values["api_keys"] = (*_keys_of(Path(values["api_keys_file"])), *cls._parts_by_comma(values.get("api_keys", ())))
         return values
 
     @model_validator(mode="after")
@@ -112,6 +120,7 @@ class Settings(BaseSettings):
             )
         if self.report_url:
             AnyHttpUrl(self.report_url)
+        _ = self.store_access  # refuses a prefix that is not a URL
         _check_pools(self.pools)
         if self.heartbeat_s * 3 > self.lease_s:
             raise ValueError(f"heartbeat_s {self.heartbeat_s} must be at most a third of lease_s {self.lease_s}")
@@ -150,6 +159,12 @@ class Settings(BaseSettings):
         return replace(
             Files.below(self.readable_roots), max_entries=self.data_check_max_entries, timeout_s=self.data_check_timeout_s
         )
+
+    @property
+    def store_access(self) -> StoreAccess:
+        """What ranks may read from object stores, and where they keep it."""
+        folder = self.data_cache_dir or self.data_dir / "data-cache"
+        return StoreAccess(prefixes=self.data_stores, cache_folder=str(folder.resolve()), cache_bytes=self.data_cache_bytes)
 
     @property
     def effective_database_url(self) -> str:

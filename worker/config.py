@@ -1,7 +1,6 @@
 """The configuration of a rank, resolved once from the `JobSpec` and the rank's environment. Later code sets no defaults."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from api_schemas import (
@@ -90,10 +89,10 @@ def trained_job(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = None) -> TrainConfig:
+def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig:
     """Resolve the spec for this rank. Raises ValueError if it does not fit the number of ranks or the model's files.
 
-    data_roots: the folders that the job's data and model must lie in; None allows any file.
+    files: those that the job's data and model must be among.
     """
     layout = spec.layout
     if env.world_size != layout.num_ranks:
@@ -104,7 +103,6 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
     if unfit := spec.without_effect():
         raise unfit
     training = spec.training
-    files = ANY_FILE if data_roots is None else Files.below(tuple(map(Path, data_roots)))
     sizes = _read_sizes(spec, files)
     return TrainConfig(
         precision=spec.precision,

@@ -9,6 +9,7 @@ RankError
 ├── StorageFull        the disk, or our quota of it, takes no more
 ├── CollectiveFailed   a collective failed: another rank is gone, or called another one
 ├── RanksFailed        what several ranks agreed on as the reason why they failed
+├── StoreUnreachable   an object store did not answer, several times
 └── Stopped            not a failure: the stop was decided elsewhere
     ├── Cancelled      the user wants the job to end
     ├── LeaseLost      the control plane did not answer for longer than the lease
@@ -62,6 +63,10 @@ class RanksFailed(RankError):
     def __init__(self, reason: FailureReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class StoreUnreachable(RankError):
+    reason = FailureReason.STORE_UNREACHABLE
 
 
 class Stopped(RankError):

@@ -28,6 +28,7 @@ from api_schemas import (
     PoolConfig,
     explain,
 )
+from api_schemas.data import ANY_FILE, Files
 from worker.config import RankEnv, resolve
 from worker.errors import Cancelled, Fenced, InvalidConfig, LeaseLost, RankError, WrongNode, message_of_rank, reason_of
 from worker.metrics.exporter import exported
@@ -62,7 +63,7 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
             if env.reports:
                 reporter.send(PhaseReport(phase="placed"), at=placed_at)
                 reporter.send(PhaseReport(phase="process_up"))
-            run = Run(reporter, metrics, Path(order.job_dir), order.checkpoints, order.pool, order.data_roots)
+            run = Run(reporter, metrics, Path(order.job_dir), order.checkpoints, order.pool, order.files)
             outcome = _train(order.spec, env, run)
             if outcome.finished is not None and (env.reports or outcome.finished.outcome == "failed"):
                 reporter.send(outcome.finished)
@@ -73,14 +74,14 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts that a rank is given in addition to its spec and environment. `data_roots` None: any file may be read."""
+    """The parts that a rank is given in addition to its spec and environment. files: those that it may read."""
 
     reporter: Reporter
     metrics: Metrics
     job_dir: Path
     checkpoints: tuple[CheckpointRef, ...] = ()
     pool: PoolConfig | None = None
-    data_roots: tuple[str, ...] | None = None
+    files: Files = ANY_FILE
 
 
 def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
@@ -96,7 +97,7 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
             device = _device(env, run.pool)
             run.metrics.describe_device(device_readings(device), bf16_peak(device))
             try:
-                config = resolve(spec, env, run.data_roots)
+                config = resolve(spec, env, run.files)
             except ValueError as error:
                 raise InvalidConfig(str(error)) from error
             logger.info("%s", config)
@@ -226,13 +227,12 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 def _env_from_torchrun(accelerator: str, num_threads: int) -> RankEnv:
     """Read torchrun's environment variables. Without them this process is the only rank."""
-    environment = os.environ
     return RankEnv(
-        rank=int(environment.get("RANK", "0")),
-        world_size=int(environment.get("WORLD_SIZE", "1")),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
-        master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=int(environment.get("MASTER_PORT", "0")),
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=int(os.environ.get("MASTER_PORT", "0")),
         accelerator=accelerator,
         num_threads=num_threads,
     )

@@ -1,5 +1,6 @@
 """What was trained, for programs that know nothing of Octet: a state dict with the names and values of a plain model."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,11 +21,19 @@ def plain_state_dict(
     optimizer: its master weights are taken where it has any; without it an O3 weight has the precision of E4M3.
     dtype: of the weights that are held as codes; what is held as values keeps its dtype. The weights of codes are new tensors.
     """
-    state = model.state_dict()
-    for name, layer in layers_of_codes(model):  # one weight at a time is fp32
+    return dict(plain_tensors(model, optimizer, dtype=dtype))
+
+
+def plain_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of `plain_state_dict`; a weight of codes is decoded when its turn comes."""
+    state, layers = model.state_dict(), layers_of_codes(model)
+    for name, _ in layers:
         drop_codes(state, join(name, ""))
-        state[join(name, "weight")] = finest_values(layer, optimizer).to(dtype)
-    return as_plain(model, state)
+    yield from as_plain(model, state).items()
+    for name, layer in layers:
+        yield join(name, "weight"), finest_values(layer, optimizer).to(dtype)
 
 
 def finest_values(layer: Float8Linear, optimizer: torch.optim.Optimizer | None) -> Tensor:

@@ -42,7 +42,7 @@ def load_model(
     """
     has_same_storage = _tensors_by_name(saved_model) == _tensors_by_name(model.state_dict())
     if not has_same_storage:
-        saved_model = _for_level_of(model, saved_model, saved_optimizer, _names_by_key(model, optimizer, saved_optimizer))
+        saved_model = _for_level_of(model, saved_model, saved_optimizer, names_by_key(model, optimizer, saved_optimizer))
     model.load_state_dict(saved_model)
     return has_same_storage
 
@@ -58,7 +58,7 @@ def _tensors_by_name(state: dict[str, Any]) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in state.items()}
 
 
-def _names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer, saved_optimizer: dict[str, Any]) -> dict[str, int]:
+def names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer, saved_optimizer: dict[str, Any]) -> dict[str, int]:
     """The key of each parameter's states, by the parameter's name; groups list their parameters in the same order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})  # held instead of parameters under ZeRO

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Tag
 
 from api_schemas.data.base import Needs, SourceSpec
+from api_schemas.data.datasets import DatasetsSpec
 from api_schemas.data.files import ANY_FILE, Files
 from api_schemas.data.images import ImagesSpec
 from api_schemas.data.jsonl import JsonlSpec
@@ -20,13 +21,15 @@ DataSpec = Annotated[
     Annotated[TextSpec, Tag("text")]
     | Annotated[TokensSpec, Tag("tokens")]
     | Annotated[JsonlSpec, Tag("jsonl")]
-    | Annotated[ImagesSpec, Tag("images")],
+    | Annotated[ImagesSpec, Tag("images")]
+    | Annotated[DatasetsSpec, Tag("datasets")],
     by_field("source", default="text"),
 ]
 
 __all__ = [
     "ANY_FILE",
     "DataSpec",
+    "DatasetsSpec",
     "Files",
     "ImagesSpec",
     "JsonlSpec",

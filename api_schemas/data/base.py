@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 
 from api_schemas.base import Contract, refusal
 from api_schemas.data.files import ANY_FILE, Files
+from api_schemas.data.stores import check_url, is_url, place_of
 from api_schemas.inputs import BatchKind, ImageInput
 
 
@@ -28,22 +29,53 @@ class Needs:
 class SourceSpec(Contract):
     """Base of all sources that are files under a path."""
 
-    gives: ClassVar[BatchKind] = "tokens"
-    """The kind of batches that models are given from this source."""
-    min_vocab_size: ClassVar[int] = 1
-    """The smallest vocabulary of a model that can read this source, if the spec alone determines it."""
-    has_targets: ClassVar[bool] = False
-    """True if the source says which tokens count, so that none can be hidden for a masked model."""
+    reads_stores: ClassVar[bool] = True
+    """True if `path` may be a URL in an object store."""
 
     source: str
-    path: str = Field(min_length=1, max_length=4096, description="absolute path of a file or folder, as the workers see it")
+    path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="absolute path of a file or folder, as the workers see it, or a URL in an object store that the operator "
+        "allows (OCTET_DATA_STORES)",
+    )
 
     @field_validator("path")
     @classmethod
     def _absolute(cls, path: str) -> str:
+        if is_url(path) and cls.reads_stores:
+            try:
+                return check_url(path)
+            except ValueError as error:
+                raise refusal("", got=path, allowed=f"a URL: {error}", change="Change data.path.") from None
         if "\0" in path or not path.startswith("/"):
             raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.path.")
         return path
+
+    @property
+    def place(self) -> Path:
+        """The place that `path` names: a `StorePath` in an object store, any other path in the file system."""
+        return place_of(self.path)
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the data lies in an object store, which only ranks read."""
+        return is_url(self.path)
+
+    @property
+    def gives(self) -> BatchKind:
+        """The kind of batches that models are given from this source."""
+        return "tokens"
+
+    @property
+    def min_vocab_size(self) -> int:
+        """The smallest vocabulary of a model that can read this source, if the spec alone determines it."""
+        return 1
+
+    @property
+    def has_targets(self) -> bool:
+        """True if the source says which tokens count, so that none can be hidden for a masked model."""
+        return False
 
     @property
     def is_packed(self) -> bool:
@@ -53,6 +85,9 @@ class SourceSpec(Contract):
     def with_model(self, model_folder: str | None) -> Self:
         """Return this spec with what it takes from the model's folder (None: the model has none). Raises Unfit."""
         return self
+
+    def check_local_parts(self, files: Files = ANY_FILE) -> None:
+        """Raise Unfit, or OSError, for a wrong local file that the source reads in addition to its data in an object store."""
 
     @abstractmethod
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from api_schemas.data.stores import NO_STORES, StoreAccess
 from api_schemas.data.unfit import Unfit
 
 NEVER_READ = ("/proc", "/sys", "/dev")
@@ -29,11 +30,12 @@ class Files:
     roots: tuple[str, ...] | None = None
     max_entries: int | None = None
     timeout_s: float | None = None
+    stores: StoreAccess = NO_STORES
 
     @classmethod
-    def below(cls, folders: tuple[Path, ...]) -> "Files":
-        """Allow the files below these folders, which may be links themselves."""
-        return cls(tuple(str(folder.resolve()) for folder in folders))
+    def below(cls, folders: tuple[Path, ...], stores: StoreAccess = NO_STORES) -> "Files":
+        """Allow the files below these folders, which may be links themselves, and what `stores` allows a rank to read."""
+        return cls(tuple(str(folder.resolve()) for folder in folders), stores=stores)
 
     def open(self, path: Path) -> BinaryIO:
         """Open a regular file for reading."""
@@ -42,9 +44,10 @@ class Files:
                 raise Unfit("data.path", path, "a regular file", "Change data.path or exclude the file.")
             return open(_link(descriptor) if hasattr(os, "O_PATH") else path, "rb")
 
-    def read(self, path: Path, num_bytes: int = -1) -> bytes:
-        """Read a file, or its first `num_bytes`."""
+    def read(self, path: Path, num_bytes: int = -1, start: int = 0) -> bytes:
+        """Read a file from `start` to its end, or at most `num_bytes` of it."""
         with self.open(path) as file:
+            file.seek(start)
             return file.read(num_bytes)
 
     def num_bytes(self, path: Path) -> int:

@@ -8,7 +8,7 @@ import ast
 import math
 import zipfile
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -41,11 +41,14 @@ class ImagesSpec(SourceSpec):
     evaluation; it is chosen at random, the same in every job. Pixels from 0 to 255 become values from -1 to 1.
     """
 
-    gives: ClassVar[BatchKind] = "images"
-
     source: Literal["images"] = "images"
     evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     augmentation: AugmentationSpec = AugmentationSpec()
+
+    @property
+    def gives(self) -> BatchKind:
+        """Images."""
+        return "images"
 
     @property
     def is_varied(self) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator
 
@@ -61,26 +61,15 @@ class Line(NamedTuple):
     record: Record
 
 
-class JsonlSpec(SourceSpec):
-    """Prompts with completions, or conversations, from a .jsonl file or the .jsonl files of a folder.
+class RecordsSpec(SourceSpec):
+    """Base of the sources whose records a tokenizer encodes."""
 
-    The share `evaluation_fraction` of the records (at least one) is kept for evaluation; it is chosen at random, the same in
-    every job. A record longer than `training.sequence_length` is cut at its end, a shorter one is padded.
-    With `packing` a sample is a row of `training.sequence_length` tokens with as many records as fit. No record sees another:
-    attention and positions begin again at each.
-    """
-
-    has_targets: ClassVar[bool] = True
-
-    source: Literal["jsonl"] = "jsonl"
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
         max_length=4096,
         description="absolute path of a folder with a tokenizer, as the workers see it; default: model.path",
     )
-    evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    packing: bool = Field(default=False, description="several records in one sequence, which do not see each other")
 
     @field_validator("tokenizer")
     @classmethod
@@ -88,11 +77,6 @@ class JsonlSpec(SourceSpec):
         if path is not None and ("\0" in path or not path.startswith("/")):
             raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.tokenizer.")
         return path
-
-    @property
-    def is_packed(self) -> bool:
-        """As the spec says."""
-        return self.packing
 
     def with_model(self, model_folder: str | None) -> Self:
         """Take the model's tokenizer unless the spec names another. Raises Unfit if there is neither."""
@@ -103,9 +87,38 @@ class JsonlSpec(SourceSpec):
             raise Unfit("data.tokenizer", None, allowed, "Set data.tokenizer or model.path.")
         return self.model_copy(update={"tokenizer": model_folder})
 
+
+class JsonlSpec(RecordsSpec):
+    """Prompts with completions, or conversations, from a .jsonl file or the .jsonl files of a folder.
+
+    The share `evaluation_fraction` of the records (at least one) is kept for evaluation; it is chosen at random, the same in
+    every job. A record longer than `training.sequence_length` is cut at its end, a shorter one is padded.
+    With `packing` a sample is a row of `training.sequence_length` tokens with as many records as fit. No record sees another:
+    attention and positions begin again at each.
+    """
+
+    source: Literal["jsonl"] = "jsonl"
+    evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    packing: bool = Field(default=False, description="several records in one sequence, which do not see each other")
+
+    @property
+    def has_targets(self) -> bool:
+        """Records say which tokens count."""
+        return True
+
+    @property
+    def is_packed(self) -> bool:
+        """As the spec says."""
+        return self.packing
+
     def num_evaluation(self, num_records: int) -> int:
         """Return how many records are kept for evaluation."""
         return min(num_records - 1, math.ceil(num_records * self.evaluation_fraction))
+
+    def check_local_parts(self, files: Files = ANY_FILE) -> None:
+        """Check the tokenizer's files."""
+        assert self.tokenizer is not None
+        check_tokenizer(Path(self.tokenizer), files)
 
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
         """Check as `SourceSpec.check` says: the tokenizer's files, and the lines at the beginning of the data."""
@@ -151,6 +164,11 @@ def read_record(text: bytes) -> Record:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
+    return record_of(document)
+
+
+def record_of(document: Any) -> Record:
+    """Return the record of a parsed line. Raises ValueError, which says what the line has and what it should have."""
     if not isinstance(document, dict):
         raise ValueError(f"a {type(document).__name__}, not an object with prompt and completion, or with messages")
     unread = [name for name in UNREAD_FIELDS if document.get(name)]

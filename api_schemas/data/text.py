@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,8 +32,6 @@ class TextSpec(SourceSpec):
     token of a file, a line feed, predicts nothing. Empty files are left out.
     """
 
-    min_vocab_size: ClassVar[int] = 256
-
     source: Literal["text"] = "text"
     include: tuple[Glob, ...] = Field(default=("**/*",), min_length=1, max_length=64)
     exclude: tuple[Glob, ...] = Field(default=(), max_length=64)
@@ -48,6 +46,11 @@ class TextSpec(SourceSpec):
                     allowed = "a glob relative to data.path that does not leave it, such as **/*.py"
                     raise refusal(f"{field}.{position}", got=glob, allowed=allowed, change="Remove '/' at its start and '..'.")
         return self
+
+    @property
+    def min_vocab_size(self) -> int:
+        """As many as there are bytes."""
+        return 256
 
     @property
     def is_packed(self) -> bool:

@@ -87,6 +87,7 @@ def _order(
         pool=pool,
         report_url=context.settings.effective_report_url,
         data_roots=tuple(str(root) for root in context.settings.named_roots),
+        stores=context.settings.store_access,
         job_dir=str(context.settings.job_dir(job.id)),
         checkpoints=tuple(CheckpointRef(step=row.step, name=row.name, sha256=row.sha256) for row in newest),
         lease_s=context.settings.lease_s,

@@ -58,6 +58,9 @@ def check(spec: JobSpec, settings: Settings) -> None:
     if unfit := spec.without_effect():
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     takes = _checked_model(spec, settings).takes
+    if spec.data.is_stored:
+        _check_stored(spec, settings)
+        return
     path = _readable_path("data.path", spec.data.path, settings)
     if isinstance(takes, ImageInput):
         needs = Needs(spec.training.sequence_length, 0, takes)
@@ -69,6 +72,17 @@ def check(spec: JobSpec, settings: Settings) -> None:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     except OSError as error:
         _refuse("data.path", _name_in(error, path), FILES_TO_READ, f"{_words(error)}. Make it readable or exclude it.")
+
+
+def _check_stored(spec: JobSpec, settings: Settings) -> None:
+    """Compare the data's URL with the allowed prefixes, without a connection; ranks check what lies there."""
+    try:
+        settings.store_access.require(spec.data.path)
+        spec.data.with_model(spec.model.files).check_local_parts(settings.readable_files)
+    except Unfit as unfit:
+        _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
+    except OSError as error:
+        _refuse("data", _name_in(error, Path(spec.data.path)), FILES_TO_READ, f"{_words(error)}. Make it readable.")
 
 
 def _checked_model(spec: JobSpec, settings: Settings) -> FamilySizes:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from api_schemas import Checkpoint, Job, JobState, JobSummary, LogLine, MetricPoint
+from api_schemas.catalog import model_families
 from client import render
 from client.text import duration, num_bytes, number, printable
 
@@ -88,6 +89,13 @@ def test_a_curve_has_a_column_for_each_metric_of_its_family() -> None:
     assert "EVALUATION LOSS  TOP1 ACCURACY  TOP5 ACCURACY  GRADIENT NORM" in header
     assert first.split()[2:5] == ["–", "–", "–"]
     assert second.split()[2:5] == ["–", "25.00%", "–"]
+
+
+def test_families_without_presets_are_listed_with_what_a_job_names_instead() -> None:
+    shown = {line.split()[0]: line for line in lines(render.models_table(model_families()))}
+    assert "138 architectures" in shown["huggingface"]
+    assert "your own network" in shown["python"]
+    assert shown.keys() == {"FAMILY", *(family.family for family in model_families())}
 
 
 def test_a_queued_job_says_why_it_waits(make_job: MakeJob) -> None:

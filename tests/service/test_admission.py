@@ -323,3 +323,23 @@ def test_a_tokenizer_below_the_roots_is_needed(root: Path, spec_document: Docume
         assert found is not None
         assert found.field == "data.tokenizer"
         assert allowed in str(found.allowed)
+
+
+def test_an_object_store_is_read_only_where_the_operator_allows_it(root: Path, spec_document: Document) -> None:
+    allowed = {"data_stores": ("s3://corpus/books",)}
+    for url in ("s3://corpus", "s3://corpus/books-of-others", "gs://corpus/books/a"):
+        found = violation(root, spec_document, data={"path": url}, limits=allowed)
+        assert found is not None
+        assert (found.field, found.allowed) == ("data.path", "a place below s3://corpus/books")
+    assert violation(root, spec_document, data={"path": "s3://corpus/books/a"}, limits=allowed) is None
+    unset = violation(root, spec_document, data={"path": "s3://corpus/books/a"})
+    assert unset is not None
+    assert "no object store is allowed here" in unset.allowed
+
+
+def test_the_tokenizer_of_a_source_in_a_store_is_checked(root: Path, spec_document: Document) -> None:
+    write(root, {"tokenizer/readme": 1})
+    data = {"source": "jsonl", "path": "s3://corpus/chats.jsonl", "tokenizer": str(root / "tokenizer")}
+    found = violation(root, spec_document, data=data, limits={"data_stores": ("s3://corpus",)})
+    assert found is not None
+    assert found.field == "data.tokenizer"

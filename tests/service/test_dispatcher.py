@@ -382,4 +382,8 @@ def test_a_wrong_token_is_refused(world: World) -> None:
 def test_the_ranks_get_the_data_roots(world: World) -> None:
     world.submit()
     world.dispatch()
-    assert [order.data_roots for order in world.launcher.started] == [tuple(map(str, world.settings.named_roots))]
+    (order,) = world.launcher.started
+    assert order.data_roots == tuple(map(str, world.settings.named_roots))
+    assert order.stores == world.settings.store_access
+    assert order.files.roots == order.data_roots
+    assert order.files.stores == order.stores

@@ -2,10 +2,15 @@
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+
+from api_schemas import JobSpec
+from service.jobs import admission
+from service.settings import Settings
 
 
 @pytest.fixture
@@ -37,5 +42,15 @@ def test_a_place_on_the_network_is_refused_without_a_look(
             assert answer.status_code == 422, answer.text
             fields = [violation["field"] for violation in answer.json()["errors"]]
             assert any(found.startswith(part) for found in fields), fields
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+def test_a_store_that_the_operator_allows_is_not_asked_either(
+    tmp_path: Path, spec_document: dict[str, Any], listener: socket.socket
+) -> None:
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/corpus"
+    spec_document["data"] = {"source": "text", "path": f"{url}/a"}
+    admission.check(JobSpec.model_validate(spec_document), Settings(data_dir=tmp_path, data_stores=(url,)))
     with pytest.raises(BlockingIOError):
         listener.accept()

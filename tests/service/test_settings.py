@@ -78,6 +78,15 @@ def test_folders_in_the_environment_are_separated_like_path(tmp_path: Path, monk
     assert Settings(data_dir=tmp_path).readable_roots == (Path("/data"), Path("/more"))
 
 
+def test_object_stores_in_the_environment_are_separated_by_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings(data_dir=tmp_path).store_access.prefixes == ()
+    monkeypatch.setenv("OCTET_DATA_STORES", "s3://corpus/, gs://images/train")
+    access = Settings(data_dir=tmp_path, data_cache_bytes=5).store_access
+    assert access.prefixes == ("s3://corpus", "gs://images/train")
+    assert (access.cache_folder, access.cache_bytes) == (str(tmp_path / "data-cache"), 5)
+    assert "a::s3://b is not protocol" in refused(data_dir=tmp_path, data_stores=("zip://a::s3://b",))
+
+
 def test_pools_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "pools.yaml"
     file.write_text("pools:\n- {name: h100, node_label: [pool, h100], slots: 8, accelerator: cuda}\n")

@@ -133,6 +133,22 @@ def test_it_learns_resumes_bit_for_bit_and_saves_no_frozen_weight(tmp_path: Path
             assert torch.equal(one.get_tensor(name).view(torch.uint8), other.get_tensor(name).view(torch.uint8))
 
 
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+def test_peft_loads_adapters_of_conv1d_layers(tmp_path: Path, document: dict[str, Any]) -> None:
+    """GPT-2 holds its weights as (K, N): peft has to be told, and merged weights are written so."""
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    save_tokenizer(folder)
+    config = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB_SIZE}
+    config |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    build_model(HuggingFaceSpec(architecture="gpt2", config=config), seed=3).network.save_pretrained(folder)
+    document["model"], document["adapter"] = {"path": str(folder)}, ADAPTER | {"targets": ["c_attn", "*.mlp.c_fc"]}
+    document["data"]["packing"] = False
+    test_peft_loads_what_is_exported_and_computes_the_same(folder, tmp_path, document)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["fan_in_fan_out"] is True
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_peft_loads_what_is_exported_and_computes_the_same(base: Path, tmp_path: Path, document: dict[str, Any]) -> None:
     from peft import PeftModel

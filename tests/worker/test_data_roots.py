@@ -74,7 +74,7 @@ def test_a_root_may_be_a_link_itself(root: Path) -> None:
 
 def test_the_roots_of_an_order_reach_the_training(root: Path, tmp_path: Path, spec_document: dict[str, Any]) -> None:
     spec = JobSpec.model_validate(spec_document | {"data": {"path": str(root.parent / "secret")}})
-    run = Run(LogReporter(), Metrics(), tmp_path / "job", data_roots=(str(root),))
+    run = Run(LogReporter(), Metrics(), tmp_path / "job", files=Files.below((root,)))
     outcome = _train(spec, RankEnv(), run)
     assert outcome.finished is not None
     assert outcome.finished.outcome == "failed"

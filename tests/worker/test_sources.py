@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from api_schemas import ImageInput, TextSpec, TokenInput
+from api_schemas import ANY_FILE, ImageInput, SourceSpec, TextSpec, TokenInput
 from api_schemas.data.images import ImagesSpec
 from api_schemas.data.jsonl import JsonlSpec
 from api_schemas.data.tokens import TokensSpec
 from api_schemas.layout import BatchDivision
 from tests.text import text, write_corpus
 from tests.worker.chat import save_tokenizer, write_chats
+from tests.worker.datasets_data import saved_spec
+from tests.worker.object_store import files_of, upload
 from tests.worker.test_image_folder import write_folder
 from tests.worker.test_images_data import write_images
 from worker.data import Batch, Source, open_source
@@ -32,36 +34,48 @@ def write_tokens(folder: Path) -> Path:
     return folder
 
 
-def make(name: str, folder: Path) -> Open:
-    """Write the data of a source and return what opens it."""
+def spec_of(name: str, folder: Path) -> SourceSpec:
+    """Write the data of a source and return what selects it."""
     if name == "text":
-        path = write_corpus(folder / "text", num_files=4, num_sentences=12)
-        return lambda seed: open_source(TextSpec(path=str(path)), LENGTH, seed)
+        return TextSpec(path=str(write_corpus(folder / "text", num_files=4, num_sentences=12)))
     if name in ("tokens", "masked tokens"):
-        path = write_tokens(folder / "tokens")
-        takes = TokenInput(257, LENGTH, mask_token=256) if name == "masked tokens" else None
-        return lambda seed: open_source(TokensSpec(path=str(path)), LENGTH, seed, takes=takes)
+        return TokensSpec(path=str(write_tokens(folder / "tokens")))
     if name == "jsonl":
         path = write_chats(folder / "chats.jsonl", num_records=40)
         (folder / "model").mkdir()
         save_tokenizer(folder / "model")
-        spec = JsonlSpec(path=str(path), tokenizer=str(folder / "model"))
-        return lambda seed: open_source(spec, 64, seed)
+        return JsonlSpec(path=str(path), tokenizer=str(folder / "model"))
+    if name.startswith("saved"):
+        return saved_spec(name, folder)
     if name == "images in a file":
         path = write_images(folder / "images.npz", num_images=40)
     else:
         path = write_folder(folder / "images", num_images=40, size=(16, 16))
     varied = {"augmentation": {"preset": "deit"}} if name == "varied images" else {}
-    images = ImagesSpec.model_validate({"path": str(path), **varied})
-    return lambda seed: open_source(images, LENGTH, seed, takes=IMAGES, label_smoothing=0.1 if varied else 0.0)
+    return ImagesSpec.model_validate({"path": str(path), **varied})
 
 
-PLAIN = ("text", "tokens", "jsonl", "images in a file", "images in folders")
+def make(name: str, folder: Path) -> Open:
+    """Write the data of a source, in an object store if its name says so, and return what opens it."""
+    spec, files = spec_of(name.removeprefix("stored "), folder), ANY_FILE
+    if name.startswith("stored "):
+        files = files_of("memory://corpus", cache=folder / "cache", cache_bytes=20_000)  # not enough for all
+        spec = spec.model_copy(update={"path": upload(Path(spec.path), name)})
+    if spec.gives == "images":
+        smoothing = 0.1 if name == "varied images" else 0.0
+        return lambda seed: open_source(spec, LENGTH, seed, files, takes=IMAGES, label_smoothing=smoothing)
+    takes = TokenInput(257, LENGTH, mask_token=256) if name == "masked tokens" else None
+    return lambda seed: open_source(spec, 64 if spec.has_targets else LENGTH, seed, files, takes=takes)
+
+
+LOCAL = ("text", "tokens", "jsonl", "images in a file", "images in folders")
+SAVED = ("saved texts", "saved records", "saved images")
+PLAIN = (*LOCAL, *SAVED, *(f"stored {name}" for name in LOCAL))
 ALL = (*PLAIN, "masked tokens", "varied images")
 
 
-NOT_HERE = {"jsonl": pytest.mark.matrix}
-"""Loads transformers; test_jsonl_data.py has the same promises."""
+NOT_HERE = {name: pytest.mark.matrix for name in ("jsonl", "stored jsonl", "stored images in a file", "saved records")}
+"""jsonl, and records, load transformers; test_jsonl_data.py has the same promises."""
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=NOT_HERE.get(name, ())) for name in ALL])

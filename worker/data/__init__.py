@@ -24,6 +24,10 @@ def open_source(
     takes: what the model reads; None stands for a language model that predicts the next token. Sources of images cut nothing
     to `sequence_length`, and have their targets smoothed by `label_smoothing`.
     """
+    if spec.is_stored:
+        from worker.data.stores import StoreFiles
+
+        files = StoreFiles.of(files)
     module = import_module(f"worker.data.{spec.source}")
     if isinstance(takes, ImageInput):
         images: Source = module.open_source(spec, takes, seed, files)

@@ -59,7 +59,7 @@ class LabelledImages:
 
 def open_source(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files = ANY_FILE) -> Source:
     """Open a file or folder of images. Raises DataError if it is missing or does not hold the images that the model takes."""
-    path = Path(spec.path)
+    path = spec.place
     is_folder = _is_folder(path, files)
     if is_folder or spec.is_varied:
         return _open_varied(spec, takes, seed, files, is_folder=is_folder)
@@ -77,7 +77,7 @@ def _open_varied(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files, *
             "this node has no Pillow, which decodes and varies images. Install octet[models], or use a .npz file as it is."
         )
         raise DataError(message) from error
-    path = Path(spec.path)
+    path = spec.place
     stock: Stock = open_folder(path, takes, files) if is_folder else ArrayStock(*_read_arrays(path, takes, files))
     return VariedImages(stock, _divide(spec, len(stock.labels_N)), takes, spec.augmentation, seed)
 

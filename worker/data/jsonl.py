@@ -108,7 +108,7 @@ class Completions:
 def open_source(spec: JsonlSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> Completions:
     """Read and tokenize all records. Raises DataError, which names file and line, for one that is none."""
     assert spec.tokenizer is not None, "the job's model has completed the spec"
-    path = Path(spec.path)
+    path = spec.place
     tokenizer = RecordTokenizer(Path(spec.tokenizer), files)
     try:
         # A window of T tokens has a target for each: T + 1 tokens.

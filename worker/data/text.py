@@ -27,7 +27,7 @@ class ByteTokens:
 
 def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> TokenWindows:
     """Read the corpus. Raises DataError if it cannot be read or a part is shorter than one sequence."""
-    root = Path(spec.path)
+    root = spec.place
     starts: list[Tensor] = []
     try:
         if files.is_folder(root):

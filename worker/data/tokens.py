@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from api_schemas import ANY_FILE, Files, Needs, Unfit
+from api_schemas.data.stores import StorePath
 from api_schemas.data.tokens import INDEX_NAME, TokenIndex, TokenShard, TokensSpec
 from worker.data.windows import TokenWindows
 from worker.errors import DataError
@@ -45,7 +46,7 @@ class ShardedTokens:
 
 def open_source(spec: TokensSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> TokenWindows:
     """Map the shards. Raises DataError if they are missing, too short, or differ from the index."""
-    folder = Path(spec.path)
+    folder = spec.place
     try:
         index = TokenIndex.read(folder, files)
         index.check(folder, Needs(sequence_length, index.vocab_size), files)
@@ -59,9 +60,29 @@ def open_source(spec: TokensSpec, sequence_length: int, seed: int, files: Files 
     return TokenWindows(train, evaluation, sequence_length, seed, {name: float(value) for name, value in facts.items()})
 
 
-def _map(path: Path, dtype: str, files: Files) -> np.memmap:
+class StoredArray:
+    """A shard in an object store. What a slice needs is fetched when it is taken."""
+
+    def __init__(self, path: Path, dtype: np.dtype, files: Files) -> None:
+        self._path, self._dtype, self._files = path, dtype, files
+        self._num_tokens = files.num_bytes(path) // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def __getitem__(self, taken: slice) -> np.ndarray:
+        """Return a range, which has a start and a stop, of the dtype."""
+        width = self._dtype.itemsize
+        content = self._files.read(self._path, (taken.stop - taken.start) * width, taken.start * width)
+        return np.frombuffer(content, self._dtype)
+
+
+def _map(path: Path, dtype: str, files: Files) -> np.memmap | StoredArray:
+    little_endian = np.dtype(f"<{np.dtype(dtype).str[1:]}")
+    if isinstance(path, StorePath):
+        return StoredArray(path, little_endian, files)
     with files.open(path) as file:
-        return np.memmap(file, dtype=f"<{np.dtype(dtype).str[1:]}", mode="r")
+        return np.memmap(file, dtype=little_endian, mode="r")
 
 
 def write_shards(

@@ -4,7 +4,7 @@ ema = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_
 optimizer.step(); ema.update_parameters(model)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
+from worker.fp8.bf16 import HalfLinear
+from worker.fp8.layout import layout_of
 from worker.fp8.linear import Float8Linear
+from worker.fp8.stored import drop_history
 
 
 class AveragedModel(swa_utils.AveragedModel):
@@ -42,6 +45,14 @@ class AveragedModel(swa_utils.AveragedModel):
             self.module = self.module.to(device)
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
         self.avg_fn, self.multi_avg_fn, self.use_buffers = avg_fn, multi_avg_fn, use_buffers
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load an average of any level: what its converted layers remember is left out where this model's are plain."""
+        state = dict(state_dict)
+        for name, layer in self.named_modules(remove_duplicate=False):
+            if layout_of(layer) is not None and not isinstance(layer, (Float8Linear, HalfLinear)):
+                drop_history(state, f"{name}.")
+        return super().load_state_dict(state, strict, assign)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:

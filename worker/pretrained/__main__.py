@@ -18,6 +18,8 @@ from api_schemas.data.jsonl import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from worker.checkpoint import BadCheckpoint, load_folder
 from worker.errors import RankError
 from worker.models import build_model
+from worker.models.huggingface import build_without_values
+from worker.models.meta import parameters_on_meta
 from worker.optim import build_optimizer
 from worker.optim.average import AveragedModel
 from worker.optim.schedule import parameter_groups
@@ -25,7 +27,7 @@ from worker.prepare import prepare
 from worker.pretrained.adapter import export_adapter, export_merged
 from worker.pretrained.compressed import KINDS
 from worker.pretrained.write import FORMATS, PLAIN_DTYPES, export
-from worker.resume import resume
+from worker.resume import load_model, names_by_key
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,7 +81,11 @@ def export_adapters(state: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def trained(state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Build the model and the optimizer of a checkpoint on the CPU. ValueError for one that does not say what it is of."""
+    """Build the model of a checkpoint on the CPU, and an optimizer that has its master weights and nothing else.
+
+    No fp32 copy of the model exists: it is built on `meta`, and each layer has zeros until the level's form of it is loaded.
+    ValueError for a checkpoint that does not say what it is of.
+    """
     if "job" not in state:
         raise ValueError(
             "the checkpoint does not say which model it is of: an earlier version wrote it. Continue its job with this "
@@ -87,12 +93,43 @@ def trained(state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
         )
     job = state["job"]
     spec = TypeAdapter(OptimizerSpec).validate_python(job["optimizer"])
-    model = build_model(TypeAdapter(ModelSpec).validate_python(job["model"]), job["seed"])
-    optimizer = build_optimizer(parameter_groups(model, spec), spec)
-    prepared = prepare(model, optimizer, PrecisionSpec.model_validate(job["precision"]), seed=job["seed"])
-    assert prepared.optimizer is not None
-    resume(prepared.model, prepared.optimizer, state["model"], state["optimizer"])
-    return prepared.model, prepared.optimizer
+    family = TypeAdapter[FamilySpec](ModelSpec).validate_python(job["model"])
+    with parameters_on_meta():
+        network = build_model(family, job["seed"]) if family.files is None else build_without_values(family)
+    optimizer = build_optimizer(parameter_groups(network, spec), spec)
+    precision, zeros = PrecisionSpec.model_validate(job["precision"]), Zeros()
+    model = prepare(network, None, precision, seed=job["seed"], source=zeros).model
+    zeros.finish(model, optimizer)
+    load_model(model, optimizer, state["model"], state["optimizer"])
+    masters = torch.optim.Optimizer(model.parameters(), {})
+    for name, key in names_by_key(model, optimizer, state["optimizer"]).items():
+        if (master := state["optimizer"]["state"].get(key, {}).get("master_weights")) is not None:
+            masters.state[model.get_parameter(name)] = {"master_weights": master}
+    return model, masters
+
+
+class Zeros:
+    """A source of weights that gives zeros, which a checkpoint's values then replace."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._given: dict[nn.Parameter, nn.Parameter] = {}
+
+    def fill(self, layer: nn.Module) -> None:
+        """Put zeros in the place of a layer's own parameters on `meta`; parameters that are shared stay shared."""
+        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                if parameter not in self._given:
+                    self._given[parameter] = nn.Parameter(torch.zeros(parameter.shape), parameter.requires_grad)
+                setattr(layer, name, self._given[parameter])
+
+    def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill what is still on `meta`, and give the optimizer the new parameters."""
+        for module in model.modules():
+            self.fill(module)
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["params"] = [self._given.get(parameter, parameter) for parameter in group["params"]]
 
 
 def averaged(

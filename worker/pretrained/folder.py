@@ -1,18 +1,22 @@
 """A folder that is written under another name and renamed when it is complete, and safetensors files in shards."""
 
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from worker.errors import StorageFull, is_storage_full
 
-SHARD_BYTES = 4 << 30
-"""Bytes of tensors in one file, unless one tensor is larger."""
+SHARD_BYTES = 1 << 30
+"""Bytes of tensors in one file, unless one tensor is larger; as many are in memory until the file is written."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -47,8 +51,8 @@ def check_new(folder: Path) -> None:
 class ShardWriter:
     """Writes tensors as they come, as `model.safetensors`, or as shards with an index if they are more than one shard."""
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self._folder, self._shard_bytes = folder, shard_bytes
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._waiting: dict[str, Tensor] = {}
         self._num_waiting = self._num_bytes = 0
         self._shards: list[list[str]] = []
@@ -56,7 +60,7 @@ class ShardWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor. Writes a shard if it is full."""
         num_bytes = tensor.numel() * tensor.element_size()
-        if self._waiting and self._num_waiting + num_bytes > self._shard_bytes:
+        if self._waiting and self._num_waiting + num_bytes > SHARD_BYTES:
             self._write()
         self._waiting[name] = tensor.detach().cpu().contiguous()
         self._num_waiting += num_bytes
@@ -83,3 +87,21 @@ class ShardWriter:
 
     def _file(self, number: int) -> Path:
         return self._folder / f".shard-{number}.safetensors"
+
+
+class MappedValues:
+    """Holds tensors in files without a name, mapped into memory, so that they take disk and no memory of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: on the disk to use."""
+        self._folder = folder
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the host. Raises OSError if the disk is full."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes == 0:
+            return tensor.detach().cpu()
+        with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".values-") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would end the process at the copy
+            held = torch.from_numpy(np.memmap(file.name, np.uint8, "r+")).view(tensor.dtype).view(tensor.shape)
+        return held.copy_(tensor.detach())

@@ -1,12 +1,11 @@
 """Write a trained model as a Hugging Face checkpoint: bf16 or fp32 values, or FP8 codes that stay as they were trained."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from worker.fp8.bf16 import HalfLinear
@@ -14,13 +13,16 @@ from worker.fp8.convert import ConversionReport
 from worker.fp8.linear import Float8Linear
 from worker.fp8.recipe import E4M3
 from worker.models.wrapped import WrappedModel
-from worker.plain import as_plain, drop_codes, finest_values, join, layers_of_codes, plain_state_dict
+from worker.plain import as_plain, drop_codes, finest_values, join, layers_of_codes, plain_tensors
+from worker.pretrained import folder as shards
 from worker.pretrained.compressed import KINDS, CompressedWeight, compress, quantization_config
-from worker.pretrained.folder import check_new, new_folder
+from worker.pretrained.folder import MappedValues, ShardWriter, check_new, new_folder
 from worker.pretrained.layouts import Layout, layout_of_model
 
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FORMATS = (*PLAIN_DTYPES, "fp8")
+Tensors = Iterator[tuple[str, Tensor]]
+"""The tensors of a file by their names there, made one at a time."""
 
 
 def export(
@@ -38,6 +40,7 @@ def export(
     taken where it holds any. format: "bf16" and "fp32" write values, every floating-point tensor in that dtype; "fp8" writes
     the converted layers in the form of compressed-tensors (`compressed.py`), everything else in `plain_dtype`.
     strategy: of FP8 scales: "tensor", "channel" or "block"; by default that in which the level holds or multiplies the weight.
+    Beside the model this holds one weight in fp32 and one file's tensors (1 GiB) at a time.
     E4M3 codes are written byte for byte with their scale under the default strategy; the rest is quantized from the finest
     values.
 
@@ -48,16 +51,15 @@ def export(
     _check(model, folder, format, strategy, layout)
     if format == "fp8":
         strategy = _strategy_of(model) if strategy is None else strategy
-        state = _in_fp8(model, optimizer, strategy, layout)
-        state = {name: _cast(tensor, name, plain_dtype) for name, tensor in state.items()}
+        tensors = ((name, _cast(tensor, name, plain_dtype)) for name, tensor in _in_fp8(model, optimizer, strategy, layout))
         extra = {"dtype": _name(plain_dtype), "quantization_config": quantization_config(strategy, _ignored(model, layout))}
     else:
         dtype = PLAIN_DTYPES[format]
-        plain = plain_state_dict(model, optimizer, dtype=dtype)
-        state = {layout.rename(name): layout.to_file(name, _cast(tensor, name, dtype)) for name, tensor in plain.items()}
+        plain = plain_tensors(model, optimizer, dtype=dtype)
+        tensors = ((layout.rename(name), layout.to_file(name, _cast(tensor, name, dtype))) for name, tensor in plain)
         extra = {"dtype": _name(dtype)}
     with new_folder(folder) as unfinished:
-        _write(model, state, unfinished, layout, extra)
+        _write(model, tensors, unfinished, layout, extra)
     return folder
 
 
@@ -98,8 +100,8 @@ def _strategy_of(model: nn.Module) -> str:
     return next(strategy for strategy, kind in KINDS.items() if kind is layer.recipe.weight.kind)
 
 
-def _in_fp8(model: nn.Module, optimizer: torch.optim.Optimizer | None, strategy: str, layout: Layout) -> dict[str, Tensor]:
-    """The tensors under the file's names. One weight at a time is decoded."""
+def _in_fp8(model: nn.Module, optimizer: torch.optim.Optimizer | None, strategy: str, layout: Layout) -> Tensors:
+    """Yield the tensors under the file's names. One weight at a time is decoded."""
     converted = set(_converted(model))
     held = model.state_dict()
     for name, _ in layers_of_codes(model):
@@ -107,12 +109,13 @@ def _in_fp8(model: nn.Module, optimizer: torch.optim.Optimizer | None, strategy:
     held = as_plain(model, held)
     for name in converted:
         held.pop(join(name, "weight"), None)
-    state = {layout.rename(name): layout.to_file(name, tensor) for name, tensor in held.items()}
+    for name, tensor in held.items():
+        yield layout.rename(name), layout.to_file(name, tensor)
     for name in _converted(model):
-        weight = _compressed(name, model.get_submodule(name), optimizer, strategy, layout)
+        codes, scale = _compressed(name, model.get_submodule(name), optimizer, strategy, layout)
         theirs = layout.rename_module(name)
-        state[join(theirs, "weight")], state[join(theirs, "weight_scale")] = weight
-    return state
+        yield join(theirs, "weight"), codes
+        yield join(theirs, "weight_scale"), scale
 
 
 def _compressed(
@@ -141,20 +144,26 @@ def _cast(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     return tensor if is_of_codes or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _write(model: nn.Module, state: dict[str, Tensor], folder: Path, layout: Layout, extra: dict[str, Any]) -> None:
-    """Write the tensors, and a config.json with `extra` in it. A tied head is left out, as transformers expects."""
+def _write(model: nn.Module, tensors: Tensors, folder: Path, layout: Layout, extra: dict[str, Any]) -> None:
+    """Write the tensors, and a config.json with `extra` in it. A tied head is left out, as transformers expects.
+
+    transformers renames and joins the tensors of its models when it has all of them: until then they lie in files.
+    """
     if layout.config is None:
         model = _network(model)
         before = {name: getattr(model.config, name, None) for name in ("architectures", "dtype")}
-        type(model).save_pretrained(model, folder, state_dict=state)  # sets both
+        values = MappedValues(folder)
+        state = {name: values.hold(tensor) for name, tensor in tensors}
+        type(model).save_pretrained(model, folder, state_dict=state, max_shard_size=shards.SHARD_BYTES)  # sets both
         vars(model.config).update(before)
         config = json.loads((folder / "config.json").read_text())
     else:
         config = dict(layout.config)
-        if config["tie_word_embeddings"]:
-            state.pop("lm_head.weight")
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        writer = ShardWriter(folder)
+        for name, tensor in tensors:
+            if name != "lm_head.weight" or not config["tie_word_embeddings"]:
+                writer.add(name, tensor)
+        writer.finish()
     (folder / "config.json").write_text(json.dumps(config | extra, indent=2) + "\n")
 
 

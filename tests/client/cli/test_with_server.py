@@ -207,7 +207,8 @@ def test_models_levels_and_pools(octet: Callable[..., Result]) -> None:
     assert lines[0].split()[:3] == ["FAMILY", "PRESET", "PARAMETERS"]
     (row,) = [line.split() for line in lines if "swin-1.0b" in line]
     assert row[:5] == ["swin", "swin-1.0b", "1,064,127,084", "17", "GB"]
-    assert lines[-1].split()[:3] == ["huggingface", "138", "architectures"]
+    assert lines[-2].split()[:3] == ["huggingface", "138", "architectures"]
+    assert lines[-1].split()[:4] == ["python", "your", "own", "network"]
     families = {family["family"]: family for family in json.loads(octet("models", "--json").stdout)}
     assert "qwen3" in families["huggingface"]["architectures"]["next_token"]
     assert "≤ 6.2" in octet("levels").stdout

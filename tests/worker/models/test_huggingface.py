@@ -65,7 +65,8 @@ def test_a_masked_model_learns(tmp_path: Path, spec_document: dict[str, Any]) ->
 
 def test_a_folder_gives_the_weights(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     document = with_training(with_model(spec_document, path=str(saved(tmp_path / "model"))), steps=1)
-    config = resolve(JobSpec.model_validate(document), RankEnv(), (str(tmp_path), document["data"]["path"]))
+    files = Files.below((tmp_path, Path(document["data"]["path"])))
+    config = resolve(JobSpec.model_validate(document), RankEnv(), files)
     expected = build_model(HuggingFaceSpec(architecture="llama", config=LLAMA), seed=3)
     model = build_model(config.model, seed=0, files=config.readable_files)
     assert config.sizes.takes.vocab_size == 256

@@ -9,6 +9,7 @@ from torch import nn
 
 from api_schemas import JobSpec, OptimizerSpec
 from tests.worker.test_train import Recorder
+from worker import plain_state_dict
 from worker.checkpoint import load_folder
 from worker.config import RankEnv, resolve
 from worker.mesh import Mesh
@@ -91,6 +92,25 @@ def test_a_job_with_every_option_learns_resumes_and_evaluates_the_average(
     exported, _ = averaged(load_folder(tmp_path / "checkpoints" / whole.checkpoints()[0].name), *_trained(tmp_path, whole))
     for name, value in average.state_dict().items():
         assert torch.equal(exported.state_dict()[name], value), name
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("levels", [("O2", "fp32"), ("fp32", "O3"), ("O3", "O2")])
+def test_an_average_continues_at_another_level(spec_document: dict[str, Any], levels: tuple[str, str], tmp_path: Path) -> None:
+    training = spec_document["training"] | {"checkpoint_every": 4, "ema_decay": 0.6}
+    recorder, averages = Recorder(), []
+    for level, steps in zip(levels, (4, 5), strict=True):
+        document = spec_document | {"precision": {"level": level}, "training": training | {"steps": steps}}
+        config = resolve(JobSpec.model_validate(document), RankEnv())
+        with Mesh(config.env, torch.device("cpu")) as mesh:
+            trainer = Trainer(config, mesh, recorder, tmp_path)
+            trainer.run(recorder.checkpoints())
+        averages.append(plain_state_dict(trainer.average.best(trainer.model)))
+    values = plain_state_dict(trainer.model)
+    for name in ("blocks.0.mlp.up.weight", "token_embedding.weight"):
+        expected = 0.6 * averages[0][name] + 0.4 * values[name].float()
+        assert not torch.equal(averages[0][name], values[name])
+        torch.testing.assert_close(averages[1][name], expected, rtol=1e-5, atol=1e-6)
 
 
 def _trained(folder: Path, recorder: Recorder) -> tuple[nn.Module, torch.optim.Optimizer]:

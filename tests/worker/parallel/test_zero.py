@@ -196,9 +196,10 @@ def failed_write(axis: Axis, folder: Path, folder_of_rank_1: Path) -> str:
 
 
 def job(corpus: str, workers: int, stage: int) -> JobSpec:
-    """A job that does not clip: the norm is the one number that a stage sums in another order."""
+    """A job that does not clip: the norm is the one number that a stage sums in another order. Rates differ by depth."""
     document = golden_job({"level": "O3-split"}, Path(corpus), workers)
     training = {"steps": 4, "micro_batch_size": 1, "checkpoint_every": 2, "schedule": {}, "gradient_clip": None}
+    training["optimizer"] = document["training"].get("optimizer", {}) | {"layer_decay": 0.8}
     parallelism = {"parallelism": {"zero_stage": stage}}
     return JobSpec.model_validate(document | parallelism | {"training": document["training"] | training})
 
