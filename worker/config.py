@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from api_schemas import (
     ANY_FILE,
@@ -68,8 +68,6 @@ class TrainConfig:
     eval_every: int
     eval_batches: int
     checkpoint_every: int
-    compile: Literal["auto", "on", "off"]
-    activation_checkpointing: Literal["none", "selective", "full"]
     seed: int
 
     @property
@@ -126,8 +124,6 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
         eval_every=training.eval_every,
         eval_batches=training.eval_batches,
         checkpoint_every=training.checkpoint_every,
-        compile=training.compile,
-        activation_checkpointing=training.activation_checkpointing,
         seed=training.seed,
     )
 
