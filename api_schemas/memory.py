@@ -15,6 +15,7 @@ def misfit_of_memory(
         _misfit_of_saved_activations(training, zero_stage)
         or _misfit_of_fused_loss(training, model, precision)
         or _misfit_of_gradient_release(training, precision, batch)
+        or _misfit_of_offload(training, zero_stage)
     )
 
 
@@ -67,3 +68,11 @@ def _misfit_of_gradient_release(training: TrainingSpec, precision: PrecisionSpec
         allowed = f"false at level {precision.level}: a step that overflows is skipped as a whole, after the last gradient"
         return Unfit(field, True, allowed, change)
     return None
+
+
+def _misfit_of_offload(training: TrainingSpec, zero_stage: int) -> Unfit | None:
+    if not (training.offload_optimizer and zero_stage):
+        return None
+    allowed = f"false at parallelism.zero_stage {zero_stage}, which divides the states among the ranks' devices"
+    change = "Remove training.offload_optimizer or parallelism.zero_stage."
+    return Unfit("training.offload_optimizer", True, allowed, change)

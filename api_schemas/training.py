@@ -73,6 +73,10 @@ class TrainingSpec(Contract):
         description="step each parameter in the backward pass as soon as its gradient is complete, and free the gradient; on "
         "one rank, without clipping and accumulation",
     )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="keep the optimizer's states in host memory, and bring each parameter's to the device while it is stepped",
+    )
     deterministic: bool = Field(
         default=False,
         description="compute to the same bits in every run on a GPU too, so that a resumed run equals one that went through; "

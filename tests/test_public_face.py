@@ -20,6 +20,7 @@ def test_the_public_names() -> None:
         "keep_activations_in_fp8",
         "load_pretrained",
         "memory_report",
+        "offload_optimizer",
         "parallelize",
         "plain_state_dict",
         "prepare_trainer",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from worker.integrations import OctetArguments, carry_model_state, prepare_trainer
     from worker.metrics.memory import memory_report
     from worker.optim.average import AveragedModel
+    from worker.optim.offload import offload_optimizer
     from worker.optim.release import release_gradients
     from worker.parallel.parallelize import parallelize
     from worker.plain import plain_state_dict
@@ -29,6 +30,7 @@ __all__ = [
     "keep_activations_in_fp8",
     "load_pretrained",
     "memory_report",
+    "offload_optimizer",
     "parallelize",
     "plain_state_dict",
     "prepare_trainer",
@@ -46,6 +48,7 @@ _HOME = {
     "keep_activations_in_fp8": "worker.saved_activations",
     "load_pretrained": "worker.pretrained",
     "memory_report": "worker.metrics.memory",
+    "offload_optimizer": "worker.optim.offload",
     "parallelize": "worker.parallel.parallelize",
     "plain_state_dict": "worker.plain",
     "prepare_trainer": "worker.integrations",

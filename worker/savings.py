@@ -14,7 +14,7 @@ from worker.errors import InvalidConfig
 from worker.fp8.bf16 import HalfLinear, half_linear
 from worker.fp8.loss_scaling import STATE_BUFFER
 from worker.models.linear_cross_entropy import LaterLogits
-from worker.optim import release_gradients
+from worker.optim import offload_optimizer, release_gradients
 from worker.saved_activations import keep_activations_in_fp8
 
 
@@ -31,6 +31,8 @@ def prepare_steps(
             fuse_loss(model)
         if saves_in_fp8:
             keep_activations_in_fp8(model)
+        if training.offload_optimizer:
+            offload_optimizer(optimizer)
         if training.gradient_release:
             release_gradients(model, optimizer)
     except ValueError as error:

@@ -1,5 +1,6 @@
 """Options that save memory: fused losses, FP8 for what blocks keep, and gradients that are freed in the backward pass."""
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from benchmarks.gpu.live_bytes import LiveBytes
 from tests.worker.small import FP8_LEVELS, spread
 from tests.worker.test_accelerator import FAMILIES, batch_of
 from tests.worker.test_train import train, with_training
-from worker import fuse_loss, initialize, keep_activations_in_fp8, memory_report, release_gradients
+from worker import fuse_loss, initialize, keep_activations_in_fp8, memory_report, offload_optimizer, release_gradients
 from worker.errors import InvalidConfig
 from worker.fp8.linear import Float8Linear
 from worker.fp8.recipe import Recipe
@@ -265,9 +266,74 @@ def test_gradient_release_refuses_other_optimizers_and_scaled_losses() -> None:
         release_gradients(model, plain)
 
 
+# States in host memory
+
+
+@pytest.mark.parametrize("level", ["fp32", *spread(FP8_LEVELS)])
+def test_states_in_host_memory_change_no_bit(level: str) -> None:
+    found = []
+    for is_offloaded, is_released in ((False, False), (True, False), (True, True)):
+        model, optimizer = make("gpt", level)
+        if is_offloaded:
+            offload_optimizer(optimizer)
+        if is_released:
+            release_gradients(model, optimizer)
+        for _ in range(2):
+            model.loss(batch_of("gpt")).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
+
+
+def test_only_states_of_what_is_stepped_and_of_the_next_are_on_the_device() -> None:
+    parameters = [nn.Parameter(torch.ones(64)) for _ in range(5)]
+    optimizer = LowBitAdamW(parameters)
+    offload_optimizer(optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    host = {
+        id(part) for state in optimizer.state.values() for part in (state["exp_avg"]["codes"], state["exp_avg_sq"]["codes"])
+    }
+    assert optimizer.host_states is not None
+    updates = [(parameter, optimizer.param_groups[0]) for parameter in parameters]
+    with LiveBytes(granule=1) as live:
+        list(optimizer.host_states.visit(updates, optimizer.state))  # copies return what is on the host, which then counts
+        before = live.num_bytes
+        live.restart()
+        for parameter, _ in optimizer.host_states.visit(updates, optimizer.state):
+            assert id(optimizer.state[parameter]["exp_avg"]["codes"]) not in host
+            optimizer.state[parameter]["exp_avg"]["codes"].add_(1.0)
+    assert live.peak_bytes - before <= 3 * 2 * 64 * 4  # the present, the next, and the one before until it is forgotten
+    for state in optimizer.state.values():
+        assert id(state["exp_avg"]["codes"]) in host
+        assert torch.equal(state["exp_avg"]["codes"], torch.full((64,), 0.1 + 1.0))
+
+
+def test_an_offloaded_optimizer_continues_from_a_saved_one() -> None:
+    model, optimizer = make("gpt", "O2-8bit")
+    offload_optimizer(optimizer)
+    model.loss(batch_of("gpt")).loss.backward()
+    optimizer.step()
+    again = copy.deepcopy(optimizer)
+    assert again.host_states is not None
+    again.load_state_dict(optimizer.state_dict())
+    assert_equal(again.state_dict(), optimizer.state_dict())
+    with pytest.raises(ValueError, match="got a SGD not from initialize"):
+        offload_optimizer(torch.optim.SGD(model.parameters()))
+
+
 # Jobs
 
-SAVINGS = {"fused_loss": True, "saved_activations": "fp8", "gradient_release": True, "gradient_clip": None}
+SAVINGS = {
+    "fused_loss": True,
+    "saved_activations": "fp8",
+    "gradient_release": True,
+    "gradient_clip": None,
+    "offload_optimizer": True,
+}
 
 
 def test_a_job_trains_with_all_of_them_and_resumes_to_the_bit(tmp_path: Path, spec_document: dict[str, Any]) -> None:
@@ -303,6 +369,8 @@ def test_ranks_heads_in_fp8_and_images_are_refused(spec_document: dict[str, Any]
     assert "convert_heads" in refusal_of(fused | {"precision": {"level": "O2", "convert_heads": True}})
     in_fp8 = with_training(spec_document, "O2", saved_activations="fp8")
     assert "zero_stage 3" in refusal_of(in_fp8 | {"parallelism": {"zero_stage": 3}})
+    offloaded = with_training(spec_document, "O2", offload_optimizer=True)
+    assert "zero_stage 1" in refusal_of(offloaded | {"parallelism": {"zero_stage": 1}})
     training = TrainingSpec(steps=1, fused_loss=True)
     unfit = misfit_of_memory(training, DeiTSpec(preset="deit-s"), PrecisionSpec(), 0, BatchDivision(16, 16, 1))
     assert unfit is not None

@@ -1,9 +1,13 @@
-"""Check the saved states that an optimizer is given to continue from."""
+"""Check, cut and copy the saved states that an optimizer is given to continue from."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from worker.optim.codecs import Codec, Parts
+import torch
+from torch import Tensor
+
+from worker.fp8.casts import TRAINABLE_DTYPES
+from worker.optim.codecs import Codec, Parts, select_entries
 from worker.optim.rule import Rule
 
 
@@ -24,3 +28,23 @@ def check_parts(name: str, parts: Parts, codec: Codec) -> None:
             f"the saved {name} consists of {', '.join(parts)}; allowed: {', '.join(codec.parts)}. Another version of Octet "
             "saved it: finish the run with that version, or start a new optimizer from the saved weights."
         )
+
+
+def entries_of_piece(parts: Parts, elements: range, num_elements: int) -> Parts:
+    """Return the entries of saved parts for some elements of a parameter; all if the parts are of a piece already.
+
+    num_elements: of the whole parameter.
+    """
+    if parts["codes"].numel() != num_elements or len(elements) == num_elements:
+        return parts
+    return select_entries(parts, elements)
+
+
+def copy_parts(parts: Parts, device: torch.device) -> dict[str, Tensor]:
+    """Copy the tensors of a state to a device."""
+    return {name: part.to(device, copy=True) for name, part in parts.items()}
+
+
+def wrong_dtype(parameter: Tensor) -> str:
+    """Say that a parameter cannot be trained in its dtype."""
+    return f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, TRAINABLE_DTYPES))}."
