@@ -21,6 +21,7 @@ from tests.worker.small import FP8_LEVELS, spread
 from tests.worker.test_accelerator import FAMILIES, batch_of
 from tests.worker.test_train import train, with_training
 from worker import fuse_loss, initialize, keep_activations_in_fp8, memory_report, offload_optimizer, release_gradients
+from worker.blocks import compile_blocks
 from worker.errors import InvalidConfig
 from worker.fp8.linear import Float8Linear
 from worker.fp8.recipe import Recipe
@@ -343,6 +344,25 @@ def test_a_job_trains_with_all_of_them_and_resumes_to_the_bit(tmp_path: Path, sp
     assert all(step.gradient_norm > 0 for step in recorder.of(StepReport))
     resumed, _ = train(document, tmp_path, recorder.checkpoints()[1:])
     assert resumed.losses() == recorder.losses()[2:]
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.parametrize("other", [{"compile": "on"}, {"activation_checkpointing": "full"}])
+@pytest.mark.parametrize("level", ["O2", "O3-split-8bit"])
+def test_compiled_and_checkpointed_blocks_train_to_the_same_bits(
+    tmp_path: Path, spec_document: dict[str, Any], level: str, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr("worker.blocks.compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
+    curves = []
+    for index, savings in enumerate(({}, {"gradient_release": True, "offload_optimizer": True}, {"fused_loss": True})):
+        document = with_training(spec_document, level, steps=4, gradient_clip=None, **other, **savings)
+        recorder, _ = train(document, tmp_path / str(index))
+        curves.append(recorder.losses())
+    assert curves[0] == curves[1]
+    assert curves[2] == pytest.approx(curves[0], rel=1e-3)  # the head's input has its gradient summed in another order
 
 
 @pytest.mark.parametrize(
