@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "states in host memory": {"offload_optimizer": True},
     "the first three": {"fused_loss": True, "saved_activations": "fp8", **RELEASE},
 }
+OFF_AND_ON = ("without options", "the first three")
 TARGETS = {"O2": Target(0.56, 0.49, lower_is_better=True), "O2-8bit": Target(0.52, 0.42, lower_is_better=True)}
 """Peak of the 1.3 B step over bf16-amp's: without options, and the goal."""
 KEPT_TARGET = Target(0.59, 0.40, lower_is_better=True)
@@ -49,9 +50,9 @@ def option_rows(predict: Predict, smoke: bool) -> Iterator[Row]:
     peer_kept = (kept_bytes(peer.at_peak.by_origin) - weight_copies) / per
     note = f"blocks keep {peer_kept:.1f} bytes per token and hidden element, without copies of weights"
     yield Row(f"GPT {size.name}, bf16-amp", str(peer), note=note)
-    for level in TARGETS:
-        for name, savings in OPTIONS.items():
-            found = predict(partial(step, Way(level, level, savings=savings)))
+    for level, names in {"O2": tuple(OPTIONS), "O2-8bit": OFF_AND_ON}.items():
+        for name in names:
+            found = predict(partial(step, Way(level, level, savings=OPTIONS[name])))
             figure, all_on = f"GPT {size.name}, {level}, {name}", name == "the first three"
             ratio = found.peak_bytes / peer.peak_bytes
             yield Row(figure, str(found), f"bf16-amp {peer}", ratio, TARGETS[level] if all_on else None, found.note)
@@ -71,9 +72,7 @@ def large_rows(predict: Predict, smoke: bool) -> Iterator[Row]:
         return language_step(build_llama(sizes, device), way, (1, num_tokens), sizes.vocab_size, device)
 
     for level in LARGE_LEVELS:
-        for name in ("without options", "the first three"):
-            if level == BF16_AMP.level and name != "without options":
-                continue
+        for name in OFF_AND_ON[: 1 if level == BF16_AMP.level else 2]:
             found = predict(partial(step, Way(level, level, own_optimizer=level != BF16_AMP.level, savings=OPTIONS[name])))
             fits = "fits" if found.peak_bytes <= CARD_BYTES else "does not fit"
             figure = f"Llama {'tiny' if smoke else '8 B'}, 1 × {num_tokens} tokens, {level}, {name}"
