@@ -1,15 +1,14 @@
 """The mean cross entropy of a language model from the inputs of its head, without the logits of all tokens.
 
-The logits of 8,192 tokens over 50,304 entries take 0.8 GB in bf16 while every activation is still alive. Here the forward pass
-computes those of a few tokens at a time and keeps each token's log-sum-exp. The backward pass computes them again, for all
-tokens and a few entries of the vocabulary at a time: so each row of the weight's gradient comes out of one product, and only
-the gradient of the inputs is a sum over pieces, in fp32 (the idea is that of Wijmans et al. 2024, arXiv 2411.09009).
-The head's products run once more than without.
+The logits of 8,192 tokens over 50,304 entries take 0.8 GB in bf16 while every activation is still alive. Here both passes
+compute those of a few entries of the vocabulary at a time, and the forward pass keeps each token's log-sum-exp. So each entry
+of the weight is cast once in a pass, each row of its gradient comes out of one product, and only the gradient of the inputs is
+a sum over pieces, in fp32 (the idea is that of Wijmans et al. 2024, arXiv 2411.09009). The head's products run once more.
 
-Shape suffixes: N tokens, D hidden, V vocabulary; n some tokens, v some entries of the vocabulary.
+Shape suffixes: N tokens, D hidden, V vocabulary, v some entries of the vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -64,15 +63,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights_N: Tensor | None,
         multiply: Product,
     ) -> Tensor:
-        num_tokens = len(inputs_ND)
-        log_sums_N = torch.empty(num_tokens, device=inputs_ND.device)
-        losses_N = torch.empty_like(log_sums_N)
-        num_rows = max(1, CHUNK_ELEMENTS // len(weight_VD))
-        for start in range(0, num_tokens, num_rows):
-            rows = slice(start, start + num_rows)
-            logits_nV = _with_bias(multiply(inputs_ND[rows], weight_VD), bias_V).float()
-            log_sums_N[rows] = logits_nV.logsumexp(-1)
-            losses_N[rows] = log_sums_N[rows] - logits_nV.gather(1, targets_N[rows, None]).squeeze(1)
+        log_sums_N = torch.full((len(inputs_ND),), -torch.inf, device=inputs_ND.device)
+        target_logits_N = torch.zeros_like(log_sums_N)
+        for columns in _pieces(len(inputs_ND), len(weight_VD)):
+            logits_Nv = _logits(inputs_ND, weight_VD, bias_V, columns, multiply).float()
+            log_sums_N = torch.logaddexp(log_sums_N, logits_Nv.logsumexp(-1))
+            is_here_N, places_N1 = _places(targets_N, columns)
+            target_logits_N += torch.where(is_here_N, logits_Nv.gather(1, places_N1).squeeze(1), 0.0)
+        losses_N = log_sums_N - target_logits_N
         ctx.multiply = multiply
         ctx.save_for_backward(inputs_ND, weight_VD, bias_V, targets_N, weights_N, log_sums_N)
         return losses_N.mean() if weights_N is None else (losses_N * weights_N).sum()
@@ -82,35 +80,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         inputs_ND, weight_VD, bias_V, targets_N, weights_N, log_sums_N = ctx.saved_tensors
         needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        num_tokens = len(inputs_ND)
-        share_N = torch.full_like(log_sums_N, 1 / num_tokens) if weights_N is None else weights_N
+        share_N = torch.full_like(log_sums_N, 1 / len(inputs_ND)) if weights_N is None else weights_N
         grad_N1 = (grad_output * share_N).float()[:, None]
         grad_inputs_ND = torch.zeros_like(inputs_ND, dtype=torch.float32) if needs_inputs else None
         grad_weight_VD = torch.empty_like(weight_VD) if needs_weight else None
         grad_bias_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
-        num_columns = max(ALIGNMENT, CHUNK_ELEMENTS // num_tokens // ALIGNMENT * ALIGNMENT)
-        for start in range(0, len(weight_VD), num_columns):
-            columns = slice(start, start + num_columns)
-            weight_vD = weight_VD[columns]
-            logits_Nv = _with_bias(ctx.multiply(inputs_ND, weight_vD), None if bias_V is None else bias_V[columns])
+        for columns in _pieces(len(inputs_ND), len(weight_VD)):
+            logits_Nv = _logits(inputs_ND, weight_VD, bias_V, columns, ctx.multiply)
             grad_Nv = (logits_Nv.float() - log_sums_N[:, None]).exp_().mul_(grad_N1)
-            grad_Nv = _subtract_targets(grad_Nv, targets_N - start, grad_N1).to(logits_Nv.dtype)
+            is_here_N, places_N1 = _places(targets_N, columns)
+            grad_Nv.scatter_add_(1, places_N1, torch.where(is_here_N[:, None], -grad_N1, 0.0))
+            grad_Nv = grad_Nv.to(logits_Nv.dtype)
             if grad_weight_VD is not None:
                 grad_weight_VD[columns] = ctx.multiply(grad_Nv.t(), inputs_ND.t())
             if grad_bias_V is not None:
                 grad_bias_V[columns] = grad_Nv.sum(0, dtype=torch.float32)
             if grad_inputs_ND is not None:
-                grad_inputs_ND += ctx.multiply(grad_Nv, weight_vD.t())
+                grad_inputs_ND += ctx.multiply(grad_Nv, weight_VD[columns].t())
         grad_inputs = None if grad_inputs_ND is None else grad_inputs_ND.to(inputs_ND.dtype)
         return grad_inputs, grad_weight_VD, grad_bias_V, None, None, None
 
 
-def _with_bias(logits: Tensor, bias: Tensor | None) -> Tensor:
-    return logits if bias is None else logits + bias.to(logits.dtype)
+def _pieces(num_tokens: int, vocab_size: int) -> Iterator[slice]:
+    num_columns = max(ALIGNMENT, CHUNK_ELEMENTS // num_tokens // ALIGNMENT * ALIGNMENT)
+    for start in range(0, vocab_size, num_columns):
+        yield slice(start, min(start + num_columns, vocab_size))
 
 
-def _subtract_targets(grad_Nv: Tensor, places_N: Tensor, grad_N1: Tensor) -> Tensor:
-    """Subtract each token's share at its target, if that is in this piece; in place. No device is waited for."""
-    is_here_N = (places_N >= 0) & (places_N < grad_Nv.shape[1])
-    places_N1 = places_N.clamp(0, grad_Nv.shape[1] - 1)[:, None]
-    return grad_Nv.scatter_add_(1, places_N1, torch.where(is_here_N[:, None], -grad_N1, 0.0))
+def _logits(inputs_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, columns: slice, multiply: Product) -> Tensor:
+    logits_Nv = multiply(inputs_ND, weight_VD[columns])
+    return logits_Nv if bias_V is None else logits_Nv + bias_V[columns].to(logits_Nv.dtype)
+
+
+def _places(targets_N: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return whether each target is in a piece, (N), and its place there, or some place, (N, 1). No device is waited for."""
+    is_here_N = (targets_N >= columns.start) & (targets_N < columns.stop)
+    return is_here_N, (targets_N - columns.start).clamp(0, columns.stop - columns.start - 1)[:, None]
