@@ -102,7 +102,8 @@ def _is_activation(saved: Tensor) -> bool:
 
 
 def _order_in_memory(saved: Tensor) -> tuple[int, ...]:
-    return tuple(sorted(range(saved.dim()), key=lambda dim: -saved.stride(dim)))
+    strides = saved.stride()
+    return tuple(sorted(range(saved.dim()), key=lambda dim: -strides[dim]))
 
 
 def _is_of_parameter(saved: Tensor) -> bool:

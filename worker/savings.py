@@ -48,7 +48,8 @@ def fuse_loss(model: nn.Module) -> None:
     and at levels that scale the loss.
     """
     head = _head_of(model)
-    if type(head) not in (nn.Linear, HalfLinear) or "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
+    is_plain = head is not None and type(head) in (nn.Linear, HalfLinear) and "forward" not in vars(head)
+    if head is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:
         found = "none" if head is None else f"a {type(head).__name__}"
         raise ValueError(
             f"a fused loss needs a model's head, and found {found}; allowed: a linear layer in 16 bits or fp32, without hooks "
@@ -59,7 +60,7 @@ def fuse_loss(model: nn.Module) -> None:
             "a fused loss got a model that scales the gradient of its logits; allowed: other levels than fp16-amp. Use "
             "bf16-amp, or leave out fused_loss."
         )
-    head.forward = LaterHead(head)  # type: ignore[union-attr]
+    head.forward = LaterHead(head)
     model.register_forward_hook(_check_logits)
 
 
@@ -99,4 +100,4 @@ def _check_logits(model: nn.Module, _inputs: Any, outputs: Any) -> None:
         )
 
 
-_check_logits.reads_no_tensors = True  # type: ignore[attr-defined]  # layers still compute the activations before them
+_check_logits.reads_no_tensors = True  # layers still compute the activations before them
