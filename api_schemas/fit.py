@@ -4,7 +4,9 @@ from api_schemas.adapter import AdapterSpec
 from api_schemas.data import ImagesSpec, SourceSpec, Unfit
 from api_schemas.inputs import ImageInput, TokenInput
 from api_schemas.layout import BatchDivision
+from api_schemas.memory import misfit_of_memory
 from api_schemas.models.base import FamilySpec
+from api_schemas.precision import PrecisionSpec
 from api_schemas.resources import ParallelismSpec
 from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
 
@@ -58,6 +60,19 @@ def misfit_of_adapter(adapter: AdapterSpec | None, model: FamilySpec, parallelis
         allowed = "0 with adapter: the optimizer's states of adapters are too small to divide among ranks"
         return Unfit("parallelism.zero_stage", parallelism.zero_stage, allowed, "Remove parallelism.zero_stage.")
     return None
+
+
+def misfit_of_options(
+    training: TrainingSpec,
+    model: FamilySpec,
+    precision: PrecisionSpec,
+    adapter: AdapterSpec | None,
+    parallelism: ParallelismSpec,
+    batch: BatchDivision,
+) -> Unfit | None:
+    """Return the first rule that adapters, or an option of the training, break together with the rest of a job, or None."""
+    unfit = misfit_of_adapter(adapter, model, parallelism) or misfit_of_average(training, adapter, parallelism)
+    return unfit or misfit_of_memory(training, model, precision, parallelism.zero_stage, batch)
 
 
 def misfit_of_average(training: TrainingSpec, adapter: AdapterSpec | None, parallelism: ParallelismSpec) -> Unfit | None:

@@ -9,7 +9,7 @@ from api_schemas.accelerate import is_accelerate, precision_from_accelerate
 from api_schemas.adapter import AdapterSpec
 from api_schemas.base import Contract, Timestamp, refusal
 from api_schemas.data import DataSpec, Unfit
-from api_schemas.fit import misfit_of_adapter, misfit_of_average, misfit_of_batch, misfit_of_parts, tokens_per_sample
+from api_schemas.fit import misfit_of_batch, misfit_of_options, misfit_of_parts, tokens_per_sample
 from api_schemas.layout import BatchDivision, Layout
 from api_schemas.models import ModelSizes, ModelSpec
 from api_schemas.precision import PrecisionSpec
@@ -91,8 +91,8 @@ class JobSpec(Contract):
 
     def _check_parts(self) -> None:
         unfit = misfit_of_parts(self.model, self.data, self.training) or misfit_of_batch(self.batch)
-        unfit = unfit or misfit_of_adapter(self.adapter, self.model, self.parallelism)
-        if unfit := unfit or misfit_of_average(self.training, self.adapter, self.parallelism):
+        options = (self.training, self.model, self.precision, self.adapter, self.parallelism, self.batch)
+        if unfit := unfit or misfit_of_options(*options):
             raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
 
 

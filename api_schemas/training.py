@@ -58,6 +58,25 @@ class TrainingSpec(Contract):
         description="what the backward pass computes again of each repeated block: nothing; all but matrix products and "
         "attention; everything",
     )
+    saved_activations: Literal["exact", "fp8"] = Field(
+        default="exact",
+        description="what repeated blocks keep for the backward pass; fp8: E4M3 codes with a scale for each row, for half the "
+        "bytes; the forward pass stays exact, and blocks are not compiled",
+    )
+    fused_loss: bool = Field(
+        default=False,
+        description="compute the loss of a model that predicts tokens from pieces of its logits, which never exist as a whole; "
+        "the backward pass computes them again",
+    )
+    gradient_release: bool = Field(
+        default=False,
+        description="step each parameter in the backward pass as soon as its gradient is complete, and free the gradient; on "
+        "one rank, without clipping and accumulation",
+    )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="keep the optimizer's states in host memory, and bring each parameter's to the device while it is stepped",
+    )
     deterministic: bool = Field(
         default=False,
         description="compute to the same bits in every run on a GPU too, so that a resumed run equals one that went through; "

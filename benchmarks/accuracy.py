@@ -46,10 +46,11 @@ def small_llama(hidden_size: int = 128, num_layers: int = 3, **changes: Any) -> 
 
 @dataclass(frozen=True)
 class Variant:
-    """A level, with options of `PrecisionSpec` that change one ingredient."""
+    """A level, with options of `PrecisionSpec` that change one ingredient, or with what blocks keep in FP8."""
 
     level: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    saves_in_fp8: bool = False
 
 
 def _te(**recipe: Any) -> Variant:
@@ -65,6 +66,7 @@ VARIANTS: Mapping[str, Variant] = {name: Variant(name) for name in LEVELS} | {
     "te-backward-bf16": _te(high_precision_gemms=("grad_input", "grad_weight")),
     "O2-wide-gradient": Variant("O2", {"gradient_accumulation": "fp32"}),
     "O3-split-wide-gradient": Variant("O3-split", {"gradient_accumulation": "fp32"}),
+    "O2-saved-fp8": Variant("O2", saves_in_fp8=True),
 }
 CONTRASTS = (
     ("bf16-amp", "te", "FP8 products"),
@@ -77,6 +79,7 @@ CONTRASTS = (
     ("te", "O2", "these, and moments in FP8 and FP16"),
     ("O1", "O2", "moments in FP8 and FP16"),
     ("O2", "O2-wide-gradient", "gradients in fp32"),
+    ("O2", "O2-saved-fp8", "what blocks keep for the backward pass in FP8"),
     ("O2", "O3", "E4M3 weights with an FP16 master"),
     ("O2", "O3-split", "E4M3 weights with an INT8 residual"),
     ("O3", "O3-split", "an INT8 residual instead of an FP16 master"),
@@ -101,7 +104,8 @@ class Runs:
         if kept.exists():
             return Run(**json.loads(kept.read_text()))
         trained = VARIANTS[variant]
-        run = replace(train_curve(trained.level, setting, self.data, **trained.options), level=variant)
+        options = {"saves_in_fp8": trained.saves_in_fp8, **trained.options}
+        run = replace(train_curve(trained.level, setting, self.data, **options), level=variant)
         kept.write_text(json.dumps(asdict(run)))
         return run
 

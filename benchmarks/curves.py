@@ -13,7 +13,7 @@ from torch import nn
 
 from api_schemas import GPTSizes, TextSpec
 from api_schemas.models.llama import LlamaSizes
-from worker import initialize, memory_report
+from worker import initialize, keep_activations_in_fp8, memory_report
 from worker.data.text import open_source
 from worker.data.windows import TokenWindows
 from worker.models.gpt import GPT
@@ -74,13 +74,15 @@ def load_source_text(sequence_length: int) -> TokenWindows:
     return open_source(spec, sequence_length, seed=0)
 
 
-def train_curve(level: str, setting: Setting, data: TokenWindows, **options: Any) -> Run:
-    """Train one level and return its losses. options: of `initialize`."""
+def train_curve(level: str, setting: Setting, data: TokenWindows, *, saves_in_fp8: bool = False, **options: Any) -> Run:
+    """Train one level and return its losses. saves_in_fp8: what blocks keep is in FP8. options: of `initialize`."""
     model = setting.build_model()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay
     )
     model, optimizer = initialize(model, optimizer, opt_level=level, seed=setting.seed, **options)
+    if saves_in_fp8:
+        keep_activations_in_fp8(model)
     losses: list[float] = []
     step_times_s: list[float] = []
     for step in range(setting.steps):

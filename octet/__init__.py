@@ -16,12 +16,16 @@ if TYPE_CHECKING:
         carry_model_state,
         export,
         fp8_statistics,
+        fuse_loss,
         initialize,
+        keep_activations_in_fp8,
         load_pretrained,
         memory_report,
+        offload_optimizer,
         parallelize,
         plain_state_dict,
         prepare_trainer,
+        release_gradients,
     )
 
 __all__ = [
@@ -31,12 +35,16 @@ __all__ = [
     "carry_model_state",
     "export",
     "fp8_statistics",
+    "fuse_loss",
     "initialize",
+    "keep_activations_in_fp8",
     "load_pretrained",
     "memory_report",
+    "offload_optimizer",
     "parallelize",
     "plain_state_dict",
     "prepare_trainer",
+    "release_gradients",
 ]
 
 _HOME = {name: "client" if name == "Client" else "worker" for name in __all__}

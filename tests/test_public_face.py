@@ -15,12 +15,16 @@ def test_the_public_names() -> None:
         "carry_model_state",
         "export",
         "fp8_statistics",
+        "fuse_loss",
         "initialize",
+        "keep_activations_in_fp8",
         "load_pretrained",
         "memory_report",
+        "offload_optimizer",
         "parallelize",
         "plain_state_dict",
         "prepare_trainer",
+        "release_gradients",
     ]
     assert dir(octet) == octet.__all__
 

@@ -10,10 +10,14 @@ if TYPE_CHECKING:
     from worker.integrations import OctetArguments, carry_model_state, prepare_trainer
     from worker.metrics.memory import memory_report
     from worker.optim.average import AveragedModel
+    from worker.optim.offload import offload_optimizer
+    from worker.optim.release import release_gradients
     from worker.parallel.parallelize import parallelize
     from worker.plain import plain_state_dict
     from worker.prepare import fp8_statistics, initialize
     from worker.pretrained import export, load_pretrained
+    from worker.saved_activations import keep_activations_in_fp8
+    from worker.savings import fuse_loss
 
 __all__ = [
     "AveragedModel",
@@ -21,12 +25,16 @@ __all__ = [
     "carry_model_state",
     "export",
     "fp8_statistics",
+    "fuse_loss",
     "initialize",
+    "keep_activations_in_fp8",
     "load_pretrained",
     "memory_report",
+    "offload_optimizer",
     "parallelize",
     "plain_state_dict",
     "prepare_trainer",
+    "release_gradients",
 ]
 
 _HOME = {
@@ -35,12 +43,16 @@ _HOME = {
     "carry_model_state": "worker.integrations",
     "export": "worker.pretrained",
     "fp8_statistics": "worker.prepare",
+    "fuse_loss": "worker.savings",
     "initialize": "worker.prepare",
+    "keep_activations_in_fp8": "worker.saved_activations",
     "load_pretrained": "worker.pretrained",
     "memory_report": "worker.metrics.memory",
+    "offload_optimizer": "worker.optim.offload",
     "parallelize": "worker.parallel.parallelize",
     "plain_state_dict": "worker.plain",
     "prepare_trainer": "worker.integrations",
+    "release_gradients": "worker.optim.release",
 }
 
 

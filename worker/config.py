@@ -1,6 +1,7 @@
 """The configuration of a rank, resolved once from the `JobSpec` and the rank's environment. Later code sets no defaults."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from api_schemas import (
@@ -67,8 +68,6 @@ class TrainConfig:
     eval_every: int
     eval_batches: int
     checkpoint_every: int
-    compile: Literal["auto", "on", "off"]
-    activation_checkpointing: Literal["none", "selective", "full"]
     seed: int
 
     @property
@@ -124,8 +123,6 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
         eval_every=training.eval_every,
         eval_batches=training.eval_batches,
         checkpoint_every=training.checkpoint_every,
-        compile=training.compile,
-        activation_checkpointing=training.activation_checkpointing,
         seed=training.seed,
     )
 

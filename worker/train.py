@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from api_schemas import CheckpointRef, EvaluationReport, EventReport, JobSummary, PhaseReport, ReportBody
 from worker import checkpoint
 from worker.adapters import add_adapters, attach_adapters, trained_state, with_frozen
-from worker.blocks import WARM_UP_STEPS, CompileWatch, eagerly, prepare_blocks
+from worker.blocks import WARM_UP_STEPS, CompileWatch, eagerly
 from worker.config import TrainConfig, trained_job
 from worker.data import Source, loss_divisor, open_source
 from worker.data.order import seed_of
@@ -47,6 +47,7 @@ from worker.pretrained.start import start_model
 from worker.progress import Progress, StepTimes
 from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
+from worker.savings import prepare_steps
 from worker.step_log import Reading, StepLog, TakenStep, now
 from worker.train_reports import (
     conversion_events,
@@ -228,8 +229,9 @@ class Trainer:
         *sums, num_targets = data.sum_(totals).tolist()
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
         measured = {name: finite(value) for name, value in means.items()}
-        loss = measured.pop("loss")
-        self._tell(EvaluationReport(step=self.progress.step, loss=loss, tokens=int(num_targets), metrics=measured))
+        self._tell(
+            EvaluationReport(step=self.progress.step, loss=measured.pop("loss"), tokens=int(num_targets), metrics=measured)
+        )
         return means
 
     def save(self) -> None:
@@ -264,7 +266,7 @@ class Trainer:
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
         self.average = MovingAverage(self.model, config.training.ema_decay)
-        self.compiling = prepare_blocks(self.model, config.activation_checkpointing, config.compile, self.mesh.device)
+        self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
         broadcast_parameters(self.model, self.mesh.data)
         data, stage, wide_dtype = self.mesh.data, self.mesh.stage, WIDE_DTYPES[config.wide_communication]
         self.parallel = Parallel(self.model, self.optimizer, data, stage, zero_stage=config.zero_stage, wide_dtype=wide_dtype)

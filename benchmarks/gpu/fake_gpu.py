@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from worker import prepare
 from worker.fp8.convert import filter_layers
+from worker.fp8.speedups import Chip
 from worker.kernels import library
 from worker.kernels.cuda import gemm
 from worker.optim.fused import FusedStep
@@ -27,6 +28,8 @@ from worker.optim.fused import FusedStep
 aten = torch.ops.aten
 DEVICE_TYPE = "gpu"
 HOPPER, CUDA_VERSION = (9, 0), (13, 0)
+_AUTOCAST: list[torch.library.Library] = []  # a library that is freed takes its kernels back
+CHIP = Chip("NVIDIA H200", HOPPER)
 
 
 class _Fakes(FakeTensorMode):
@@ -42,8 +45,13 @@ class _Backend(_DummyBackendModule):
 
 @functools.cache
 def device() -> torch.device:
-    """Register and return the device. The registration lasts for the rest of the process."""
+    """Register and return the device. The registration lasts for the rest of the process.
+
+    Its autocast casts nothing: layers in 16 bits cast by themselves, and what CUDA's autocast computes in fp32 is in fp32 here.
+    """
     _setup_privateuseone_for_python_backend(DEVICE_TYPE, _Backend())
+    _AUTOCAST.append(torch.library.Library("_", "IMPL"))
+    _AUTOCAST[0].fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library.run_triton_on("PrivateUse1")
     return torch.device(DEVICE_TYPE, 0)
 
@@ -72,7 +80,7 @@ def fake_gpu() -> Iterator[torch.device]:
         for owner, name, replacement in (
             (JITFunction, "run", lambda *_args, **_options: None),
             (gemm, "platform", lambda _device: (HOPPER, CUDA_VERSION)),
-            (prepare, "filter_layers", lambda *arguments: filter_layers(*arguments[:-1], HOPPER)),
+            (prepare, "filter_layers", lambda *arguments: filter_layers(*arguments[:-1], CHIP)),
             (FusedStep, "_send", _send),
             (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
             (nn.functional, "scaled_dot_product_attention", attention),

@@ -44,11 +44,19 @@ class Snapshot:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes inside its context. see_within: runs an op and counts its own allocations, or returns NotImplemented."""
+    """Counts bytes inside its context. see_within: runs an op and counts its own allocations, or returns NotImplemented.
 
-    def __init__(self, granule: int = GRANULE, see_within: Callable[..., Any] = lambda *_: NotImplemented) -> None:
+    device_type: of the devices whose storages count; None for all.
+    """
+
+    def __init__(
+        self,
+        granule: int = GRANULE,
+        see_within: Callable[..., Any] = lambda *_: NotImplemented,
+        device_type: str | None = None,
+    ) -> None:
         super().__init__()
-        self.granule, self.see_within = granule, see_within
+        self.granule, self.see_within, self.device_type = granule, see_within, device_type
         self.live: dict[int, Allocation] = {}
         self.num_bytes = self.peak_bytes = self.num_ops = self.peak_op = 0
         self.phase = "build"
@@ -126,7 +134,7 @@ class LiveBytes(TorchDispatchMode):
     def _note(self, tensor: Tensor, op: str) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.live:
+        if key in self.live or self.device_type not in (None, tensor.device.type):
             return
         num_bytes = -(-storage.nbytes() // self.granule) * self.granule
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import GPTSizes
+from api_schemas import GPTSizes, TrainingSpec
 from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from worker import initialize, memory_report
+from worker.models import TrainedModel
 from worker.models.gpt import GPT
+from worker.savings import prepare_steps
 
 VOCABULARY = 50304
 SEQUENCE_LENGTH = 2048
@@ -25,12 +27,16 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: a level and its options. own_optimizer: Octet's optimizer; False means torch's fused fp32 AdamW."""
+    """A way to train: a level and its options. own_optimizer: Octet's optimizer; False means torch's fused fp32 AdamW.
+
+    savings: options of a job's training that save memory. Without gradient release, gradients are clipped.
+    """
 
     name: str
     level: str
     own_optimizer: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    savings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def package(self) -> str | None:
@@ -83,13 +89,14 @@ def prepare(model: nn.Module, way: Way, tokens: int | None = None) -> tuple[nn.M
     return model, torch.optim.AdamW(model.parameters(), fused=is_cuda)
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor]) -> Step:
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor], *, clips: bool = True) -> Step:
     """Return one training step: forward, backward, clip, update."""
 
     def step() -> Tensor:
         loss = loss_of()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -102,19 +109,32 @@ def gpt_step(config: GPTSizes, way: Way, batch_size: int, device: torch.device, 
 
     Blocks are compiled one by one, since all have the same graph. This takes seconds; a whole network takes minutes.
     """
-    model, optimizer = prepare(build_gpt(config, device), way, batch_size * config.max_sequence_length)
+    tokens = batch_size, config.max_sequence_length
+    return language_step(build_gpt(config, device), way, tokens, config.vocab_size, device, compiled=compiled)
+
+
+def language_step(
+    model: nn.Module, way: Way, tokens: tuple[int, int], vocab_size: int, device: torch.device, *, compiled: str | None = None
+) -> tuple[Step, Any]:
+    """Return the step of a model that predicts the next token, on random tokens, and (model, optimizer); see `gpt_step`.
+
+    tokens: sequences of a batch, and tokens of each.
+    """
+    model, optimizer = prepare(model, way, math.prod(tokens))
+    if way.savings:
+        prepare_steps(model, optimizer, TrainingSpec.model_validate({"steps": 1, "compile": "off", **way.savings}), device)
     if compiled is not None:
         for block in model.get_submodule("blocks").children():
             block.compile(backend=compiled, dynamic=False)
-    shape = (4, batch_size, config.max_sequence_length + 1)
-    batches = cycle(torch.randint(0, config.vocab_size, shape, device=device).unbind())
+    batches = cycle(torch.randint(0, vocab_size, (4, tokens[0], tokens[1] + 1), device=device).unbind())
 
     def loss_of() -> Tensor:
         tokens_BT = next(batches)
-        assert isinstance(model, GPT)
+        assert isinstance(model, TrainedModel)
         return model.loss({"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}).loss
 
-    return step_of(model, optimizer, loss_of), (model, optimizer)
+    clips = not way.savings.get("gradient_release")
+    return step_of(model, optimizer, loss_of, clips=clips), (model, optimizer)
 
 
 def vision_step(family: str, way: Way, device: torch.device, *, smoke: bool) -> tuple[Step, Any]:

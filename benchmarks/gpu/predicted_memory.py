@@ -1,6 +1,6 @@
 """Predict the peak memory of training steps on a GPU without one: `networks.py` and `largest.py` run on fake tensors.
 
-    python -m benchmarks.gpu.predicted_memory [--out FOLDER] [--sections gpt,vision,largest] [--smoke]
+    python -m benchmarks.gpu.predicted_memory [--out FOLDER] [--sections gpt,options,model,vision,largest] [--smoke]
 
 writes a dated table: peaks, what they consist of, and the ratios that have targets.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import largest
-from benchmarks.gpu.fake_gpu import fake_gpu, see_within
+from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from benchmarks.gpu.live_bytes import LiveBytes, Snapshot
 from benchmarks.gpu.networks import (
     BF16_AMP,
@@ -34,6 +34,7 @@ from benchmarks.gpu.networks import (
     gpt_step,
     vision_step,
 )
+from benchmarks.gpu.predicted_savings import OPTIONS, large_rows, option_rows
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.session import RESULTS
 from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
@@ -48,6 +49,12 @@ WITH_TARGET = ("1.3 B", "tiny")
 CAPACITIES = {"H200": 139 * GIB, "H100": 78 * GIB}
 SMOKE_CAPACITY = {"tiny": 4 << 20}
 NUM_ORIGINS = 4
+ALL_OPTIONS = OPTIONS["the first three"]
+BYTES_WITH_OPTIONS = 6  # per parameter, roughly, including activations; the search starts from it
+LARGEST_WAYS = largest.WAYS | {
+    f"{level}, the first three options of the section above": Way(level, level, savings=ALL_OPTIONS)
+    for level in ("O2", "O2-8bit")
+}
 HEADER = (
     "Predictions, not measurements: no GPU was used. The step of `benchmarks/gpu/networks.py` ran, eager, on torch's fake "
     "tensors, which have sizes and no bytes. Live storages were counted op by op, rounded up to 512 bytes. Not included: "
@@ -81,7 +88,7 @@ def predict(make_step: Callable[[torch.device], tuple[Step, Any]]) -> Prediction
     """
     gc.collect()
     snapshots: list[Snapshot] = []
-    with fake_gpu() as device, LiveBytes(see_within=see_within) as live:
+    with fake_gpu() as device, LiveBytes(see_within=see_within, device_type=DEVICE_TYPE) as live:
         step, (model, optimizer) = make_step(device)
         step()
         live.restart()
@@ -131,8 +138,10 @@ def largest_rows(smoke: bool) -> Iterator[Row]:
     """Compare as `largest.py` does: the largest O2 that fits with bf16-amp one layer below the smallest that does not fit."""
     for card, capacity in SMOKE_CAPACITY.items() if smoke else CAPACITIES.items():
         reference = 0
-        for level, way in largest.WAYS.items():
-            per_layer = largest.BYTES_PER_PARAMETER[level] * 12 * largest.sizes(1, smoke=smoke).hidden_size ** 2
+        for level, way in LARGEST_WAYS.items():
+            per_layer = (
+                largest.BYTES_PER_PARAMETER.get(level, BYTES_WITH_OPTIONS) * 12 * largest.sizes(1, smoke=smoke).hidden_size ** 2
+            )
             start = max(1, capacity // per_layer)
             fits, fails = largest.search(partial(_try, way, capacity, smoke), start, capacity, lambda: True)
             num_parameters = _num_parameters(fits, smoke)
@@ -146,7 +155,13 @@ def largest_rows(smoke: bool) -> Iterator[Row]:
                 yield Row(figure, measured, f"bf16-amp at most {reference / 1e9:.2f} B", ratio, largest.TARGET, note)
 
 
-SECTIONS = {"GPT step": gpt_rows, "Vision models": vision_rows, "Largest GPT": largest_rows}
+SECTIONS = {
+    "GPT step": gpt_rows,
+    "Options that save memory": partial(option_rows, predict),
+    "Model of 8 B parameters": partial(large_rows, predict),
+    "Vision models": vision_rows,
+    "Largest GPT": largest_rows,
+}
 
 
 def _gpt_step(size: Size, way: Way, device: torch.device) -> tuple[Step, Any]:

@@ -218,3 +218,21 @@ def test_merging_and_fp8_are_refused_where_they_say_nothing(tmp_path: Path, docu
     assert export([checkpoint, "--format", "fp8", "--out", str(tmp_path / "out")]) == 2
     assert "allowed: bf16 or fp32" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.matrix
+def test_options_that_save_memory_train_adapters(tmp_path: Path, document: dict[str, Any]) -> None:
+    exact = document["training"] | {"gradient_clip": None}
+    found = []
+    for index, options in enumerate(
+        (
+            {},
+            {"gradient_release": True, "offload_optimizer": True},
+            {"fused_loss": True, "saved_activations": "fp8"},
+        )
+    ):
+        recorder, _ = train(document | {"training": exact | options}, tmp_path / str(index))
+        found.append(recorder.losses())
+    assert found[0] == found[1]
+    assert found[2] == pytest.approx(found[0], rel=2e-2)
+    assert found[2] != found[0]

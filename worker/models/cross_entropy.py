@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from worker.models.linear_cross_entropy import LaterLogits, linear_cross_entropy
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are in fp32 at the same time: 64 MiB."""
 
@@ -21,17 +23,19 @@ IGNORED = -100
 """The target of a token that does not count, as in torch."""
 
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, has_ignored: bool = False) -> Tensor:
+def cross_entropy(logits_NV: Tensor | LaterLogits, targets_N: Tensor, *, has_ignored: bool = False) -> Tensor:
     """Mean cross entropy in nats over the tokens, computed in fp32. Backward overwrites the logits, so it runs only once.
 
-    has_ignored: the mean is over the targets that are not `IGNORED`, at least one.
+    logits_NV: of a model whose loss is fused, what they are computed of. has_ignored: the mean is over the targets that are
+    not `IGNORED`, at least one.
     """
-    if not has_ignored:
-        loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, None)
-        return loss
-    counts_N = targets_N != IGNORED
-    weights_N = counts_N / counts_N.sum()
-    loss = _CrossEntropy.apply(logits_NV, targets_N.where(counts_N, 0), weights_N)
+    weights_N = None
+    if has_ignored:
+        counts_N = targets_N != IGNORED
+        targets_N, weights_N = targets_N.where(counts_N, 0), counts_N / counts_N.sum()
+    if isinstance(logits_NV, LaterLogits):
+        return linear_cross_entropy(logits_NV, targets_N, weights_N)
+    loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, weights_N)
     return loss
 
 

@@ -5,13 +5,15 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from worker.models.cross_entropy import IGNORED, cross_entropy
+from worker.models.linear_cross_entropy import LaterLogits
 from worker.models.model import Losses
 
 
-def next_token_losses(logits_BTV: Tensor, batch: Mapping[str, Tensor], *, with_metrics: bool) -> Losses:
+def next_token_losses(logits_BTV: Tensor | LaterLogits, batch: Mapping[str, Tensor], *, with_metrics: bool) -> Losses:
     """Return the mean cross entropy in nats and, if requested, `token_accuracy`: the share of targets with the top logit.
 
-    Both are over the targets that count. The backward pass overwrites the logits, so it can run only once.
+    Both are over the targets that count. The backward pass overwrites the logits, so it can run only once. With metrics the
+    logits are a tensor.
     """
     targets_BT = batch["targets"]
     if "num_targets" not in batch:
@@ -21,15 +23,19 @@ def next_token_losses(logits_BTV: Tensor, batch: Mapping[str, Tensor], *, with_m
     num_targets = int(batch["num_targets"].sum()) if with_metrics else targets_N.numel()
     metrics = {}
     if with_metrics:
+        assert isinstance(logits_NV, Tensor)
         is_right_N = (logits_NV.argmax(-1) == targets_N) & (targets_N != IGNORED)
         metrics["token_accuracy"] = is_right_N.sum() / num_targets
     return Losses(cross_entropy(logits_NV, targets_N, has_ignored=True), num_targets, metrics)
 
 
-def token_losses(logits_BPV: Tensor, targets_BP: Tensor, accuracy_name: str | None) -> Losses:
+def token_losses(logits_BPV: Tensor | LaterLogits, targets_BP: Tensor, accuracy_name: str | None) -> Losses:
     """Return the mean cross entropy in nats and, under `accuracy_name` if given, the share of targets with the top logit."""
     logits_NV, targets_N = logits_BPV.flatten(0, 1), targets_BP.flatten()
-    metrics = {accuracy_name: (logits_NV.argmax(-1) == targets_N).float().mean()} if accuracy_name else {}
+    metrics = {}
+    if accuracy_name:
+        assert isinstance(logits_NV, Tensor)
+        metrics[accuracy_name] = (logits_NV.argmax(-1) == targets_N).float().mean()
     return Losses(cross_entropy(logits_NV, targets_N), targets_N.numel(), metrics)
 
 

@@ -16,6 +16,7 @@ from api_schemas.models.architectures import POSITIONS_AFTER_PADDING
 from worker.models.classes import class_losses
 from worker.models.documents import positions_in_documents
 from worker.models.language import checked_length, next_token_losses, token_losses
+from worker.models.linear_cross_entropy import LaterLogits
 from worker.models.model import Losses, TrainedModel
 
 
@@ -74,6 +75,8 @@ class MaskedTokenModel(_TokenModel):
         """Mean cross entropy in nats over the predicted tokens, computed in fp32. Its backward pass can run only once."""
         positions_BP = batch["positions"]
         logits_BTV = self(batch["tokens"])
+        if isinstance(logits_BTV, LaterLogits):
+            return token_losses(logits_BTV.at(positions_BP), batch["targets"], None)
         logits_BPV = logits_BTV.gather(1, positions_BP[..., None].expand(-1, -1, logits_BTV.shape[-1]))
         return token_losses(logits_BPV, batch["targets"], "masked_token_accuracy" if not self.training else None)
 

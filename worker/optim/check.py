@@ -8,7 +8,8 @@ from api_schemas.levels import Level
 from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.optim.adam import LowBitAdamW
 from worker.optim.adopt import _own_options
-from worker.optim.optimizer import LowBitOptimizer, _check_states
+from worker.optim.optimizer import LowBitOptimizer
+from worker.optim.saved_states import check_states
 
 
 def check_adoptable(optimizer: torch.optim.Optimizer, level: Level) -> None:
@@ -29,4 +30,4 @@ def check_adoptable(optimizer: torch.optim.Optimizer, level: Level) -> None:
                 )
     for state in optimizer.state.values():
         if state:
-            _check_states(state, rule)
+            check_states(state, rule)

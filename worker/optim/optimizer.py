@@ -6,7 +6,7 @@ tensor is wide as a whole. Rounding is stochastic from a counter (seed, paramete
 run draws the same bits.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -17,9 +17,10 @@ from api_schemas.formats import MIN_QUANTIZED_ELEMENTS
 from worker import kernels
 from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.kernels.rounding import NUMBERS_PER_DRAW
-from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, select_entries, zeros
+from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
 from worker.optim.gradients import GradientReader, all_finite
 from worker.optim.rule import Defaults, Group, Rule
+from worker.optim.saved_states import check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
 from worker.optim.weights import (
     MasteredWeight,
     QuantizedWeight,
@@ -35,6 +36,8 @@ from worker.optim.weights import (
 
 if TYPE_CHECKING:
     from worker.optim.fused import FusedStep
+    from worker.optim.offload import HostStates
+    from worker.optim.release import GradientRelease
 
 
 class Origin(NamedTuple):
@@ -61,6 +64,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[Rule]
+    released: "GradientRelease | None" = None
+    """What steps parameters in the backward pass, if anything does."""
+    host_states: "HostStates | None" = None
+    """What keeps the states in host memory, if anything does."""
 
     def __init__(
         self,
@@ -80,7 +87,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self.all_ranks_finite = all_ranks_finite
         self.fused = fused
         self._num_skipped = torch.zeros((), dtype=torch.int64)
-        self._fused_step: FusedStep | None = None
+        self._fused_steps: dict[Tensor | None, FusedStep] = {}
+        """By the parameter that is stepped alone; None: all others."""
         self._quantized: dict[Tensor, QuantizedWeight] = {weight.codes: weight for weight in quantized}
         self._origins: dict[Tensor, Origin] = {}
         self.pieces: dict[Tensor, nn.Parameter] = {}
@@ -94,7 +102,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self.rule.check(group)
         for parameter in group["params"]:
             if parameter not in self._quantized and parameter.dtype not in TRAINABLE_DTYPES:
-                raise ValueError(f"{_wrong_dtype(parameter)} Name codes, and the scale that belongs to them, in `quantized`.")
+                raise ValueError(f"{wrong_dtype(parameter)} Name codes, and the scale that belongs to them, in `quantized`.")
             self._origins[parameter] = Origin(len(self._origins), 0, parameter.numel())
             if parameter.requires_grad:
                 self._allocate(parameter, group)
@@ -119,12 +127,20 @@ class LowBitOptimizer(torch.optim.Optimizer):
         finite = all_finite(parameter.grad for parameter, _ in updates)
         if self.all_ranks_finite is not None:
             finite = self.all_ranks_finite(finite)
+        self._update_all(updates, finite)
+        if self.released is not None:
+            finite = self.released.close(finite)
         self._num_skipped = self._num_skipped.to(finite.device).add_(~finite)
-        plain = self._step_fused(updates, finite)
-        if plain and finite:  # the one value that the host waits for
-            for parameter, group in plain:
-                self._update(parameter, group)
         return loss
+
+    @torch.no_grad()
+    def step_parameter(self, parameter: Tensor, group: Group) -> Tensor:
+        """Update one parameter by its gradient, unless that is not finite. Returns whether it is, bool (). See `release.py`."""
+        self._follow(parameter)
+        assert parameter.grad is not None
+        finite = all_finite([parameter.grad])
+        self._update_all([(parameter, group)], finite, alone=parameter)
+        return finite
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as torch does; where this holds pieces, also those that wait in the model for an exchange."""
@@ -155,6 +171,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         Values that were loaded into the model since the last step are in its master weights: whoever loads the state dict into
         this optimizer again, as Accelerate's `prepare` does, would otherwise bring back the masters of before.
         """
+        if self.host_states is not None:
+            self.host_states.synchronize()
         for parameter, weight in self._quantized.items():
             self._renew_master(weight, self.state.get(parameter))
         return super().state_dict() | {"seed": self.seed, "num_skipped_steps": self.num_skipped_steps}
@@ -187,9 +205,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold; torch's own drops every attribute that it does not know."""
-        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_quantized", "_origins", "pieces"]
+        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_quantized", "_origins", "pieces", "host_states"]
         own += ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]  # a converted model follows the steps by these
-        return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_fused_step": None}
+        return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_fused_steps": {}}
 
     @torch.no_grad()
     def follow_weight(self, parameter: Tensor) -> None:
@@ -205,7 +223,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             )
         weight, state = self._quantized.get(parameter), self.state.get(parameter)
         if weight is None and parameter.dtype not in TRAINABLE_DTYPES:
-            raise ValueError(_wrong_dtype(parameter))
+            raise ValueError(wrong_dtype(parameter))
         if weight is not None and weight.codes is not parameter:
             raise ValueError(
                 "a layer holds another parameter than the optimizer: it was replaced after initialize, as load_state_dict("
@@ -215,10 +233,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
             return
         if weight is not None:
             self._renew_master(weight, state)
-        if state[next(iter(self.rule.state_codecs))]["codes"].device != parameter.device:
+        held = state[next(iter(self.rule.state_codecs))]["codes"]
+        if self.host_states is None and held.device != parameter.device:
             for name, value in state.items():
                 if isinstance(value, dict):
-                    state[name] = _copy(value, parameter.device)
+                    state[name] = copy_parts(value, parameter.device)
             state["step"] = self._new_step_count(parameter, int(state["step"]))
 
     def _renew_master(self, weight: QuantizedWeight, state: dict[str, Any] | None) -> None:
@@ -226,16 +245,35 @@ class LowBitOptimizer(torch.optim.Optimizer):
         if state and weight.needs_master and is_stale(state["master_weights"], weight):
             state["master_weights"] = new_master(weight)
 
-    def _step_fused(self, updates: list[tuple[Tensor, Group]], finite: Tensor) -> list[tuple[Tensor, Group]]:
+    def _update_all(self, updates: list[tuple[Tensor, Group]], finite: Tensor, alone: Tensor | None = None) -> None:
+        """Step parameters if `finite`, bool (), is true. alone: the only one."""
+        if self.host_states is not None:
+            for parameter, group in updates:
+                self.state[parameter] or self._allocate(parameter, group)
+            for update in self.host_states.visit(updates, self.state):
+                self._update_here([update], finite, update[0])
+        else:
+            self._update_here(updates, finite, alone)
+
+    def _update_here(self, updates: list[tuple[Tensor, Group]], finite: Tensor, alone: Tensor | None) -> None:
+        plain = self._step_fused(updates, finite, alone)
+        if plain and finite:  # the one value that the host waits for
+            for parameter, group in plain:
+                self._update(parameter, group)
+
+    def _step_fused(
+        self, updates: list[tuple[Tensor, Group]], finite: Tensor, alone: Tensor | None
+    ) -> list[tuple[Tensor, Group]]:
         """Step the parameters that the kernels take; returns the others."""
         fused = [(parameter, group) for parameter, group in updates if self._is_fused(parameter)]
         if not fused:
             return updates
         from worker.optim.fused import FusedStep, Update  # loads Triton
 
-        self._fused_step = self._fused_step or FusedStep(self.rule)
+        if alone not in self._fused_steps:
+            self._fused_steps[alone] = FusedStep(self.rule)
         group_indices = {id(group): index for index, group in enumerate(self.param_groups)}
-        self._fused_step.run(
+        self._fused_steps[alone].run(
             [
                 Update(
                     parameter,
@@ -287,18 +325,20 @@ class LowBitOptimizer(torch.optim.Optimizer):
         weight = self._quantized.get(parameter)
         if weight is not None and weight.needs_master:
             state["master_weights"] = new_master(weight)
+        if self.host_states is not None:
+            self.host_states.hold(state)
         self.state[parameter] = state
         return state
 
     def _load(self, parameter: Tensor, group: Group, saved: dict[str, Any], saved_group: Group) -> None:
         """Take over a parameter's saved states."""
-        _check_states(saved, self.rule)
+        check_states(saved, self.rule)
         state = self.state[parameter] = {"step": self._new_step_count(parameter, int(saved["step"]))}
         for name in self.rule.state_codecs:
             codec, saved_codec = self._codec(parameter, group, name), self._codec(parameter, saved_group, name)
             parts = saved[name] if isinstance(saved[name], dict) else {"codes": saved[name].float().reshape(-1)}
-            _check_parts(name, parts, saved_codec)
-            state[name] = _copy(self._own_entries(parameter, parts), parameter.device)
+            check_parts(name, parts, saved_codec)
+            state[name] = copy_parts(self._own_entries(parameter, parts), parameter.device)
             if codec is not saved_codec:
                 values = saved_codec.decode(state[name])
                 state[name] = zeros(codec, parameter.numel(), parameter.device)
@@ -306,16 +346,16 @@ class LowBitOptimizer(torch.optim.Optimizer):
         weight = self._quantized.get(parameter)
         if weight is not None and weight.needs_master:
             if "master_weights" in saved:
-                state["master_weights"] = _copy(self._own_entries(parameter, saved["master_weights"]), parameter.device)
+                state["master_weights"] = copy_parts(self._own_entries(parameter, saved["master_weights"]), parameter.device)
             else:
                 state["master_weights"] = new_master(weight)
+        if self.host_states is not None:
+            self.host_states.hold(state)
 
     def _own_entries(self, parameter: Tensor, parts: Parts) -> Parts:
         """The entries of saved parts for the elements of a parameter: all, unless it is a piece of what was saved."""
         first_element, num_elements = self._origins[parameter][1:]
-        if parts["codes"].numel() != num_elements or parameter.numel() == num_elements:
-            return parts
-        return select_entries(parts, range(first_element, first_element + parameter.numel()))
+        return entries_of_piece(parts, range(first_element, first_element + parameter.numel()), num_elements)
 
     def _stored_weight(self, parameter: Tensor, group: Group) -> StoredWeight:
         draw = self._draw(parameter, self._first_stream(parameter))
@@ -355,30 +395,3 @@ class LowBitOptimizer(torch.optim.Optimizer):
             return kernels.random_bits(self.seed, step, stream, shifted, parameter.device)
 
         return draw
-
-
-def _check_states(saved: Mapping[str, Any], rule: Rule) -> None:
-    """Reject the states of another rule."""
-    names = [name for name in saved if name not in ("step", "master_weights")]
-    if set(names) != set(rule.state_codecs):
-        raise ValueError(
-            f"the saved states are {', '.join(names)}; allowed: {', '.join(rule.state_codecs)}, the states of {rule.name}. "
-            "Continue with the optimizer that saved them, or start this one without them."
-        )
-
-
-def _wrong_dtype(parameter: Tensor) -> str:
-    return f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, TRAINABLE_DTYPES))}."
-
-
-def _check_parts(name: str, parts: Parts, codec: Codec) -> None:
-    """Reject a saved state that consists of other parts; the kernel would otherwise read a null pointer."""
-    if set(parts) != set(codec.parts):
-        raise ValueError(
-            f"the saved {name} consists of {', '.join(parts)}; allowed: {', '.join(codec.parts)}. Another version of Octet "
-            "saved it: finish the run with that version, or start a new optimizer from the saved weights."
-        )
-
-
-def _copy(parts: Parts, device: torch.device) -> dict[str, Tensor]:
-    return {name: part.to(device, copy=True) for name, part in parts.items()}

@@ -1,0 +1,114 @@
+"""What a model's blocks keep for their backward pass, kept in FP8: half the bytes of bf16, a quarter of those of fp32.
+
+The forward pass computes what it always does. Inside a block, each activation that autograd saves becomes E4M3 codes with one
+scale for each row of its memory (Chen et al. 2021, ActNN, arXiv 2104.14129, with FP8 in the place of integers), and the
+backward pass reads their values. So gradients have the error of that rounding, at most 2^-4 of each saved element in range.
+Left as they are: parameters and constants, statistics (of norms and of attention), codes that FP8 layers keep already, and rows
+shorter than `MIN_ROW_ELEMENTS`.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from worker import kernels
+from worker.blocks import repeated_blocks
+from worker.kernels.formats import E4M3
+
+MIN_ROW_ELEMENTS = 16
+"""A row has a scale of 4 bytes."""
+
+WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_VIEWS_OF_WEIGHTS = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0"}
+
+
+class SavedCodes(NamedTuple):
+    """A saved activation. codes: E4M3, contiguous in the order of the activation's memory. dims: that order."""
+
+    codes: Tensor
+    dequant_scale: Tensor
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+
+    def values(self) -> Tensor:
+        """Return the activation with rounded values, in its shape, dtype and order of memory."""
+        inverse = sorted(range(len(self.dims)), key=self.dims.__getitem__)
+        return kernels.dequantize(self.codes, self.dequant_scale, self.dtype).permute(inverse)
+
+
+def keep_activations_in_fp8(model: nn.Module) -> int:
+    """Let each repeated block of a model keep its activations in FP8 for the backward pass. Returns their number.
+
+    Call it after `initialize`. Blocks are not compiled, and not checkpointed: both decide themselves what is kept.
+    Raises ValueError for a model that repeats no blocks.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ValueError(
+            "the model repeats no blocks, and only inside of blocks activations are kept in FP8; allowed: models with an "
+            "nn.ModuleList or nn.Sequential of alike blocks. Leave out saved_activations."
+        )
+    for block in blocks:
+        block.forward = SavingForward(block.forward)
+    return len(blocks)
+
+
+class SavingForward:
+    """Takes the place of a block's `forward`, and calls what was there."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        with saved_tensors_hooks(_Saver().pack, _unpack):
+            return self.forward(*args, **kwargs)
+
+
+class _Saver:
+    """Quantizes what one forward pass of a block saves. What several ops save is kept once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[weakref.ref[Any], SavedCodes]] = {}
+
+    def pack(self, saved: Tensor) -> Tensor | SavedCodes:
+        if not _is_activation(saved):
+            return saved
+        storage = saved.untyped_storage()
+        key = (storage._cdata, saved.storage_offset(), saved.shape, saved.stride(), saved._version)
+        if key in self.known and self.known[key][0]() is storage:
+            return self.known[key][1]
+        dims = _order_in_memory(saved)
+        codes, dequant_scale = kernels.quantize(saved.permute(dims), E4M3.dtype, "row")
+        packed = SavedCodes(codes, dequant_scale, saved.dtype, dims)
+        self.known[key] = (weakref.ref(storage), packed)
+        return packed
+
+
+def _unpack(packed: Tensor | SavedCodes) -> Tensor:
+    return packed.values() if isinstance(packed, SavedCodes) else packed
+
+
+def _is_activation(saved: Tensor) -> bool:
+    """Whether gradients flow through a tensor, which they do not through statistics and constants, and its rows are long."""
+    if saved.is_leaf or saved.dtype not in WIDE_DTYPES or saved.dim() < 2 or 0 in saved.stride():
+        return False
+    return saved.shape[_order_in_memory(saved)[-1]] >= MIN_ROW_ELEMENTS and not _is_of_parameter(saved)
+
+
+def _order_in_memory(saved: Tensor) -> tuple[int, ...]:
+    strides = saved.stride()
+    return tuple(sorted(range(saved.dim()), key=lambda dim: -strides[dim]))
+
+
+def _is_of_parameter(saved: Tensor) -> bool:
+    """Whether a tensor is a parameter, viewed or cast."""
+    node = saved.grad_fn
+    while node is not None and node.name() in _VIEWS_OF_WEIGHTS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
