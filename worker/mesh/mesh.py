@@ -14,6 +14,7 @@ import torch.distributed as dist
 from api_schemas import AxisName, Layout
 from worker.config import RankEnv
 from worker.mesh.axis import Axis
+from worker.mesh.groups import make_axis
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -75,12 +76,7 @@ class Mesh:
         return sum((axis.sent_bytes for axis in axes), Counter())
 
     def _axis(self, name: AxisName) -> Axis:
-        """Create the axis through this rank. torch requires that every rank creates every group; a world axis needs none."""
-        ranks, group = self._layout.group(name, self._env.rank), None
-        if 1 < len(ranks) < self._layout.num_ranks:
-            made = {members: dist.new_group(list(members)) for members in self._layout.groups(name)}
-            group = made[ranks]
-        return Axis(name, len(ranks), ranks.index(self._env.rank), self.device, group)
+        return make_axis(self._layout, name, self._env.rank, self.device)
 
 
 def _meet(env: RankEnv) -> Any:
