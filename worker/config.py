@@ -126,7 +126,7 @@ def resolve(spec: JobSpec, env: RankEnv, data_roots: tuple[str, ...] | None = No
         eval_every=training.eval_every,
         eval_batches=training.eval_batches,
         checkpoint_every=training.checkpoint_every,
-        compile=training.compile,
+        compile=training.compile if layout.tensor == 1 else "off",  # ranks add up inside of each block; "on" is refused
         activation_checkpointing=training.activation_checkpointing,
         seed=training.seed,
     )
