@@ -22,8 +22,8 @@ def plan_of_transformers(network: Any, prefix: str, *, with_vocabulary: bool) ->
         return {}
     base = f"{prefix}{network.base_model_prefix}."
     plan = {f"{base}{glob}": ROLES[style] for glob, style in named.items()}
-    ends = {network.get_input_embeddings(): "embedding", network.get_output_embeddings(): "head"}
+    ends: dict[Any, TensorRole] = {network.get_input_embeddings(): "embedding", network.get_output_embeddings(): "head"}
     if with_vocabulary and None not in ends:
         names = {module: name for name, module in network.named_modules()}
-        plan |= {f"{prefix}{names[module]}": role for module, role in ends.items()}  # type: ignore[misc]
+        plan |= {f"{prefix}{names[module]}": role for module, role in ends.items()}
     return plan

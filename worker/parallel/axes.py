@@ -5,7 +5,7 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from api_schemas import Layout
+from api_schemas import AxisName, Layout
 from worker.mesh import Axis, Mesh, make_axis
 
 
@@ -43,5 +43,5 @@ def axes_of(tensor: int, device: torch.device, group: dist.ProcessGroup | None) 
             "tensor, start more ranks, or leave group out."
         )
     layout = Layout(size, tensor)
-    data, shards, stage = (make_axis(layout, name, rank, device) for name in ("data", "tensor", "stage"))  # type: ignore[arg-type]
-    return Axes(data, shards, stage)
+    names: tuple[AxisName, ...] = ("data", "tensor", "stage")
+    return Axes(*(make_axis(layout, name, rank, device) for name in names))

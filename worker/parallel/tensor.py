@@ -19,6 +19,7 @@ from worker.fp8.bf16 import HalfLinear
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.layout import layout_of
 from worker.fp8.linear import Float8Linear
+from worker.fp8.loss_scaling import STATE_BUFFER
 from worker.mesh import Axis, Cut, TensorInPieces
 from worker.models.model import TensorRole, TrainedModel
 from worker.optim.shards import check_unused, decoded, hold_shards
@@ -48,7 +49,7 @@ class TensorShards:
 
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank's copy counts where ranks add up what they hold: a replicated parameter counts once."""
-        return self.axis.is_first or parameter in self.cuts
+        return not self.cuts or self.axis.is_first or parameter in self.cuts
 
     def mark(
         self, model: dict[str, Any], optimizer_state: dict[str, Any], optimizer: torch.optim.Optimizer
@@ -112,12 +113,13 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes, pl
     """Let this rank hold its shards of a converted model and of its optimizer. All ranks hold the same whole before.
 
     Raises ValueError, before anything is changed, for a size that does not divide, a role that a module cannot have, a glob
-    that matches nothing, and an optimizer that has taken steps.
+    that matches nothing, a compiled model, one that scales losses, and an optimizer that has taken steps.
     """
     shards, axis = TensorShards(axes), axes.tensor
     if axis.size == 1:
         return shards
     check_unused(optimizer)
+    _check_model(model)
     roles = _roles(model, plan)
     found: dict[nn.Parameter, Cut] = {}
     for name, role in roles.items():
@@ -134,6 +136,18 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes, pl
     if isinstance(model, TrainedModel) and "head" in roles.values():
         model.vocabulary = axis
     return shards
+
+
+def _check_model(model: nn.Module) -> None:
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        raise ValueError(
+            "the model, or a part of it, is compiled; allowed with a tensor degree: models that are not, since ranks add up "
+            "inside of each block. Leave compile out."
+        )
+    if any(name.rpartition(".")[2] == STATE_BUFFER for name, _ in model.named_buffers()):
+        raise ValueError(
+            "the model scales its losses (fp16-amp); allowed with a tensor degree: levels without loss scaling. Use bf16-amp."
+        )
 
 
 def _roles(model: nn.Module, plan: Plan) -> dict[str, TensorRole]:

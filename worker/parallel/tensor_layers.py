@@ -23,7 +23,6 @@ class ColumnForward:
         self.forward: Callable[..., Tensor] = layer.forward
         self.axis = axis
 
-    @torch.compiler.disable
     def __call__(self, input: Tensor, **options: Any) -> Tensor:
         return self.forward(to_shards(input, self.axis), **options)
 
@@ -35,7 +34,6 @@ class RowForward:
         self.layer, self.forward = layer, layer.forward
         self.axis = axis
 
-    @torch.compiler.disable
     def __call__(self, input: Tensor, **options: Any) -> Tensor:
         parameters = self.layer._parameters
         bias = parameters.get("bias")
@@ -56,7 +54,6 @@ class EmbeddingForward:
         self.embedding, self.forward = embedding, embedding.forward
         self.axis = axis
 
-    @torch.compiler.disable
     def __call__(self, tokens: Tensor) -> Tensor:
         num_own = self.embedding.get_parameter("weight").shape[0]
         own = tokens - self.axis.rank * num_own

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from api_schemas import CheckpointRef, GPTSizes, JobSpec, Layout
 from api_schemas.levels import LEVELS
@@ -31,6 +31,13 @@ from worker.train import Trainer
 
 STEPS, MICRO_BATCHES, MAX_NORM = 2, 2, 0.5
 Result = dict[str, Any]
+LOSS_TOLERANCE = {"fp32": 1e-6, "bf16": 2e-4, "fp8": 6e-4}
+"""Relative, after two steps. A tensor shard adds partial sums: fp32 products differ in their last bit, and elsewhere a value
+at the border of two codes may take the other one (measured over both families and all levels: 7e-8, 7e-5, 5e-4)."""
+NORM_TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3, "fp8": 6e-3}
+"""Measured: 6e-7, 5e-4, 3e-3."""
+GRADIENT_ERROR = 1e-6
+"""Of the largest element, in fp32; measured 2.4e-7."""
 
 
 def make_network(family: str) -> Any:
@@ -85,6 +92,25 @@ def step_on_ranks(parallel: Parallel, step: int) -> tuple[float, float]:
     parallel.optimizer.step()
     parallel.publish()
     return total, norm
+
+
+def reference(family: str, level: str, num_shares: int) -> tuple[list[float], list[float]]:
+    """Losses and norms of one process on the batches of all data ranks."""
+    model, optimizer = make(family, level)
+    losses, norms = [], []
+    for step in range(STEPS):
+        parts = [
+            model.loss(batch_of(share, step, part)).loss / MICRO_BATCHES / num_shares
+            for part in range(MICRO_BATCHES)
+            for share in range(num_shares)
+        ]
+        for part in parts:
+            part.backward()
+        losses.append(sum(float(part.detach()) for part in parts))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
 
 
 def trained(axes: Axes, family: str, level: str, stage: int) -> Result:
@@ -218,7 +244,10 @@ def resumed(axes: Axes, world: Axis, level: str, stage: int, folder: Path) -> Re
     codes = [digest({"model": run.model.state_dict()}) for run in (parallel, from_whole)]
     losses = []
     for run in (parallel, again, from_whole):
-        losses.append([step_on_ranks(run, step)[0] for step in (1,)])
+        losses.append([])
+        for step in (1, 2):
+            losses[-1].append(step_on_ranks(run, step)[0])
+            run.optimizer.zero_grad()
     return {"is_first": saved is not None, "states": states, "codes": codes, "losses": losses}
 
 
@@ -233,7 +262,7 @@ def digest_of(parallel: Parallel) -> str:
 
 def job(corpus: Path, workers: int, tensor: int) -> JobSpec:
     document = golden_job({"level": "O3-split"}, corpus, workers)
-    training = {"steps": 2, "micro_batch_size": 1, "checkpoint_every": 1, "schedule": {}}
+    training = {"steps": 2, "micro_batch_size": 1, "checkpoint_every": 1, "schedule": {}, "activation_checkpointing": "full"}
     parallelism = {"tensor": tensor, "zero_stage": 1}
     return JobSpec.model_validate(document | {"parallelism": parallelism, "training": document["training"] | training})
 
@@ -251,6 +280,21 @@ def jobs(rank: int, ports: list[int], folder: Path) -> list[Recorder]:
     envs = [RankEnv(rank=rank, world_size=4, master_port=port) for port in ports]
     first = run_job(spec, envs[0], folder / "job")
     return [first, run_job(spec, envs[1], folder / "job", (checkpoint_ref(folder / "job" / "checkpoints"),))]
+
+
+def work_of_two(rank: int, port: int, folder: str) -> None:
+    """Two tensor ranks, without data ranks."""
+    torch.set_num_threads(1)
+    found: Result = {}
+    with Mesh(RankEnv(rank=rank, world_size=2, master_port=port), torch.device("cpu"), Layout(2, tensor=2)) as mesh:
+        axes = Axes.of_mesh(mesh)
+        found["gpt", "O3", 0] = trained(axes, "gpt", "O3", 0)
+        found["gradients"] = {family: gradients(axes, family) for family in ("gpt", "llama")}
+        found["converted"] = {"O3-split": converted(axes, "gpt", "O3-split")}
+        found["poisoned"] = [poisoned(axes, 0)]
+        found |= {"draws": draws(axes), "sent": sent(axes), "evaluated": evaluated(axes)}
+        found["resumed"] = {("O3-split", 0): resumed(axes, mesh.world, "O3-split", 0, Path(folder, "O3-split 0"))}
+    torch.save(found, f"{folder}/{rank}.pt")
 
 
 def work(rank: int, ports: list[int], folder: str, cases: list[tuple[str, str, int]]) -> None:
