@@ -45,7 +45,7 @@ POSITIONS_AFTER_PADDING = frozenset(
 
 DIVIDED_BY_RANKS = frozenset(
     _words(
-        "apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gpt_neox granite helium llama ministral "
+        "arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gpt_neox granite helium llama ministral "
         "mistral olmo phi qwen2 qwen3 seed_oss smollm3 starcoder2"
     )
 )

@@ -108,7 +108,9 @@ class Parallel:
         if self._sharded is not None:
             return self._sharded.clip_grad_norm_(max_norm)
         if self.shards.cuts:
-            gradients = {parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None}
+            gradients: dict[Tensor, Tensor] = {
+                parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+            }
             return clip_together(gradients, max_norm, self.shards, self.shards.axis)
         return clip_grad_norm_(self.model.parameters(), max_norm)
 

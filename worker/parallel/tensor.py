@@ -185,7 +185,7 @@ def _shard(whole: nn.Parameter, cut: Cut, rank: int) -> nn.Parameter:
     """A rank's shard as a parameter of its own: autograd remembers the shape of one that it has seen."""
     shard = nn.Parameter(cut.shard(whole.detach(), rank), requires_grad=whole.requires_grad)
     shard.grad_dtype = whole.grad_dtype
-    shard.num_shards = cut.num_shards  # type: ignore[attr-defined]  # by which reports count the whole model
+    shard.num_shards = cut.num_shards  # by which reports count the whole model
     return shard
 
 

@@ -42,12 +42,12 @@ GRADIENT_ERROR = 1e-6
 
 def make_network(family: str) -> Any:
     if family == "gpt":
-        sizes = GPTSizes(hidden_size=64, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
+        sizes = GPTSizes(hidden_size=64, num_layers=1, num_heads=4, vocab_size=64, max_sequence_length=16)
         return GPT(sizes, seed=3)
     llama = LlamaSizes(
         hidden_size=64,
         intermediate_size=128,
-        num_layers=2,
+        num_layers=1,
         num_heads=4,
         num_key_value_heads=2,
         vocab_size=64,

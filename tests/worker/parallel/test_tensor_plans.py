@@ -29,9 +29,9 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-HEADS_OF_16 = ("apertus", "exaone4", "gemma", "gemma2", "gemma3_text", "helium", "ministral", "mistral", "qwen3", "seed_oss")
-GRADIENT_ERROR = 1e-5
-"""Of the largest element of a parameter's gradient, in fp32. Measured: at most 3e-6 (norms that follow other norms)."""
+HEADS_OF_16 = ("exaone4", "gemma", "gemma2", "gemma3_text", "helium", "ministral", "mistral", "qwen3", "seed_oss")
+GRADIENT_ERROR = 5e-6
+"""Of the largest element of a parameter's gradient, in fp32. Measured: at most 1.3e-6 (helium's queries)."""
 
 
 def network_of(architecture: str) -> Any:
@@ -127,7 +127,8 @@ def test_the_table_of_architectures_is_transformers_own() -> None:
         name: getattr(mapping[name], "base_model_tp_plan", None) for name in ARCHITECTURES["next_token"] if name in mapping
     }
     divided_alone = {name for name, plan in plans.items() if plan and set(plan.values()) <= known}
-    assert divided_alone - DIVIDED_BY_RANKS == {"qwen2_moe"}  # its experts lie in one tensor, which no level converts
+    left_out = {"apertus", "qwen2_moe"}  # an activation with weights of its own, and experts that lie in one tensor
+    assert divided_alone - DIVIDED_BY_RANKS == left_out
     assert divided_alone >= DIVIDED_BY_RANKS
 
 
