@@ -25,10 +25,13 @@ def put_together(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a checkpoint with whole tensors in the place of shards."""
     if not any(isinstance(held, SavedShards) for held in _leaves(state)):
         return state
-    optimizer = state["optimizer"]
-    states = {key: _whole_state(parts) for key, parts in optimizer["state"].items()}
-    whole: dict[str, Any] = _replaced(state | {"optimizer": None}, lambda held: held.cut.join(held.all()))
-    return whole | {"optimizer": decoded(optimizer | {"state": states})}
+    others = {name: part for name, part in state.items() if name != "optimizer"}
+    whole: dict[str, Any] = _replaced(others, lambda held: held.cut.join(held.all()))
+    if "optimizer" in state:
+        optimizer = state["optimizer"]
+        states = {key: _whole_state(parts) for key, parts in optimizer["state"].items()}
+        whole["optimizer"] = decoded(optimizer | {"state": states})
+    return whole
 
 
 def _whole_state(state: dict[str, Any]) -> dict[str, Any]:
