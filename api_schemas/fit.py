@@ -30,13 +30,16 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
     return None if training.steps is None else training.schedule.misfit(training.steps)
 
 
-def misfit_of_batch(batch: BatchDivision) -> Unfit | None:
+def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit | None:
     """Return the first batch size that does not divide, or None."""
+    is_divided = parallelism.tensor > 1
+    readers = "resources.workers / parallelism.tensor" if is_divided else "resources.workers"
+    share = "global_batch_size · parallelism.tensor / workers" if is_divided else "global_batch_size / workers"
     if batch.global_batch_size % batch.num_data_ranks:
         return Unfit(
             "training.global_batch_size",
             batch.global_batch_size,
-            f"a multiple of resources.workers, {batch.num_data_ranks}",
+            f"a multiple of {readers}, {batch.num_data_ranks}",
             "Change training.global_batch_size or resources.workers.",
         )
     if batch.micro_batch_size and batch.rank_batch_size % batch.micro_batch_size == 0:
@@ -44,7 +47,7 @@ def misfit_of_batch(batch: BatchDivision) -> Unfit | None:
     return Unfit(
         "training.micro_batch_size",
         batch.micro_batch_size,
-        f"a divisor of global_batch_size / workers, {batch.rank_batch_size}",
+        f"a divisor of {share}, {batch.rank_batch_size}",
         "Change training.micro_batch_size.",
     )
 

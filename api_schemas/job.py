@@ -16,6 +16,7 @@ from api_schemas.precision import PrecisionSpec
 from api_schemas.recipe import RecipeSpec
 from api_schemas.resources import LabelKey, ParallelismSpec, ResourceSpec
 from api_schemas.states import DesiredState, FailureReason, JobState
+from api_schemas.tensor import misfit_of_tensor
 from api_schemas.training import TrainingSpec
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -90,7 +91,9 @@ class JobSpec(Contract):
         return self
 
     def _check_parts(self) -> None:
-        unfit = misfit_of_parts(self.model, self.data, self.training) or misfit_of_batch(self.batch)
+        unfit = misfit_of_parts(self.model, self.data, self.training)
+        parts = (self.parallelism, self.resources, self.model, self.precision, self.training, self.adapter)
+        unfit = unfit or misfit_of_tensor(*parts) or misfit_of_batch(self.batch, self.parallelism)
         options = (self.training, self.model, self.precision, self.adapter, self.parallelism, self.batch)
         if unfit := unfit or misfit_of_options(*options):
             raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)

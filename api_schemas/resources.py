@@ -22,7 +22,7 @@ class ResourceSpec(Contract):
 
 
 class ParallelismSpec(Contract):
-    """How the ranks share the work. Today all ranks are data parallel, so a field with one allowed value is for later."""
+    """How the ranks share the work. A field with one allowed value is for later."""
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
@@ -34,7 +34,10 @@ class ParallelismSpec(Contract):
         description="dtype in which gradients travel that are not in FP8, and at zero_stage 3 fp32 weights of blocks; bf16 "
         "rounds each rank's once, for half the bytes",
     )
-    tensor: Literal[1] = 1
+    tensor: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
+        default=1,
+        description="neighbouring ranks that divide each layer and read the same samples; workers / tensor ranks read others",
+    )
     pipeline: Literal[1] = 1
     sequence: Literal[False] = False
 

@@ -86,7 +86,7 @@ class TrainingSpec(Contract):
         default=600.0,
         ge=1.0,
         le=86_400.0,
-        description="longest wait of a rank for the others, which then name the one that hangs and fail; a single rank never waits",
+        description="longest wait of a rank for others, which then name the one that hangs and fail; a single rank never waits",
     )
     seed: int = Field(default=0, ge=0, lt=2**63)
 

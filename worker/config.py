@@ -1,8 +1,7 @@
 """The configuration of a rank, resolved once from the `JobSpec` and the rank's environment. Later code sets no defaults."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from api_schemas import (
     ANY_FILE,
@@ -102,6 +101,8 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
     if unfit := spec.without_effect():
         raise unfit
     training = spec.training
+    if layout.tensor > 1:  # ranks add up inside of each block; "on" is refused
+        training = training.model_copy(update={"compile": "off"})
     sizes = _read_sizes(spec, files)
     return TrainConfig(
         precision=spec.precision,

@@ -1,14 +1,13 @@
-"""Reasons why a rank stops before its last step; each error carries the reason that the control plane is told.
+"""Reasons why a rank stops before its last step; each `RankError` carries the reason that the control plane is told.
 
-RankError
 ├── InvalidConfig      the spec cannot run as it stands
 ├── DataError          the data is missing, unreadable or too short
 ├── NonFiniteLoss      the loss stayed infinite or NaN
 ├── Diverged           the loss stayed far above the loss of the first step
 ├── WrongNode          this node or device is not the pool's
 ├── StorageFull        the disk, or our quota of it, takes no more
-├── CollectiveFailed   a collective failed: another rank is gone, or called another one
-├── RanksFailed        what several ranks agreed on as the reason why they failed
+├── CollectiveFailed   a collective failed: another rank is gone, or called another
+├── RanksFailed        what the ranks agreed on
 ├── StoreUnreachable   an object store did not answer, several times
 └── Stopped            not a failure: the stop was decided elsewhere
     ├── Cancelled      the user wants the job to end

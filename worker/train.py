@@ -40,8 +40,8 @@ from worker.models.flops import flops_per_token
 from worker.moving_average import MovingAverage
 from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
-from worker.parallel import WIDE_DTYPES, Parallel, broadcast_parameters
-from worker.prepare import prepare, share_rounding
+from worker.parallel import Parallel, on_mesh
+from worker.prepare import prepare
 from worker.pretrained.load import FileSource
 from worker.pretrained.start import start_model
 from worker.progress import Progress, StepTimes
@@ -229,9 +229,8 @@ class Trainer:
         *sums, num_targets = data.sum_(totals).tolist()
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
         measured = {name: finite(value) for name, value in means.items()}
-        self._tell(
-            EvaluationReport(step=self.progress.step, loss=measured.pop("loss"), tokens=int(num_targets), metrics=measured)
-        )
+        loss = measured.pop("loss")
+        self._tell(EvaluationReport(step=self.progress.step, loss=loss, tokens=int(num_targets), metrics=measured))
         return means
 
     def save(self) -> None:
@@ -261,25 +260,22 @@ class Trainer:
         if weights is not None:
             weights.make_masters(prepared.model, prepared.optimizer)
         attach_adapters(prepared.model)
-        share_rounding(prepared.model, self.mesh.data.rank, self.mesh.data.size)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
         self.conversion = prepared.report
         self.average = MovingAverage(self.model, config.training.ema_decay)
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
-        broadcast_parameters(self.model, self.mesh.data)
-        data, stage, wide_dtype = self.mesh.data, self.mesh.stage, WIDE_DTYPES[config.wide_communication]
-        self.parallel = Parallel(self.model, self.optimizer, data, stage, zero_stage=config.zero_stage, wide_dtype=wide_dtype)
+        self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.zero_stage, config.wide_communication)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:
             try:
-                state = checkpoint.load_together(self.folder, ref, self.mesh.world)
+                state = checkpoint.load_together(self.folder, ref, self.mesh.world, self.mesh.tensor)
             except checkpoint.BadCheckpoint as error:
                 message = f"{error}; trying the previous checkpoint"
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
-            resume(self.model, self.optimizer, with_frozen(self.model, state["model"]), state["optimizer"])
+            resume(self.model, self.optimizer, *self.parallel.own_part(with_frozen(self.model, state["model"]), state["optimizer"]))
             self.average.load_state_dict(state.get("average", {}))
             self.progress = Progress(**state["progress"])
             self.step_times.resume(state["step_times_s"])

@@ -144,8 +144,8 @@ def finite(value: float) -> float | None:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Elements of all parameters; shared ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Elements of all parameters of the whole model; shared ones count once."""
+    return sum(parameter.numel() * getattr(parameter, "num_shards", 1) for parameter in model.parameters())
 
 
 def num_converted_parameters(model: nn.Module) -> int:

@@ -43,6 +43,14 @@ POSITIONS_AFTER_PADDING = frozenset(
 )
 """Architectures whose first position is the padding token's number plus one: positions below, 2 by default, are never used."""
 
+DIVIDED_BY_RANKS = frozenset(
+    _words(
+        "arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gpt_neox granite helium llama ministral "
+        "mistral olmo phi qwen2 qwen3 seed_oss smollm3 starcoder2"
+    )
+)
+"""Architectures whose `base_model_tp_plan` divides layers by columns and rows alone, which a tensor degree needs."""
+
 KEEPS_DOCUMENTS_APART = frozenset(
     _words(
         "apertus arcee cohere cohere2 diffllama ernie4_5 exaone4 gemma2 gemma3_text glm glm4 gpt2 gpt_neox granite granitemoe "

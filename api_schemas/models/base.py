@@ -52,6 +52,11 @@ class FamilySizes(Contract):
     def flops_per_token(self, sequence_length: int) -> float | None:
         """FLOPs of the model for one token, forward and backward, without recomputation."""
 
+    @property
+    def divided_sizes(self) -> Mapping[str, int] | None:
+        """The sizes that a tensor degree must divide, by field; None for a network that ranks cannot divide."""
+        return None
+
     def check(self) -> None:
         """Raise a `refusal` that names the field to change if the sizes do not fit each other."""
 

@@ -40,6 +40,11 @@ class GPTSizes(FamilySizes):
         return TokenInput(self.vocab_size, self.max_sequence_length, keeps_documents_apart=True)
 
     @property
+    def divided_sizes(self) -> dict[str, int]:
+        """Heads and tokens; the MLP's features follow from the heads."""
+        return {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters: tied embedding, learned positions, biases, two LayerNorms per block and a final one."""
         width = self.hidden_size

@@ -16,7 +16,7 @@ from api_schemas.base import refusal
 from api_schemas.data.files import ANY_FILE, Files
 from api_schemas.data.unfit import Unfit
 from api_schemas.inputs import ImageInput, Task, TokenInput
-from api_schemas.models.architectures import KEEPS_DOCUMENTS_APART, POSITIONS_AFTER_PADDING, TASKS
+from api_schemas.models.architectures import DIVIDED_BY_RANKS, KEEPS_DOCUMENTS_APART, POSITIONS_AFTER_PADDING, TASKS
 from api_schemas.models.base import FamilySpec, Size, UncountedSizes
 
 CONFIG_NAME = "config.json"
@@ -54,6 +54,13 @@ class HuggingFaceSizes(UncountedSizes):
         sizes = (self.image_size, self.num_channels, self.num_classes, self.tokens_per_image)
         image_size, num_channels, num_classes, tokens_per_image = (size or 1 for size in sizes)
         return ImageInput(image_size, num_channels, num_classes, tokens_per_image)
+
+    @property
+    def divided_sizes(self) -> Mapping[str, int] | None:
+        """Tokens; a rank checks what else the network divides. Of a folder nothing is known before it is read."""
+        if self.architecture is not None and self.architecture not in DIVIDED_BY_RANKS:
+            return None
+        return {} if self.vocab_size is None else {"config.vocab_size": self.vocab_size}
 
 
 class _Fields(NamedTuple):

@@ -41,6 +41,12 @@ class LlamaSizes(FamilySizes):
         return TokenInput(self.vocab_size, self.max_sequence_length, keeps_documents_apart=True)
 
     @property
+    def divided_sizes(self) -> dict[str, int]:
+        """Heads of keys and values, which query heads are a multiple of, the MLP's features and tokens."""
+        names = ("num_key_value_heads", "intermediate_size", "vocab_size")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the Llama; a tied head counts once."""
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size

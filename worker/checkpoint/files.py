@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-FORMAT_VERSION, FORMAT_VERSION_OF_PIECES = 1, 2
+FORMAT_VERSION, FORMAT_VERSION_OF_PIECES, FORMAT_VERSION_OF_SHARDS = 1, 2, 3
+FORMAT_VERSIONS = (FORMAT_VERSION, FORMAT_VERSION_OF_PIECES, FORMAT_VERSION_OF_SHARDS)
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 
 

@@ -11,16 +11,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from api_schemas import CheckpointRef
-from worker.checkpoint.files import FORMAT_VERSION, FORMAT_VERSION_OF_PIECES, MANIFEST, STATE, TENSORS, rank_file, sha256_of
-from worker.mesh import Axis
+from worker.checkpoint.files import FORMAT_VERSIONS, MANIFEST, STATE, TENSORS, rank_file, sha256_of
+from worker.checkpoint.shards import own_shards, put_together
+from worker.mesh import Axis, Cut, SavedShards
 
 
 class BadCheckpoint(Exception):
     """A checkpoint's files differ from its manifest, or its manifest differs from the registered hash."""
 
 
-def load(folder: Path, ref: CheckpointRef) -> dict[str, Any]:
-    """Read a checkpoint after checking every byte. Raises BadCheckpoint, which names the file that differs."""
+def load(folder: Path, ref: CheckpointRef, tensor: Axis | None = None) -> dict[str, Any]:
+    """Read a checkpoint after checking every byte. Raises BadCheckpoint, which names the file that differs.
+
+    tensor: an axis of as many ranks as divided the tensors takes the own shards, as they were saved. Otherwise shards are put
+    together.
+    """
     path = folder / ref.name
     try:
         manifest_bytes = (path / MANIFEST).read_bytes()
@@ -31,21 +36,21 @@ def load(folder: Path, ref: CheckpointRef) -> dict[str, Any]:
             if (path / name).stat().st_size != expected["num_bytes"] or sha256_of(path / name) != expected["sha256"]:
                 raise BadCheckpoint(f"{ref.name}/{name} differs from its manifest")
         document = json.loads((path / STATE).read_text())
-        if document["version"] not in (FORMAT_VERSION, FORMAT_VERSION_OF_PIECES):
-            allowed = f"{FORMAT_VERSION} and {FORMAT_VERSION_OF_PIECES}"
+        if document["version"] not in FORMAT_VERSIONS:
+            allowed = ", ".join(map(str, FORMAT_VERSIONS))
             raise BadCheckpoint(f"{ref.name} has format {document['version']}; this version reads {allowed}")
         state: dict[str, Any] = _put_tensors(document["state"], _SavedTensors(path, load_file(path / TENSORS)))
+        return put_together(state) if tensor is None else own_shards(state, tensor)
     except OSError as error:
         raise BadCheckpoint(f"{ref.name}: {error.strerror or error}") from error
-    return state
 
 
-def load_together(folder: Path, ref: CheckpointRef, world: Axis) -> dict[str, Any]:
-    """Read a checkpoint on all ranks, or on none: if one cannot read it, BadCheckpoint is raised on each."""
+def load_together(folder: Path, ref: CheckpointRef, world: Axis, tensor: Axis | None = None) -> dict[str, Any]:
+    """Read a checkpoint on all ranks, or on none: if one cannot read it, BadCheckpoint is raised on each. tensor: as `load`."""
     state: dict[str, Any] = {}
     reason = ""
     try:
-        state = load(folder, ref)
+        state = load(folder, ref, tensor)
     except BadCheckpoint as error:
         reason = str(error)
     [num_failed] = world.sum(float(bool(reason)))
@@ -82,6 +87,15 @@ class _SavedTensors:
         self.folder, self.whole = folder, whole
         self._files: dict[int, Any] = {}
 
+    def shards(self, name: str, shape: list[int], cut: dict[str, Any], places: list[list[int]]) -> SavedShards:
+        """Describe a tensor that was saved as shards, all of one shape, and how to read one. Nothing is read yet."""
+
+        def read(shard: int) -> Tensor:
+            own = [[rank, first, length] for rank, of_shard, first, length in places if of_shard == shard]
+            return self.join(name, shape, own)
+
+        return SavedShards(Cut(**cut | {"shape": tuple(cut["shape"])}), read)
+
     def join(self, name: str, shape: list[int], places: list[list[int]]) -> Tensor:
         """Put the pieces of a tensor together, on the host. Raises BadCheckpoint if one is missing."""
         num_entries = 0
@@ -109,6 +123,8 @@ def _put_tensors(skeleton: dict[str, Any], saved: _SavedTensors) -> Any:
             return saved.whole[content]
         case "pieces":
             return saved.join(*content)
+        case "shards":
+            return saved.shards(*content)
         case "dict":
             return {key: _put_tensors(item, saved) for key, item in content}
         case "list":

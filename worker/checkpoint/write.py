@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from worker.checkpoint.files import (
     FORMAT_VERSION,
     FORMAT_VERSION_OF_PIECES,
+    FORMAT_VERSION_OF_SHARDS,
     MANIFEST,
     STATE,
     TENSORS,
@@ -65,7 +66,8 @@ class Contents:
     """What one rank writes of the checkpoint of a step. Nothing changes it while it is written.
 
     skeleton: the state as JSON, with the paths of its tensors. whole: the tensors that the first rank writes, by path; empty on
-    others. own: this rank's pieces. in_pieces: whether ranks hold tensors in pieces, and each writes a file.
+    others. own: this rank's pieces. in_pieces: whether ranks hold tensors in pieces, and each writes a file. in_shards:
+    whether tensor ranks divide some.
     """
 
     step: int
@@ -73,11 +75,14 @@ class Contents:
     whole: dict[str, Tensor]
     own: dict[str, Tensor]
     in_pieces: bool
+    in_shards: bool
     copies: HostCopies
 
     @property
     def version(self) -> int:
         """The format that can say it."""
+        if self.in_shards:
+            return FORMAT_VERSION_OF_SHARDS
         return FORMAT_VERSION_OF_PIECES if self.in_pieces else FORMAT_VERSION
 
 
@@ -96,6 +101,7 @@ def contents_of(step: int, state: dict[str, Any], world: Axis, copies: HostCopie
         {path: written[path] for path in whole if world.is_first},
         {path: written[path] for path in own},
         bool(pieces),
+        any(held.cut is not None for held in pieces.values()),
         copies,
     )
 
@@ -162,15 +168,16 @@ def complete(folder: Path, unfinished: Path, contents: Contents, written: dict[s
 
 def _take_tensors(value: Any, whole: dict[str, Tensor], pieces: dict[str, TensorInPieces], path: str = "") -> Any:
     """Convert `value` to JSON and move its tensors to `whole` and `pieces`. Dicts become pairs: keys may be int or str."""
-    if isinstance(value, TensorInPieces) and 0 in value.shape:
+    if isinstance(value, TensorInPieces) and 0 in value.shape and value.cut is None:
         value = value.own.view(value.shape)
     if isinstance(value, Tensor):
         whole[path] = value
         return {"tensor": path}
     if isinstance(value, TensorInPieces):
         pieces[path] = value
-        places = [[rank, *place] for rank, place in enumerate(value.places) if place[1]]
-        return {"pieces": [path, list(value.shape), places]}
+        if value.cut is not None:
+            return {"shards": [path, list(value.shape), asdict(value.cut), [list(place) for place in value.ranked_places]]}
+        return {"pieces": [path, list(value.shape), [[rank, *place] for rank, _, *place in value.ranked_places]]}
     if isinstance(value, dict):
         return {"dict": [[key, _take_tensors(item, whole, pieces, f"{path}/{key}")] for key, item in value.items()]}
     if isinstance(value, list | tuple):

@@ -1,10 +1,12 @@
 """The ranks that train one model together: named axes, and collectives on an axis."""
 
 from worker.mesh.axis import Axis
+from worker.mesh.cut import Cut
+from worker.mesh.groups import make_axis
 from worker.mesh.mesh import Mesh
 from worker.mesh.pending import Pending
-from worker.mesh.pieces import TensorInPieces
+from worker.mesh.pieces import SavedShards, TensorInPieces
 from worker.mesh.twin import twin_of
 from worker.mesh.waits import Waits
 
-__all__ = ["Axis", "Mesh", "Pending", "TensorInPieces", "Waits", "twin_of"]
+__all__ = ["Axis", "Cut", "Mesh", "Pending", "SavedShards", "TensorInPieces", "Waits", "make_axis", "twin_of"]

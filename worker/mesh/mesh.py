@@ -16,6 +16,7 @@ from worker.config import RankEnv
 from worker.errors import CollectiveFailed, Stopped
 from worker.mesh.agreement import Agreement, longest_s
 from worker.mesh.axis import Axis
+from worker.mesh.groups import make_axis
 from worker.mesh.stragglers import Straggler
 from worker.mesh.waits import Waits
 
@@ -100,12 +101,7 @@ class Mesh:
         return self._agreement.stragglers.take() if self._agreement is not None else None
 
     def _axis(self, name: AxisName) -> Axis:
-        """Create the axis through this rank. torch requires that every rank creates every group; a world axis needs none."""
-        ranks, group = self._layout.group(name, self._env.rank), None
-        if 1 < len(ranks) < self._layout.num_ranks:
-            made = {members: dist.new_group(list(members)) for members in self._layout.groups(name)}
-            group = made[ranks]
-        axis = Axis(name, len(ranks), ranks.index(self._env.rank), self.device, group)
+        axis = make_axis(self._layout, name, self._env.rank, self.device)
         axis.waits = self.waits
         return axis
 

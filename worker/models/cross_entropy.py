@@ -43,7 +43,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor | None) -> Tensor:
         log_sums_N = torch.empty(len(logits_NV), device=logits_NV.device)
-        for rows in _chunks(logits_NV):
+        for rows in chunks(logits_NV):
             log_sums_N[rows] = logits_NV[rows].float().logsumexp(-1)
         ctx.save_for_backward(logits_NV, targets_N, log_sums_N, weights_N)
         losses_N = log_sums_N - logits_NV.gather(1, targets_N[:, None]).squeeze(1).float()
@@ -58,14 +58,15 @@ class _CrossEntropy(torch.autograd.Function):
             grad_N1 = (grad_output / len(logits_NV)).float().expand(len(logits_NV), 1)
         else:
             grad_N1 = (grad_output * weights_N).float()[:, None]
-        for rows in _chunks(logits_NV):
+        for rows in chunks(logits_NV):
             grad_nV = (logits_NV[rows].float() - log_sums_N[rows, None]).exp_().mul_(grad_N1[rows])
             grad_nV.scatter_add_(1, targets_N[rows, None], -grad_N1[rows])
             logits_NV[rows] = grad_nV
         return logits_NV, None, None
 
 
-def _chunks(logits_NV: Tensor) -> Iterator[slice]:
+def chunks(logits_NV: Tensor) -> Iterator[slice]:
+    """Yield rows of at most `CHUNK_ELEMENTS` logits together."""
     num_rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
     for start in range(0, len(logits_NV), num_rows):
         yield slice(start, start + num_rows)

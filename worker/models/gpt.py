@@ -17,7 +17,7 @@ from torch.nn import functional
 from api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
 from worker.models.documents import attention_mask, positions_in_documents
 from worker.models.language import checked_length, next_token_losses
-from worker.models.model import Losses, TrainedModel
+from worker.models.model import Losses, TensorRole, TrainedModel
 
 
 class Attention(nn.Module):
@@ -25,13 +25,13 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        self.num_heads = sizes.num_heads
+        self.head_size = sizes.hidden_size // sizes.num_heads
         self.qkv = nn.Linear(sizes.hidden_size, 3 * sizes.hidden_size)
         self.output = nn.Linear(sizes.hidden_size, sizes.hidden_size)
 
     def forward(self, hidden_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
         query, key, value = (
-            part_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part_BTD in self.qkv(hidden_BTD).chunk(3, dim=-1)
+            part_BTD.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part_BTD in self.qkv(hidden_BTD).chunk(3, dim=-1)
         )
         mixed_BHTd = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask_B1TT, is_causal=mask_B1TT is None
@@ -80,7 +80,10 @@ class GPT(TrainedModel):
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V). documents_BT: as `documents.py` describes; None for one document in each sequence."""
+        """Return logits (B, T, V), of a shard of the vocabulary where ranks divide it.
+
+        documents_BT: as `documents.py` describes; None for one document in each sequence.
+        """
         num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
         if documents_BT is None:
             positions, mask_B1TT = torch.arange(num_tokens, device=tokens_BT.device), None
@@ -93,7 +96,20 @@ class GPT(TrainedModel):
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self(batch["tokens"], batch.get("documents")), batch, with_metrics=not self.training)
+        logits_BTV = self(batch["tokens"], batch.get("documents"))
+        return next_token_losses(logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary)
+
+    @property
+    def tensor_plan(self) -> Mapping[str, TensorRole]:
+        """Attention by heads, the MLP by its inner features, embedding and head by tokens."""
+        return {
+            "token_embedding": "embedding",
+            "blocks.*.attention.qkv": "column of 3",
+            "blocks.*.mlp.up": "column",
+            "blocks.*.attention.output": "row",
+            "blocks.*.mlp.down": "row",
+            "head": "head",
+        }
 
     @property
     def num_parameters(self) -> int:

@@ -4,18 +4,26 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from worker.mesh import Axis
 from worker.models.cross_entropy import IGNORED, cross_entropy
 from worker.models.linear_cross_entropy import LaterLogits
 from worker.models.model import Losses
+from worker.models.vocabulary import is_largest, vocabulary_cross_entropy
 
 
-def next_token_losses(logits_BTV: Tensor | LaterLogits, batch: Mapping[str, Tensor], *, with_metrics: bool) -> Losses:
+def next_token_losses(
+    logits_BTV: Tensor | LaterLogits, batch: Mapping[str, Tensor], *, with_metrics: bool, vocabulary: Axis | None = None
+) -> Losses:
     """Return the mean cross entropy in nats and, if requested, `token_accuracy`: the share of targets with the top logit.
 
     Both are over the targets that count. The backward pass overwrites the logits, so it can run only once. With metrics the
     logits are a tensor.
+    vocabulary: the ranks that each have the logits of a shard of the tokens; they call it together.
     """
     targets_BT = batch["targets"]
+    if vocabulary is not None:
+        assert isinstance(logits_BTV, Tensor)
+        return _losses_of_shards(logits_BTV, batch, vocabulary, with_metrics=with_metrics)
     if "num_targets" not in batch:
         return token_losses(logits_BTV, targets_BT, "token_accuracy" if with_metrics else None)
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
@@ -27,6 +35,17 @@ def next_token_losses(logits_BTV: Tensor | LaterLogits, batch: Mapping[str, Tens
         is_right_N = (logits_NV.argmax(-1) == targets_N) & (targets_N != IGNORED)
         metrics["token_accuracy"] = is_right_N.sum() / num_targets
     return Losses(cross_entropy(logits_NV, targets_N, has_ignored=True), num_targets, metrics)
+
+
+def _losses_of_shards(logits_BTV: Tensor, batch: Mapping[str, Tensor], vocabulary: Axis, *, with_metrics: bool) -> Losses:
+    """`next_token_losses` of logits that no rank has all of."""
+    logits_NV, targets_N = logits_BTV.flatten(0, 1), batch["targets"].flatten()
+    has_ignored = "num_targets" in batch
+    num_targets = int(batch["num_targets"].sum()) if has_ignored and with_metrics else targets_N.numel()
+    metrics = {}
+    if with_metrics:  # before the loss: its backward pass overwrites the logits
+        metrics["token_accuracy"] = is_largest(logits_NV, targets_N, vocabulary).sum() / num_targets
+    return Losses(vocabulary_cross_entropy(logits_NV, targets_N, vocabulary, has_ignored=has_ignored), num_targets, metrics)
 
 
 def token_losses(logits_BPV: Tensor | LaterLogits, targets_BP: Tensor, accuracy_name: str | None) -> Losses:

@@ -19,7 +19,7 @@ from api_schemas import ANY_FILE, Files
 from api_schemas.models.llama import LlamaSizes, LlamaSpec
 from worker.models.documents import attention_mask, positions_in_documents
 from worker.models.language import checked_length, next_token_losses
-from worker.models.model import Losses, TrainedModel
+from worker.models.model import Losses, TensorRole, TrainedModel
 
 
 class Attention(nn.Module):
@@ -97,7 +97,10 @@ class Llama(TrainedModel):
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V). documents_BT: as `documents.py` describes; None for one document in each sequence."""
+        """Return logits (B, T, V), of a shard of the vocabulary where ranks divide it.
+
+        documents_BT: as `documents.py` describes; None for one document in each sequence.
+        """
         num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
         hidden_BTD, mask_B1TT = self.token_embedding(tokens_BT), None
         turns = rotation(num_tokens, self.sizes.head_size, self.sizes.rope_theta, hidden_BTD.device)
@@ -110,7 +113,20 @@ class Llama(TrainedModel):
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self(batch["tokens"], batch.get("documents")), batch, with_metrics=not self.training)
+        logits_BTV = self(batch["tokens"], batch.get("documents"))
+        return next_token_losses(logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary)
+
+    @property
+    def tensor_plan(self) -> Mapping[str, TensorRole]:
+        """Attention by heads of keys and values, the MLP by its inner features, embedding and head by tokens."""
+        columns = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")
+        return {
+            "token_embedding": "embedding",
+            **{f"blocks.*.{name}": "column" for name in columns},
+            "blocks.*.attention.output": "row",
+            "blocks.*.mlp.down": "row",
+            "head": "head",
+        }
 
     @torch.no_grad()
     def _reset_parameters(self, generator: torch.Generator) -> None:

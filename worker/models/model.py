@@ -2,9 +2,15 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
+
+from worker.mesh import Axis
+
+TensorRole = Literal["column", "column of 3", "row", "embedding", "head", "partial-gradients"]
+"""How the ranks of the tensor axis divide a layer: by outputs, by outputs of three matrices in one, by inputs; by tokens of the
+vocabulary. partial-gradients: they do not, but each applies it to its part, so gradients are added up."""
 
 
 class Losses(NamedTuple):
@@ -24,7 +30,15 @@ class TrainedModel(nn.Module):
     """Base of the networks that a job can train. They know nothing of precision: a level converts layers from outside.
 
     Calling the model returns logits, and `loss` calls it: hooks of the whole model, as fp16's loss scaling, see both passes.
+    vocabulary: the ranks that each have the logits of some tokens, where the model is divided like this.
     """
+
+    vocabulary: Axis | None = None
+
+    @property
+    def tensor_plan(self) -> Mapping[str, TensorRole]:
+        """How ranks may divide the layers, by globs of names; empty for a model that they cannot divide."""
+        return {}
 
     @abstractmethod
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:

@@ -17,7 +17,8 @@ from worker.models.classes import class_losses
 from worker.models.documents import positions_in_documents
 from worker.models.language import checked_length, next_token_losses, token_losses
 from worker.models.linear_cross_entropy import LaterLogits
-from worker.models.model import Losses, TrainedModel
+from worker.models.model import Losses, TensorRole, TrainedModel
+from worker.models.tensor_plan import plan_of_transformers
 
 
 class WrappedModel(TrainedModel):
@@ -65,7 +66,13 @@ class NextTokenModel(_TokenModel):
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        return next_token_losses(self(batch["tokens"], batch.get("documents")), batch, with_metrics=not self.training)
+        logits_BTV = self(batch["tokens"], batch.get("documents"))
+        return next_token_losses(logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary)
+
+    @property
+    def tensor_plan(self) -> Mapping[str, TensorRole]:
+        """The network's own `base_model_tp_plan`, with embedding and head by tokens."""
+        return plan_of_transformers(self.network, "network.", with_vocabulary=True)
 
 
 class MaskedTokenModel(_TokenModel):

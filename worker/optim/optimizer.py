@@ -8,7 +8,7 @@ run draws the same bits.
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.kernels.rounding import NUMBERS_PER_DRAW
 from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
 from worker.optim.gradients import GradientReader, all_finite
+from worker.optim.origin import Origin
 from worker.optim.rule import Defaults, Group, Rule
 from worker.optim.saved_states import check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
 from worker.optim.weights import (
@@ -38,15 +39,6 @@ if TYPE_CHECKING:
     from worker.optim.fused import FusedStep
     from worker.optim.offload import HostStates
     from worker.optim.release import GradientRelease
-
-
-class Origin(NamedTuple):
-    """The elements that a parameter of the optimizer holds: all of a model's parameter, or a piece of it."""
-
-    parameter_index: int
-    first_element: int
-    num_elements: int
-    """Of the whole parameter, by which codecs are chosen."""
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
@@ -282,7 +274,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                     tuple(self._codec_name(parameter, group, name) for name in self.rule.state_codecs),
                     group_indices[id(group)],
                     self._first_stream(parameter),
-                    self._origins[parameter].first_element,
+                    self._origins[parameter].first_draw,
                 )
                 for parameter, group in fused
             ],
@@ -294,7 +286,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _is_fused(self, parameter: Tensor) -> bool:
         wanted = parameter.is_cuda if self.fused is None else self.fused
-        starts_a_draw = self._origins[parameter].first_element % NUMBERS_PER_DRAW == 0  # kernels use whole draws
+        starts_a_draw = self._origins[parameter].first_draw % NUMBERS_PER_DRAW == 0  # kernels use whole draws
         return wanted and parameter.is_contiguous() and starts_a_draw
 
     def _new_step_count(self, parameter: Tensor, num_steps: int) -> int | Tensor:
@@ -318,16 +310,21 @@ class LowBitOptimizer(torch.optim.Optimizer):
         weight.finish()
 
     def _allocate(self, parameter: Tensor, group: Group) -> dict[str, Any]:
-        """Allocate a parameter's states: the number of steps, and dicts of plain tensors."""
-        state: dict[str, Any] = {"step": self._new_step_count(parameter, 0)}
-        for name in self.rule.state_codecs:
-            state[name] = zeros(self._codec(parameter, group, name), parameter.numel(), parameter.device)
+        """Allocate a parameter's states, and the master weight that it needs."""
+        state = self._zero_states(parameter, group)
         weight = self._quantized.get(parameter)
         if weight is not None and weight.needs_master:
             state["master_weights"] = new_master(weight)
         if self.host_states is not None:
             self.host_states.hold(state)
         self.state[parameter] = state
+        return state
+
+    def _zero_states(self, parameter: Tensor, group: Group) -> dict[str, Any]:
+        """The states before the first step: the number of steps, and dicts of plain tensors."""
+        state: dict[str, Any] = {"step": self._new_step_count(parameter, 0)}
+        for name in self.rule.state_codecs:
+            state[name] = zeros(self._codec(parameter, group, name), parameter.numel(), parameter.device)
         return state
 
     def _load(self, parameter: Tensor, group: Group, saved: dict[str, Any], saved_group: Group) -> None:
@@ -354,7 +351,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _own_entries(self, parameter: Tensor, parts: Parts) -> Parts:
         """The entries of saved parts for the elements of a parameter: all, unless it is a piece of what was saved."""
-        first_element, num_elements = self._origins[parameter][1:]
+        _, first_element, num_elements, *_ = self._origins[parameter]
         return entries_of_piece(parts, range(first_element, first_element + parameter.numel()), num_elements)
 
     def _stored_weight(self, parameter: Tensor, group: Group) -> StoredWeight:
@@ -375,7 +372,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _codec_name(self, parameter: Tensor, group: Group, state: str) -> str:
         """The codec of a parameter's state; a group of torch's own optimizers names none and has fp32."""
-        is_small = self._origins[parameter].num_elements < MIN_QUANTIZED_ELEMENTS
+        origin = self._origins[parameter]
+        is_small = origin.num_elements * origin.num_shards < MIN_QUANTIZED_ELEMENTS  # of the whole, however it is divided
         name: str = "fp32" if is_small else group.get(f"{state}_codec", "fp32")
         return name
 
@@ -388,10 +386,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _draw(self, parameter: Tensor, stream: int) -> Draw:
         """A source of random numbers for this step of a parameter."""
-        first_element, step = self._origins[parameter].first_element, int(self.state[parameter]["step"])
+        first, step = self._origins[parameter].first_draw, int(self.state[parameter]["step"])
 
         def draw(elements: range) -> Tensor:
-            shifted = range(first_element + elements.start, first_element + elements.stop)
+            shifted = range(first + elements.start, first + elements.stop)
             return kernels.random_bits(self.seed, step, stream, shifted, parameter.device)
 
         return draw

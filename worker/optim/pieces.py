@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.optim.codecs import select_entries
-from worker.optim.optimizer import LowBitOptimizer, Origin
+from worker.optim.optimizer import LowBitOptimizer
 from worker.optim.weights import QuantizedWeight
 
 
@@ -45,7 +45,7 @@ def shares_memory(piece: Tensor, parameter: Tensor, first_element: int) -> bool:
 def _cut(optimizer: LowBitOptimizer, parameter: nn.Parameter, elements: range) -> nn.Parameter:
     piece = make_piece(parameter, elements)
     origin = optimizer._origins.pop(parameter)
-    optimizer._origins[piece] = Origin(origin.parameter_index, elements.start, origin.num_elements)
+    optimizer._origins[piece] = origin._replace(first_element=elements.start)
     if parameter in optimizer._quantized:
         weight = optimizer._quantized.pop(parameter)
         optimizer._quantized[piece] = QuantizedWeight(weight.holder, piece, elements)

@@ -21,10 +21,10 @@ class OwnDraws:
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         self._device, self._rank = axis.device, axis.rank
         self._scripts: list[Tensor] | None = None
-        model.register_forward_pre_hook(self._enter)
-        model.register_forward_hook(self._leave, always_call=True)
+        # Here and not as a decorator: it loads the compiler, which jobs do not need
+        model.register_forward_pre_hook(torch.compiler.disable(self._enter))
+        model.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotation there
     def _enter(self, model: nn.Module, *_arguments: Any) -> None:
         if not model.training or self._scripts is not None:
             return
@@ -33,7 +33,6 @@ class OwnDraws:
         for generator in self._generators():
             generator.manual_seed(seed)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotation there
     def _leave(self, *_arguments: Any) -> None:
         if self._scripts is not None:
             for generator, state in zip(self._generators(), self._scripts, strict=True):

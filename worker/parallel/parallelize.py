@@ -14,7 +14,7 @@ Each rank reads its own part of the batch. `Parallel` is also what the trainer o
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -27,13 +27,19 @@ from api_schemas.resources import WideDtype
 from worker.blocks import repeated_blocks
 from worker.mesh import Axis
 from worker.optim import LowBitOptimizer, clip_grad_norm_
+from worker.parallel.axes import Axes, axes_of
 from worker.parallel.blocks import divisible_parameters
 from worker.parallel.buckets import gradient_dtype
 from worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets, broadcast_parameters
 from worker.parallel.divided import DividedGradient
 from worker.parallel.draws import OwnDraws
+from worker.parallel.norm import clip_together
+from worker.parallel.plans import Plan, check_heads, plan_of
+from worker.parallel.scales import agree_on_scales, all_finite_on
 from worker.parallel.scaling import share_scaling
+from worker.parallel.tensor import TensorShards, cut_model
 from worker.parallel.zero import ShardedStates
+from worker.prepare import share_rounding
 
 T = TypeVar("T")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -47,14 +53,14 @@ class Parallel:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        data: Axis,
-        stage: Axis,
+        axes: Axes,
         *,
         zero_stage: int = 0,
         wide_dtype: torch.dtype = torch.float32,
         max_elements: int = MAX_ELEMENTS,
+        shards: TensorShards | None = None,
     ) -> None:
-        """data: ranks that train on different samples. stage: ranks that agree on FP8 scaling.
+        """shards: from `cut_model`, where the tensor axis has several ranks.
 
         wide_dtype: in which gradients travel that are not in FP8, and fp32 weights of blocks. max_elements: of a bucket.
 
@@ -66,7 +72,9 @@ class Parallel:
                 f"zero_stage is {zero_stage}; allowed: {', '.join(map(str, ZERO_STAGES))}. Stage 3 shards weights, gradients, "
                 "optimizer states and master weights."
             )
-        self.model, self.optimizer, self.data, self.stage = model, optimizer, data, stage
+        self.model, self.optimizer, self.data, self.stage = model, optimizer, axes.data, axes.stage
+        self.shards = shards or TensorShards(axes)
+        data, stage = axes.data, axes.stage
         blocks = _blocks(model) if zero_stage == 3 and data.size > 1 else []
         divided = divisible_parameters(model, blocks)
         self.gradients = GradientBuckets(model, data, max_elements=max_elements, wide_dtype=wide_dtype, blocks=divided)
@@ -77,10 +85,12 @@ class Parallel:
                     f"zero_stage is {zero_stage} and the optimizer a {type(optimizer).__name__}; allowed: AdamW, Adam "
                     "and Lion after initialize. Use one of these, or zero_stage=0."
                 )
-            self._sharded = ShardedStates(optimizer, self.gradients)
+            self._sharded = ShardedStates(optimizer, self.gradients, self.shards, stage if self.shards.cuts else data)
             self.gradients.reduces_each_pass = zero_stage >= 2
             if zero_stage == 3:
                 self._sharded.divide_blocks(blocks, divided, wide_dtype)
+        elif self.shards.cuts and isinstance(optimizer, LowBitOptimizer):
+            optimizer.all_ranks_finite = partial(all_finite_on, self.shards.axis)
 
     def no_sync(self, is_on: bool = True) -> AbstractContextManager[None]:
         """Inside, gradients accumulate: for all micro-batches of a step but the last. Not if is_on is false.
@@ -100,12 +110,21 @@ class Parallel:
             return self._sharded.clip_grad_norm_(max_norm)
         if isinstance(self.optimizer, LowBitOptimizer) and self.optimizer.released is not None:
             return self.optimizer.released.norm()  # nothing is left to clip, which no job asks for
+        if self.shards.cuts:
+            gradients: dict[Tensor, Tensor] = {
+                parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+            }
+            return clip_together(gradients, max_norm, self.shards, self.shards.axis)
         return clip_grad_norm_(self.model.parameters(), max_norm)
 
     def publish(self) -> None:
-        """Give every rank the whole weights after the optimizer's step."""
+        """Give every rank the whole weights after the optimizer's step, or its whole shards, with one scale for each weight."""
         if self._sharded is not None:
             self._sharded.publish()
+        elif self.shards.cuts and isinstance(self.optimizer, LowBitOptimizer):
+            quantized = self.optimizer._quantized
+            weights = [quantized[shard] for shard in self.shards.cuts if shard in quantized]
+            agree_on_scales(self.optimizer, weights, None, self.shards.axis)
 
     def as_many_passes(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield batches for forward passes without gradients. At stage 3, ranks that have fewer wait for the others.
@@ -118,11 +137,17 @@ class Parallel:
     def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state dicts of model and optimizer for `worker.checkpoint.save`. All ranks call it together.
 
-        Under ZeRO each rank has its own piece of weights and states, a `TensorInPieces`.
+        Each rank has its own pieces (ZeRO) and shards (tensor degree) of weights and states, as `TensorInPieces`.
         """
         if self._sharded is not None:
-            return self._sharded.state_dicts_in_pieces()
-        return self.model.state_dict(), self.optimizer.state_dict()
+            model, optimizer = self._sharded.state_dicts_in_pieces()
+        else:
+            model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        return self.shards.mark(model, optimizer, self.optimizer)
+
+    def own_part(self, model: dict[str, Any], optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return state dicts of whole tensors as this rank loads them: with the shards that it holds."""
+        return self.shards.cut_saved(model, optimizer, self.optimizer)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -139,13 +164,22 @@ class OwnLoop(Parallel):
     """`Parallel` for a loop that only calls `backward` and `optimizer.step`: all else happens in hooks."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, axis: Axis, zero_stage: int, wide_dtype: torch.dtype
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        axes: Axes,
+        zero_stage: int,
+        wide_dtype: torch.dtype,
+        plan: Plan,
     ) -> None:
-        broadcast_parameters(model, axis)
-        _broadcast_masters(optimizer, axis)
-        super().__init__(model, optimizer, axis, axis, zero_stage=zero_stage, wide_dtype=wide_dtype)
-        if axis.size > 1:
-            OwnDraws(model, axis)
+        broadcast_parameters(model, axes.stage)
+        _broadcast_masters(optimizer, axes.stage)
+        if axes.tensor.size > 1:  # `initialize` knows the world alone
+            share_rounding(model, axes.data.rank, axes.data.size)
+        shards = cut_model(model, optimizer, axes, plan)
+        super().__init__(model, optimizer, axes, zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)
+        if axes.data.size > 1:
+            OwnDraws(model, axes.data)
         self.gradients.finishes_itself = True
         self.gradients.after_finish = self._mark_divided
         optimizer.zero_grad = partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]  # it has no hooks
@@ -192,6 +226,8 @@ def parallelize(
     zero_stage: int = 0,
     wide_communication: WideDtype = "fp32",
     group: dist.ProcessGroup | None = None,
+    tensor: int = 1,
+    plan: Mapping[str, str] | None = None,
 ) -> Parallel:
     """Train a model, converted by `initialize` or not, on all ranks of a process group; all ranks call it together.
 
@@ -207,8 +243,13 @@ def parallelize(
     wide_communication: dtype in which gradients travel that are not in FP8, and at stage 3 fp32 weights of blocks; bf16 rounds
     each rank's once, for half the bytes.
     group: by default all ranks of the world; a single process needs none.
+    tensor: so many neighbouring ranks divide each layer of the plan and read the same samples; the ranks of
+    `Parallel.data` read different ones. Parameters of these layers, and their entries in state dicts, are then this rank's
+    shards.
+    plan: a role for each glob of module names, column, "column of 3", row, embedding or head; by default that of the family, or
+    transformers' `base_model_tp_plan`, whose head stays whole. With a head in the plan, logits are of this rank's tokens.
     Raises ValueError without a process group under torchrun, for another stage or dtype, for an optimizer that cannot be
-    sharded, and at stage 3 for a model without such blocks.
+    sharded, at stage 3 for a model without such blocks, and for a model that has no plan or cannot be divided by it.
     """
     if wide_communication not in WIDE_DTYPES:
         allowed = ", ".join(WIDE_DTYPES)
@@ -220,8 +261,10 @@ def parallelize(
             "torch.distributed.init_process_group() before initialize and parallelize."
         )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    size, rank = (dist.get_world_size(group), dist.get_rank(group)) if is_ready else (1, 0)
-    return OwnLoop(model, optimizer, Axis("data", size, rank, device, group), zero_stage, WIDE_DTYPES[wide_communication])
+    axes = axes_of(tensor, device, group)
+    roles = plan_of(model, plan) if tensor > 1 else {}
+    check_heads(model, tensor)
+    return OwnLoop(model, optimizer, axes, zero_stage, WIDE_DTYPES[wide_communication], roles)
 
 
 def _broadcast_masters(optimizer: torch.optim.Optimizer, axis: Axis) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.fp8.gradient import Float8Gradient
 from worker.fp8.linear import Float8Linear
 from worker.kernels.formats import BLOCK
-from worker.mesh import Pending, TensorInPieces
+from worker.mesh import Axis, Pending, TensorInPieces
 from worker.optim import LowBitOptimizer
 from worker.optim.pieces import cut_into_pieces, make_piece, shares_memory
 from worker.parallel.blocks import DividedBlocks
@@ -27,15 +26,22 @@ from worker.parallel.buckets import Bucket
 from worker.parallel.data_parallel import GradientBuckets, in_turn
 from worker.parallel.entries import in_pieces, join
 from worker.parallel.layout import Piece
+from worker.parallel.norm import clip_together
 from worker.parallel.residuals import ShardedResidual
+from worker.parallel.scales import agree_on_scales, all_finite_on
+from worker.parallel.tensor import TensorShards
 
 
 class ShardedStates:
     """The optimizer of one rank, which steps the rank's pieces of all trainable parameters."""
 
-    def __init__(self, optimizer: LowBitOptimizer, gradients: GradientBuckets) -> None:
-        """Cut the optimizer's states, and let the buckets deliver to pieces. ValueError if a parameter is not contiguous."""
+    def __init__(self, optimizer: LowBitOptimizer, gradients: GradientBuckets, shards: TensorShards, stage: Axis) -> None:
+        """Cut the optimizer's states, and let the buckets deliver to pieces. ValueError if a parameter is not contiguous.
+
+        stage: the ranks that together hold the model, by pieces of the shards: they agree on scales, norms and skipped steps.
+        """
         self.optimizer, self.gradients, self.axis = optimizer, gradients, gradients.axis
+        self.shards, self.stage = shards, stage
         self._own_finite = optimizer.all_ranks_finite
         elements = {parameter: range(0) for bucket in gradients.buckets for parameter in bucket.parameters}
         for bucket in gradients.buckets:
@@ -75,14 +81,8 @@ class ShardedStates:
 
         Squares are summed in float64, so that the norm hardly depends on how gradients are cut.
         """
-        gradients = [piece.grad for piece in self._pieces.values() if piece.grad is not None]
-        squares = torch.zeros((), dtype=torch.float64, device=self.axis.device)
-        for gradient in gradients:
-            squares += squared_norm(gradient)
-        norm = self.axis.sum_(squares).sqrt().float()
-        for gradient in gradients:
-            gradient.mul_(clip_factor(norm, max_norm))
-        return norm
+        gradients = {parameter: piece.grad for parameter, piece in self._pieces.items() if piece.grad is not None}
+        return clip_together(gradients, max_norm, self.shards, self.stage)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -140,15 +140,7 @@ class ShardedStates:
         device = weights[0].amax.device
         if self._is_owned is None or self._is_owned.device != device:
             self._is_owned = torch.tensor([weight.codes.numel() > 0 for weight in weights], device=device)
-        written = torch.stack([torch.stack([w.amax.reshape(()), w.dequant_scale.reshape(())]) for w in weights])
-        amaxes, scales = self.axis.max_(torch.where(self._is_owned[:, None], written, 0.0)).unbind(1)
-        scales = torch.where(scales.isfinite(), scales, torch.nan)
-        for weight, amax, dequant_scale in zip(weights, amaxes, scales, strict=True):
-            weight.amax.copy_(amax)
-            weight.dequant_scale.copy_(dequant_scale)
-            if weight.needs_master:
-                master_scale = self.optimizer.state[weight.codes]["master_weights"]["dequant_scale"]
-                master_scale.copy_(torch.where(dequant_scale.isfinite(), master_scale, torch.nan))
+        agree_on_scales(self.optimizer, weights, self._is_owned, self.stage)
 
     def _gather_weights(self, bucket: Bucket, wants_weights: bool) -> Iterator[None]:
         """Gather the bucket's weights if wanted, and residuals of which ranks hold the whole. Each `yield` leaves a gather."""
@@ -173,7 +165,7 @@ class ShardedStates:
 
     def _all_ranks_finite(self, finite: Tensor) -> Tensor:
         finite = finite if self._own_finite is None else self._own_finite(finite)
-        return self.axis.max_((~finite).to(self.axis.device, torch.float32)) == 0
+        return all_finite_on(self.stage, finite)
 
     @torch.no_grad()
     def _make_whole(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -215,17 +207,6 @@ class ShardedStates:
         """The number, which is not negative, that all owners of a parameter have; infinity for NaN."""
         own = number.to(self.axis.device, copy=True)
         return self.axis.max_(own if owns_some else torch.zeros_like(own))
-
-
-def squared_norm(gradient: Tensor) -> Tensor:
-    """The sum of squares, float64 ()."""
-    values = gradient.dequantize() if isinstance(gradient, Float8Gradient) else gradient
-    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by: at most 1; torch's formula."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _start_gather(bucket: Bucket, whole: Sequence[Tensor | None]) -> Pending:

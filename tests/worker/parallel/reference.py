@@ -14,7 +14,8 @@ from worker.fp8.gradient import Float8Gradient
 from worker.fp8.linear import Float8Linear
 from worker.mesh import Axis
 from worker.parallel import Parallel
-from worker.parallel.zero import clip_factor, squared_norm
+from worker.parallel.axes import Axes
+from worker.parallel.norm import clip_factor, squared_norm
 
 STEPS, MICRO_BATCHES, MAX_NORM = 2, 2, 0.05
 NUM_UNUSED = 64 * 64
@@ -112,7 +113,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def parallel_on(axis: Axis, level: str, stage: int, net_class: NetClass = Net) -> Parallel:
     model, optimizer = make(level, axis.rank, axis.size, net_class)
-    return Parallel(model, optimizer, axis, axis, zero_stage=stage, max_elements=MAX_ELEMENTS)
+    return Parallel(model, optimizer, Axes.of_data(axis), zero_stage=stage, max_elements=MAX_ELEMENTS)
 
 
 def reference(level: str, stage: int, num_ranks: int, net_class: NetClass = Net) -> Result:

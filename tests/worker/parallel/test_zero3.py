@@ -34,6 +34,7 @@ from worker.blocks import checkpoint_blocks, compile_blocks
 from worker.config import RankEnv, resolve
 from worker.mesh import Axis, Mesh
 from worker.parallel import Parallel
+from worker.parallel.axes import Axes
 from worker.parallel.blocks import divisible_parameters
 from worker.resume import resume
 from worker.train import Trainer
@@ -64,7 +65,7 @@ def prepared(axis: Axis, level: str, stage: int = 3, kind: str = "plain", wide_d
         checkpoint_blocks(model, "full")
     if kind == "compiled":
         compile_blocks(model, backend="aot_eager")
-    return Parallel(model, optimizer, axis, axis, zero_stage=stage, max_elements=MAX_ELEMENTS, wide_dtype=wide_dtype)
+    return Parallel(model, optimizer, Axes.of_data(axis), zero_stage=stage, max_elements=MAX_ELEMENTS, wide_dtype=wide_dtype)
 
 
 def trained(axis: Axis, level: str, stage: int, kind: str) -> Result:
@@ -115,7 +116,7 @@ def counted(axis: Axis, level: str, stage: int) -> dict[str, int]:
     options = {"convert_heads": True} if LEVELS[level].has_own_fp8 else {}
     model, optimizer = initialize(nn.Sequential(*blocks), opt_level=level, optimizer_name="adamw", **options)
     assert optimizer is not None
-    parallel = Parallel(model, optimizer, axis, axis, zero_stage=stage)
+    parallel = Parallel(model, optimizer, Axes.of_data(axis), zero_stage=stage)
     axis.sent_bytes.clear()
     model(torch.ones(16, 128)).square().mean().backward()
     parallel.synchronize()

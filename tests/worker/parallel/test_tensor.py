@@ -1,0 +1,145 @@
+"""Tensor parallelism over two real ranks (gloo): losses, gradients and norms of one process, and each pitfall of its own.
+
+`test_tensor_and_data.py` has all levels, data ranks and ZeRO.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import free_port, run_ranks
+from tests.worker.parallel.tensor_runs import (
+    GRADIENT_ERROR,
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    Result,
+    batch_of,
+    make,
+    make_network,
+    partly_ignored,
+    reference,
+    work_of_two,
+)
+from worker import parallelize
+from worker.mesh import Axis, Cut
+from worker.parallel.axes import Axes
+from worker.parallel.plans import plan_of
+from worker.parallel.tensor import cut_model
+
+NUM_RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("two")
+    run_ranks(work_of_two, (free_port(), str(folder)), NUM_RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+
+
+def test_ranks_train_as_one_process_does(results: list[Result]) -> None:
+    losses, norms = reference("gpt", "O3", 1)
+    ranks = [result["gpt", "O3", 0] for result in results]
+    assert ranks[0]["losses"] == ranks[1]["losses"] == pytest.approx(losses, rel=LOSS_TOLERANCE["fp8"])
+    assert ranks[0]["norms"] == ranks[1]["norms"] == pytest.approx(norms, rel=NORM_TOLERANCE["fp8"])
+
+
+def test_what_ranks_have_alike_stays_alike(results: list[Result]) -> None:
+    """Scales of weights, and replicated parameters."""
+    first, second = (result["gpt", "O3", 0] for result in results)
+    for kind in ("scales", "whole"):
+        assert first[kind].keys() == second[kind].keys()
+        assert all(torch.equal(value, first[kind][name]) for name, value in second[kind].items())
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_gradients_are_those_of_one_process(results: list[Result], name: str) -> None:
+    model, _ = make(name, "fp32")
+    model.loss(batch_of(0, 0, 0)).loss.backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        error = (results[0]["gradients"][name][parameter_name] - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert float(error) < GRADIENT_ERROR, parameter_name
+
+
+def test_shards_put_together_are_the_converted_model(results: list[Result]) -> None:
+    for result in results:
+        assert all(result["converted"]["O3-split"].values())
+        assert len(result["converted"]["O3-split"]) == 3 * 4
+
+
+def test_a_nan_in_one_shard_makes_all_ranks_skip(results: list[Result]) -> None:
+    assert [result["poisoned"] for result in results] == [[{"skipped": 1, "kept": True}]] * NUM_RANKS
+
+
+def test_a_checkpoint_of_shards_resumes_to_the_bit(results: list[Result]) -> None:
+    for result in results:
+        found = result["resumed"]["O3-split", 0]
+        before, same, from_whole = found["losses"]
+        assert found["states"][0] == found["states"][1]
+        assert found["codes"][0] == found["codes"][1]
+        assert before == same
+        assert before == pytest.approx(from_whole, rel=LOSS_TOLERANCE["fp8"])
+
+
+def test_no_two_shards_draw_the_same_numbers(results: list[Result]) -> None:
+    first, second = (result["draws"]["shard"] for result in results[:2])
+    assert first.stop == second.start
+    assert {result["draws"]["whole"] for result in results} == {0}
+    assert [result["draws"]["gradient"] for result in results] == [(rank, NUM_RANKS) for rank in range(NUM_RANKS)]
+
+
+def test_bytes_on_the_tensor_axis_are_those_of_the_formula(results: list[Result]) -> None:
+    """Sums of activations: two in each block and the embedding's forward, two in each block and the head's backward. Of the
+    logits each rank tells two numbers for each token."""
+    num_tokens, hidden_size, num_layers = 2 * 16, 64, 1
+    for result in results:
+        assert result["sent"] == {
+            ("sum", "float32"): (4 * num_layers + 2) * num_tokens * hidden_size * 4,
+            ("gather", "float32"): 2 * num_tokens * 4,
+        }
+
+
+def test_an_evaluation_counts_the_whole_vocabulary(results: list[Result]) -> None:
+    model = make_network("llama").eval()
+    with torch.no_grad():
+        losses = model.loss(partly_ignored())
+    assert 0.2 < float(losses.metrics["token_accuracy"]) < 0.5
+    for result in results:
+        assert result["evaluated"] == pytest.approx((float(losses.loss), float(losses.metrics["token_accuracy"])), rel=1e-6)
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    data = Axis("data", 1, 0, torch.device("cpu"))
+    two, three = (Axes(data, Axis("tensor", size, 0, data.device), data) for size in (2, 3))
+    model, optimizer = make("gpt", "O2")
+    with pytest.raises(ValueError, match="matches no module"):
+        cut_model(model, optimizer, two, {"blocks.*.mlp.left": "column"})
+    with pytest.raises(ValueError, match="allowed: embeddings as embedding"):
+        cut_model(model, optimizer, two, {"final_norm": "row"})
+    with pytest.raises(ValueError, match="cannot be divided among 3 ranks"):
+        cut_model(model, optimizer, three, plan_of(model))
+    with pytest.raises(ValueError, match="has no plan for a tensor degree"):
+        plan_of(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="allowed: column"):
+        plan_of(model, {"head": "colwise"})
+    with pytest.raises(ValueError, match="a divisor of the ranks"):
+        parallelize(model, optimizer, tensor=2)
+    with pytest.raises(ValueError, match="Use bf16-amp"):
+        cut_model(*make("gpt", "fp16-amp"), two, plan_of(model))
+    model.loss(batch_of(0, 0, 0)).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has taken 1 steps"):
+        cut_model(model, optimizer, two, plan_of(model))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int8])
+def test_shards_put_together_are_the_whole(groups: int, dim: int, dtype: torch.dtype) -> None:
+    whole = torch.arange(24 * 12).remainder(100).view(24, 12).to(dtype)
+    cut = Cut.of(whole, dim, groups, 2)
+    shards = [cut.shard(whole, rank) for rank in range(2)]
+    assert torch.equal(cut.join(shards).float(), whole.float())
+    assert all(shard.is_contiguous() and shard.shape == cut.shape for shard in shards)
+    assert cut.whole_shape == (24, 12)

@@ -1,0 +1,22 @@
+"""Which elements of a model's parameter a parameter of the optimizer holds."""
+
+from typing import NamedTuple
+
+
+class Origin(NamedTuple):
+    """The elements that a parameter of the optimizer holds: all of a model's parameter, or a piece of it.
+
+    shard, num_shards: where the model's parameter is one of equal shards of a parameter that ranks share (`shards.py`).
+    """
+
+    parameter_index: int
+    first_element: int
+    num_elements: int
+    """Of the model's parameter."""
+    shard: int = 0
+    num_shards: int = 1
+
+    @property
+    def first_draw(self) -> int:
+        """The number of the first element in the random stream. A shard counts as consecutive elements: none draws twice."""
+        return self.shard * self.num_elements + self.first_element

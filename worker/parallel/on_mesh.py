@@ -1,0 +1,34 @@
+"""Put a converted model on the mesh of a job: shards over the tensor axis, then gradients, and pieces, over the data axis."""
+
+import torch
+from torch import nn
+
+from api_schemas.resources import WideDtype
+from worker.errors import InvalidConfig
+from worker.mesh import Mesh
+from worker.parallel.axes import Axes
+from worker.parallel.data_parallel import broadcast_parameters
+from worker.parallel.parallelize import WIDE_DTYPES, Parallel
+from worker.parallel.plans import check_heads, plan_of
+from worker.parallel.tensor import cut_model
+from worker.prepare import share_rounding
+
+
+def on_mesh(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, zero_stage: int, wide_communication: WideDtype
+) -> Parallel:
+    """Return the model and its optimizer on the mesh. All ranks call it together, with the same whole model.
+
+    Raises InvalidConfig for a model that the tensor axis cannot divide.
+    """
+    share_rounding(model, mesh.data.rank, mesh.data.size)
+    axes = Axes.of_mesh(mesh)
+    try:
+        plan = plan_of(model) if mesh.tensor.size > 1 else {}
+        check_heads(model, mesh.tensor.size)
+        shards = cut_model(model, optimizer, axes, plan)
+    except ValueError as error:
+        raise InvalidConfig(f"parallelism.tensor: {error}") from None
+    broadcast_parameters(model, mesh.data)
+    wide_dtype = WIDE_DTYPES[wide_communication]
+    return Parallel(model, optimizer, axes, zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)

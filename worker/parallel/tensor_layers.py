@@ -1,0 +1,95 @@
+"""What the ranks of the tensor axis do around a layer that each holds a shard of (Shoeybi et al., Megatron-LM, 2019, sec. 3).
+
+A column layer has some of the outputs: its input is the same on all ranks, and the gradients of the input are added up. A row
+layer has some of the inputs: its outputs are added up, and the gradient of the output is the same on all ranks. An embedding
+has some of the tokens. The layer itself is unchanged and computes as its level says. A column layer's input and a row layer's
+grad_output are equal on all ranks, and so are their amaxes; a row layer's input and a column layer's grad_output have a scale
+on each rank, since their products are decoded before they are added.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.mesh import Axis
+
+
+class ColumnForward:
+    """Takes the place of a column layer's `forward`."""
+
+    def __init__(self, layer: nn.Module, axis: Axis) -> None:
+        self.forward: Callable[..., Tensor] = layer.forward
+        self.axis = axis
+
+    def __call__(self, input: Tensor, **options: Any) -> Tensor:
+        return self.forward(to_shards(input, self.axis), **options)
+
+
+class RowForward:
+    """Takes the place of a row layer's `forward`. Every rank holds the whole bias, which is added once, to the sum."""
+
+    def __init__(self, layer: nn.Module, axis: Axis) -> None:
+        self.layer, self.forward = layer, layer.forward
+        self.axis = axis
+
+    def __call__(self, input: Tensor, **options: Any) -> Tensor:
+        parameters = self.layer._parameters
+        bias = parameters.get("bias")
+        if bias is None:
+            return sum_of_shards(self.forward(input, **options), self.axis)
+        parameters["bias"] = None
+        try:
+            partial = self.forward(input, **options)
+        finally:
+            parameters["bias"] = bias
+        return sum_of_shards(partial, self.axis) + bias.to(partial.dtype)
+
+
+class EmbeddingForward:
+    """Takes the place of an embedding's `forward`: a token that another rank holds counts as zeros."""
+
+    def __init__(self, embedding: nn.Module, axis: Axis) -> None:
+        self.embedding, self.forward = embedding, embedding.forward
+        self.axis = axis
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        num_own = self.embedding.get_parameter("weight").shape[0]
+        own = tokens - self.axis.rank * num_own
+        is_own = (own >= 0) & (own < num_own)
+        rows: Tensor = self.forward(own.where(is_own, 0))
+        return sum_of_shards(rows.where(is_own[..., None], 0.0), self.axis)
+
+
+def to_shards(input: Tensor, axis: Axis) -> Tensor:
+    """Return the input, whose gradients, one from each rank's shard, will be added up over the axis."""
+    copied: Tensor = _ToShards.apply(input, axis)
+    return copied
+
+
+def sum_of_shards(partial: Tensor, axis: Axis) -> Tensor:
+    """Return the sum over the axis, in the dtype of the parts. Its gradient goes to every rank as it is."""
+    total: Tensor = _SumOfShards.apply(partial, axis)
+    return total
+
+
+class _ToShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.sum_(grad_output.clone(memory_format=torch.contiguous_format)), None
+
+
+class _SumOfShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
+        return axis.sum_(partial.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None
