@@ -217,9 +217,8 @@ class Trainer:
         *sums, num_targets = data.sum_(totals).tolist()
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
         measured = {name: finite(value) for name, value in means.items()}
-        self._tell(
-            EvaluationReport(step=self.progress.step, loss=measured.pop("loss"), tokens=int(num_targets), metrics=measured)
-        )
+        loss = measured.pop("loss")
+        self._tell(EvaluationReport(step=self.progress.step, loss=loss, tokens=int(num_targets), metrics=measured))
         return means
 
     def save(self) -> None:
