@@ -19,6 +19,7 @@ from service.http.guards import RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
 from service.http.streams import Streams
 from service.jobs.admission import Admission
+from service.jobs.places import QueuePlaces
 from service.jobs.report_batches import ReportBatches
 from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
@@ -63,7 +64,8 @@ def create_app(
         return shown_submissions(session, context, pairs)
 
     batches = ReportBatches(database, settings.lease_s)
-    context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show), batches)
+    places = QueuePlaces(database, settings)
+    context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show), batches, places)
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
