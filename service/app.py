@@ -19,12 +19,12 @@ from service.http.guards import RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
 from service.http.streams import Streams
 from service.jobs.admission import Admission
-from service.jobs.places import QueuePlaces
 from service.jobs.report_batches import ReportBatches
 from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
 from service.routes import catalog, files, jobs, operations, prometheus, records, reports, usual
 from service.routes.shown import shown_submissions
+from service.scheduling.places import QueuePlaces
 from service.settings import Settings
 from service.telemetry.control_plane import Telemetry, TimeRequests
 from service.telemetry.loops import LoopHealth

@@ -16,9 +16,9 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from service.db.engine import Database
 from service.errors import NotFound, Unauthenticated
 from service.jobs.admission import Admission
-from service.jobs.places import QueuePlaces
 from service.jobs.report_batches import ReportBatches
 from service.jobs.submissions import Submissions
+from service.scheduling.places import QueuePlaces
 from service.settings import DEFAULT_TENANT, Settings
 from service.store.ids import is_id
 

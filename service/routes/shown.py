@@ -9,8 +9,8 @@ from service import store
 from service.db.tables import JobRow
 from service.deps import AppContext
 from service.jobs import views
-from service.jobs.places import STARTS_SOON
 from service.jobs.requests import Request, Submission
+from service.scheduling.places import STARTS_SOON
 from service.store.shown import ShownRow
 
 
