@@ -167,7 +167,7 @@ class Supervisor:
 
     def _bundle(self) -> dict[str, float]:
         """What one rank takes of its node."""
-        return {self._pool.slot_resource: 1} | ({"GPU": 1} if self._pool.accelerator == "cuda" else {})
+        return {self._pool.slot_resource: 1.0} | ({"GPU": 1.0} if self._pool.accelerator == "cuda" else {})
 
     def _take_rank_here(self) -> RankActor | None:
         """Take a warm process for the only rank if its slot is on this node. It spares the start of a Ray worker.
@@ -293,6 +293,7 @@ def _failure_of(reference: Any) -> tuple[FailureReason, str] | None:
 def _failure_in(ending: warm.Ending) -> tuple[FailureReason, str] | None:
     outcome, reason, message = ending
     if outcome == "failed":
+        assert reason is not None, "a failure has a reason"
         return FailureReason(reason), message
     if outcome is None:
         return FailureReason.LEASE_EXPIRED, message
