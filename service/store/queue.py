@@ -1,7 +1,7 @@
 """SQL of the dispatcher: the queue, slots in use, attempts to launch, watch and release, and the leader's lease."""
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple, Protocol
 
@@ -20,9 +20,9 @@ from sqlalchemy import (
     union_all,
     update,
 )
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy.orm import Session, aliased, load_only
 
-from api_schemas import AttemptState, FailureReason
+from api_schemas import AttemptRef, AttemptState, FailureReason
 from service.db.tables import AttemptRow, JobRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
@@ -190,8 +190,18 @@ def attempts_to_launch(session: Session, now: datetime) -> list[AttemptRow]:
     return list(session.scalars(query))
 
 
-def live_attempts(session: Session) -> list[AttemptRow]:
-    return list(session.scalars(select(AttemptRow).where(AttemptRow.state.in_(_LIVE)).order_by(AttemptRow.id)))
+def live_attempts(session: Session) -> list[tuple[AttemptRef, AttemptState]]:
+    """List the attempts that are not over, with their states; oldest first."""
+    query = select(AttemptRow.id, AttemptRow.epoch, AttemptRow.state).where(AttemptRow.state.in_(_LIVE))
+    rows = session.execute(query.order_by(AttemptRow.id))
+    return [(AttemptRef(attempt_id=attempt_id, epoch=epoch), state) for attempt_id, epoch, state in rows]
+
+
+def attempts_to_judge(session: Session, attempt_ids: Sequence[str]) -> list[tuple[AttemptRow, JobRow]]:
+    """Find attempts and their jobs. Of the jobs only what is asked of them and since when is read."""
+    query = select(AttemptRow, JobRow).join(JobRow, JobRow.id == AttemptRow.job_id).where(AttemptRow.id.in_(attempt_ids))
+    asked = load_only(JobRow.desired, JobRow.cancel_requested_at, raiseload=True)
+    return [(attempt, job) for attempt, job in session.execute(query.options(asked).order_by(AttemptRow.id))]
 
 
 def count_leases(session: Session, now: datetime) -> tuple[int, int]:
