@@ -172,16 +172,17 @@ def throughput(server: Server, request: bytes, num_connections: int, duration_s:
     return total / elapsed_s, (server.cpu_s() - cpu_s) / total * 1000
 
 
-def restart_s(tree: Path, folder: Path, num_running: int) -> float:
-    """Start a server on a database with running jobs; return the seconds until it has asked about each of them."""
+def restart(tree: Path, folder: Path, num_running: int) -> dict[str, float]:
+    """Start a server on a database with running jobs; measure how long it takes until it has asked about each of them."""
     rows.add_running(folder / "octet.db", num_running)
     reconciled, began = folder / "reconciled", time.monotonic()
-    with running(tree, folder, slots=num_running, reconciled=reconciled):
+    with running(tree, folder, slots=num_running, reconciled=reconciled) as server:
         while not reconciled.exists():
             if time.monotonic() > began + START_S:
                 raise RuntimeError(f"the server has not reconciled its jobs: {(folder / 'server.log').read_text()[-2000:]}")
             time.sleep(0.01)
-        return time.monotonic() - began
+        name = f"restart to reconciled, {num_running} running jobs"
+        return {f"{name} (s)": time.monotonic() - began, f"{name} (CPU s)": server.cpu_s()}
 
 
 def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[str, float]:
@@ -248,8 +249,7 @@ def main() -> int:
                 with running(tree, Path(folder).resolve()) as server:
                     figures = measure(server, corpus, options)
                 if options.running:
-                    name = f"restart to reconciled, {options.running} running jobs (s)"
-                    figures[name] = restart_s(tree, Path(folder).resolve(), options.running)
+                    figures |= restart(tree, Path(folder).resolve(), options.running)
                 for name, value in figures.items():
                     found.setdefault(name, [[] for _ in trees])[number].append(value)
     lines = [

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import resource
+import secrets
 import signal
 import socket
 import statistics
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from client import Client
+from service.cluster.ray.embedded import ray_environment
 
 _READY_S = 180.0
 _JOB_S = 300.0
@@ -173,9 +175,11 @@ def note(figures: dict[str, list[float]], name: str, value: float) -> None:
 def run_torch_trainer(folder: Path, num_runs: int, figures: dict[str, list[float]]) -> None:
     """Run Ray Train's TorchTrainer on a Ray cluster that is up; note the time from its script's start to the first step."""
     folder.mkdir()
-    keep = "import ray, sys; ray.init(num_cpus=4, include_dashboard=False)"
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    keep = "import ray, sys; ray.init(num_cpus=4, include_dashboard=False, _node_ip_address='127.0.0.1')"
     keep += "; print(ray.get_runtime_context().gcs_address, flush=True); sys.stdin.read()"
-    environment = os.environ | {"RAY_TMPDIR": str(folder)}
+    environment = os.environ | {"RAY_TMPDIR": str(folder), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} | ray_environment(token)
     with subprocess.Popen(
         [sys.executable, "-c", keep], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     ) as cluster:
