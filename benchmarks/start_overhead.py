@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import resource
-import secrets
 import signal
 import socket
 import statistics
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from client import Client
-from service.cluster.ray.embedded import ray_environment
 
 _READY_S = 180.0
 _JOB_S = 300.0
@@ -37,19 +35,16 @@ _LOOKS = 20
 _QUIET_S = 3.0
 _QUIET_SHARE = 0.25
 _QUIET_TIMEOUT_S = 40.0
-_TRAINER_S = 300.0
-NUM_RANKS, TWO_RANKS = 2, "job of two ranks"
 PHASES = ("queue", "supervisor and placement", "process", "import torch", "model", "first step")
 
 
-def spec_of(corpus: Path, num_ranks: int = 1) -> dict[str, Any]:
+def spec_of(corpus: Path) -> dict[str, Any]:
     return {
         "name": "start",
         "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 64},
         "precision": {"level": "O2"},
         "data": {"source": "text", "path": str(corpus)},
         "training": {"steps": 2, "global_batch_size": 4, "sequence_length": 32, "optimizer": {"learning_rate": 3e-4}},
-        "resources": {"workers": num_ranks},
     }
 
 
@@ -132,10 +127,10 @@ def server_of(tree: Path, data_dir: Path, figures: dict[str, list[float]]) -> It
         process.wait(60)
 
 
-def run_job(client: Client, meter: CpuMeter, spec: dict[str, Any], name: str, figures: dict[str, list[float]]) -> None:
+def run_job(client: Client, meter: CpuMeter, corpus: Path, name: str, figures: dict[str, list[float]]) -> None:
     """Run one job and note its phases in seconds."""
     cpu_s = meter.used_s()
-    job = client.submit(spec)
+    job = client.submit(spec_of(corpus))
     deadline = time.monotonic() + _JOB_S
     while not (job := client.job(job.id)).state.is_terminal:
         if time.monotonic() > deadline:
@@ -172,44 +167,14 @@ def note(figures: dict[str, list[float]], name: str, value: float) -> None:
     figures.setdefault(name, []).append(value)
 
 
-def run_torch_trainer(folder: Path, num_runs: int, figures: dict[str, list[float]]) -> None:
-    """Run Ray Train's TorchTrainer on a Ray cluster that is up; note the time from its script's start to the first step."""
-    folder.mkdir()
-    token = folder / "token"
-    token.write_text(secrets.token_hex(32))
-    keep = "import ray, sys; ray.init(num_cpus=4, include_dashboard=False, _node_ip_address='127.0.0.1')"
-    keep += "; print(ray.get_runtime_context().gcs_address, flush=True); sys.stdin.read()"
-    environment = os.environ | {"RAY_TMPDIR": str(folder), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} | ray_environment(token)
-    with subprocess.Popen(
-        [sys.executable, "-c", keep], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    ) as cluster:
-        try:
-            assert cluster.stdout is not None
-            address = cluster.stdout.readline().decode().strip()
-            for number in range(num_runs):
-                of_run = folder / str(number)
-                of_run.mkdir()
-                command = [sys.executable, "-m", "benchmarks.torch_trainer", "--address", address, "--folder", str(of_run)]
-                began = time.time()
-                ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment, timeout=_TRAINER_S)
-                note(figures, "TorchTrainer, two ranks: script to first step (s)", float(ended.stdout.split()[-1]) - began)
-        finally:
-            cluster.communicate()
-
-
-def measure(tree: Path, folder: Path, num_jobs: int, num_trainers: int, figures: dict[str, list[float]]) -> None:
-    """Measure one server of a tree: its start, and `num_jobs` jobs one after the other; and so many trainers of two ranks."""
+def measure(tree: Path, folder: Path, num_jobs: int, figures: dict[str, list[float]]) -> None:
+    """Measure one server of a tree: its start, and `num_jobs` jobs one after the other."""
     corpus = folder / "corpus.txt"
     corpus.write_text("text to train on\n" * 1000)
     import_torch(figures)
     with server_of(tree, folder / "data", figures) as (client, meter):
         for number in range(num_jobs):
-            run_job(client, meter, spec_of(corpus), "later job" if number else "first job", figures)
-        if num_trainers:
-            for _ in range(num_trainers):
-                run_job(client, meter, spec_of(corpus, NUM_RANKS), TWO_RANKS, figures)
-    if num_trainers:
-        run_torch_trainer(folder / "t", num_trainers, figures)
+            run_job(client, meter, corpus, "later job" if number else "first job", figures)
 
 
 def table(trees: list[Path], found: list[dict[str, list[float]]], num_rounds: int) -> str:
@@ -234,7 +199,6 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=3, help="jobs of each server, at least 2")
-    parser.add_argument("--trainers", type=int, default=0, help="runs of two ranks, as jobs and under Ray Train's TorchTrainer")
     parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     options = parser.parse_args()
     trees: list[Path] = options.tree or [Path()]
@@ -242,7 +206,7 @@ def main() -> int:
     for _ in range(options.rounds):
         for tree, figures in zip(trees, found, strict=True):
             with tempfile.TemporaryDirectory(prefix="octet-start-") as folder:
-                measure(tree, Path(folder).resolve(), options.jobs, options.trainers, figures)
+                measure(tree, Path(folder).resolve(), options.jobs, figures)
     report = table(trees, found, options.rounds)
     sys.stdout.write(report)
     if options.write:
