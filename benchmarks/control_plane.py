@@ -10,7 +10,6 @@ is that of the whole server process, dispatcher included.
 import argparse
 import json
 import os
-import random
 import signal
 import socket
 import sqlite3
@@ -26,7 +25,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+from benchmarks import control_plane_rows as rows
+
 START_S = 60.0
 SPEC = {
     "name": "benchmark",
@@ -94,24 +94,29 @@ class Server:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def lengthen_queue(self, num_jobs: int) -> None:
-        """Copy a queued job until the queue has `num_jobs` more jobs, which are older than all others."""
-        with sqlite3.connect(self.folder / "octet.db", timeout=60) as database:
-            (template,) = database.execute("SELECT id FROM jobs WHERE state = 'queued' LIMIT 1").fetchone()
-            names = [row[1] for row in database.execute("PRAGMA table_info(jobs)") if row[1] != "id"]
-            copy = f"INSERT INTO jobs (id, {', '.join(names)}) SELECT ?, {', '.join(names)} FROM jobs WHERE id = ?"
-            ids = (f"job_00{''.join(random.choices(ALPHABET, k=24))}" for _ in range(num_jobs))
-            database.executemany(copy, ((job_id, template) for job_id in ids))
-        database.close()
+    @property
+    def database(self) -> Path:
+        """The SQLite file."""
+        return self.folder / "octet.db"
+
+    def memory_mib(self) -> float:
+        """Resident memory of the process, in MiB."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @contextmanager
-def running(tree: Path, folder: Path, *, slots: int = 1, settings: dict[str, str] | None = None) -> Iterator[Server]:
-    """Start the server of a tree, with OCTET_* variables, and wait until it leads; end it afterwards."""
+def running(
+    tree: Path, folder: Path, *, slots: int = 1, settings: dict[str, str] | None = None, reconciled: Path | None = None
+) -> Iterator[Server]:
+    """Start the server of a tree, with OCTET_* variables, and wait until it leads; end it afterwards.
+
+    reconciled: a file that the server writes once it has asked its cluster about each live attempt of the database.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script = Path(__file__).with_name("control_plane_server.py")
     command = [sys.executable, "-P", str(script), "--port", str(port), "--data-dir", str(folder), "--slots", str(slots)]
+    command += ["--reconciled", str(reconciled)] if reconciled else []
     environment = os.environ | {"PYTHONPATH": str(tree.resolve())} | (settings or {})
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=tree, stderr=log, stdout=log)
@@ -167,16 +172,29 @@ def throughput(server: Server, request: bytes, num_connections: int, duration_s:
     return total / elapsed_s, (server.cpu_s() - cpu_s) / total * 1000
 
 
+def restart(tree: Path, folder: Path, num_running: int) -> dict[str, float]:
+    """Start a server on a database with running jobs; measure how long it takes until it has asked about each of them."""
+    rows.add_running(folder / "octet.db", num_running)
+    reconciled, began = folder / "reconciled", time.monotonic()
+    with running(tree, folder, slots=num_running, reconciled=reconciled) as server:
+        while not reconciled.exists():
+            if time.monotonic() > began + START_S:
+                raise RuntimeError(f"the server has not reconciled its jobs: {(folder / 'server.log').read_text()[-2000:]}")
+            time.sleep(0.01)
+        name = f"restart to reconciled, {num_running} running jobs"
+        return {f"{name} (s)": time.monotonic() - began, f"{name} (CPU s)": server.cpu_s()}
+
+
 def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[str, float]:
     """Measure one server once. The keys name figure and unit."""
     request = submission(corpus)
+    figures = {"memory, idle, without Ray (MiB)": server.memory_mib()}
     connection = Connection(server.port)
     ids = [json.loads(connection.ask(request, status=201))["id"] for _ in range(60)]
     connection.close()
-    figures: dict[str, float] = {}
 
-    def latency(name: str, path: str) -> None:
-        times_ms, cpu_ms = latencies_ms(server, get(path), options.requests)
+    def latency(name: str, path: str, num_requests: int = options.requests) -> None:
+        times_ms, cpu_ms = latencies_ms(server, get(path), num_requests)
         figures[f"{name}, p50 (ms)"] = statistics.median(times_ms)
         figures[f"{name}, p99 (ms)"] = statistics.quantiles(times_ms, n=100)[98]
         figures[f"{name}: CPU of each (ms)"] = cpu_ms
@@ -190,13 +208,19 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
     latency("page of 50", "/v1/jobs?limit=50")
     submit("1 connection", 1)
     submit(f"{options.connections} connections", options.connections)
+    if options.history:
+        rows.add_history(server.database, options.history)
+        name = f"{options.history} jobs"
+        latency(f"page of 50, {name}", "/v1/jobs?limit=50")
+        latency(f"one job, {name}", f"/v1/jobs/{ids[-1]}")
+        latency(f"/metrics, {name}", "/metrics", max(10, options.requests // 10))
     if options.queued:
-        server.lengthen_queue(options.queued)
+        rows.lengthen_queue(server.database, options.queued)
         name = f"{options.queued} queued"
         submit(f"{options.connections} connections, {name}", options.connections)
         latency(f"last job, {name}", f"/v1/jobs/{ids[-1]}")
         latency(f"page of 50, {name}", "/v1/jobs?limit=50")
-        latency(f"/metrics, {name}", "/metrics")
+        latency(f"/metrics, {name}", "/metrics", max(10, options.requests // 10))
     return figures
 
 
@@ -209,6 +233,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=300, help="requests of each measurement of latency")
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--queued", type=int, default=100_000, help="jobs of the long queue; 0 leaves it out")
+    parser.add_argument("--history", type=int, default=1_000_000, help="jobs that ended before; 0 leaves them out")
+    parser.add_argument("--running", type=int, default=1000, help="running jobs that a restarted server finds; 0 leaves it out")
     parser.add_argument("--folder", type=Path, default=Path("build"), help="folder on the disk that SQLite writes to")
     parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     options = parser.parse_args()
@@ -221,8 +247,11 @@ def main() -> int:
                 corpus = Path(folder, "corpus.txt").resolve()
                 corpus.write_text("text to train on\n" * 1000)
                 with running(tree, Path(folder).resolve()) as server:
-                    for name, value in measure(server, corpus, options).items():
-                        found.setdefault(name, [[] for _ in trees])[number].append(value)
+                    figures = measure(server, corpus, options)
+                if options.running:
+                    figures |= restart(tree, Path(folder).resolve(), options.running)
+                for name, value in figures.items():
+                    found.setdefault(name, [[] for _ in trees])[number].append(value)
     lines = [
         f"# The control plane's HTTP API, {datetime.now(UTC):%Y-%m-%d}",
         "",

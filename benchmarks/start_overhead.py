@@ -29,7 +29,7 @@ from typing import Any
 from client import Client
 
 _READY_S = 180.0
-_JOB_S = 120.0
+_JOB_S = 300.0
 _POLL_S = 0.05
 _LOOKS = 20
 _QUIET_S = 3.0

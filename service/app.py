@@ -24,6 +24,7 @@ from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Submissions
 from service.routes import catalog, files, jobs, operations, prometheus, records, reports, usual
 from service.routes.shown import shown_submissions
+from service.scheduling.places import QueuePlaces
 from service.settings import Settings
 from service.telemetry.control_plane import Telemetry, TimeRequests
 from service.telemetry.loops import LoopHealth
@@ -63,7 +64,8 @@ def create_app(
         return shown_submissions(session, context, pairs)
 
     batches = ReportBatches(database, settings.lease_s)
-    context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show), batches)
+    places = QueuePlaces(database, settings)
+    context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show), batches, places)
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams

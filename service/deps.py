@@ -18,6 +18,7 @@ from service.errors import NotFound, Unauthenticated
 from service.jobs.admission import Admission
 from service.jobs.report_batches import ReportBatches
 from service.jobs.submissions import Submissions
+from service.scheduling.places import QueuePlaces
 from service.settings import DEFAULT_TENANT, Settings
 from service.store.ids import is_id
 
@@ -28,9 +29,9 @@ _REPORT_THREADS = 8
 class AppContext:
     """What one app is made of.
 
-    `admission` checks new jobs, `submissions` stores them, `reports` applies what ranks report; `wake` tells a dispatcher in
-    this process that it has something to do. `report_threads` are for ranks alone, whose token is checked there: however
-    many people read, a rank can renew its lease.
+    `admission` checks new jobs, `submissions` stores them, `reports` applies what ranks report, `places` finds places in the
+    queue; `wake` tells a dispatcher in this process that it has something to do. `report_threads` are for ranks alone, whose
+    token is checked there: however many people read, a rank can renew its lease.
     """
 
     settings: Settings
@@ -39,6 +40,7 @@ class AppContext:
     admission: Admission
     submissions: Submissions
     reports: ReportBatches
+    places: QueuePlaces
     report_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_REPORT_THREADS))
 
 

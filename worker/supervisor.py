@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from api_schemas import AttemptRef, FailureReason, JsonScalar, PoolConfig, Probe, ProbeState
@@ -48,12 +48,20 @@ class RankNode:
 
 
 class RankActor:
-    """One rank's process, or the one that waits for it. Ray starts it inside the attempt's placement group."""
+    """One rank's process, or the one that waits for it. Ray starts it inside the attempt's placement group.
+
+    A single rank on the supervisor's own node needs no actor: the supervisor waits for its warm process itself.
+    """
 
     def __init__(self, warm_idle_s: float) -> None:
         """warm_idle_s: see `worker.warm.take`; 0 runs the rank in this process."""
         os.umask(_PRIVATE_UMASK)
         self._process = warm.take(warm_idle_s)
+
+    @property
+    def is_warm(self) -> bool:
+        """True if the rank has a process of its own."""
+        return self._process is not None
 
     def node(self) -> RankNode:
         address: str = ray.util.get_node_ip_address()
@@ -72,6 +80,11 @@ class RankActor:
             return self._process.run(order_json, env, placed_at)
         except warm.ProcessLost as error:
             return "failed", FailureReason.WORKER_LOST, f"rank {env['rank']} of {env['world_size']}: {error}"
+
+    def end(self) -> None:
+        """End the rank's own process, if it has one; `run` then returns in the other thread."""
+        if self._process is not None:
+            self._process.end()
 
 
 def warm_up(warm_idle_s: float) -> None:
@@ -103,6 +116,7 @@ class Supervisor:
         self._warm_idle_s = warm_idle_s
         self._group: PlacementGroup | None = None
         self._ranks: list[Any] = []
+        self._rank_here: RankActor | None = None
         self._probe = Probe(state=ProbeState.PLACING)
         self._stopping = threading.Event()
         threading.Thread(target=self._supervise, name="octet-supervise", daemon=True).start()
@@ -121,7 +135,12 @@ class Supervisor:
     def _supervise(self) -> None:
         try:
             self._place()
-            self._watch()
+            self._rank_here = self._take_rank_here()
+            if self._rank_here is not None:
+                self._run_here(self._rank_here)
+            else:
+                self._start_ranks()
+                self._watch()
             self._exit(None, "every rank ended")
         except RankFailed as failure:
             self._exit(failure.reason, str(failure))
@@ -135,30 +154,61 @@ class Supervisor:
         os._exit(0)
 
     def _place(self) -> None:
-        """Reserve one slot per rank, all or nothing, on nodes that carry the pool's label; start the rank processes."""
-        pool, num_workers = self._pool, self._num_workers
-        bundle: dict[str, float] = {pool.slot_resource: 1}
-        if pool.accelerator == "cuda":
-            bundle["GPU"] = 1
-        key, value = pool.node_label
+        """Reserve one slot per rank, all or nothing, on nodes that carry the pool's label."""
+        num_workers = self._num_workers
+        key, value = self._pool.node_label
         self._group = placement_group(
-            [bundle] * num_workers, strategy="PACK", bundle_label_selector=[{key: value}] * num_workers
+            [self._bundle()] * num_workers, strategy="PACK", bundle_label_selector=[{key: value}] * num_workers
         )
         while not self._group.wait(timeout_seconds=1):
             if self._stopping.is_set():
                 raise RankFailed(FailureReason.LAUNCH_FAILED, "stopped before it was placed")
-        actor = ray.remote(RankActor)
+        self._placed_at = datetime.now(UTC)
+
+    def _bundle(self) -> dict[str, float]:
+        """What one rank takes of its node."""
+        return {self._pool.slot_resource: 1.0} | ({"GPU": 1.0} if self._pool.accelerator == "cuda" else {})
+
+    def _take_rank_here(self) -> RankActor | None:
+        """Take a warm process for the only rank if its slot is on this node. It spares the start of a Ray worker.
+
+        None: the rank needs an actor, because Ray gives GPUs to actors alone, or because it starts cold.
+        """
+        if self._num_workers > 1 or self._pool.accelerator == "cuda" or not self._warm_idle_s:
+            return None
+        table: dict[str, Any] = placement_group_table(self._group)
+        if table["bundles_to_node_id"][0] != ray.get_runtime_context().get_node_id():
+            return None
+        rank = RankActor(self._warm_idle_s)
+        return rank if rank.is_warm else None
+
+    def _run_here(self, rank: RankActor) -> None:
+        node = rank.node()
+        self._check_labels([node])
+        self._probe = Probe(state=ProbeState.RUNNING, placed_at=self._placed_at, data={"rank_0_pid": node.pid})
+        try:
+            failure = _failure_in(rank.run(self._order_json, asdict(self._rank_env(0, [node])), self._placed_at))
+        except RuntimeError as error:
+            failure = FailureReason.WORKER_ERROR, str(error)
+        if failure is not None:
+            raise _grouped({0: failure})
+
+    def _start_ranks(self) -> None:
+        """Start a process for each rank in its bundle."""
+        bundle, group = self._bundle(), self._group
+        assert group is not None, "the ranks are placed"
         self._ranks = [
-            actor.options(
+            ray.remote(RankActor)
+            .options(
                 num_cpus=0,
                 num_gpus=bundle.get("GPU", 0),
-                resources={pool.slot_resource: 1},
+                resources={self._pool.slot_resource: 1},
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
-            ).remote(self._warm_idle_s)
-            for index in range(num_workers)
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            )
+            .remote(self._warm_idle_s)
+            for index in range(self._num_workers)
         ]
-        self._placed_at = datetime.now(UTC)
 
     def _watch(self) -> None:
         """Check the nodes of the ranks, run the ranks, and wait for all of them. The first failure ends the others."""
@@ -222,6 +272,8 @@ class Supervisor:
         for rank in self._ranks:
             ray.kill(rank, no_restart=True)
         self._ranks = []
+        if self._rank_here is not None:
+            self._rank_here.end()
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
@@ -230,12 +282,18 @@ class Supervisor:
 def _failure_of(reference: Any, rank: str) -> tuple[FailureReason, str] | None:
     """Return why an ended rank failed; None if it succeeded or was told to stop."""
     try:
-        outcome, reason, message = ray.get(reference, timeout=10)
+        ending: warm.Ending = ray.get(reference, timeout=10)
     except RayActorError as error:
         return FailureReason.WORKER_LOST, f"{rank}: its process died: {_first_line(error)}"
     except RayError as error:
         return FailureReason.WORKER_ERROR, f"{rank}: {error}"
+    return _failure_in(ending)
+
+
+def _failure_in(ending: warm.Ending) -> tuple[FailureReason, str] | None:
+    outcome, reason, message = ending
     if outcome == "failed":
+        assert reason is not None, "a failure has a reason"
         return FailureReason(reason), message
     if outcome is None:
         return FailureReason.LEASE_EXPIRED, message

@@ -6,8 +6,8 @@ An attempt takes slots of its pool until `released_at`, the moment when its proc
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, Text, UniqueConstraint, cast, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from api_schemas import AttemptState, DesiredState, FailureReason, JobState
 from service.db.columns import SafeText, UtcDateTime, id_column, state_column
@@ -98,9 +98,6 @@ class JobRow(Base):
     remaining_s: Mapped[float | None]
     reported_at: Mapped[datetime | None]
     steps: Mapped[int | None] = mapped_column(BigInteger)
-
-    # The stored spec before it is parsed, for queries that ask for it in place of `spec`.
-    spec_text: Mapped[str] = column_property(cast(spec, Text), deferred=True)
 
     @property
     def num_steps(self) -> int | None:
@@ -281,3 +278,17 @@ class PoolCapacityRow(Base):
     pool: Mapped[str] = mapped_column(String(32), primary_key=True)
     slots_present: Mapped[int]
     observed_at: Mapped[datetime]
+
+
+class TallyRow(Base):
+    """How many jobs, attempts or pools there are of a kind. Triggers count them (`migrations/versions/0007_tallies.py`)."""
+
+    __tablename__ = "tallies"
+
+    subject: Mapped[str] = mapped_column(String(16), primary_key=True)
+    pool: Mapped[str] = mapped_column(String(32), primary_key=True)
+    state: Mapped[str] = mapped_column(String(32), primary_key=True)
+    reason: Mapped[str] = mapped_column(String(32), primary_key=True)
+    part: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    num_rows: Mapped[int] = mapped_column(BigInteger)
+    num_changes: Mapped[int] = mapped_column(BigInteger)

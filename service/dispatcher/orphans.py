@@ -1,4 +1,5 @@
-"""Ends orphans: processes on the cluster without an attempt that may have them. Deletes old idempotency keys, too."""
+"""Ends orphans: processes on the cluster without an attempt that may have them. Deletes old idempotency keys and
+gathers tallies, too."""
 
 import logging
 
@@ -14,6 +15,7 @@ logger = logging.getLogger(__name__)
 def step(context: DispatcherContext) -> None:
     with context.write() as (session, now):
         store.jobs.forget_idempotency_keys(session, now)
+        store.tallies.gather(session)
     try:
         found = context.launcher.list()
         # This order matters: an attempt is in the database before it is on the cluster.

@@ -4,8 +4,10 @@
 the transaction that writes, with the row locked.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 
 from api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, Probe, ProbeState
 from service import store
@@ -16,6 +18,8 @@ from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent
 from service.settings import Settings
 
+AT_ONCE = 64
+"""Attempts that are probed, and then judged in one read. One that does not answer in time holds up no earlier group."""
 EXIT_GRACE = timedelta(seconds=3)  # the last report of an ended process may arrive this much later
 
 _ON_CLUSTER = {AttemptState.STARTING, AttemptState.RUNNING}
@@ -32,26 +36,38 @@ class Finding:
 
 def step(context: DispatcherContext) -> None:
     with context.database.read() as session:
-        refs = [(AttemptRef(attempt_id=row.id, epoch=row.epoch), row.state) for row in store.queue.live_attempts(session)]
-    context.each(lambda pair: _watch(context, *pair), refs)
+        live = store.queue.live_attempts(session)
+    for first in range(0, len(live), AT_ONCE):
+        together = live[first : first + AT_ONCE]
+        probes: dict[AttemptRef, Probe] = {}
+        context.each(partial(_probe, context, probes), [ref for ref, state in together if state in _ON_CLUSTER])
+        context.each(partial(_write, context, probes), _with_news(context, [ref for ref, _ in together], probes))
 
 
-def _watch(context: DispatcherContext, ref: AttemptRef, state: AttemptState) -> None:
-    probe = context.launcher.probe(ref) if state in _ON_CLUSTER else None
+def _probe(context: DispatcherContext, probes: dict[AttemptRef, Probe], ref: AttemptRef) -> None:
+    probes[ref] = context.launcher.probe(ref)
+
+
+def _with_news(context: DispatcherContext, refs: list[AttemptRef], probes: Mapping[AttemptRef, Probe]) -> list[AttemptRef]:
+    """Return the attempts about which there is something to write. Nearly always there are none."""
+    by_id = {ref.attempt_id: ref for ref in refs}
     with context.database.read() as session:
-        attempt = store.jobs.find_attempt(session, ref.attempt_id)
-        assert attempt is not None, "attempts are never deleted"
-        job = store.jobs.find_job(session, attempt.job_id)
-        assert job is not None
-        if not _has_news(context, job, attempt, probe, context.database.now(session)):
-            return
+        now = context.database.now(session)
+        return [
+            by_id[attempt.id]
+            for attempt, job in store.queue.attempts_to_judge(session, list(by_id))
+            if _has_news(context, job, attempt, probes.get(by_id[attempt.id]), now)
+        ]
+
+
+def _write(context: DispatcherContext, probes: Mapping[AttemptRef, Probe], ref: AttemptRef) -> None:
     with context.write() as (session, now):
         locked = store.jobs.lock_attempt(session, ref.attempt_id)
         assert locked is not None
         job, attempt = locked
         if attempt.state.is_terminal:
             return
-        finding = judge(job, attempt, probe, now, context.leads_since or now, context.settings)
+        finding = judge(job, attempt, probes.get(ref), now, context.leads_since or now, context.settings)
         attempt.exited_at, attempt.placed_at = finding.exited_at, finding.placed_at
         if finding.ending is not None:
             attempts.finish(session, job, attempt, finding.ending, now)

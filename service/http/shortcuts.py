@@ -9,6 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Response
 from starlette.routing import BaseRoute, Match, Route
@@ -36,6 +37,13 @@ class Usual:
         return None if value is None else value.decode("latin-1")
 
     @property
+    def query(self) -> dict[str, str] | None:
+        """The query's parameters; None if one comes twice."""
+        pairs = parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        query = dict(pairs)
+        return query if len(query) == len(pairs) else None
+
+    @property
     def is_json(self) -> bool:
         return self._headers.get(b"content-type") == b"application/json"
 
@@ -47,14 +55,18 @@ Answer = Callable[[Usual], Awaitable[Response | None]]
 class Shortcut(BaseRoute):
     """A shortcut to a route."""
 
-    def __init__(self, route: Route, answer: Answer) -> None:
+    def __init__(self, route: Route, answer: Answer, *, takes_query: bool = False) -> None:
+        """takes_query: `answer` looks at the query of a request; otherwise a request that has one is left to the route."""
         self._route = route
         self._answer = answer
+        self._takes_query = takes_query
         (self._method,) = (route.methods or set()) - {"HEAD"}
         self._path = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", route.path))
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if scope["type"] != "http" or scope["method"] != self._method or scope["query_string"] or _LEFT in scope:
+        if scope["type"] != "http" or scope["method"] != self._method or _LEFT in scope:
+            return Match.NONE, {}
+        if scope["query_string"] and not self._takes_query:
             return Match.NONE, {}
         path = self._path.fullmatch(scope["path"])
         return (Match.FULL, {"path_params": path.groupdict(), "route": self._route}) if path else (Match.NONE, {})

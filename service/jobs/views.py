@@ -2,7 +2,9 @@
 
 import json
 import math
-from typing import Any
+from datetime import datetime
+from functools import lru_cache
+from typing import NamedTuple
 
 from api_schemas import (
     Attempt,
@@ -18,46 +20,26 @@ from api_schemas import (
     StartTimes,
 )
 from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow, MetricRow
+from service.store.shown import ShownRow
 
 
-class _KnownSpecs:
-    """The specs of the jobs that were shown last: parsed, by the stored text, and rendered with their recipe for the answer."""
+class _KnownSpec(NamedTuple):
+    """What is shown of a stored spec. `rendered` are the last fields of a shown job as JSON, recipe and spec."""
 
-    def __init__(self, max_specs: int) -> None:
-        self._max_specs = max_specs
-        self._parsed: dict[str, JobSpec] = {}
-        self._rendered: dict[int, tuple[JobSpec, str]] = {}
-
-    def parsed(self, row: JobRow) -> JobSpec:
-        """Return the parsed spec of a row."""
-        stored = row.__dict__.get("spec_text")
-        if stored is None:
-            return JobSpec.read_stored(row.spec)
-        spec = self._parsed.get(stored)
-        if spec is None:
-            spec = JobSpec.read_stored(json.loads(stored))
-            _make_room(self._parsed, self._max_specs)
-            self._parsed[stored] = spec
-        return spec
-
-    def rendered(self, job: Job) -> str:
-        """Return the last fields of a shown job as JSON: recipe and spec."""
-        known = self._rendered.get(id(job.spec))
-        if known is not None and known[0] is job.spec:
-            return known[1]
-        text = job.model_dump_json(include=_OF_SPEC).removeprefix("{")
-        _make_room(self._rendered, self._max_specs)
-        self._rendered[id(job.spec)] = job.spec, text
-        return text
-
-
-def _make_room(kept: dict[Any, Any], limit: int) -> None:
-    if len(kept) >= limit:
-        kept.clear()
+    labels: dict[str, str]
+    steps: int | None
+    rendered: str
 
 
 _OF_SPEC = {"recipe", "spec"}  # the last fields of `Job`, in this order
-_KNOWN = _KnownSpecs(1024)
+
+
+@lru_cache(maxsize=1024)
+def _known_spec(stored: str) -> _KnownSpec:
+    """Parse and render a stored spec, which takes most of the time of an answer, once for many answers."""
+    spec = JobSpec.read_stored(json.loads(stored))
+    fields = Job.model_construct(recipe=spec.precision.resolved_recipe, spec=spec)
+    return _KnownSpec(spec.labels, spec.training.steps, fields.model_dump_json(include=_OF_SPEC).removeprefix("{"))
 
 
 def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec: JobSpec | None = None) -> Job:
@@ -65,7 +47,7 @@ def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec:
 
     `spec` is the job's spec where the caller has it; otherwise the stored one is parsed.
     """
-    spec = spec or _KNOWN.parsed(row)
+    spec = spec or JobSpec.read_stored(row.spec)
     return Job(
         id=row.id,
         name=row.name,
@@ -84,17 +66,56 @@ def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec:
         num_failures=row.num_failures + row.num_platform_failures,
         current_attempt_id=row.current_attempt_id,
         queue=queue,
-        progress=_progress(row, spec),
-        start=_start_times(row, attempt),
+        progress=_progress(row, spec.training.steps),
+        start=_start_times(row.created_at, attempt),
         summary=JobSummary.read_stored(row.summary) if row.summary else None,
         recipe=spec.precision.resolved_recipe,
         spec=spec,
     )
 
 
-def job_json(shown: Job) -> str:
-    """Render a job as `model_dump_json` does. The spec, which takes most of that time, is rendered once for many answers."""
-    return f"{shown.model_dump_json(exclude=_OF_SPEC)[:-1]},{_KNOWN.rendered(shown)}"
+_MOST_RENDERED = 2048
+_rendered: dict[str, tuple[ShownRow, QueuePlace | None, str]] = {}  # by job
+
+
+def job_json(row: ShownRow, queue: QueuePlace | None) -> str:
+    """Render a job that is read as `job` and `model_dump_json` would. An answer is kept until row or place differ."""
+    known = _rendered.get(row.id)
+    if known is not None and known[0] == row and known[1] == queue:
+        return known[2]
+    text = _render_job(row, queue)
+    if len(_rendered) >= _MOST_RENDERED:
+        _rendered.clear()
+    _rendered[row.id] = row, queue, text
+    return text
+
+
+def _render_job(row: ShownRow, queue: QueuePlace | None) -> str:
+    """Render a job without checking again what was checked when it was stored."""
+    spec = _known_spec(row.spec_text)
+    shown = Job.model_construct(
+        id=row.id,
+        name=row.name,
+        tenant=row.tenant,
+        state=row.state,
+        desired_state=row.desired,
+        priority=row.priority,
+        labels=spec.labels,
+        created_at=row.created_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        reason=row.reason,
+        message=row.message,
+        hint=row.reason.hint if row.reason else None,
+        num_attempts=row.num_attempts,
+        num_failures=row.num_failures + row.num_platform_failures,
+        current_attempt_id=row.current_attempt_id,
+        queue=queue,
+        progress=_progress(row, spec.steps),
+        start=_start_times(row.created_at, row),
+        summary=JobSummary.read_stored(row.summary) if row.summary else None,
+    )
+    return f"{shown.model_dump_json(exclude=_OF_SPEC)[:-1]},{spec.rendered}"
 
 
 def attempt(row: AttemptRow) -> Attempt:
@@ -150,12 +171,12 @@ def checkpoint(row: CheckpointRow) -> Checkpoint:
     )
 
 
-def _progress(row: JobRow, spec: JobSpec) -> Progress | None:
+def _progress(row: JobRow | ShownRow, steps_of_spec: int | None) -> Progress | None:
     if row.step is None or row.reported_at is None:
         return None
-    steps = row.steps or spec.training.steps
+    steps = row.steps or steps_of_spec
     assert steps is not None, "a job that has begun knows its steps"
-    return Progress(
+    return Progress.model_construct(
         step=row.step,
         steps=steps,
         loss=row.loss,
@@ -165,10 +186,17 @@ def _progress(row: JobRow, spec: JobSpec) -> Progress | None:
     )
 
 
-def _start_times(row: JobRow, attempt: AttemptRow | None) -> StartTimes:
-    phases = [name for name in StartTimes.model_fields if name != "accepted_at"]
-    reached = {name: getattr(attempt, name) for name in phases} if attempt else {}
-    return StartTimes(accepted_at=row.created_at, **reached)
+def _start_times(accepted_at: datetime, attempt: AttemptRow | ShownRow | None) -> StartTimes:
+    if attempt is None:
+        return StartTimes.model_construct(accepted_at=accepted_at)
+    return StartTimes.model_construct(
+        accepted_at=accepted_at,
+        placed_at=attempt.placed_at,
+        process_up_at=attempt.process_up_at,
+        torch_imported_at=attempt.torch_imported_at,
+        model_built_at=attempt.model_built_at,
+        first_step_at=attempt.first_step_at,
+    )
 
 
 def perplexity(loss: float | None) -> float | None:

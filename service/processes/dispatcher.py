@@ -24,6 +24,7 @@ from service.processes.startup import (
     database_that_answers,
     end_by_exception,
     log_to_stderr,
+    without_arrow,
 )
 from service.telemetry.dispatcher import serving_metrics
 
@@ -59,6 +60,7 @@ def dispatch(
     log_to_stderr()
     database = database_that_answers(settings)
     os.environ.update(ray_environment(ray_token_file))  # Ray reads it when it is imported
+    without_arrow()
     from service.cluster.ray.launcher import RayLauncher
 
     launcher = RayLauncher(node.ensure, settings.pools, warm_idle_s=settings.warm_idle_s)

@@ -25,6 +25,7 @@ from service.processes.startup import (
     listening,
     log_to_stderr,
     private_folder,
+    without_arrow,
 )
 from service.settings import Settings, default_pool
 
@@ -99,6 +100,7 @@ def _local_cluster(settings: Settings) -> Iterator[Launcher]:
     """A launcher on the embedded Ray. Ray ends with the server; after a kill it runs on for a while, for the next server."""
     local = LocalRay(settings.data_dir, settings.pools)
     os.environ.update(local.environment())
+    without_arrow()
     from service.cluster.ray.launcher import RayLauncher
 
     launcher = RayLauncher(local.ensure, settings.pools, warm_idle_s=settings.warm_idle_s, warms_ahead=True)

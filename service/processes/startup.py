@@ -81,6 +81,14 @@ def private_folder(folder: Path) -> None:
             path.chmod(0o600)
 
 
+def without_arrow() -> None:
+    """Keep Ray from importing pyarrow, and numpy with it, into this process, which exchanges texts and numbers with Ray.
+
+    It does so for its data sets wherever pyarrow is installed: 50 MB of memory.
+    """
+    sys.modules.setdefault("pyarrow", None)  # type: ignore[arg-type]  # Python's own way to say that there is none
+
+
 def log_to_stderr() -> None:
     """Send the log of the whole process to stderr, from INFO upwards."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

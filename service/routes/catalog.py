@@ -32,7 +32,7 @@ def levels() -> Page[Level]:
 def pools(context: AppContextDep) -> Page[Pool]:
     """Every pool, its slots and its queue."""
     with context.database.read() as session:
-        used, jobs = store.queue.slots_used(session), store.jobs.count_jobs(session)
+        used, jobs = store.queue.slots_used(session), store.tallies.read(session).jobs
     shown = [
         Pool(
             name=pool.name,

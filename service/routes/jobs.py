@@ -10,15 +10,16 @@ from api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from service import store
 from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
 from service.errors import InvalidRequest, NotFound
-from service.http.pages import as_json, page_as_json, page_of
+from service.http.pages import as_json, page_as_json
 from service.http.problems import answers
-from service.jobs import commands, requests, views
+from service.jobs import commands, requests
 from service.jobs.requests import Request
-from service.routes.shown import shown_job, shown_jobs, starts_soon
+from service.routes.shown import rendered_jobs, shown_job, starts_soon
 from service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
+PAGE = 20
 _TEXT = r"^[^\x00-\x1f\x7f]*$"
 _Label = Annotated[str, StringConstraints(max_length=321, pattern=r"^[^:\x00-\x1f\x7f]+:[^\x00-\x1f\x7f]*$")]
 
@@ -56,7 +57,7 @@ async def validate(spec: JobSpec, context: AppContextDep) -> ValidatedJob:
 @router.get("", response_model=Page[Job], operation_id="list_jobs", responses=answers(422))
 def list_jobs(
     context: AppContextDep,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    limit: Annotated[int, Query(ge=1, le=100)] = PAGE,
     after: Annotated[str | None, Query(description="the id of the last job of the page before")] = None,
     state: Annotated[tuple[JobState, ...], Query(description="repeat it for several")] = (),
     pool: Annotated[str | None, Query(max_length=32, pattern=_TEXT)] = None,
@@ -67,21 +68,21 @@ def list_jobs(
     if after is not None and not is_id("job", after):
         violation = Violation(field="after", got=after, allowed="the id of a job", message="Use last_id of the page before.")
         raise InvalidRequest.of((violation,))
-    wanted = store.jobs.JobFilter(states=state, pool=pool, name=name, labels=[_label(text) for text in label])
+    wanted = store.shown.JobFilter(states=state, pool=pool, name=name, labels=[_label(text) for text in label])
     with context.database.read() as session:
-        rows = store.jobs.list_jobs(session, wanted, limit + 1, after)
-        page = page_of(shown_jobs(session, context, rows), limit, lambda job: job.id)
-    return page_as_json(page, views.job_json)
+        rows = store.shown.list_jobs(session, wanted, limit + 1, after)
+        rendered = rendered_jobs(session, context, rows[:limit])
+    return page_as_json(rendered, [row.id for row in rows], limit)
 
 
 @router.get("/{job_id}", response_model=Job, operation_id="get_job", responses=answers(404, 422))
 def get_job(job_id: JobIdDep, context: AppContextDep) -> Response:
     with context.database.read() as session:
-        row = store.jobs.find_job_to_show(session, job_id)
+        row = store.shown.find_job(session, job_id)
         if row is None:
             raise NotFound(f"there is no job {job_id}")
-        job = shown_job(session, context, row)
-    return Response(views.job_json(job), media_type="application/json")
+        (job,) = rendered_jobs(session, context, [row])
+    return Response(job, media_type="application/json")
 
 
 @router.post("/{job_id}/cancel", status_code=202, operation_id="cancel_job", responses=answers(404, 409, 422))

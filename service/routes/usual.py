@@ -1,4 +1,4 @@
-"""Shortcuts to the three routes that are asked most: to report, to submit a job, to read one. See `service.http.shortcuts`."""
+"""Shortcuts to the routes that are asked most: to report, to submit a job, to read one or a page. See `http/shortcuts.py`."""
 
 import re
 
@@ -47,10 +47,21 @@ def shortcuts(context: AppContext, telemetry: Telemetry) -> list[Shortcut]:
         tenant_of(context.settings, usual.header(b"authorization") or "")
         return await run_sync(jobs.get_job, job_id, context)
 
+    async def read_page(usual: Usual) -> Response | None:
+        query = usual.query
+        if query is None or not query.keys() <= {"limit", "after"}:
+            return None
+        limit, after = query.get("limit", str(jobs.PAGE)), query.get("after")
+        if not re.fullmatch("[1-9][0-9]?|100", limit) or not (after is None or is_id("job", after)):
+            return None
+        tenant_of(context.settings, usual.header(b"authorization") or "")
+        return await run_sync(jobs.list_jobs, context, int(limit), after)
+
     return [
         Shortcut(route_of(reports.router, "report"), report),
         Shortcut(route_of(jobs.router, "submit_job"), submit),
         Shortcut(route_of(jobs.router, "get_job"), read),
+        Shortcut(route_of(jobs.router, "list_jobs"), read_page, takes_query=True),
     ]
 
 

@@ -10,24 +10,13 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import ColumnElement, bindparam, delete, func, insert, literal_column, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import Session, defer, undefer
+from sqlalchemy.orm import Session
 
-from api_schemas import AttemptState, FailureReason, JobState, JsonScalar
+from api_schemas import FailureReason, JsonScalar
 from service.db.tables import AttemptRow, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
 from service.store.ids import new_id
 
-_TO_SHOW = (defer(JobRow.spec), undefer(JobRow.spec_text))
 IDEMPOTENCY_KEPT = timedelta(hours=24)
-
-
-@dataclass(frozen=True)
-class JobFilter:
-    """Which jobs to list. An empty field does not restrict."""
-
-    states: Sequence[JobState] = ()
-    pool: str | None = None
-    name: str | None = None
-    labels: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -41,11 +30,6 @@ class Head:
 
 def find_job(session: Session, job_id: str) -> JobRow | None:
     return session.get(JobRow, job_id)
-
-
-def find_job_to_show(session: Session, job_id: str) -> JobRow | None:
-    """Find a job with its spec as text: to parse the document takes longer than everything else of the row."""
-    return session.scalar(select(JobRow).where(JobRow.id == job_id).options(*_TO_SHOW))
 
 
 def last_job_id(session: Session) -> str | None:
@@ -72,23 +56,6 @@ def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow]
     assert job is not None, "an attempt has a job"
     assert attempt is not None, "attempts are never deleted"
     return job, attempt
-
-
-def list_jobs(session: Session, wanted: JobFilter, limit: int, after: str | None) -> list[JobRow]:
-    """List jobs with their specs as text, newest first, starting after the id `after`. Ids sort by the time they were made."""
-    query = select(JobRow).options(*_TO_SHOW).order_by(JobRow.id.desc()).limit(limit)
-    if after is not None:
-        query = query.where(JobRow.id < after)
-    if wanted.states:
-        query = query.where(JobRow.state.in_(wanted.states))
-    if wanted.pool is not None:
-        query = query.where(JobRow.pool == wanted.pool)
-    if wanted.name is not None:
-        query = query.where(JobRow.name == wanted.name)
-    for key, value in wanted.labels:
-        having = select(JobLabelRow.job_id).where(JobLabelRow.key == key, JobLabelRow.value == value)
-        query = query.where(JobRow.id.in_(having))
-    return list(session.scalars(query))
 
 
 def add_jobs(session: Session, jobs: Sequence[tuple[JobRow, dict[str, str]]], now: datetime) -> None:
@@ -185,25 +152,10 @@ def forget_idempotency_keys(session: Session, now: datetime) -> None:
     session.execute(delete(IdempotencyKeyRow).where(IdempotencyKeyRow.expires_at <= now))
 
 
-def count_jobs(session: Session) -> dict[tuple[str, JobState], int]:
-    """Count jobs by pool and state."""
-    query = select(JobRow.pool, JobRow.state, func.count()).group_by(JobRow.state, JobRow.pool)  # as an index has them
-    return {(pool, state): count for pool, state, count in session.execute(query)}
-
-
 def count_failures(session: Session, job_id: str, reason: FailureReason) -> int:
     """Count the job's attempts that failed for this reason, in the caller's transaction."""
     query = select(func.count()).select_from(AttemptRow).where(AttemptRow.job_id == job_id, AttemptRow.reason == reason)
     return session.scalar(query) or 0
-
-
-def count_endings(session: Session) -> dict[tuple[AttemptState, FailureReason | None], int]:
-    """Count attempts that ended, by state and reason."""
-    over = [state for state in AttemptState if state.is_terminal]
-    query = select(AttemptRow.state, AttemptRow.reason, func.count()).where(AttemptRow.state.in_(over))
-    return {
-        (state, reason): count for state, reason, count in session.execute(query.group_by(AttemptRow.state, AttemptRow.reason))
-    }
 
 
 def jobs_to_show(session: Session, since: datetime, limit: int) -> list[JobRow]:

@@ -1,9 +1,9 @@
 """SQL of the dispatcher: the queue, slots in use, attempts to launch, watch and release, and the leader's lease."""
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from sqlalchemy import (
     BindParameter,
@@ -20,13 +20,14 @@ from sqlalchemy import (
     union_all,
     update,
 )
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy.orm import Session, aliased, load_only
 
-from api_schemas import AttemptState, FailureReason
+from api_schemas import AttemptRef, AttemptState, FailureReason
 from service.db.tables import AttemptRow, JobRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
 HEAD_OF_QUEUE = 200
+FEW_BEHIND = 1000
 LOOP_PRECISION = timedelta(seconds=10)
 _LOOP = "loop:"
 # The literal lets SQLite use the index of queued jobs; it does not for a bound parameter.
@@ -105,32 +106,57 @@ _WHOLE_QUEUE = _in_order(*_OF_POOL)
 _HEAD_OF_QUEUE = _in_order(JobRow.id.in_(union_all(select(_OLDEST_OF_LOWEST.c.id), _ABOVE_LOWEST)))
 
 
-def positions(session: Session, jobs: Iterable[JobRow]) -> dict[str, int]:
+class Place(Protocol):
+    """What decides about a queued job's position."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def pool(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+
+
+def positions(session: Session, jobs: Iterable[Place], num_queued: Mapping[str, int]) -> dict[str, int]:
     """Find the position of each of these queued jobs in the queue of its pool, counted from 1.
 
-    The queue is counted up to the first of the jobs of one priority; the others are counted from there.
+    num_queued: the jobs of each pool's queue, as the tallies have them. Those behind the last of the jobs of one priority are
+    counted if they are few, as they are for new jobs, or else those ahead of the first; the others are counted from there.
     """
     together: dict[tuple[str, int], list[str]] = {}
     for job in jobs:
         together.setdefault((job.pool, job.priority), []).append(job.id)
     found: dict[str, int] = {}
     for (pool, priority), ids in together.items():
-        part = {"pool": pool, "priority": priority, "first": min(ids), "last": max(ids)}
-        num_ahead = session.execute(_NUM_AHEAD, part).scalar_one()
-        rows = session.execute(_FROM_FIRST_TO_LAST, part) if len(ids) > 1 else [(ids[0], 1)]
+        part = {"pool": pool, "priority": priority, "first": min(ids), "last": max(ids), "few": FEW_BEHIND + 1}
+        rows = session.execute(_FROM_FIRST_TO_LAST, part).all() if len(ids) > 1 else [(ids[0], 1)]
+        num_behind = session.execute(_NUM_BEHIND, part).scalar_one()
+        if num_behind <= FEW_BEHIND:
+            num_ahead = num_queued[pool] - num_behind - len(rows)
+        else:
+            num_ahead = session.execute(_NUM_AHEAD, part).scalar_one()
         found |= {job_id: num_ahead + number for job_id, number in rows}
     return {job_id: found[job_id] for ids in together.values() for job_id in ids}
 
 
 def _counted(*conditions: ColumnElement[bool]) -> ScalarSelect[int]:
-    query = select(func.count()).select_from(JobRow).where(_IS_QUEUED, JobRow.pool == bindparam("pool"), *conditions)
+    query = select(func.count()).select_from(JobRow).where(*_OF_POOL, *conditions)
     return query.scalar_subquery()
 
 
-_OF_PRIORITY = JobRow.priority == bindparam("priority")
-_NUM_AHEAD = select(_counted(JobRow.priority > bindparam("priority")) + _counted(_OF_PRIORITY, JobRow.id < bindparam("first")))
+def _counted_if_few(*conditions: ColumnElement[bool]) -> ScalarSelect[int]:
+    few = select(JobRow.id).where(*_OF_POOL, *conditions).limit(bindparam("few", type_=Integer)).subquery()
+    return select(func.count()).select_from(few).scalar_subquery()
+
+
+_PRIORITY: BindParameter[int] = bindparam("priority", type_=Integer)
+_OF_PRIORITY = JobRow.priority == _PRIORITY
+_NUM_AHEAD = select(_counted(JobRow.priority > _PRIORITY) + _counted(_OF_PRIORITY, JobRow.id < bindparam("first")))
+_NUM_BEHIND = select(
+    _counted_if_few(JobRow.priority < _PRIORITY) + _counted_if_few(_OF_PRIORITY, JobRow.id > bindparam("last"))
+)
 _FROM_FIRST_TO_LAST = select(JobRow.id, func.row_number().over(order_by=JobRow.id)).where(
-    _IS_QUEUED, JobRow.pool == bindparam("pool"), _OF_PRIORITY, JobRow.id.between(bindparam("first"), bindparam("last"))
+    *_OF_POOL, _OF_PRIORITY, JobRow.id.between(bindparam("first"), bindparam("last"))
 )
 
 
@@ -164,8 +190,18 @@ def attempts_to_launch(session: Session, now: datetime) -> list[AttemptRow]:
     return list(session.scalars(query))
 
 
-def live_attempts(session: Session) -> list[AttemptRow]:
-    return list(session.scalars(select(AttemptRow).where(AttemptRow.state.in_(_LIVE)).order_by(AttemptRow.id)))
+def live_attempts(session: Session) -> list[tuple[AttemptRef, AttemptState]]:
+    """List the attempts that are not over, with their states; oldest first."""
+    query = select(AttemptRow.id, AttemptRow.epoch, AttemptRow.state).where(AttemptRow.state.in_(_LIVE))
+    rows = session.execute(query.order_by(AttemptRow.id))
+    return [(AttemptRef(attempt_id=attempt_id, epoch=epoch), state) for attempt_id, epoch, state in rows]
+
+
+def attempts_to_judge(session: Session, attempt_ids: Sequence[str]) -> list[tuple[AttemptRow, JobRow]]:
+    """Find attempts and their jobs. Of the jobs only what is asked of them and since when is read."""
+    query = select(AttemptRow, JobRow).join(JobRow, JobRow.id == AttemptRow.job_id).where(AttemptRow.id.in_(attempt_ids))
+    asked = load_only(JobRow.desired, JobRow.cancel_requested_at, raiseload=True)
+    return [(attempt, job) for attempt, job in session.execute(query.options(asked).order_by(AttemptRow.id))]
 
 
 def count_leases(session: Session, now: datetime) -> tuple[int, int]:

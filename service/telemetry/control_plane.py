@@ -20,6 +20,7 @@ from service import store
 from service.db.engine import Database
 from service.jobs.reports import START_PHASES
 from service.settings import Settings
+from service.store.tallies import Tallies
 from service.telemetry.jobs import JobsCollector
 from service.telemetry.process import ProcessTelemetry
 
@@ -97,22 +98,17 @@ class _DatabaseCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         with self._database.read() as session:
+            tallies = store.tallies.read(session)
             return [
-                self._jobs(session),
+                _jobs(tallies),
                 self._slots(session),
-                _attempts(session),
+                _attempts(tallies),
                 self._leader(session),
                 self._loops(session),
                 self._oldest_wait(session),
                 self._leases(session),
                 self._size(session),
             ]
-
-    def _jobs(self, session: Session) -> Metric:
-        family = GaugeMetricFamily("octet_jobs", "jobs by state and pool", labels=["state", "pool"])
-        for (pool, state), count in store.jobs.count_jobs(session).items():
-            family.add_metric([state.value, pool], count)
-        return family
 
     def _slots(self, session: Session) -> Metric:
         family = GaugeMetricFamily("octet_pool_slots", "slots: configured, there now, taken", labels=["pool", "kind"])
@@ -163,9 +159,16 @@ class _DatabaseCollector(Collector):
         )
 
 
-def _attempts(session: Session) -> Metric:
+def _jobs(tallies: Tallies) -> Metric:
+    family = GaugeMetricFamily("octet_jobs", "jobs by state and pool", labels=["state", "pool"])
+    for (pool, state), count in tallies.jobs.items():
+        family.add_metric([state.value, pool], count)
+    return family
+
+
+def _attempts(tallies: Tallies) -> Metric:
     family = CounterMetricFamily("octet_attempts", "attempts that ended", labels=["outcome", "reason"])
-    endings = store.jobs.count_endings(session)
+    endings = {key: count for key, count in tallies.attempts.items() if key[0].is_terminal}
     # Endings that never happened are shown as zero, so that the first one is an increase.
     every = [(AttemptState.SUCCEEDED, None), (AttemptState.CANCELLED, None)]
     for outcome, reason in {*endings, *every, *((AttemptState.FAILED, reason) for reason in FailureReason)}:

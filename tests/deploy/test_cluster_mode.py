@@ -134,7 +134,7 @@ def test_the_queue_wants_slots_up_to_what_its_pool_may_have(postgres_url: str, s
             commands.submit(session, spec, None, database.now(session))
 
     with database.write() as session:
-        for job in store.jobs.list_jobs(session, store.jobs.JobFilter(states=[JobState.QUEUED]), 100, None):
+        for job in store.shown.list_jobs(session, store.shown.JobFilter(states=[JobState.QUEUED]), 100, None):
             commands.cancel(session, job.id, database.now(session))
     assert slots_wanted(database, pools) == {"cpu": 0, "other": 0}
     submit()

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import re
 import stat
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_docu
     moments = list(job.start.model_dump().values())
     assert all(earlier <= later for earlier, later in pairwise(moments))
     assert job.summary.memory_bytes["weights"] == 4 * job.summary.num_parameters
+    assert not re.search(r"/(numpy|pandas|pyarrow|torch|transformers)/", Path(f"/proc/{server.pid}/maps").read_text())
 
 
 def check_that_the_spec_was_parsed_at_most_three_times(server: Server, parsed_by: list[int]) -> None:

@@ -24,6 +24,7 @@ from api_schemas import (
     LaunchOrder,
     ReportBatch,
 )
+from service import store
 from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
 from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow, MetricRow
@@ -223,6 +224,14 @@ def check_invariants(world: World) -> None:
             assert lines[job.id] == list(range(1, job.last_log_seq + 1)), "log numbers have gaps"
             check_attempts(world, job, attempts[job.id])
         assert all(held[pool.name] <= pool.slots for pool in world.settings.pools), "more slots are given than there are"
+        check_tallies(session)
+
+
+def check_tallies(session: Session) -> None:
+    """Check that the kept counts are those of the rows."""
+    tallies = store.tallies.read(session)
+    assert tallies.jobs == Counter(tuple(row) for row in session.execute(select(JobRow.pool, JobRow.state)))
+    assert tallies.attempts == Counter(tuple(row) for row in session.execute(select(AttemptRow.state, AttemptRow.reason)))
 
 
 def check_attempts(world: World, job: JobRow, attempts: list[AttemptRow]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import IntegrityError
 
 from api_schemas import AttemptState
@@ -17,8 +17,10 @@ from service.db.engine import Database
 from service.db.migrate import upgrade
 from service.db.tables import AttemptRow, Base
 from service.store.ids import is_id, new_id
-from tests.service.simulation import check_invariants
+from tests.service.simulation import check_invariants, check_tallies
 from tests.service.world import World
+
+TALLIED = ("jobs", "attempts", "pool_capacities")
 
 
 def test_the_migrations_make_the_tables_that_the_code_has(database: Database) -> None:
@@ -57,11 +59,13 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         connection.execute(text("INSERT INTO idempotency_keys VALUES ('used', 'hash', :job_id, :at)"), row)
         for index in ("ix_jobs_live", "ix_jobs_finished_at", "ix_jobs_pool_queued_at", "ix_attempts_state_reason"):
             connection.execute(text(f"DROP INDEX {index}"))
+        without_tallies(connection)
         connection.execute(text("ALTER TABLE jobs DROP COLUMN steps"))
         connection.execute(text("ALTER TABLE metrics DROP COLUMN evaluation_metrics"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0003'"))
     database.migrate()
     with database.write() as session:
+        check_tallies(session)
         now = world.clock.now()
         assert store.jobs.find_idempotency_key(session, "default", "used", now) is None
         found = store.jobs.find_idempotency_key(session, "research", "used", now)
@@ -70,10 +74,23 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         assert store.jobs.take_idempotency_key(session, "other", "used", "hash", job_id, now)
 
 
+def without_tallies(connection: Connection) -> None:
+    """Undo migration 0007."""
+    connection.execute(text("DROP TABLE tallies"))
+    names = [f"tally_{table}_{event}" for table in TALLIED for event in ("insert", "update", "delete")]
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("DROP FUNCTION tally_add"))
+        undo = [f"DROP FUNCTION {name} CASCADE" for name in names]
+    else:
+        undo = [f"DROP TRIGGER {name}" for name in names]
+    for statement in undo:
+        connection.execute(text(statement))
+
+
 def test_migrating_again_changes_nothing(database: Database) -> None:
     database.migrate()
     with database.read() as session:
-        assert store.jobs.count_jobs(session) == {}
+        assert store.tallies.read(session).jobs == {}
 
 
 def test_sqlite_is_set_up_to_lose_nothing(tmp_path: Path) -> None:
@@ -178,7 +195,9 @@ def test_jobs_keep_their_order_when_the_clock_is_set_back(world: World) -> None:
     assert [job.id for job in world.all_jobs()] == expected[::-1]
     with world.database.read() as session:
         rows = [row for row in map(partial(store.jobs.find_job, session), expected) if row is not None]
-        assert store.queue.positions(session, rows) == {job_id: place for place, job_id in enumerate(expected, start=1)}
+        assert store.queue.positions(session, rows, {"cpu": 4}) == {
+            job_id: place for place, job_id in enumerate(expected, start=1)
+        }
         assert [job.id for job in store.queue.head_of_queue(session, "cpu")] == expected
 
 

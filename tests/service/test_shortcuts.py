@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -139,6 +140,32 @@ def test_a_job_is_shown_the_same(
     assert (first.status_code, first.content, first.headers) == (again.status_code, again.content, again.headers)
 
 
+PAGES = {
+    "": True,
+    "?limit=1": True,
+    "?limit=1&after=job_7zzzzzzzzzzzzzzzzzzzzzzzzz": True,
+    "?limit=0": False,
+    "?limit=101": False,
+    "?limit=1&limit=2": False,
+    "?after=job_none": False,
+    "?state=queued": False,
+    "?unknown=1": False,
+}
+
+
+@pytest.mark.parametrize("query", cases(PAGES, "?limit=1", "?limit=0"))
+def test_a_page_is_shown_the_same(
+    client: TestClient, world: World, answered: list[bool], monkeypatch: pytest.MonkeyPatch, query: str
+) -> None:
+    world.start()
+    world.submit()
+    first = client.get(f"/v1/jobs{query}")
+    assert answered == [PAGES[query]]
+    without_shortcuts(monkeypatch)
+    again = client.get(f"/v1/jobs{query}")
+    assert (first.status_code, first.content, first.headers) == (again.status_code, again.content, again.headers)
+
+
 def test_jobs_are_rendered_as_pydantic_renders_them(client: TestClient, world: World) -> None:
     running_id, rank = world.start(labels={"a": 'a "quoted" ü'})
     rank.send(step(1), step(2))
@@ -153,7 +180,7 @@ def test_jobs_are_rendered_as_pydantic_renders_them(client: TestClient, world: W
 
 
 def test_a_spec_is_parsed_once_for_each_text(world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(views, "_KNOWN", views._KnownSpecs(2))
+    monkeypatch.setattr(views, "_known_spec", lru_cache(maxsize=8)(views._known_spec.__wrapped__))
     parsed = []
     read = JobSpec.read_stored
     monkeypatch.setattr(JobSpec, "read_stored", lambda stored: parsed.append(stored) or read(stored))
@@ -161,5 +188,27 @@ def test_a_spec_is_parsed_once_for_each_text(world: World, client: TestClient, m
         world.submit(name=f"job-{number}")
     for _ in range(2):
         assert [job["name"] for job in client.get("/v1/jobs?limit=1").json()["data"]] == ["job-2"]
-    assert len(parsed) == 2  # a page reads one job more than it shows
+    assert len(parsed) == 1
     assert [job["name"] for job in client.get("/v1/jobs").json()["data"]] == ["job-2", "job-1", "job-0"]
+    assert len(parsed) == 3
+
+
+def test_what_is_rendered_fast_is_what_the_contract_renders(world: World, client: TestClient) -> None:
+    def read(job_id: str) -> str:
+        text = client.get(f"/v1/jobs/{job_id}").text
+        assert Job.model_validate_json(text).model_dump_json() == text
+        assert client.get("/v1/jobs?limit=1").json()["data"] == [json.loads(text)]
+        return text
+
+    job_id, rank = world.start()
+    shown = [read(job_id)]
+    rank.train(1, 2)
+    shown.append(read(job_id))
+    rank.train(3, 4)
+    rank.succeed()
+    shown.append(read(job_id))
+    waiting = world.submit(workers=2)
+    shown.append(read(waiting))
+    world.cancel(waiting)
+    shown.append(read(waiting))
+    assert len(set(shown)) == 5

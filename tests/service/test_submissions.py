@@ -114,15 +114,17 @@ def test_a_database_that_may_have_committed_is_not_asked_twice(world: World, mon
     assert tried == [2]
 
 
-def test_positions_are_those_of_the_whole_queue(world: World) -> None:
+def test_positions_are_those_of_the_whole_queue(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for priority in (50, 10, 90, 50, 10, 50, 90, 50):
         world.clock.turn(0.01)
         world.submit(priority=priority)
     jobs = sorted(world.all_jobs(), key=lambda job: (-job.priority, job.id))
     expected = {job.id: number for number, job in enumerate(jobs, start=1)}
-    with world.database.read() as session:
-        for chosen in (jobs, jobs[::2], jobs[3:4], jobs[1:6:3], []):
-            assert store.queue.positions(session, chosen) == {job.id: expected[job.id] for job in chosen}
+    for few in (1000, 3, 0):
+        monkeypatch.setattr(store.queue, "FEW_BEHIND", few)
+        with world.database.read() as session:
+            for chosen in (jobs, jobs[::2], jobs[3:4], jobs[1:6:3], []):
+                assert store.queue.positions(session, chosen, {"cpu": 8}) == {job.id: expected[job.id] for job in chosen}
 
 
 def test_the_head_is_the_beginning_of_the_queue(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

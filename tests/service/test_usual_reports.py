@@ -17,7 +17,7 @@ from tests.service.simulation import check_invariants
 from tests.service.statements import counted
 from tests.service.world import Rank, World, step
 
-_OWN = {"id", "job_id", "attempt_id", "current_attempt_id", "token_hash", "name", "spec", "spec_text"}
+_OWN = {"id", "job_id", "attempt_id", "current_attempt_id", "token_hash", "name", "spec"}
 
 
 def sent(rank: Rank, *bodies: Any) -> SentBatch:

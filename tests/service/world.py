@@ -20,12 +20,13 @@ from api_schemas import (
 from service import store
 from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
-from service.db.tables import AttemptRow, EventRow, JobRow
+from service.db.tables import AttemptRow, EventRow
 from service.dispatcher import context as dispatcher_context
 from service.dispatcher import launch, orphans, place, release, watch
 from service.dispatcher.context import DispatcherContext
 from service.jobs import commands, reports, views
 from service.settings import Settings
+from service.store.shown import ShownRow
 
 
 class TurnedClock:
@@ -123,11 +124,9 @@ class World:
             session.expunge_all()
             return rows
 
-    def all_jobs(self) -> list[JobRow]:
+    def all_jobs(self) -> list[ShownRow]:
         with self.database.read() as session:
-            rows = store.jobs.list_jobs(session, store.jobs.JobFilter(), 10_000, None)
-            session.expunge_all()
-            return rows
+            return store.shown.list_jobs(session, store.shown.JobFilter(), 10_000, None)
 
     def start(self, **changes: Any) -> "tuple[str, Rank]":
         """Submit a job and start its one rank, which then trains."""

@@ -4,6 +4,7 @@ The template's name holds a hash of everything that a rank inherits: the owner, 
 and the environment. So a difference in any of them means another template. Only Linux has what this needs.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -72,8 +73,13 @@ class WarmProcess:
         outcome, reason, message = answer["ending"]
         return outcome, reason, message
 
+    def end(self) -> None:
+        """End the process. `run`, if it waits in another thread, raises ProcessLost."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """End the process."""
+        """End the process, which was given no rank."""
         self._connection.close()
 
 

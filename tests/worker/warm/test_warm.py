@@ -120,6 +120,15 @@ def test_each_process_runs_one_rank_with_our_environment_and_ends(
     wait_until(lambda: has_ended(second.pid))
 
 
+def test_a_process_that_is_ended_takes_no_rank() -> None:
+    process = take()
+    process.end()
+    wait_until(lambda: has_ended(process.pid))
+    with pytest.raises(warm.ProcessLost):
+        process.run("{}", {}, datetime.now(UTC))
+    process.end()
+
+
 def test_what_a_rank_raises_is_told() -> None:
     with pytest.raises(RuntimeError, match="ValidationError"):
         take().run("{}", {}, datetime.now(UTC))

@@ -1,0 +1,106 @@
+"""Finds where queued jobs stand and what they wait for, by the decision that the dispatcher takes.
+
+Far back in the queue only the number counts. What was found is kept until the queue, a slot or a pool changes, which the
+version of the tallies tells, so that many readers of a long queue read it once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sqlalchemy.orm import Session
+
+from api_schemas import FailureReason, JobState, QueuePlace
+from service import store
+from service.db.engine import Database
+from service.scheduling.decide import PoolState, decide, pool_states
+from service.scheduling.space import space_for
+from service.settings import Settings
+from service.store.queue import QueuedJob
+from service.store.tallies import Tallies
+
+STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
+_MOST_POSITIONS = 10_000
+
+
+class Waiting(Protocol):
+    """A queued job."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def pool(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+
+
+@dataclass
+class _Known:
+    """What is known of one version of the queue. `places` are by pool and job, for pools whose decision holds at any time."""
+
+    version: int
+    num_queued: dict[str, int]
+    positions: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, list[QueuedJob]] = field(default_factory=dict)
+    states: list[PoolState] | None = None
+    places: dict[str, dict[str, QueuePlace]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tallies: Tallies) -> "_Known":
+        queued = {pool: count for (pool, state), count in tallies.jobs.items() if state is JobState.QUEUED}
+        return cls(tallies.version, queued)
+
+
+class QueuePlaces:
+    """The places of queued jobs, as one process shows them."""
+
+    def __init__(self, database: Database, settings: Settings) -> None:
+        self._database = database
+        self._settings = settings
+        self._known = _Known(-1, {})
+
+    def read(self, session: Session, jobs: Sequence[Waiting]) -> dict[str, QueuePlace]:
+        """Find the places of queued jobs, by id, in a transaction that only reads."""
+        if not jobs:
+            return {}
+        tallies, known = store.tallies.read(session), self._known
+        if known.version != tallies.version or len(known.positions) > _MOST_POSITIONS:
+            known = self._known = _Known.of(tallies)
+        return self._places(session, jobs, known)
+
+    def read_while_writing(self, session: Session, jobs: Sequence[Waiting]) -> dict[str, QueuePlace]:
+        """Find the places in a transaction that writes. Nobody else may see them, because it may come to nothing."""
+        if not jobs:
+            return {}
+        return self._places(session, jobs, _Known.of(store.tallies.read(session)))
+
+    def _places(self, session: Session, jobs: Sequence[Waiting], known: _Known) -> dict[str, QueuePlace]:
+        new = [job for job in jobs if job.id not in known.positions]
+        known.positions |= store.queue.positions(session, new, known.num_queued)
+        near = {job.pool for job in jobs if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE}
+        decided = {pool: known.places.get(pool) or self._decide(session, pool, known) for pool in near}
+        return {job.id: decided.get(job.pool, {}).get(job.id) or _far_back(job, known.positions[job.id]) for job in jobs}
+
+    def _decide(self, session: Session, pool: str, known: _Known) -> dict[str, QueuePlace]:
+        """Decide about the head of a pool's queue. It is kept unless it changes with time or with space on the disk."""
+        if known.states is None:
+            present, used = store.queue.slots_present(session), store.queue.slots_used(session)
+            known.states = pool_states(self._settings.pools, present, used)
+        if pool not in known.heads:
+            known.heads[pool] = store.queue.head_of_queue(session, pool)
+        head = known.heads[pool]
+        now, space = self._database.now(session), space_for(head, self._settings)
+        decisions = decide(head, known.states, now, self._settings.lease_grace_s, space)
+        places = {each.job_id: QueuePlace(position=each.position, why=each.why or STARTS_SOON) for each in decisions}
+        if not any(map(_changes_by_itself, head)):
+            known.places[pool] = places
+        return places
+
+
+def _changes_by_itself(job: QueuedJob) -> bool:
+    waits_for_space = job.former_reason is FailureReason.STORAGE_FULL
+    return job.not_before is not None or job.former_attempt_at_large or waits_for_space
+
+
+def _far_back(job: Waiting, position: int) -> QueuePlace:
+    return QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {job.pool!r}")

@@ -1,0 +1,61 @@
+"""SQL of the tallies: counts of jobs and attempts, and of changes, without counting.
+
+Triggers keep them; see `service/db/migrations/versions/0007_tallies.py`.
+"""
+
+from dataclasses import dataclass
+
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from api_schemas import AttemptState, FailureReason, JobState
+
+
+@dataclass(frozen=True)
+class Tallies:
+    """What a transaction sees.
+
+    `version` grows with every change of a job's place in the queue, of an attempt's slots and of a pool's capacity: two
+    transactions that see the same version see the same queue. `jobs` are counts by pool and state, `attempts` by state and
+    reason; those of zero are left out.
+    """
+
+    version: int
+    jobs: dict[tuple[str, JobState], int]
+    attempts: dict[tuple[AttemptState, FailureReason | None], int]
+
+
+def read(session: Session) -> Tallies:
+    """Read all tallies."""
+    version = 0
+    jobs: dict[tuple[str, JobState], int] = {}
+    attempts: dict[tuple[AttemptState, FailureReason | None], int] = {}
+    for subject, pool, state, reason, num_rows, num_changes in session.connection().exec_driver_sql(_ALL):
+        version += int(num_changes)
+        if subject == "job" and num_rows:
+            jobs[pool, JobState(state)] = int(num_rows)
+        elif subject == "attempt" and num_rows:
+            attempts[AttemptState(state), FailureReason(reason) if reason else None] = int(num_rows)
+    return Tallies(version, jobs, attempts)
+
+
+_ALL = "SELECT subject, pool, state, reason, SUM(num_rows), SUM(num_changes) FROM tallies GROUP BY subject, pool, state, reason"
+
+
+def gather(session: Session) -> None:
+    """Add up the tallies of database connections that have ended. SQLite has nothing to gather."""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(_GATHER)
+
+
+_GATHER = text(
+    """
+    WITH ended AS (
+        DELETE FROM tallies WHERE part <> 0 AND part NOT IN (SELECT pid FROM pg_stat_activity) RETURNING *
+    )
+    INSERT INTO tallies (subject, pool, state, reason, part, num_rows, num_changes)
+    SELECT subject, pool, state, reason, 0, SUM(num_rows), SUM(num_changes) FROM ended GROUP BY subject, pool, state, reason
+    ON CONFLICT (subject, pool, state, reason, part) DO UPDATE
+    SET num_rows = tallies.num_rows + excluded.num_rows, num_changes = tallies.num_changes + excluded.num_changes
+    """
+)
