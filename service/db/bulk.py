@@ -4,7 +4,7 @@ SQLAlchemy finds again for each execution, and for each row of it, how the param
 for each kind of database, and the statement's text is kept.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -59,14 +59,17 @@ class ForIds:
         return result.cursor.fetchall() if result.returns_rows and result.cursor is not None else []
 
 
-class Upsert:
-    """Adds rows to a table, or replaces those that have the same primary key: of two such rows at once the last one counts.
-
-    Many rows are one statement: on SQLite with a list of values, on PostgreSQL with an array for each column.
+class Rows:
+    """Adds rows to a table. Many rows are one statement: on SQLite with a list of values, on PostgreSQL with an array of
+    each column's values.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, *, replaces: bool = False, as_text: Collection[str] = ()) -> None:
+        """replaces: a row takes the place of one with the same primary key, also of one before it among the rows; otherwise
+        such a row raises IntegrityError. as_text: names of JSON columns that get JSON texts instead of documents.
+        """
         self._table = table
+        self._replaces, self._as_text = replaces, as_text
         self._keys = [number for number, column in enumerate(table.columns) if column.primary_key]
         self._converts: dict[str, list[tuple[int, Callable[[Any], Any]]]] = {}
         self._sql: dict[tuple[str, int], str] = {}
@@ -83,13 +86,17 @@ class Upsert:
                 values = tuple(chain.from_iterable(converted[begin:end]))
                 connection.exec_driver_sql(self._text(dialect, end - begin), values)
         else:
-            last = {tuple([row[number] for number in self._keys]): row for row in rows}
-            connection.exec_driver_sql(self._text(dialect, 0), tuple(self._columns(list(last.values()), dialect)))
+            if self._replaces:  # a statement of PostgreSQL writes a row once
+                rows = list({tuple([row[number] for number in self._keys]): row for row in rows}.values())
+            connection.exec_driver_sql(self._text(dialect, 0), tuple(self._columns(rows, dialect)))
 
     def _columns(self, rows: Sequence[tuple[Any, ...]], dialect: Dialect) -> list[Sequence[Any]]:
         """Return the values of each column as the driver takes them. None is NULL in a column of any type."""
         if dialect.name not in self._converts:
-            found = [column.type.dialect_impl(dialect).bind_processor(dialect) for column in self._table.columns]
+            found = [
+                None if column.name in self._as_text else column.type.dialect_impl(dialect).bind_processor(dialect)
+                for column in self._table.columns
+            ]
             self._converts[dialect.name] = [(number, convert) for number, convert in enumerate(found) if convert]
         columns: list[Sequence[Any]] = [list(column) for column in zip(*rows, strict=True)]
         for number, convert in self._converts[dialect.name]:
@@ -107,9 +114,12 @@ class Upsert:
             else:
                 arrays = (f"%s::{column.type.compile(dialect)}[]" for column in columns)
                 values = f"SELECT * FROM unnest({', '.join(arrays)})"
-            names, keys = ", ".join(column.name for column in columns), ", ".join(columns[n].name for n in self._keys)
-            others = ", ".join(f"{column.name} = excluded.{column.name}" for column in columns if not column.primary_key)
-            self._sql[key] = f"INSERT INTO {self._table.name} ({names}) {values} ON CONFLICT ({keys}) DO UPDATE SET {others}"
+            sql = f"INSERT INTO {self._table.name} ({', '.join(column.name for column in columns)}) {values}"
+            if self._replaces:
+                others = (f"{column.name} = excluded.{column.name}" for column in columns if not column.primary_key)
+                keys = ", ".join(columns[number].name for number in self._keys)
+                sql += f" ON CONFLICT ({keys}) DO UPDATE SET {', '.join(others)}"
+            self._sql[key] = sql
         return self._sql[key]
 
 

@@ -90,7 +90,8 @@ def _write_steps(session: Session, batches: Sequence[tuple[Standing, ReportBatch
         attempts.append({"of_attempt": standing.attempt_id, "last_step": step.step, "last_progress_at": now})
         jobs.append({"of_job": standing.job_id, "reported_at": now, **progress(step, standing.num_steps)})
         sequences.append((standing.attempt_id, batch.rank, last.seq))
-        points += [point(standing.job_id, standing.attempt_id, report.at, report.body) for report in batch.reports]
+        steps: list[tuple[datetime, Any]] = [(report.at, report.body) for report in batch.reports]
+        points += [point(standing.job_id, standing.attempt_id, at, body) for at, body in steps]
     store.reporting.note_steps(session, attempts, jobs)
     store.reporting.put_sequences(session, sequences)
     store.reporting.put_metrics(session, points)

@@ -22,8 +22,13 @@ def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
 
 def shown_submissions(session: Session, context: AppContext, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
     """Show submitted jobs, with the specs that were asked for, so that the stored ones are not parsed again."""
+    new = {submission.job.id: submission.job for _, submission in pairs if not submission.replayed}
+    places = _queue_places(session, context, list(new.values()))
+    replayed = {submission.job.id: submission.job for _, submission in pairs if submission.job.id not in new}
     specs = {submission.job.id: request.spec for request, submission in pairs}
-    return _shown(session, context, [submission.job for _, submission in pairs], specs)
+    shown = {job.id: job for job in _shown(session, context, list(replayed.values()), specs)}
+    shown |= {id_: views.new_job(row, places[id_], specs[id_]) for id_, row in new.items()}
+    return [shown[submission.job.id] for _, submission in pairs]
 
 
 def shown_jobs(session: Session, context: AppContext, rows: Sequence[JobRow]) -> list[Job]:

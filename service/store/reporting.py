@@ -11,7 +11,7 @@ from sqlalchemy import BigInteger, BindParameter, Select, Update, bindparam, cas
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, DesiredState
-from service.db.bulk import Bulk, ForIds, Upsert
+from service.db.bulk import Bulk, ForIds, Rows
 from service.db.tables import AttemptRow, Base, JobRow, MetricRow, ReportStreamRow
 
 _ATTEMPTS, _JOBS = Base.metadata.tables[AttemptRow.__tablename__], Base.metadata.tables[JobRow.__tablename__]
@@ -46,7 +46,7 @@ def _lock(ids: Sequence[BindParameter[str]]) -> Select[Any]:
 
 def _standings(ids: Sequence[BindParameter[str]]) -> Select[Any]:
     is_rank = ReportStreamRow.rank == bindparam("rank")
-    return (
+    query: Select[Any] = (
         select(
             AttemptRow.id,
             AttemptRow.job_id,
@@ -63,6 +63,7 @@ def _standings(ids: Sequence[BindParameter[str]]) -> Select[Any]:
         .outerjoin(ReportStreamRow, (ReportStreamRow.attempt_id == AttemptRow.id) & is_rank)
         .where(AttemptRow.id.in_(ids))
     )
+    return query
 
 
 def _heard(ids: Sequence[BindParameter[str]]) -> Update:
@@ -84,7 +85,7 @@ _JOB_STEPS = Bulk(
     .where(_JOBS.c.id == bindparam("of_job"))
     .values({name: bindparam(name) for name in ("step", "loss", "tokens_per_s", "remaining_s", "reported_at")})
 )
-_SEQUENCES, _CURVES = Upsert(_STREAMS), Upsert(_METRICS)
+_SEQUENCES, _CURVES = Rows(_STREAMS, replaces=True), Rows(_METRICS, replaces=True)
 
 
 def lock_jobs(session: Session, attempt_ids: Sequence[str]) -> None:
