@@ -41,7 +41,7 @@ class Bulk:
 class ForIds:
     """A statement about the rows that have some ids, and a few other parameters (`bindparam`). All must have types."""
 
-    def __init__(self, build: Callable[[Sequence[BindParameter[str]]], Select[Any] | Statement]) -> None:
+    def __init__(self, build: Callable[[Sequence[BindParameter[str]]], Select[*tuple[Any, ...]] | Statement]) -> None:
         """build: makes the statement from a parameter for each id."""
         self._build = build
         self._compiled: dict[tuple[str, int], _Compiled] = {}
@@ -126,7 +126,7 @@ class Rows:
 class _Compiled:
     """A statement's text for one kind of database, and how its parameters are converted."""
 
-    def __init__(self, statement: Select[Any] | Statement, dialect: Dialect) -> None:
+    def __init__(self, statement: Select[*tuple[Any, ...]] | Statement, dialect: Dialect) -> None:
         compiled = statement.compile(dialect=dialect)
         names = compiled.positiontup if compiled.positional else list(compiled.binds)
         assert names is not None, "a positional statement knows its order"

@@ -39,14 +39,14 @@ class Standing(NamedTuple):
     last_seq: int
 
 
-def _lock(ids: Sequence[BindParameter[str]]) -> Select[Any]:
+def _lock(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
     query = select(AttemptRow.id).join(JobRow, JobRow.id == AttemptRow.job_id).where(AttemptRow.id.in_(ids))
     return query.order_by(AttemptRow.id).with_for_update(of=JobRow)
 
 
-def _standings(ids: Sequence[BindParameter[str]]) -> Select[Any]:
+def _standings(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
     is_rank = ReportStreamRow.rank == bindparam("rank")
-    query: Select[Any] = (
+    return (
         select(
             AttemptRow.id,
             AttemptRow.job_id,
@@ -63,7 +63,6 @@ def _standings(ids: Sequence[BindParameter[str]]) -> Select[Any]:
         .outerjoin(ReportStreamRow, (ReportStreamRow.attempt_id == AttemptRow.id) & is_rank)
         .where(AttemptRow.id.in_(ids))
     )
-    return query
 
 
 def _heard(ids: Sequence[BindParameter[str]]) -> Update:
