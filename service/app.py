@@ -17,6 +17,7 @@ from service.errors import NotReady
 from service.http.bodies import LimitBodies
 from service.http.guards import RefuseOtherHosts, refuse_unknown_query
 from service.http.problems import answers, install
+from service.http.shortcuts import Shortcuts
 from service.http.streams import Streams
 from service.jobs.admission import Admission
 from service.jobs.report_batches import ReportBatches
@@ -56,6 +57,11 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
         separate_input_output_schemas=False,
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+        },  # ours are in `telemetry`; it looks for its own each time
         dependencies=[Depends(refuse_unknown_query)],
         responses=answers(421, 503),
     )
@@ -71,10 +77,10 @@ def create_app(
     app.state.streams = streams
     for router in (jobs.router, records.router, files.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
-    app.router.routes[:0] = usual.shortcuts(context, telemetry)
     app.include_router(reports.router)
     app.include_router(operations.health)
     install(app)
+    app.add_middleware(Shortcuts, shortcuts=usual.shortcuts(context, telemetry))
     app.add_middleware(LimitBodies, settings=settings, knows_attempt=partial(_knows_attempt, batches))
     if settings.is_loopback and not settings.api_keys:
         app.add_middleware(RefuseOtherHosts)

@@ -7,7 +7,6 @@ import hashlib
 import ipaddress
 import os
 import re
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -156,9 +155,8 @@ class Settings(BaseSettings):
     @property
     def readable_files(self) -> Files:
         """The files that a submission may look at, within the limits of a check."""
-        return replace(
-            Files.below(self.readable_roots), max_entries=self.data_check_max_entries, timeout_s=self.data_check_timeout_s
-        )
+        roots = tuple(map(str, self.readable_roots))
+        return Files(roots, max_entries=self.data_check_max_entries, timeout_s=self.data_check_timeout_s)
 
     @property
     def store_access(self) -> StoreAccess:

@@ -275,7 +275,9 @@ class Trainer:
                 message = f"{error}; trying the previous checkpoint"
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
-            resume(self.model, self.optimizer, *self.parallel.own_part(with_frozen(self.model, state["model"]), state["optimizer"]))
+            resume(
+                self.model, self.optimizer, *self.parallel.own_part(with_frozen(self.model, state["model"]), state["optimizer"])
+            )
             self.average.load_state_dict(state.get("average", {}))
             self.progress = Progress(**state["progress"])
             self.step_times.resume(state["step_times_s"])

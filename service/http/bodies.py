@@ -7,6 +7,7 @@ for longest, so clients that never finish theirs cannot fill the memory or keep 
 
 import re
 from collections.abc import Callable
+from functools import cached_property
 
 import anyio
 from anyio.to_thread import run_sync
@@ -62,20 +63,31 @@ class LimitBodies:
         if is_known:
             tenant_of(self._settings, authorization)
         limit = MAX_REPORT_BYTES if report else MAX_BODY_BYTES if is_known else MAX_STRANGER_BYTES
+
+        async def received() -> bool | None:
+            """Receive one message. Returns True if the body is whole, False if the client went away, or None."""
+            nonlocal is_known
+            if max(declared, len(body.content)) > limit:
+                raise PayloadTooLarge(f"the body is larger than {limit} bytes, the limit of this route")
+            if report and not is_known and max(declared, len(body.content)) > MAX_STRANGER_BYTES:
+                await self._require_token(report[1], authorization)
+                is_known = True
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return False
+            self._held.grow(body, message.get("body", b""))
+            body.is_whole = not message.get("more_body", False) and len(body.content) <= limit
+            return True if body.is_whole else None
+
+        # Nothing is held of the body before its first message, which is nearly always the only one.
+        first = await received()
+        if first is not None:
+            return first
         with body.reading:
             while True:
-                if max(declared, len(body.content)) > limit:
-                    raise PayloadTooLarge(f"the body is larger than {limit} bytes, the limit of this route")
-                if report and not is_known and max(declared, len(body.content)) > MAX_STRANGER_BYTES:
-                    await self._require_token(report[1], authorization)
-                    is_known = True
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return False
-                self._held.grow(body, message.get("body", b""))
-                if not message.get("more_body", False) and len(body.content) <= limit:
-                    body.is_whole = True
-                    return True
+                another = await received()
+                if another is not None:
+                    return another
         raise NotReady("too many bodies are incomplete, and this one for longest; send it again")
 
     async def _require_token(self, attempt_id: str, authorization: str) -> None:
@@ -90,7 +102,11 @@ class _Body:
     def __init__(self) -> None:
         self.content = bytearray()
         self.is_whole = False
-        self.reading = anyio.CancelScope()
+
+    @cached_property
+    def reading(self) -> anyio.CancelScope:
+        """The scope in which the rest of the body is read."""
+        return anyio.CancelScope()
 
 
 class _HeldBodies:

@@ -7,6 +7,7 @@ use a name that resolves to 127.0.0.1 (DNS rebinding; Host shows it) or post to 
 import difflib
 import ipaddress
 from collections.abc import Iterator
+from functools import lru_cache
 
 from fastapi import Request
 from fastapi.dependencies.models import Dependant
@@ -25,8 +26,10 @@ class RefuseOtherHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            host, origin = headers.get(b"host", ""), headers.get(b"origin")
+            headers = dict(scope["headers"])
+            host, origin = headers.get(b"host", b"").decode("latin-1"), None
+            if b"origin" in headers:
+                origin = headers[b"origin"].decode("latin-1")
             if not _is_loopback(host) or (origin is not None and not _is_loopback(origin.partition("://")[2])):
                 error = WrongHost(f"Host {host!r}, Origin {origin!r}: without API keys only 127.0.0.1 and localhost are served")
                 await render(error, scope["path"])(scope, receive, send)
@@ -58,6 +61,7 @@ def _unknown(name: str, value: str, known: list[str]) -> Violation:
     return Violation(field=name, got=value, allowed=", ".join(known) or "no query parameters", message=message)
 
 
+@lru_cache(maxsize=256)
 def _is_loopback(host: str) -> bool:
     name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
     if name.lower() in {"localhost", "localhost."}:

@@ -49,12 +49,20 @@ def answers(*statuses: int) -> Answers:
 
 def install(app: FastAPI) -> None:
     """Make the app answer every error with a problem document."""
-    app.add_exception_handler(ServiceError, _expected)
+    for kind in (ServiceError, OperationalError, NoConnectionFree):
+        app.add_exception_handler(kind, _expected)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(OperationalError, _database_away)
-    app.add_exception_handler(NoConnectionFree, _database_away)
     app.add_exception_handler(Exception, _unexpected)
+
+
+def expected(request: Request, error: Exception) -> Response | None:
+    """Answer an error that a route may raise by design, or the database's. Returns None for another error."""
+    if isinstance(error, ServiceError):
+        return render(error, request.url.path)
+    if isinstance(error, OperationalError | NoConnectionFree):
+        return _database_away(request, error)
+    return None
 
 
 def render(error: ServiceError, instance: str | None) -> Response:
@@ -63,8 +71,9 @@ def render(error: ServiceError, instance: str | None) -> Response:
 
 
 def _expected(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServiceError)
-    return render(error, request.url.path)
+    answer = expected(request, error)
+    assert answer is not None, "the handler is only for these errors"
+    return answer
 
 
 def _invalid(request: Request, error: Exception) -> Response:

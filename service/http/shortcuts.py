@@ -1,4 +1,4 @@
-"""Shortcuts: routes in front of FastAPI's for requests that come often and are as usual.
+"""Shortcuts: answers in front of FastAPI's routes for requests that come often and are as usual.
 
 FastAPI finds a route, solves its dependencies and checks its answer in Python for each request. A shortcut reads what it
 needs from the request itself. Where anything is unusual (another header, an unknown token, a body that is not valid) it
@@ -6,16 +6,16 @@ leaves the request to the route that it stands for, so every refusal has one ori
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from urllib.parse import parse_qsl
 
-from fastapi import APIRouter, Response
-from starlette.routing import BaseRoute, Match, Route
-from starlette.types import Message, Receive, Scope, Send
+from fastapi import APIRouter, Request, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_LEFT = "octet.left_to_route"
+from service.http.problems import expected
 
 
 @dataclass
@@ -52,7 +52,7 @@ Answer = Callable[[Usual], Awaitable[Response | None]]
 """Answers a request, or returns None to leave it to the route. Errors are answered as those of the route."""
 
 
-class Shortcut(BaseRoute):
+class Shortcut:
     """A shortcut to a route."""
 
     def __init__(self, route: Route, answer: Answer, *, takes_query: bool = False) -> None:
@@ -63,30 +63,58 @@ class Shortcut(BaseRoute):
         (self._method,) = (route.methods or set()) - {"HEAD"}
         self._path = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", route.path))
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if scope["type"] != "http" or scope["method"] != self._method or _LEFT in scope:
-            return Match.NONE, {}
-        if scope["query_string"] and not self._takes_query:
-            return Match.NONE, {}
+    def matches(self, scope: Scope) -> dict[str, str] | None:
+        """Return the variable parts of the path of a request for this route, or None for another request."""
+        if scope["method"] != self._method or (scope["query_string"] and not self._takes_query):
+            return None
         path = self._path.fullmatch(scope["path"])
-        return (Match.FULL, {"path_params": path.groupdict(), "route": self._route}) if path else (Match.NONE, {})
+        return path.groupdict() if path else None
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        messages: list[Message] = []
-        if self._method != "GET":
-            messages.append(await receive())  # the middleware has read the whole body
-        body = messages[0].get("body", b"") if messages else b""
-        answer = await self._answer(Usual(scope, body, scope["path_params"]))
-        if answer is not None:
-            await answer(scope, receive, send)
-            return
-        scope[_LEFT] = True
-        scope["path_params"] = {}
+    async def handle(self, scope: Scope, path_params: dict[str, str], body: bytes) -> Response | None:
+        """Answer a request, or return None to leave it to the route. Errors that the routes expect are answered as theirs."""
+        scope["route"] = self._route
+        try:
+            answer = await self._answer(Usual(scope, body, path_params))
+        except Exception as error:
+            answer = expected(Request(scope), error)
+            if answer is None:
+                raise
+        if answer is None:
+            del scope["route"]
+        return answer
 
-        async def again() -> Message:
-            return messages.pop() if messages else await receive()
 
-        await scope["router"](scope, again, send)
+class Shortcuts:
+    """Middleware: answers the requests of the shortcuts. Every check that precedes routes must be outside of it."""
+
+    def __init__(self, app: ASGIApp, shortcuts: Sequence[Shortcut]) -> None:
+        self._app = app
+        self._shortcuts = shortcuts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for shortcut in self._shortcuts if scope["type"] == "http" else ():
+            path_params = shortcut.matches(scope)
+            if path_params is None:
+                continue
+            if scope["method"] == "GET":
+                body = b""
+            else:
+                message = await receive()  # `LimitBodies` has read the whole body
+                body, receive = message.get("body", b""), _again(message, receive)
+            answer = await shortcut.handle(scope, path_params, body)
+            if answer is not None:
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _again(message: Message, receive: Receive) -> Receive:
+    waiting = [message]
+
+    async def again() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return again
 
 
 def route_of(router: APIRouter, operation_id: str) -> Route:

@@ -14,7 +14,7 @@ import anyio
 from anyio.to_thread import run_sync
 
 from api_schemas import FamilySizes, ImageInput, JobSpec, Needs, Unfit, Violation, misfit
-from api_schemas.data.files import NEVER_READ
+from api_schemas.data.files import NEVER_READ, Files
 from service.errors import EntrypointNotAllowed, InvalidRequest, NotReady
 from service.settings import Settings
 
@@ -35,12 +35,15 @@ class Admission:
         """Check as `check` does. Raises NotReady if no thread is free in the time that a check may take."""
         longest_wait_s = self._settings.data_check_timeout_s
         try:
-            with anyio.fail_after(longest_wait_s):
-                await self._threads.acquire()
-        except TimeoutError:
-            raise NotReady(
-                f"{CHECKS_AT_ONCE} jobs are being checked and no turn came in {longest_wait_s:g} s; try again"
-            ) from None
+            self._threads.acquire_nowait()
+        except anyio.WouldBlock:
+            try:
+                with anyio.fail_after(longest_wait_s):
+                    await self._threads.acquire()
+            except TimeoutError:
+                raise NotReady(
+                    f"{CHECKS_AT_ONCE} jobs are being checked and no turn came in {longest_wait_s:g} s; try again"
+                ) from None
         try:
             await run_sync(check, spec, self._settings, limiter=_one_thread())
         finally:
@@ -57,17 +60,18 @@ def check(spec: JobSpec, settings: Settings) -> None:
     _check_pool(spec, settings)
     if unfit := spec.without_effect():
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
-    takes = _checked_model(spec, settings).takes
+    files = settings.readable_files
+    takes = _checked_model(spec, files).takes
     if spec.data.is_stored:
         _check_stored(spec, settings)
         return
-    path = _readable_path("data.path", spec.data.path, settings)
+    path = _readable_path("data.path", spec.data.path, files)
     if isinstance(takes, ImageInput):
         needs = Needs(spec.training.sequence_length, 0, takes)
     else:
         needs = Needs(spec.training.sequence_length, takes.vocab_size or UNKNOWN_VOCAB_SIZE)
     try:
-        spec.data.with_model(spec.model.files).check(path, needs, settings.readable_files)
+        spec.data.with_model(spec.model.files).check(path, needs, files)
     except Unfit as unfit:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     except OSError as error:
@@ -85,13 +89,13 @@ def _check_stored(spec: JobSpec, settings: Settings) -> None:
         _refuse("data", _name_in(error, Path(spec.data.path)), FILES_TO_READ, f"{_words(error)}. Make it readable.")
 
 
-def _checked_model(spec: JobSpec, settings: Settings) -> FamilySizes:
+def _checked_model(spec: JobSpec, files: Files) -> FamilySizes:
     """Return the model's sizes, with what its files say, once they fit the data."""
     if spec.model.files is None:
         return spec.model.sizes
-    path = _readable_path("model.path", spec.model.files, settings)
+    path = _readable_path("model.path", spec.model.files, files)
     try:
-        sizes = spec.model.read_sizes(settings.readable_files)
+        sizes = spec.model.read_sizes(files)
     except Unfit as unfit:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     except OSError as error:
@@ -129,15 +133,15 @@ def _check_pool(spec: JobSpec, settings: Settings) -> None:
         )
 
 
-def _readable_path(field: str, asked: str, settings: Settings) -> Path:
+def _readable_path(field: str, asked: str, files: Files) -> Path:
     """Resolve the links of a path. The refusal of a path outside the allowed folders does not say what is there."""
     try:
         path = Path(asked).resolve()
     except (OSError, RuntimeError) as error:
         _refuse(field, asked, "a path that can be resolved", f"Change {field}: {_words(error)}.")
-    roots = settings.readable_roots
-    if any(path.is_relative_to(never) for never in NEVER_READ) or not any(path.is_relative_to(root) for root in roots):
-        allowed = f"a file or folder inside {', '.join(map(str, roots))}, and never {', '.join(NEVER_READ)}"
+    roots = files.roots or ()
+    if any(_is_inside(path, never) for never in NEVER_READ) or not any(_is_inside(path, root) for root in roots):
+        allowed = f"a file or folder inside {', '.join(roots)}, and never {', '.join(NEVER_READ)}"
         _refuse(field, asked, allowed, f"Change {field}, or have the operator add its folder to the data roots.")
     try:
         is_there = path.is_file() or path.is_dir()
@@ -148,6 +152,11 @@ def _readable_path(field: str, asked: str, settings: Settings) -> Path:
     if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
         _refuse(field, asked, "a path that the service can read", f"Change its permissions or {field}.")
     return path
+
+
+def _is_inside(path: Path, folder: str) -> bool:
+    """Return True for a resolved path that is the folder or below it."""
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
 def _name_in(error: OSError, path: Path) -> str:

@@ -48,8 +48,10 @@ def submit_all(session: Session, requests: Sequence[Request], now: datetime) -> 
 
 
 def _queued(request: Request, job_id: str, now: datetime) -> JobRow:
-    spec = request.spec
-    return JobRow(
+    """Make the row of a new job, filled as by a query that asks for the spec as text: nobody follows its changes."""
+    spec, row = request.spec, JobRow()
+    row.__dict__.update(
+        dict.fromkeys(store.jobs.JOB_COLUMNS),
         id=job_id,
         name=spec.name,
         tenant=request.tenant,
@@ -58,7 +60,7 @@ def _queued(request: Request, job_id: str, now: datetime) -> JobRow:
         pool=spec.resources.pool,
         workers=spec.resources.workers,
         priority=spec.priority,
-        spec=spec.model_dump(mode="json"),
+        spec_text=request.spec_text,
         created_at=now,
         queued_at=now,
         num_attempts=0,
@@ -67,6 +69,7 @@ def _queued(request: Request, job_id: str, now: datetime) -> JobRow:
         last_event_seq=0,
         last_log_seq=0,
     )
+    return row
 
 
 def cancel(session: Session, job_id: str, now: datetime) -> JobRow:

@@ -16,6 +16,7 @@ from service.db.together import Together
 from service.errors import ServiceError
 from service.jobs import reports
 from service.jobs.reports import Applied
+from service.jobs.step_batches import StepBatch
 from service.jobs.usual_reports import SentBatch, apply_usual
 from service.store.ids import is_id
 
@@ -71,10 +72,11 @@ class ReportBatches:
             for number, sent in enumerate(together):
                 if number in answers:
                     continue
+                batch = sent.batch.as_contract() if isinstance(sent.batch, StepBatch) else sent.batch
                 try:
                     # An empty batch is refused before it changes anything; another may be refused in the middle.
-                    with session.begin_nested() if sent.batch.reports else nullcontext():
-                        answers[number] = reports.apply(session, sent.attempt_id, sent.token, sent.batch, self._lease_s, now)
+                    with session.begin_nested() if batch.reports else nullcontext():
+                        answers[number] = reports.apply(session, sent.attempt_id, sent.token, batch, self._lease_s, now)
                 except ServiceError as error:
                     answers[number] = error
         return [answers[number] for number in range(len(together))]

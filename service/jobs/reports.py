@@ -36,7 +36,9 @@ from service.errors import InvalidRequest, SequenceGap, StaleAttempt, Unauthenti
 from service.jobs import attempts
 from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent
+from service.jobs.step_batches import SentStep
 from service.store.ids import new_id
+from service.store.reporting import Point
 
 MAX_LOG_LINES = 100_000
 START_PHASES = ("placed", "process_up", "torch_imported", "model_built", "first_step", "warmed_up")
@@ -134,7 +136,7 @@ class _Batch:
     rank: int
     now: datetime
     applied: Applied
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[int, Point] = field(default_factory=dict)
     log_lines: list[dict[str, Any]] = field(default_factory=list)
 
     def apply(self, reports: Sequence[Report]) -> None:
@@ -188,7 +190,7 @@ class _Batch:
         self.job.reported_at = self.now
 
     def _step(self, body: StepReport, at: datetime) -> None:
-        self.steps[body.step] = metric_row(self.job.id, self.attempt.id, at, body)
+        self.steps[body.step] = point(self.job.id, self.attempt.id, at, body)
         for name, value in progress(body, self.job.num_steps).items():
             setattr(self.job, name, value)
         self.job.reported_at = self.now
@@ -198,7 +200,7 @@ class _Batch:
     def _evaluation(self, body: EvaluationReport) -> None:
         self.attempt.last_progress_at = self.now
         if body.step in self.steps:
-            self.steps[body.step] |= {"evaluation_loss": body.loss, "evaluation_metrics": body.metrics}
+            self.steps[body.step] = (*self.steps[body.step][:-2], body.loss, body.metrics)
         elif not store.records.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
             self._event("evaluation.without_step", f"step {body.step} was evaluated and is not in the curve", loss=body.loss)
 
@@ -244,7 +246,7 @@ class _Batch:
         self.steps, self.log_lines = {}, []
 
 
-def progress(step: StepReport, num_steps: int | None) -> dict[str, Any]:
+def progress(step: StepReport | SentStep, num_steps: int | None) -> dict[str, Any]:
     """Say how far a job is after a step, in the words of its row. num_steps: the job's last step, if it is known."""
     return {
         "step": step.step,
@@ -254,19 +256,19 @@ def progress(step: StepReport, num_steps: int | None) -> dict[str, Any]:
     }
 
 
-def metric_row(job_id: str, attempt_id: str, at: datetime, step: StepReport) -> dict[str, Any]:
+def point(job_id: str, attempt_id: str, at: datetime, step: StepReport | SentStep) -> Point:
     """Make the row of a step's curve, before it is evaluated."""
-    return {
-        "job_id": job_id,
-        "attempt_id": attempt_id,
-        "at": at,
-        "evaluation_loss": None,
-        "evaluation_metrics": None,
-        "step": step.step,
-        "loss": step.loss,
-        "gradient_norm": step.gradient_norm,
-        "learning_rate": step.learning_rate,
-        "tokens": step.tokens,
-        "step_time_s": step.step_time_s,
-        "data_wait_s": step.data_wait_s,
-    }
+    return (
+        job_id,
+        step.step,
+        at,
+        attempt_id,
+        step.loss,
+        step.gradient_norm,
+        step.learning_rate,
+        step.tokens,
+        step.step_time_s,
+        step.data_wait_s,
+        None,
+        None,
+    )

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 
 from sqlalchemy.orm import Session
 
@@ -20,6 +21,11 @@ class Request:
     spec: JobSpec
     idempotency_key: str | None = None
     tenant: str = DEFAULT_TENANT
+
+    @cached_property
+    def spec_text(self) -> str:
+        """The spec as JSON, as it is stored and shown."""
+        return self.spec.model_dump_json()
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, ReportBatch, ReportReply, StepReport
 from service import store
-from service.jobs.reports import Applied, is_hash_of, metric_row, progress
-from service.store.reporting import Standing
+from service.jobs.reports import Applied, is_hash_of, point, progress
+from service.jobs.step_batches import StepBatch
+from service.store.reporting import Point, Standing
 
 _HEARD_BEFORE = {AttemptState.STARTING, AttemptState.RUNNING}
 
@@ -27,7 +28,7 @@ class SentBatch:
 
     attempt_id: str
     token: str
-    batch: ReportBatch
+    batch: ReportBatch | StepBatch
 
 
 def apply_usual(session: Session, together: Sequence[SentBatch], lease_s: float, now: datetime) -> dict[int, Applied]:
@@ -54,8 +55,12 @@ def apply_usual(session: Session, together: Sequence[SentBatch], lease_s: float,
     return applied
 
 
-def _may_be_usual(batch: ReportBatch) -> bool:
-    return not batch.reports or (batch.rank == 0 and all(type(report.body) is StepReport for report in batch.reports))
+def _may_be_usual(batch: ReportBatch | StepBatch) -> bool:
+    if not batch.reports:
+        return True
+    return batch.rank == 0 and (
+        isinstance(batch, StepBatch) or all(type(report.body) is StepReport for report in batch.reports)
+    )
 
 
 def _is_usual(sent: SentBatch, standing: Standing) -> bool:
@@ -67,26 +72,26 @@ def _is_usual(sent: SentBatch, standing: Standing) -> bool:
         and standing.state in _HEARD_BEFORE
         and standing.has_reported
         and (not batch.reports or standing.state is AttemptState.RUNNING)
-        and all(report.seq == seq for seq, report in enumerate(batch.reports, start=standing.last_seq + 1))
+        and [report.seq for report in batch.reports]
+        == list(range(standing.last_seq + 1, standing.last_seq + 1 + len(batch.reports)))
     )
 
 
-def _write_steps(session: Session, batches: Sequence[tuple[Standing, ReportBatch]], now: datetime) -> None:
+def _write_steps(session: Session, batches: Sequence[tuple[Standing, ReportBatch | StepBatch]], now: datetime) -> None:
     attempts: list[dict[str, Any]] = []
     jobs: list[dict[str, Any]] = []
-    sequences: list[dict[str, Any]] = []
-    metrics: list[dict[str, Any]] = []
+    sequences: list[tuple[str, int, int]] = []
+    points: list[Point] = []
     for standing, batch in batches:
         if not batch.reports:
             continue
         last = batch.reports[-1]
-        assert isinstance(last.body, StepReport), "other reports are not usual"
-        attempts.append({"of_attempt": standing.attempt_id, "last_step": last.body.step, "last_progress_at": now})
-        jobs.append({"of_job": standing.job_id, "reported_at": now, **progress(last.body, standing.num_steps)})
-        sequences.append({"attempt_id": standing.attempt_id, "rank": batch.rank, "last_seq": last.seq})
-        for report in batch.reports:
-            assert isinstance(report.body, StepReport)
-            metrics.append(metric_row(standing.job_id, standing.attempt_id, report.at, report.body))
+        step: Any = last.body  # of a `StepReport` or a `SentStep`: other reports are not usual
+        attempts.append({"of_attempt": standing.attempt_id, "last_step": step.step, "last_progress_at": now})
+        jobs.append({"of_job": standing.job_id, "reported_at": now, **progress(step, standing.num_steps)})
+        sequences.append((standing.attempt_id, batch.rank, last.seq))
+        steps: list[tuple[datetime, Any]] = [(report.at, report.body) for report in batch.reports]
+        points += [point(standing.job_id, standing.attempt_id, at, body) for at, body in steps]
     store.reporting.note_steps(session, attempts, jobs)
     store.reporting.put_sequences(session, sequences)
-    store.reporting.put_metrics(session, metrics)
+    store.reporting.put_metrics(session, points)

@@ -118,6 +118,40 @@ def _render_job(row: ShownRow, queue: QueuePlace | None) -> str:
     return f"{shown.model_dump_json(exclude=_OF_SPEC)[:-1]},{spec.rendered}"
 
 
+def new_job(row: JobRow, queue: QueuePlace, spec: JobSpec) -> Job:
+    """Show a job that was just submitted. Nothing is validated again, which would take most of the time."""
+    return Job.model_construct(
+        id=row.id,
+        name=row.name,
+        tenant=row.tenant,
+        state=row.state,
+        desired_state=row.desired,
+        priority=row.priority,
+        labels=spec.labels,
+        created_at=row.created_at,
+        started_at=None,
+        finished_at=None,
+        reason=None,
+        message=None,
+        hint=None,
+        num_attempts=0,
+        num_failures=0,
+        current_attempt_id=None,
+        queue=queue,
+        progress=None,
+        start=StartTimes(accepted_at=row.created_at),
+        summary=None,
+        recipe=spec.precision.resolved_recipe,
+        spec=spec,
+    )
+
+
+def new_job_json(shown: Job, spec_text: str) -> str:
+    """Render a job as `job_json` does. spec_text: its spec as JSON."""
+    recipe = "null" if shown.recipe is None else shown.recipe.model_dump_json()
+    return f'{shown.model_dump_json(exclude=_OF_SPEC)[:-1]},"recipe":{recipe},"spec":{spec_text}}}'
+
+
 def attempt(row: AttemptRow) -> Attempt:
     shown = {name: getattr(row, name) for name in Attempt.model_fields if name != "object"}
     return Attempt(**shown)
@@ -196,6 +230,7 @@ def _start_times(accepted_at: datetime, attempt: AttemptRow | ShownRow | None) -
         torch_imported_at=attempt.torch_imported_at,
         model_built_at=attempt.model_built_at,
         first_step_at=attempt.first_step_at,
+        warmed_up_at=attempt.warmed_up_at,
     )
 
 

@@ -14,7 +14,14 @@ def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """Make the server of an app. It listens once it is run."""
     connections = Connections.of(settings, raise_descriptor_limit())
     protocol = limited_protocol(connections)
-    config = uvicorn.Config(app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,  # nothing here asks for the client's address or scheme behind a proxy
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
     return uvicorn.Server(config)
 
 

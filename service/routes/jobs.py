@@ -10,9 +10,9 @@ from api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from service import store
 from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
 from service.errors import InvalidRequest, NotFound
-from service.http.pages import as_json, page_as_json
+from service.http.pages import page_as_json
 from service.http.problems import answers
-from service.jobs import commands, requests
+from service.jobs import commands, requests, views
 from service.jobs.requests import Request
 from service.routes.shown import rendered_jobs, shown_job, starts_soon
 from service.store.ids import is_id
@@ -31,11 +31,13 @@ async def submit(
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
     if idempotency_key is None or not await run_sync(_is_known, context, spec, idempotency_key, tenant):
         await context.admission.check(spec)
-    stored = await context.submissions.ask(Request(spec, idempotency_key, tenant))
+    request = Request(spec, idempotency_key, tenant)
+    stored = await context.submissions.ask(request)
     headers = {"Location": f"/v1/jobs/{stored.job.id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
     if starts_soon(stored.job):
         context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
-    return as_json(stored.job, 201, headers)
+    shown = views.new_job_json(stored.job, request.spec_text)
+    return Response(shown, 201, headers, media_type="application/json")
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422))

@@ -6,11 +6,11 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends
 
 from api_schemas import ReportBatch, ReportReply
-from service.deps import AppContextDep, AttemptTokenDep
+from service.deps import AppContext, AppContextDep, AttemptTokenDep
 from service.errors import StaleAttempt, Unauthenticated
 from service.http.problems import answers
 from service.jobs.usual_reports import SentBatch
-from service.telemetry.control_plane import TelemetryDep
+from service.telemetry.control_plane import Telemetry, TelemetryDep
 
 router = APIRouter(prefix="/internal/v1/attempts", tags=["internal"])
 
@@ -33,8 +33,13 @@ async def report(
     telemetry: TelemetryDep,
 ) -> ReportReply:
     """Apply one rank's next reports and renew the lease. The answer says what is wanted of the job."""
+    return await apply(SentBatch(attempt_id, token, batch), context, telemetry)
+
+
+async def apply(sent: SentBatch, context: AppContext, telemetry: Telemetry) -> ReportReply:
+    """Apply a batch, observe what it did and wake the dispatcher if its attempt is over."""
     try:
-        applied = await context.reports.ask(SentBatch(attempt_id, token, batch))
+        applied = await context.reports.ask(sent)
     except (StaleAttempt, Unauthenticated):
         telemetry.fenced_writes.inc()
         raise

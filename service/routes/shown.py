@@ -30,12 +30,16 @@ def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
 
 def shown_submissions(session: Session, context: AppContext, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
     """Show submitted jobs, with the specs that were asked for, so that the stored ones are not parsed again."""
+    new = {submission.job.id: submission.job for _, submission in pairs if not submission.replayed}
+    known = {submission.job.id: submission.job for _, submission in pairs if submission.job.id not in new}
     session.flush()
+    current = store.jobs.current_attempts(session, list(known.values()))
+    queued = [row for row in (*new.values(), *known.values()) if row.state is JobState.QUEUED]
+    places = context.places.read_while_writing(session, queued)
     specs = {submission.job.id: request.spec for request, submission in pairs}
-    rows = [submission.job for _, submission in pairs]
-    current = store.jobs.current_attempts(session, rows)
-    places = context.places.read_while_writing(session, [row for row in rows if row.state is JobState.QUEUED])
-    return [views.job(row, current.get(row.id), places.get(row.id), specs[row.id]) for row in rows]
+    shown = {id_: views.job(row, current.get(id_), places.get(id_), specs[id_]) for id_, row in known.items()}
+    shown |= {id_: views.new_job(row, places[id_], specs[id_]) for id_, row in new.items()}
+    return [shown[submission.job.id] for _, submission in pairs]
 
 
 def starts_soon(job: Job) -> bool:

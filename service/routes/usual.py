@@ -10,6 +10,8 @@ from api_schemas import JobSpec, ReportBatch
 from service.deps import IDEMPOTENCY_KEY, IDEMPOTENCY_KEY_MAX_LENGTH, AppContext, tenant_of
 from service.http.pages import as_json
 from service.http.shortcuts import Shortcut, Usual, route_of
+from service.jobs.step_batches import read_step_batch
+from service.jobs.usual_reports import SentBatch
 from service.routes import jobs, reports
 from service.store.ids import is_id
 from service.telemetry.control_plane import Telemetry
@@ -24,10 +26,10 @@ def shortcuts(context: AppContext, telemetry: Telemetry) -> list[Shortcut]:
         if token == authorization or not usual.is_json or not context.reports.remembers(attempt_id, token):
             return None
         try:
-            batch = ReportBatch.model_validate_json(usual.body)
+            batch = read_step_batch(usual.body) or ReportBatch.model_validate_json(usual.body)
         except ValidationError:
             return None
-        return as_json(await reports.report(attempt_id, batch, token, context, telemetry))
+        return as_json(await reports.apply(SentBatch(attempt_id, token, batch), context, telemetry))
 
     async def submit(usual: Usual) -> Response | None:
         key = usual.header(b"idempotency-key")

@@ -1,7 +1,7 @@
 """Ids: a prefix for the kind, and a ULID in lower case (48 bits of milliseconds, 80 random bits) that sorts by time."""
 
+import os
 import re
-import secrets
 from datetime import datetime
 from typing import Literal
 
@@ -9,6 +9,8 @@ Kind = Literal["job", "att", "evt", "ckpt"]
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 _LENGTH = 26
+_PAIRS = [high + low for high in _CROCKFORD for low in _CROCKFORD]
+_AS_BASE_32 = str.maketrans(_CROCKFORD, "0123456789abcdefghijklmnopqrstuv")  # the digits that `int` reads
 _PATTERN = re.compile(rf"(job|att|evt|ckpt)_[0-7][{_CROCKFORD}]{{{_LENGTH - 1}}}")
 
 
@@ -17,18 +19,14 @@ def new_id(kind: Kind, now: datetime, after: str | None = None) -> str:
 
     after: the last id of this kind. The new one sorts after it, even if the clock was set back since.
     """
-    number = (int(now.timestamp() * 1000) << 80) | secrets.randbits(80)
+    number = (int(now.timestamp() * 1000) << 80) | int.from_bytes(os.urandom(10))
     if after is not None and is_id(kind, after) and number <= (last := _number(after)):
-        number = last + 1 + secrets.randbits(64)
-    digits = [_CROCKFORD[(number >> (5 * place)) & 31] for place in reversed(range(_LENGTH))]
-    return f"{kind}_{''.join(digits)}"
+        number = last + 1 + int.from_bytes(os.urandom(8))
+    return f"{kind}_{''.join([_PAIRS[(number >> place) & 1023] for place in range(5 * _LENGTH - 10, -1, -10)])}"
 
 
 def _number(id_: str) -> int:
-    number = 0
-    for digit in id_.rpartition("_")[2]:
-        number = 32 * number + _CROCKFORD.index(digit)
-    return number
+    return int(id_.rpartition("_")[2].translate(_AS_BASE_32), 32)
 
 
 def is_id(kind: Kind, text: str) -> bool:

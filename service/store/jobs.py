@@ -7,13 +7,15 @@ order: event numbers have no gaps, and two transitions never race.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import ColumnElement, bindparam, delete, func, insert, literal_column, select
+from sqlalchemy import ColumnElement, bindparam, delete, func, literal_column, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from api_schemas import FailureReason, JsonScalar
-from service.db.tables import AttemptRow, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
+from service.db.bulk import Rows
+from service.db.tables import AttemptRow, Base, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
 from service.store.ids import new_id
 
 IDEMPOTENCY_KEPT = timedelta(hours=24)
@@ -59,22 +61,25 @@ def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow]
 
 
 def add_jobs(session: Session, jobs: Sequence[tuple[JobRow, dict[str, str]]], now: datetime) -> None:
-    """Add new jobs with their labels and first events. The rows stay outside the session: three statements store them all."""
-    if not jobs:
-        return
-    labels = [{"job_id": job.id, "key": key, "value": value} for job, pairs in jobs for key, value in pairs.items()]
-    events = []
+    """Add new jobs with their labels and first events. The rows have `spec_text` and stay outside the session."""
+    events: list[tuple[Any, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     for job, _ in jobs:
-        job.last_event_seq = 1
+        job.__dict__["last_event_seq"] = 1
+        values = job.__dict__
+        rows.append(tuple([values[name] for name in _STORED_AS]))
         message = f"accepted into pool {job.pool!r} with priority {job.priority}"
-        event = {"id": new_id("evt", now), "job_id": job.id, "seq": 1, "at": now, "type": "job.accepted", "message": message}
-        events.append(event | {"data": {}})
-    connection = session.connection()
-    columns = [column.key for column in JobRow.__table__.columns]
-    connection.execute(insert(JobRow), [{name: getattr(job, name) for name in columns} for job, _ in jobs])
-    if labels:
-        connection.execute(insert(JobLabelRow), labels)
-    connection.execute(insert(EventRow), events)
+        events.append((new_id("evt", now), job.id, 1, now, "job.accepted", None, message, {}))
+    _JOBS.execute(session, rows)
+    _LABELS.execute(session, [(job.id, key, value) for job, pairs in jobs for key, value in pairs.items()])
+    _EVENTS.execute(session, events)
+
+
+_TABLES = Base.metadata.tables
+_JOBS = Rows(_TABLES[JobRow.__tablename__], as_text=["spec"])
+_LABELS, _EVENTS = Rows(_TABLES[JobLabelRow.__tablename__]), Rows(_TABLES[EventRow.__tablename__])
+JOB_COLUMNS = [column.key for column in _TABLES[JobRow.__tablename__].columns if column.key != "spec"]
+_STORED_AS = [{"spec": "spec_text"}.get(column.key, column.key) for column in _TABLES[JobRow.__tablename__].columns]
 
 
 def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:

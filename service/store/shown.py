@@ -45,6 +45,7 @@ class ShownRow(NamedTuple):
     torch_imported_at: datetime | None
     model_built_at: datetime | None
     first_step_at: datetime | None
+    warmed_up_at: datetime | None
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         for index in ("ix_jobs_live", "ix_jobs_finished_at", "ix_jobs_pool_queued_at", "ix_attempts_state_reason"):
             connection.execute(text(f"DROP INDEX {index}"))
         without_tallies(connection)
+        connection.execute(text("ALTER TABLE attempts DROP COLUMN warmed_up_at"))
         connection.execute(text("ALTER TABLE jobs DROP COLUMN steps"))
         connection.execute(text("ALTER TABLE metrics DROP COLUMN evaluation_metrics"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0003'"))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from starlette.routing import Match
 
 from api_schemas import Job, JobSpec, Page
 from service.http.shortcuts import Shortcut
@@ -24,21 +23,17 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     handle = Shortcut.handle
 
-    async def watched(self: Shortcut, scope: Any, receive: Any, send: Any) -> None:
-        def was_left() -> bool:
-            return "octet.left_to_route" in scope
-
-        try:
-            await handle(self, scope, receive, send)
-        finally:
-            found.append(not was_left())
+    async def watched(self: Shortcut, *request: Any) -> Any:
+        answer = await handle(self, *request)
+        found.append(answer is not None)
+        return answer
 
     monkeypatch.setattr(Shortcut, "handle", watched)
     return found
 
 
 def without_shortcuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shortcut, "matches", lambda *_: (Match.NONE, {}))
+    monkeypatch.setattr(Shortcut, "matches", lambda *_: None)
 
 
 def report(client: TestClient, world: World, **changes: Any) -> Any:
