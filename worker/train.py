@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from api_schemas import CheckpointRef, EvaluationReport, EventReport, JobSummary, PhaseReport, ReportBody
-from worker import checkpoint
+from worker import checkpoint, train_reports
 from worker.adapters import add_adapters, attach_adapters, trained_state, with_frozen
 from worker.blocks import WARM_UP_STEPS, CompileWatch, eagerly
 from worker.config import TrainConfig, trained_job
@@ -49,16 +49,6 @@ from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
 from worker.savings import prepare_steps
 from worker.step_log import Reading, StepLog, TakenStep, now
-from worker.train_reports import (
-    conversion_events,
-    count_fallbacks,
-    count_memory,
-    finite,
-    started,
-    step_report,
-    straggler_event,
-    summarize,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +130,7 @@ class Trainer:
         self.progress.check_end(evaluation["loss"])
         facts, sent_bytes = self.source.facts, self.mesh.sent_bytes
         mean_step_s = self.step_times.mean(self.progress)
-        return summarize(self.config, self.model, self.progress, evaluation, mean_step_s, facts, sent_bytes)
+        return train_reports.summarize(self.config, self.model, self.progress, evaluation, mean_step_s, facts, sent_bytes)
 
     def step(self) -> None:
         """Take one optimizer step over the global batch. Its loss is reported when the log has read it."""
@@ -158,7 +148,7 @@ class Trainer:
             self.parallel.publish()
             self.average.update(self.model)
         if not self.progress.memory_bytes:  # every state exists now, and the gradients are still alive
-            count_memory(self.progress, self.model, self.optimizer, self.average)
+            train_reports.count_memory(self.progress, self.model, self.optimizer, self.average)
             self.metrics.observe_memory(self.progress.memory_bytes)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -184,11 +174,11 @@ class Trainer:
         for step in steps:
             self.progress.train_time_s += step.step_time_s
             self.step_times.add(step.step_time_s)
-            self._tell(step_report(step, self.config.tokens_per_step), at=step.at)
+            self._tell(train_reports.step_report(step, self.config.tokens_per_step), at=step.at)
             if warning := self.progress.note_loss(step.step, step.loss, self.num_steps):
                 self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
         if straggler := self.mesh.new_straggler():
-            self._tell(straggler_event(straggler))
+            self._tell(train_reports.straggler_event(straggler))
         if reading.all_written:
             self.writer.finish()
         if is_stopping:
@@ -228,7 +218,7 @@ class Trainer:
         model.train()
         *sums, num_targets = data.sum_(totals).tolist()
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
-        measured = {name: finite(value) for name, value in means.items()}
+        measured = {name: train_reports.finite(value) for name, value in means.items()}
         loss = measured.pop("loss")
         self._tell(EvaluationReport(step=self.progress.step, loss=loss, tokens=int(num_targets), metrics=measured))
         return means
@@ -288,11 +278,13 @@ class Trainer:
         self.metrics.observe_memory(self.progress.memory_bytes)
         share, samples = 1 / self.mesh.world.size, self.config.batch.global_batch_size
         self.metrics.describe_work(rank_share=share, samples_per_step=samples, flops_per_token=self.flops_per_token)
-        self._tell(started(self.config, self.mesh, self.model, self.conversion, self.progress.step, self.num_steps))
-        for _ in range(count_fallbacks(self.model)[Fallback.DEMOTED]):
+        self._tell(
+            train_reports.started(self.config, self.mesh, self.model, self.conversion, self.progress.step, self.num_steps)
+        )
+        for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
-            for event in conversion_events(self.conversion, self.model):
+            for event in train_reports.conversion_events(self.conversion, self.model):
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:
