@@ -94,8 +94,8 @@ class JobSpec(Contract):
         unfit = misfit_of_parts(self.model, self.data, self.training)
         parts = (self.parallelism, self.resources, self.model, self.precision, self.training, self.adapter)
         unfit = unfit or misfit_of_tensor(*parts) or misfit_of_batch(self.batch, self.parallelism)
-        options = (self.training, self.model, self.precision, self.adapter, self.parallelism, self.batch)
-        if unfit := unfit or misfit_of_options(*options):
+        options = (self.training, self.model, self.precision, self.adapter, self.parallelism)
+        if unfit := unfit or misfit_of_options(*options, self.batch):
             raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
 
 

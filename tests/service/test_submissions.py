@@ -21,7 +21,7 @@ from tests.waiting import LONG_S
 
 
 def show(_session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
-    return [views.job(submission.job, None, None) for _, submission in pairs]
+    return [views.job(submission.job, None, None, request.spec) for request, submission in pairs]
 
 
 class Gate:

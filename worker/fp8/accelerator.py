@@ -70,7 +70,9 @@ def run_under_autocast(model: nn.Module, dtype: torch.dtype) -> None:
     after torch's limit of eight would not be compiled at all.
     """
     lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    listed = {part for holder in model.modules() if isinstance(holder, lists) for part in holder.modules()}
+    listed = {
+        part for holder in model.modules() if isinstance(holder, lists) for part in holder.modules() if part is not holder
+    }
     for module in model.modules():
         layers = (part for part in module.modules() if part is not module and getattr(part, "returns_16_bits", False))
         layer = next(layers, None)
