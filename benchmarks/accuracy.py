@@ -33,7 +33,7 @@ from worker.data.windows import TokenWindows
 RESULTS = Path(__file__).parent / "results"
 LIMIT, LIMIT_OF_FEWER_BITS = 0.0025, 0.004
 START_CHANGE = 1e-3
-SETTING_OPTIONS: Mapping[str, Any] = {"hidden_size": 128, "num_layers": 3, "batch_size": 8, "steps": 150, "learning_rate": 1e-3}
+SETTING_OPTIONS: Mapping[str, Any] = {"hidden_size": 128, "num_layers": 3, "batch_size": 8, "steps": 150, "learning_rate": 5e-4}
 """Options of the command, with the setting that showed to be calm."""
 
 
