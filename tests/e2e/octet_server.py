@@ -19,6 +19,7 @@ from client import Client
 from tests.waiting import LONG_S
 
 _POLL_S = 0.2  # each look at a job costs client and server some milliseconds of the CPU that the job needs too
+_TEMPLATE = "worker.warm.template"
 _COUNTING = Path(__file__).with_name("counting")  # its sitecustomize.py notes each validation of a JobSpec
 
 
@@ -96,13 +97,16 @@ class Server:
         return list(found.values())
 
     def ranks(self) -> list[psutil.Process]:
-        """Those of `processes` that train."""
-        found = []
+        """Those of `processes` that train: forks of the node's template, or actors whose ranks started without one."""
+        actors, forks = [], []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
+                parent = process.parent()
                 if "RankActor" in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+                    actors.append(process)
+                elif parent is not None and all(_TEMPLATE in " ".join(each.cmdline()) for each in (process, parent)):
+                    forks.append(process)
+        return forks or actors
 
     def processes_named(self, name: str) -> list[psutil.Process]:
         """Those of `processes` that have this name. One that ends meanwhile is left out."""
