@@ -185,7 +185,7 @@ def table(columns: str, rows: Iterable[Sequence[str]]) -> list[str]:
 def bytes_table(sizes: GPTSizes) -> list[str]:
     """What a rank sends and holds."""
     rows = []
-    for level, stage, wide in product(("bf16-amp", "te", "O1", "O2", "O3", "O3-split"), (0, 1, 3), ("fp32", "bf16")):
+    for level, stage, wide in product(("bf16-amp", "O2", "O3", "O3-split"), (0, 1, 3), ("fp32", "bf16")):
         found = count(sizes, level, stage, COUNTED_RANKS, wide)
         same, widest = (count(sizes, "bf16-amp", stage, COUNTED_RANKS, dtype).sent_by() for dtype in (wide, "fp32"))
         sent = (found.sent_by("exchange"), found.sent_by("gather"), found.sent_by())
