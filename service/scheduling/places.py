@@ -6,7 +6,6 @@ version of the tallies tells, so that many readers of a long queue read it once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from sqlalchemy.orm import Session
 
@@ -16,22 +15,11 @@ from service.db.engine import Database
 from service.scheduling.decide import PoolState, decide, pool_states
 from service.scheduling.space import space_for
 from service.settings import Settings
-from service.store.queue import QueuedJob
+from service.store.queue import Place, QueuedJob
 from service.store.tallies import Tallies
 
 STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
 _MOST_POSITIONS = 10_000
-
-
-class Waiting(Protocol):
-    """A queued job."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def pool(self) -> str: ...
-    @property
-    def priority(self) -> int: ...
 
 
 @dataclass
@@ -59,7 +47,7 @@ class QueuePlaces:
         self._settings = settings
         self._known = _Known(-1, {})
 
-    def read(self, session: Session, jobs: Sequence[Waiting]) -> dict[str, QueuePlace]:
+    def read(self, session: Session, jobs: Sequence[Place]) -> dict[str, QueuePlace]:
         """Find the places of queued jobs, by id, in a transaction that only reads."""
         if not jobs:
             return {}
@@ -68,13 +56,13 @@ class QueuePlaces:
             known = self._known = _Known.of(tallies)
         return self._places(session, jobs, known)
 
-    def read_while_writing(self, session: Session, jobs: Sequence[Waiting]) -> dict[str, QueuePlace]:
+    def read_while_writing(self, session: Session, jobs: Sequence[Place]) -> dict[str, QueuePlace]:
         """Find the places in a transaction that writes. Nobody else may see them, because it may come to nothing."""
         if not jobs:
             return {}
         return self._places(session, jobs, _Known.of(store.tallies.read(session)))
 
-    def _places(self, session: Session, jobs: Sequence[Waiting], known: _Known) -> dict[str, QueuePlace]:
+    def _places(self, session: Session, jobs: Sequence[Place], known: _Known) -> dict[str, QueuePlace]:
         new = [job for job in jobs if job.id not in known.positions]
         known.positions |= store.queue.positions(session, new, known.num_queued)
         near = {job.pool for job in jobs if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE}
@@ -102,5 +90,5 @@ def _changes_by_itself(job: QueuedJob) -> bool:
     return job.not_before is not None or job.former_attempt_at_large or waits_for_space
 
 
-def _far_back(job: Waiting, position: int) -> QueuePlace:
+def _far_back(job: Place, position: int) -> QueuePlace:
     return QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {job.pool!r}")
