@@ -22,7 +22,7 @@ from worker import checkpoint
 from worker.checkpoint import write
 from worker.config import RankEnv, resolve
 from worker.errors import Cancelled, LeaseLost, StorageFull
-from worker.mesh import Mesh
+from worker.mesh import Axis, Mesh
 from worker.train import Trainer
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -160,6 +160,16 @@ def test_a_kill_before_the_manifest_leaves_the_checkpoint_before(tmp_path: Path,
     resumed, _ = train(document, tmp_path / "killed", (ref,))
     assert resumed.losses() == whole.losses()[2:]
     assert sorted(path.name for path in folder.iterdir()) == [checkpoint.checkpoint_name(step) for step in (2, 4, 6)]
+
+
+def test_what_killed_attempts_left_half_written_is_removed(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 2, {"a": torch.ones(1)})
+    for step in (3, 4):
+        (tmp_path / f".unfinished_{checkpoint.checkpoint_name(step)}").mkdir()
+    with checkpoint.CheckpointWriter(tmp_path, Axis("world", 2, 1, torch.device("cpu"))):
+        assert len(list(tmp_path.iterdir())) == 3  # the first rank removes for all
+    with checkpoint.CheckpointWriter(tmp_path, Axis("world", 2, 0, torch.device("cpu"))):
+        assert [path.name for path in tmp_path.iterdir()] == [checkpoint.checkpoint_name(2)]
 
 
 class Counter(Recorder):

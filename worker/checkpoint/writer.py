@@ -22,6 +22,8 @@ from worker.checkpoint.write import Contents, HostCopies, agree, complete, conte
 from worker.errors import Diverged, Fenced, LeaseLost, NonFiniteLoss, Stopped, StorageFull, is_storage_full
 from worker.mesh import Axis
 
+_UNFINISHED = ".unfinished_"
+
 logger = logging.getLogger(__name__)
 
 
@@ -65,6 +67,10 @@ class CheckpointWriter:
         return self._finish(None)
 
     def __enter__(self) -> Self:
+        """Remove what killed attempts have left half-written. No rank writes before its first step with the others."""
+        if self.world.is_first:
+            for left in self.folder.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(left, ignore_errors=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -122,7 +128,7 @@ class _Writing:
 
     def __init__(self, contents: Contents, folder: Path, world: Axis, loss: float | None) -> None:
         self.contents, self.folder, self.world, self.loss = contents, folder, world, loss
-        self.unfinished = folder / f".unfinished_{checkpoint_name(contents.step)}"
+        self.unfinished = folder / f"{_UNFINISHED}{checkpoint_name(contents.step)}"
         self.files: dict[str, WrittenFile] = {}
         self.is_discarded = threading.Event()
         self.thread = threading.Thread(target=self._write, name="octet-checkpoint", daemon=True)
