@@ -77,6 +77,8 @@ class Storm:
     random: random.Random
     num_signals: Counter[tuple[str, str]] = field(default_factory=Counter)
     """SIGKILLs and SIGSTOPs sent, by component and signal. SIGCONTs are not counted."""
+    num_pairs: int = 0
+    """How often the raylet was killed and the server suspended at once; both signals count in `num_signals` too."""
     ended_by_itself: list[str] = field(default_factory=list)
     """Ends of the server that no signal of ours explains."""
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
@@ -98,6 +100,7 @@ class Storm:
         if component == MACHINE:
             self._kill_the_machine(found)
         elif component == RAYLET_THEN_SERVER:
+            self.num_pairs += 1
             self._kill(self.random.choice(found["raylet"]), "raylet")
             self._stop(found["server"][0], "server")
         elif number == KILL:

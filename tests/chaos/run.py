@@ -58,6 +58,8 @@ class Outcome:
     wall_s: float
     load_average: float
     signals: dict[str, int]
+    num_pairs: int
+    """Raylets that were killed with the server suspended at once."""
     jobs: dict[str, int]
     attempts: dict[str, int]
     findings: dict[str, list[str]]
@@ -114,7 +116,7 @@ def _weather(plan: Plan, folder: Path, server: Server) -> Outcome:
         attempts = {reason.value if reason else state.value: count for state, reason, count in endings}
     database.close()
     signals = {f"{component} {signal}": count for (component, signal), count in sorted(storm.num_signals.items())}
-    return Outcome(plan, time.monotonic() - began, os.getloadavg()[0], signals, jobs, attempts, findings)
+    return Outcome(plan, time.monotonic() - began, os.getloadavg()[0], signals, storm.num_pairs, jobs, attempts, findings)
 
 
 def _undisturbed(server: Server, text: Path, workers: int) -> Curve:
@@ -159,7 +161,7 @@ def report(outcome: Outcome) -> str:
         f"{VARIABLES['OCTET_LEASE_S']} s.",
         "",
         f"{outcome.num_signals} signals over {sum(outcome.jobs.values())} jobs ({jobs}) and "
-        f"{sum(outcome.attempts.values())} attempts.",
+        f"{sum(outcome.attempts.values())} attempts. {outcome.num_pairs} times a raylet was killed and the server suspended.",
         "",
         "| signal | sent |",
         "| --- | ---: |",
