@@ -190,8 +190,11 @@ def survive(world: World, act: Callable[[], Any]) -> bool:
     return True
 
 
-def settle(world: World, cluster: Cluster, max_rounds: int = 200) -> None:
-    """Let time pass and workers work until every job is over and every slot is free."""
+def settle(world: World, cluster: Cluster, max_rounds: int = 400) -> None:
+    """Let time pass and workers work until every job is over and every slot is free.
+
+    A round is a second: a worker whose only report was lost and which lingers is stopped after `start_timeout_s`, 300.
+    """
     for _ in range(max_rounds):
         world.clock.turn(1)
         survive(world, world.dispatch)
