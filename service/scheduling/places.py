@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from api_schemas import FailureReason, JobState, QueuePlace
 from service import store
 from service.db.engine import Database
-from service.scheduling.decide import PoolState, decide, pool_states
+from service.scheduling.decide import Decision, PoolState, decide, pool_states
 from service.scheduling.space import space_for
 from service.settings import Settings
 from service.store.queue import Place, QueuedJob
@@ -31,7 +31,7 @@ class _Known:
     positions: dict[str, int] = field(default_factory=dict)
     heads: dict[str, list[QueuedJob]] = field(default_factory=dict)
     states: list[PoolState] | None = None
-    places: dict[str, dict[str, QueuePlace]] = field(default_factory=dict)
+    places: dict[str, dict[str, Decision]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tallies: Tallies) -> "_Known":
@@ -67,9 +67,9 @@ class QueuePlaces:
         known.positions |= store.queue.positions(session, new, known.num_queued)
         near = {job.pool for job in jobs if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE}
         decided = {pool: known.places.get(pool) or self._decide(session, pool, known) for pool in near}
-        return {job.id: decided.get(job.pool, {}).get(job.id) or _far_back(job, known.positions[job.id]) for job in jobs}
+        return {job.id: _place(job, decided.get(job.pool, {}).get(job.id), known.positions[job.id]) for job in jobs}
 
-    def _decide(self, session: Session, pool: str, known: _Known) -> dict[str, QueuePlace]:
+    def _decide(self, session: Session, pool: str, known: _Known) -> dict[str, Decision]:
         """Decide about the head of a pool's queue. It is kept unless it changes with time or with space on the disk."""
         if known.states is None:
             present, used = store.queue.slots_present(session), store.queue.slots_used(session)
@@ -79,7 +79,7 @@ class QueuePlaces:
         head = known.heads[pool]
         now, space = self._database.now(session), space_for(head, self._settings)
         decisions = decide(head, known.states, now, self._settings.lease_grace_s, space)
-        places = {each.job_id: QueuePlace(position=each.position, why=each.why or STARTS_SOON) for each in decisions}
+        places = {each.job_id: each for each in decisions}
         if not any(map(_changes_by_itself, head)):
             known.places[pool] = places
         return places
@@ -90,5 +90,8 @@ def _changes_by_itself(job: QueuedJob) -> bool:
     return job.not_before is not None or job.former_attempt_at_large or waits_for_space
 
 
-def _far_back(job: Place, position: int) -> QueuePlace:
-    return QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {job.pool!r}")
+def _place(job: Place, decision: Decision | None, position: int) -> QueuePlace:
+    """Say where a job stands. Jobs far back are not decided about."""
+    if decision is None:
+        return QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {job.pool!r}")
+    return QueuePlace(position=decision.position, why=decision.why or STARTS_SOON)
