@@ -35,8 +35,8 @@ def shown_submissions(session: Session, context: AppContext, pairs: Sequence[tup
     known = {submission.job.id: submission.job for _, submission in pairs if submission.job.id not in new}
     session.flush()
     current = store.jobs.current_attempts(session, list(known.values()))
-    queued = [row for row in (*new.values(), *known.values()) if row.state is JobState.QUEUED]
-    places = context.places.read_while_writing(session, queued)
+    queued = [row for row in known.values() if row.state is JobState.QUEUED]
+    places = context.places.read_while_writing(session, queued, list(new.values()))
     asked = {submission.job.id: request for request, submission in pairs}
     shown: dict[str, Shown] = {}
     for id_, request in asked.items():

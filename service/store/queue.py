@@ -53,14 +53,15 @@ class QueuedJob(NamedTuple):
     former_reason: FailureReason | None
 
 
-def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
-    """List the first jobs of a pool's queue in order: enough to fill the pool, few enough to read often.
+def head_of_queue(session: Session, pool: str, length: int | None = None) -> list[QueuedJob]:
+    """List the first jobs of a pool's queue in order: by default enough to fill the pool, and few enough to read often.
 
     The index of the queue is in the order of priorities, but within one priority it would be read from the wrong end, so
     sorting would read the whole queue. Instead: all jobs above the priority of the last job in the head, and as many as
     needed of that priority.
     """
-    parameters = {"pool": pool, "head": HEAD_OF_QUEUE, "others": HEAD_OF_QUEUE - 1}
+    length = length or HEAD_OF_QUEUE
+    parameters = {"pool": pool, "head": length, "others": length - 1}
     connection = session.connection()
     lowest = connection.scalar(_LOWEST_IN_HEAD, parameters)
     query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE

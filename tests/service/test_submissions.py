@@ -158,3 +158,15 @@ def test_new_ids_sort_after_each_other_and_after_the_last() -> None:
     assert all(is_id("job", id_) for id_ in ids)
     assert len(new_ids("evt", now, 1)) == 1
     assert new_ids("evt", now, 0) == []
+
+
+@pytest.mark.parametrize("num_workers", [1, 2], ids=["all-start", "one-waits"])
+def test_new_jobs_learn_what_a_reader_of_the_whole_queue_learns(
+    client: TestClient, world: World, spec_document: dict[str, Any], num_workers: int
+) -> None:
+    """A submission reads the first few jobs alone if one of them holds back the rest."""
+    for number in range(12):
+        workers = num_workers if number % 3 == 1 else 1
+        changes = {"priority": 50 + number % 4 * 10, "resources": {"pool": "cpu", "workers": workers}}
+        answer = client.post("/v1/jobs", json=spec_document | changes)
+        assert answer.json()["queue"] == client.get(answer.headers["Location"]).json()["queue"]
