@@ -4,7 +4,7 @@ This is the one import path for other packages; `tests/api_schemas/test_surface.
 """
 
 from api_schemas.attempt import Attempt, Checkpoint, CheckpointFile, Event, LogLine, MetricPoint
-from api_schemas.base import Contract, JsonScalar, Timestamp, refusal
+from api_schemas.base import Contract, JsonScalar, Timestamp, refusal, rfc3339
 from api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec, Unfit
 from api_schemas.fit import misfit, tokens_per_sample
 from api_schemas.inputs import ImageInput, Task, TokenInput
@@ -115,5 +115,6 @@ __all__ = [
     "explain_details",
     "misfit",
     "refusal",
+    "rfc3339",
     "tokens_per_sample",
 ]

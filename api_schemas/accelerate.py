@@ -69,8 +69,10 @@ TOP_LEVEL_KEYS = frozenset(
 
 def is_accelerate(document: Mapping[str, Any]) -> bool:
     """Return True if a `precision` document uses Accelerate's keys rather than ours."""
+    if "level" in document:
+        return False
     known = {"fp8_config", "mixed_precision", *_known_keys()}
-    return "level" not in document and any(_spelling(key) in known for key in document)
+    return any(_spelling(key) in known for key in document)
 
 
 def precision_from_accelerate(document: Mapping[str, Any]) -> PrecisionSpec:

@@ -24,11 +24,12 @@ def _in_utc(moment: datetime) -> datetime:
         raise ValueError("a moment that exists in UTC, from year 1 to 9999") from error
 
 
-def _rfc3339(moment: datetime) -> str:
+def rfc3339(moment: datetime) -> str:
+    """Write a moment as all contracts do: in UTC, with microseconds."""
     return moment.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-Timestamp = Annotated[AwareDatetime, AfterValidator(_in_utc), PlainSerializer(_rfc3339, return_type=str, when_used="json")]
+Timestamp = Annotated[AwareDatetime, AfterValidator(_in_utc), PlainSerializer(rfc3339, return_type=str, when_used="json")]
 """A moment in time; RFC 3339 in UTC on the wire."""
 
 

@@ -31,9 +31,10 @@ class _Named(Contract):
 
     @model_validator(mode="after")
     def _every_number_has_an_effect(self) -> Self:
+        fields = type(self).model_fields
         for field, readers in _READ_BY.items():
             # The default says nothing: a stored spec has every field.
-            if field in type(self).model_fields and self.name not in readers and self._is_set(field):
+            if field in fields and self.name not in readers and self._is_set(field):
                 part = self._part()
                 raise refusal(
                     field,

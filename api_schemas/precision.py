@@ -100,16 +100,14 @@ class PrecisionSpec(Contract):
     @model_validator(mode="after")
     def _options_fit_the_level(self) -> Self:
         row = self.storage
-        fp8_levels = ", ".join(name for name, level in LEVELS.items() if level.gemm == "fp8")
-        own_fp8_levels = ", ".join(name for name, level in LEVELS.items() if level.has_own_fp8)
         if self.recipe is not None and row.gemm != "fp8":
-            raise self._out_of_place("recipe", fp8_levels)
+            raise self._out_of_place("recipe", *(level for level in LEVELS.values() if level.gemm == "fp8"))
         if self.torchao is not None and row.engine != "torchao":
-            raise self._out_of_place("torchao", "ao")
+            raise self._out_of_place("torchao", LEVELS["ao"])
         if self.statistics_every and not row.has_own_fp8:
-            raise self._out_of_place("statistics_every", own_fp8_levels)
+            raise self._out_of_place("statistics_every", *_own_fp8_levels())
         if not self.auto_filter and not row.has_own_fp8:  # only false is an error: a stored spec has every field
-            raise self._out_of_place("auto_filter", own_fp8_levels)
+            raise self._out_of_place("auto_filter", *_own_fp8_levels())
         if self.demotion is not None and not self.resolved_statistics_every:
             raise refusal(
                 "demotion",
@@ -134,13 +132,17 @@ class PrecisionSpec(Contract):
             )
         return self
 
-    def _out_of_place(self, field: str, levels: str) -> Exception:
+    def _out_of_place(self, field: str, *levels: Level) -> Exception:
         return refusal(
             field,
             got=f"level {self.level}",
-            allowed=f"{field} at level {levels}",
+            allowed=f"{field} at level {', '.join(level.name for level in levels)}",
             change=f"Remove precision.{field}, or choose another precision.level.",
         )
+
+
+def _own_fp8_levels() -> list[Level]:
+    return [level for level in LEVELS.values() if level.has_own_fp8]
 
 
 def _changed(recipe: RecipeSpec | None) -> str:

@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import control_plane_rows as rows
+from benchmarks.control_plane_client import closed_loop
 
 START_S = 60.0
 SPEC = {
@@ -150,28 +150,6 @@ def latencies_ms(server: Server, request: bytes, num_requests: int) -> tuple[lis
     return times_ms, (server.cpu_s() - cpu_s) / num_requests * 1000
 
 
-def throughput(server: Server, request: bytes, num_connections: int, duration_s: float) -> tuple[float, float]:
-    """Submit over several connections at once; return submissions per second and CPU milliseconds for each."""
-    counts = [0] * num_connections
-    ends_at = time.monotonic() + duration_s
-
-    def submit(number: int) -> None:
-        connection = Connection(server.port)
-        while time.monotonic() < ends_at:
-            connection.ask(request, status=201)
-            counts[number] += 1
-        connection.close()
-
-    threads = [threading.Thread(target=submit, args=(number,)) for number in range(num_connections)]
-    cpu_s, started_at = server.cpu_s(), time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    elapsed_s, total = time.monotonic() - started_at, sum(counts)
-    return total / elapsed_s, (server.cpu_s() - cpu_s) / total * 1000
-
-
 def restart(tree: Path, folder: Path, num_running: int) -> dict[str, float]:
     """Start a server on a database with running jobs; measure how long it takes until it has asked about each of them."""
     rows.add_running(folder / "octet.db", num_running)
@@ -200,8 +178,10 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
         figures[f"{name}: CPU of each (ms)"] = cpu_ms
 
     def submit(name: str, num_connections: int) -> None:
-        per_s, cpu_ms = throughput(server, request, num_connections, options.seconds)
-        figures[f"submissions, {name} (1/s)"], figures[f"submissions, {name}: CPU of each (ms)"] = per_s, cpu_ms
+        cpu_s = server.cpu_s()
+        load = closed_loop(server.port, lambda _: request, num_connections, options.seconds, status=201)
+        figures[f"submissions, {name} (1/s)"] = load.per_s
+        figures[f"submissions, {name}: CPU of each (ms)"] = (server.cpu_s() - cpu_s) / len(load.latencies_ms) * 1000
 
     latency("/healthz", "/healthz")
     latency("one job", f"/v1/jobs/{ids[-1]}")

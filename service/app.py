@@ -10,7 +10,7 @@ from fastapi import Depends, FastAPI
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from api_schemas import Job, Problem
+from api_schemas import Problem
 from service.db.engine import Database
 from service.deps import AppContext, require_api_key
 from service.errors import NotReady
@@ -22,7 +22,7 @@ from service.http.streams import Streams
 from service.jobs.admission import Admission
 from service.jobs.report_batches import ReportBatches
 from service.jobs.requests import Request, Submission
-from service.jobs.submissions import Submissions
+from service.jobs.submissions import Shown, Submissions
 from service.routes import catalog, files, jobs, operations, prometheus, records, reports, usual
 from service.routes.shown import shown_submissions
 from service.scheduling.places import QueuePlaces
@@ -66,7 +66,7 @@ def create_app(
         responses=answers(421, 503),
     )
 
-    def show(session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
+    def show(session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
         return shown_submissions(session, context, pairs)
 
     batches = ReportBatches(database, settings.lease_s)

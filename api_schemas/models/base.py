@@ -135,9 +135,9 @@ class SizedSpec(FamilySpec):
         return self
 
     def _merged(self) -> dict[str, Any]:
-        preset = self.presets[self.preset].model_dump() if self.preset else {}
-        names = self.sizes_type.model_fields
-        merged = {name: preset.get(name) if getattr(self, name) is None else getattr(self, name) for name in names}
+        preset = dict(self.presets[self.preset]) if self.preset else {}
+        own = dict(self)
+        merged = {name: preset.get(name) if own[name] is None else own[name] for name in self.sizes_type.model_fields}
         merged |= self._derived(merged)
         others = {name: merged[source] for name, source in self.optional_sizes.items()} | dict(self.defaults)
         return {name: others.get(name) if value is None else value for name, value in merged.items()}

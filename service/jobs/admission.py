@@ -7,15 +7,14 @@ here. Raises InvalidRequest with one violation; returns nothing.
 
 import difflib
 import os
+from collections.abc import Hashable
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-import anyio
-from anyio.to_thread import run_sync
-
-from api_schemas import FamilySizes, ImageInput, JobSpec, Needs, Unfit, Violation, misfit
+from api_schemas import DataSpec, FamilySizes, ImageInput, JobSpec, ModelSpec, Needs, Unfit, Violation, misfit
 from api_schemas.data.files import NEVER_READ, Files
 from service.errors import EntrypointNotAllowed, InvalidRequest, NotReady
+from service.jobs.check_threads import CheckThreads, Overdue
 from service.settings import Settings
 
 CHECKS_AT_ONCE = 4
@@ -25,82 +24,105 @@ UNKNOWN_VOCAB_SIZE = 1 << 32
 
 
 class Admission:
-    """Checks jobs in threads of its own, a few at once, so that slow checks hold up no other request."""
+    """Checks jobs, their files in threads of its own, a few at once, so that slow checks hold up no other request."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._threads = anyio.CapacityLimiter(CHECKS_AT_ONCE)
+        self._threads = CheckThreads(CHECKS_AT_ONCE)
 
     async def check(self, spec: JobSpec) -> None:
         """Check as `check` does. Raises NotReady if no thread is free in the time that a check may take."""
+        check_options(spec, self._settings)
         longest_wait_s = self._settings.data_check_timeout_s
+        inputs = inputs_of(spec)
         try:
-            self._threads.acquire_nowait()
-        except anyio.WouldBlock:
-            try:
-                with anyio.fail_after(longest_wait_s):
-                    await self._threads.acquire()
-            except TimeoutError:
-                raise NotReady(
-                    f"{CHECKS_AT_ONCE} jobs are being checked and no turn came in {longest_wait_s:g} s; try again"
-                ) from None
-        try:
-            await run_sync(check, spec, self._settings, limiter=_one_thread())
-        finally:
-            self._threads.release()
+            await self._threads.run(inputs.key, lambda: check_files(inputs, self._settings), longest_wait_s)
+        except Overdue:
+            raise NotReady(
+                f"{CHECKS_AT_ONCE} jobs are being checked and no turn came in {longest_wait_s:g} s; try again"
+            ) from None
 
 
-def _one_thread() -> anyio.CapacityLimiter:
-    """Let a caller that already has its turn have a thread at once."""
-    return anyio.CapacityLimiter(1)
+class Inputs(NamedTuple):
+    """What a job reads, and how: all that the check of its files knows of it."""
+
+    model: ModelSpec
+    data: DataSpec
+    sequence_length: int
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for jobs that have the same check: those of a sweep, for example."""
+        try:
+            hash(self)
+        except TypeError:  # a model with options of any shape
+            return object()
+        return self
+
+
+def inputs_of(spec: JobSpec) -> Inputs:
+    """Return what a job reads."""
+    return Inputs(spec.model, spec.data, spec.training.sequence_length)
 
 
 def check(spec: JobSpec, settings: Settings) -> None:
     """Raise InvalidRequest for a job that could not run here."""
+    check_options(spec, settings)
+    check_files(inputs_of(spec), settings)
+
+
+def check_options(spec: JobSpec, settings: Settings) -> None:
+    """Check what needs no file, in no time."""
     _check_pool(spec, settings)
     if unfit := spec.without_effect():
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
+
+
+def check_files(inputs: Inputs, settings: Settings) -> None:
+    """Check the files of a job's model and data, which can take as long as a file system does."""
     files = settings.readable_files
-    takes = _checked_model(spec, files).takes
-    if spec.data.is_stored:
-        _check_stored(spec, settings)
+    takes, data = _checked_model(inputs, files).takes, inputs.data
+    if data.is_stored:
+        _check_stored(inputs, settings)
         return
-    path = _readable_path("data.path", spec.data.path, files)
+    path = _readable_path("data.path", data.path, files)
     if isinstance(takes, ImageInput):
-        needs = Needs(spec.training.sequence_length, 0, takes)
+        needs = Needs(inputs.sequence_length, 0, takes)
     else:
-        needs = Needs(spec.training.sequence_length, takes.vocab_size or UNKNOWN_VOCAB_SIZE)
+        needs = Needs(inputs.sequence_length, takes.vocab_size or UNKNOWN_VOCAB_SIZE)
     try:
-        spec.data.with_model(spec.model.files).check(path, needs, files)
+        data.with_model(inputs.model.files).check(path, needs, files)
     except Unfit as unfit:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     except OSError as error:
         _refuse("data.path", _name_in(error, path), FILES_TO_READ, f"{_words(error)}. Make it readable or exclude it.")
 
 
-def _check_stored(spec: JobSpec, settings: Settings) -> None:
+def _check_stored(inputs: Inputs, settings: Settings) -> None:
     """Compare the data's URL with the allowed prefixes, without a connection; ranks check what lies there."""
+    data = inputs.data
     try:
-        settings.store_access.require(spec.data.path)
-        spec.data.with_model(spec.model.files).check_local_parts(settings.readable_files)
+        settings.store_access.require(data.path)
+        data.with_model(inputs.model.files).check_local_parts(settings.readable_files)
     except Unfit as unfit:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     except OSError as error:
-        _refuse("data", _name_in(error, Path(spec.data.path)), FILES_TO_READ, f"{_words(error)}. Make it readable.")
+        _refuse("data", _name_in(error, Path(data.path)), FILES_TO_READ, f"{_words(error)}. Make it readable.")
 
 
-def _checked_model(spec: JobSpec, files: Files) -> FamilySizes:
+def _checked_model(inputs: Inputs, files: Files) -> FamilySizes:
     """Return the model's sizes, with what its files say, once they fit the data."""
-    if spec.model.files is None:
-        return spec.model.sizes
-    path = _readable_path("model.path", spec.model.files, files)
+    model = inputs.model
+    if model.files is None:
+        return model.sizes
+    path = _readable_path("model.path", model.files, files)
     try:
-        sizes = spec.model.read_sizes(files)
+        sizes = model.read_sizes(files)
     except Unfit as unfit:
         _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
     except OSError as error:
         _refuse("model.path", _name_in(error, path), FILES_TO_READ, f"{_words(error)}. Make it readable.")
-    if misfitting := misfit(sizes.takes, spec.data, spec.training.sequence_length):
+    if misfitting := misfit(sizes.takes, inputs.data, inputs.sequence_length):
         _refuse(misfitting.field, misfitting.got, misfitting.allowed, misfitting.change)
     return sizes
 

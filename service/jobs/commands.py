@@ -14,7 +14,7 @@ from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
 from service.jobs.requests import Request, Submission, earlier, hash_of
 from service.settings import DEFAULT_TENANT
-from service.store.ids import new_id
+from service.store.ids import new_ids
 
 
 def submit(
@@ -31,9 +31,9 @@ def submit_all(session: Session, requests: Sequence[Request], now: datetime) -> 
     """Submit several jobs in one transaction. A request with a mismatched key changes nothing and gets the error."""
     results: list[Submission | IdempotencyMismatch] = []
     new: dict[str, tuple[JobRow, dict[str, str]]] = {}
-    job_id = store.jobs.last_job_id(session)
-    for request in requests:
-        job_id, key = new_id("job", now, after=job_id), request.idempotency_key
+    job_ids = new_ids("job", now, len(requests), after=store.jobs.last_job_id(session))
+    for request, job_id in zip(requests, job_ids, strict=True):
+        key = request.idempotency_key
         if key is None or store.jobs.take_idempotency_key(session, request.tenant, key, hash_of(request.spec), job_id, now):
             job = _queued(request, job_id, now)
             new[job_id] = job, request.spec.labels

@@ -2,25 +2,32 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy.orm import Session
 
-from api_schemas import Job
 from service.db.engine import Database
 from service.db.together import Together
 from service.jobs import commands
 from service.jobs.requests import Request, Submission
 
-Show = Callable[[Session, Sequence[tuple[Request, Submission]]], list[Job]]
+
+class Shown(NamedTuple):
+    """A job as the answer shows it: rendered as JSON, and whether the next pass of the dispatcher starts it."""
+
+    job_id: str
+    text: str
+    starts_soon: bool
+
+
+Show = Callable[[Session, Sequence[tuple[Request, Submission]]], list[Shown]]
 """Shows the submitted jobs, in the transaction that stores them."""
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A job as the answer shows it. `replayed` is true if an earlier submission with the same idempotency key stored it."""
+class Stored(NamedTuple):
+    """A stored job. `replayed` is true if an earlier submission with the same idempotency key stored it."""
 
-    job: Job
+    job: Shown
     replayed: bool
 
 

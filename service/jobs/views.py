@@ -6,6 +6,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 from api_schemas import (
     Attempt,
     Checkpoint,
@@ -18,6 +20,7 @@ from api_schemas import (
     Progress,
     QueuePlace,
     StartTimes,
+    rfc3339,
 )
 from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow, MetricRow
 from service.store.shown import ShownRow
@@ -118,38 +121,44 @@ def _render_job(row: ShownRow, queue: QueuePlace | None) -> str:
     return f"{shown.model_dump_json(exclude=_OF_SPEC)[:-1]},{spec.rendered}"
 
 
-def new_job(row: JobRow, queue: QueuePlace, spec: JobSpec) -> Job:
-    """Show a job that was just submitted. Nothing is validated again, which would take most of the time."""
-    return Job.model_construct(
-        id=row.id,
-        name=row.name,
-        tenant=row.tenant,
-        state=row.state,
-        desired_state=row.desired,
-        priority=row.priority,
-        labels=spec.labels,
-        created_at=row.created_at,
-        started_at=None,
-        finished_at=None,
-        reason=None,
-        message=None,
-        hint=None,
-        num_attempts=0,
-        num_failures=0,
-        current_attempt_id=None,
-        queue=queue,
-        progress=None,
-        start=StartTimes(accepted_at=row.created_at),
-        summary=None,
-        recipe=spec.precision.resolved_recipe,
-        spec=spec,
-    )
+def new_job_json(row: JobRow, queue: QueuePlace, spec: JobSpec, spec_text: str) -> str:
+    """Render a job that was just submitted as `job_json` would. Most of the fields can have one value only.
+
+    spec_text: the spec as JSON.
+    """
+    values, accepted_at = row.__dict__, rfc3339(row.created_at)
+    shown = {
+        "object": "job",
+        "id": values["id"],
+        "name": values["name"],
+        "tenant": values["tenant"],
+        "state": values["state"],
+        "desired_state": values["desired"],
+        "priority": values["priority"],
+        "labels": spec.labels,
+        "created_at": accepted_at,
+        **_NOT_YET,
+        "queue": {"position": queue.position, "why": queue.why},
+        "progress": None,
+        "start": {"accepted_at": accepted_at, **_NOT_STARTED},
+        "summary": None,
+    }
+    recipe = spec.precision.resolved_recipe
+    of_recipe = "null" if recipe is None else recipe.model_dump_json()
+    return f'{msgspec.json.encode(shown).decode()[:-1]},"recipe":{of_recipe},"spec":{spec_text}}}'
 
 
-def new_job_json(shown: Job, spec_text: str) -> str:
-    """Render a job as `job_json` does. spec_text: its spec as JSON."""
-    recipe = "null" if shown.recipe is None else shown.recipe.model_dump_json()
-    return f'{shown.model_dump_json(exclude=_OF_SPEC)[:-1]},"recipe":{recipe},"spec":{spec_text}}}'
+_NOT_YET = {
+    "started_at": None,
+    "finished_at": None,
+    "reason": None,
+    "message": None,
+    "hint": None,
+    "num_attempts": 0,
+    "num_failures": 0,
+    "current_attempt_id": None,
+}
+_NOT_STARTED = dict.fromkeys([name for name in StartTimes.model_fields if name != "accepted_at"])
 
 
 def attempt(row: AttemptRow) -> Attempt:

@@ -12,9 +12,9 @@ from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep,
 from service.errors import InvalidRequest, NotFound
 from service.http.pages import page_as_json
 from service.http.problems import answers
-from service.jobs import commands, requests, views
+from service.jobs import commands, requests
 from service.jobs.requests import Request
-from service.routes.shown import rendered_jobs, shown_job, starts_soon
+from service.routes.shown import rendered_jobs, shown_job
 from service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -33,11 +33,10 @@ async def submit(
         await context.admission.check(spec)
     request = Request(spec, idempotency_key, tenant)
     stored = await context.submissions.ask(request)
-    headers = {"Location": f"/v1/jobs/{stored.job.id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
-    if starts_soon(stored.job):
+    headers = {"Location": f"/v1/jobs/{stored.job.job_id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
+    if stored.job.starts_soon:
         context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
-    shown = views.new_job_json(stored.job, request.spec_text)
-    return Response(shown, 201, headers, media_type="application/json")
+    return Response(stored.job.text, 201, headers, media_type="application/json")
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422))

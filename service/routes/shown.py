@@ -10,6 +10,7 @@ from service.db.tables import JobRow
 from service.deps import AppContext
 from service.jobs import views
 from service.jobs.requests import Request, Submission
+from service.jobs.submissions import Shown
 from service.scheduling.places import STARTS_SOON
 from service.store.shown import ShownRow
 
@@ -28,20 +29,21 @@ def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
     return views.job(row, store.jobs.current_attempts(session, [row]).get(row.id), places.get(row.id))
 
 
-def shown_submissions(session: Session, context: AppContext, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
+def shown_submissions(session: Session, context: AppContext, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
     """Show submitted jobs, with the specs that were asked for, so that the stored ones are not parsed again."""
     new = {submission.job.id: submission.job for _, submission in pairs if not submission.replayed}
     known = {submission.job.id: submission.job for _, submission in pairs if submission.job.id not in new}
     session.flush()
     current = store.jobs.current_attempts(session, list(known.values()))
-    queued = [row for row in (*new.values(), *known.values()) if row.state is JobState.QUEUED]
-    places = context.places.read_while_writing(session, queued)
-    specs = {submission.job.id: request.spec for request, submission in pairs}
-    shown = {id_: views.job(row, current.get(id_), places.get(id_), specs[id_]) for id_, row in known.items()}
-    shown |= {id_: views.new_job(row, places[id_], specs[id_]) for id_, row in new.items()}
+    queued = [row for row in known.values() if row.state is JobState.QUEUED]
+    places = context.places.read_while_writing(session, queued, list(new.values()))
+    asked = {submission.job.id: request for request, submission in pairs}
+    shown: dict[str, Shown] = {}
+    for id_, request in asked.items():
+        place = places.get(id_)
+        if id_ in new:
+            text = views.new_job_json(new[id_], places[id_], request.spec, request.spec_text)
+        else:
+            text = views.job(known[id_], current.get(id_), place, request.spec).model_dump_json()
+        shown[id_] = Shown(id_, text, place is not None and place.why == STARTS_SOON)
     return [shown[submission.job.id] for _, submission in pairs]
-
-
-def starts_soon(job: Job) -> bool:
-    """Return True if the next pass of the dispatcher starts the job."""
-    return job.queue is not None and job.queue.why == STARTS_SOON

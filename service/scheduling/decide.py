@@ -65,11 +65,15 @@ class Space:
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts."""
+    """What happens to one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts.
+
+    `holds_back` is true for the job for which all others behind it wait, unless they have a reason of their own.
+    """
 
     job_id: str
     position: int
     why: str | None
+    holds_back: bool = False
 
 
 def decide(
@@ -99,11 +103,12 @@ def _decide_pool(
     for position, job in enumerate(jobs, start=1):
         own_reason = _own_reason(job, now, lease_grace) or _space_reason(job, space)
         why = own_reason or _pool_reason(job, pool, free, blocker)
+        holds_back = why is not None and own_reason is None and blocker is None
         if why is None:
             free -= job.workers
-        elif blocker is None and own_reason is None:
+        elif holds_back:
             blocker = job
-        yield Decision(job.id, position, why)
+        yield Decision(job.id, position, why, holds_back)
 
 
 def _own_reason(job: Queued, now: datetime, lease_grace: timedelta) -> str | None:

@@ -4,15 +4,17 @@ Far back in the queue only the number counts. What was found is kept until the q
 version of the tallies tells, so that many readers of a long queue read it once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from sqlalchemy.orm import Session
 
 from api_schemas import FailureReason, JobState, QueuePlace
 from service import store
 from service.db.engine import Database
-from service.scheduling.decide import PoolState, decide, pool_states
+from service.db.tables import JobRow
+from service.scheduling.decide import Decision, PoolState, decide, pool_states
 from service.scheduling.space import space_for
 from service.settings import Settings
 from service.store.queue import Place, QueuedJob
@@ -20,6 +22,8 @@ from service.store.tallies import Tallies
 
 STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
 _MOST_POSITIONS = 10_000
+_FIRST = 8
+"""Jobs of the queue among which the one that holds back all others nearly always is."""
 
 
 @dataclass
@@ -31,7 +35,7 @@ class _Known:
     positions: dict[str, int] = field(default_factory=dict)
     heads: dict[str, list[QueuedJob]] = field(default_factory=dict)
     states: list[PoolState] | None = None
-    places: dict[str, dict[str, QueuePlace]] = field(default_factory=dict)
+    places: dict[str, dict[str, Decision]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tallies: Tallies) -> "_Known":
@@ -56,33 +60,55 @@ class QueuePlaces:
             known = self._known = _Known.of(tallies)
         return self._places(session, jobs, known)
 
-    def read_while_writing(self, session: Session, jobs: Sequence[Place]) -> dict[str, QueuePlace]:
-        """Find the places in a transaction that writes. Nobody else may see them, because it may come to nothing."""
-        if not jobs:
+    def read_while_writing(self, session: Session, jobs: Sequence[Place], new: Sequence[JobRow] = ()) -> dict[str, QueuePlace]:
+        """Find the places in a transaction that writes. Nobody else may see them, because it may come to nothing.
+
+        new: more jobs, which never had an attempt, so that none has a reason of its own to wait.
+        """
+        if not jobs and not new:
             return {}
-        return self._places(session, jobs, _Known.of(store.tallies.read(session)))
+        return self._places(session, [*jobs, *new], _Known.of(store.tallies.read(session)), {job.id: job for job in new})
 
-    def _places(self, session: Session, jobs: Sequence[Place], known: _Known) -> dict[str, QueuePlace]:
-        new = [job for job in jobs if job.id not in known.positions]
-        known.positions |= store.queue.positions(session, new, known.num_queued)
-        near = {job.pool for job in jobs if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE}
-        decided = {pool: known.places.get(pool) or self._decide(session, pool, known) for pool in near}
-        return {job.id: decided.get(job.pool, {}).get(job.id) or _far_back(job, known.positions[job.id]) for job in jobs}
+    def _places(
+        self, session: Session, jobs: Sequence[Place], known: _Known, new: Mapping[str, JobRow] = MappingProxyType({})
+    ) -> dict[str, QueuePlace]:
+        unknown = [job for job in jobs if job.id not in known.positions]
+        known.positions |= store.queue.positions(session, unknown, known.num_queued)
+        decided: dict[str, Decision] = {}
+        near = [job for job in jobs if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE]
+        for pool in {job.pool for job in near}:
+            of_pool = [job.id for job in near if job.pool == pool]
+            is_new = all(id_ in new for id_ in of_pool)
+            behind = self._decide_behind(session, pool, [new[id_] for id_ in of_pool], known) if is_new else None
+            decided |= behind or known.places.get(pool) or self._decide(session, pool, known)
+        return {job.id: _place(job, decided.get(job.id), known.positions[job.id]) for job in jobs}
 
-    def _decide(self, session: Session, pool: str, known: _Known) -> dict[str, QueuePlace]:
+    def _decide_behind(self, session: Session, pool: str, new: Sequence[JobRow], known: _Known) -> dict[str, Decision] | None:
+        """Decide about new jobs from the first few of the queue. Returns None unless one of those holds back the others."""
+        first = store.queue.head_of_queue(session, pool, _FIRST)
+        ids = {job.id for job in first}
+        others = [QueuedJob(job.id, pool, job.workers, job.priority, None, False, None, None) for job in new]
+        decided = self._decided(session, [*first, *(job for job in others if job.id not in ids)], known)
+        if len(first) < _FIRST or any(each.holds_back and each.job_id in ids for each in decided):
+            return {each.job_id: each for each in decided}
+        return None
+
+    def _decide(self, session: Session, pool: str, known: _Known) -> dict[str, Decision]:
         """Decide about the head of a pool's queue. It is kept unless it changes with time or with space on the disk."""
-        if known.states is None:
-            present, used = store.queue.slots_present(session), store.queue.slots_used(session)
-            known.states = pool_states(self._settings.pools, present, used)
         if pool not in known.heads:
             known.heads[pool] = store.queue.head_of_queue(session, pool)
         head = known.heads[pool]
-        now, space = self._database.now(session), space_for(head, self._settings)
-        decisions = decide(head, known.states, now, self._settings.lease_grace_s, space)
-        places = {each.job_id: QueuePlace(position=each.position, why=each.why or STARTS_SOON) for each in decisions}
+        places = {each.job_id: each for each in self._decided(session, head, known)}
         if not any(map(_changes_by_itself, head)):
             known.places[pool] = places
         return places
+
+    def _decided(self, session: Session, queue: Sequence[QueuedJob], known: _Known) -> list[Decision]:
+        if known.states is None:
+            present, used = store.queue.slots_present(session), store.queue.slots_used(session)
+            known.states = pool_states(self._settings.pools, present, used)
+        now, space = self._database.now(session), space_for(queue, self._settings)
+        return decide(queue, known.states, now, self._settings.lease_grace_s, space)
 
 
 def _changes_by_itself(job: QueuedJob) -> bool:
@@ -90,5 +116,8 @@ def _changes_by_itself(job: QueuedJob) -> bool:
     return job.not_before is not None or job.former_attempt_at_large or waits_for_space
 
 
-def _far_back(job: Place, position: int) -> QueuePlace:
-    return QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {job.pool!r}")
+def _place(job: Place, decision: Decision | None, position: int) -> QueuePlace:
+    """Say where a job stands. Jobs far back are not decided about."""
+    if decision is None:
+        return QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {job.pool!r}")
+    return QueuePlace(position=position, why=decision.why or STARTS_SOON)

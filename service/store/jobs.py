@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from api_schemas import FailureReason, JsonScalar
 from service.db.bulk import Rows
 from service.db.tables import AttemptRow, Base, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
-from service.store.ids import new_id
+from service.store.ids import new_id, new_ids
 
 IDEMPOTENCY_KEPT = timedelta(hours=24)
 
@@ -36,7 +36,8 @@ def find_job(session: Session, job_id: str) -> JobRow | None:
 
 def last_job_id(session: Session) -> str | None:
     """The id that sorts last of all jobs; None before the first job."""
-    return session.scalar(select(func.max(JobRow.id)))
+    last: str | None = session.connection().exec_driver_sql(f"SELECT max(id) FROM {JobRow.__tablename__}").scalar()
+    return last
 
 
 def lock_job(session: Session, job_id: str) -> JobRow | None:
@@ -64,12 +65,12 @@ def add_jobs(session: Session, jobs: Sequence[tuple[JobRow, dict[str, str]]], no
     """Add new jobs with their labels and first events. The rows have `spec_text` and stay outside the session."""
     events: list[tuple[Any, ...]] = []
     rows: list[tuple[Any, ...]] = []
-    for job, _ in jobs:
+    for (job, _), event_id in zip(jobs, new_ids("evt", now, len(jobs)), strict=True):
         job.__dict__["last_event_seq"] = 1
         values = job.__dict__
         rows.append(tuple([values[name] for name in _STORED_AS]))
-        message = f"accepted into pool {job.pool!r} with priority {job.priority}"
-        events.append((new_id("evt", now), job.id, 1, now, "job.accepted", None, message, {}))
+        message = f"accepted into pool {values['pool']!r} with priority {values['priority']}"
+        events.append((event_id, values["id"], 1, now, "job.accepted", None, message, {}))
     _JOBS.execute(session, rows)
     _LABELS.execute(session, [(job.id, key, value) for job, pairs in jobs for key, value in pairs.items()])
     _EVENTS.execute(session, events)

@@ -53,17 +53,19 @@ class QueuedJob(NamedTuple):
     former_reason: FailureReason | None
 
 
-def head_of_queue(session: Session, pool: str) -> list[QueuedJob]:
-    """List the first jobs of a pool's queue in order: enough to fill the pool, few enough to read often.
+def head_of_queue(session: Session, pool: str, length: int | None = None) -> list[QueuedJob]:
+    """List the first jobs of a pool's queue in order: by default enough to fill the pool, and few enough to read often.
 
     The index of the queue is in the order of priorities, but within one priority it would be read from the wrong end, so
     sorting would read the whole queue. Instead: all jobs above the priority of the last job in the head, and as many as
     needed of that priority.
     """
-    parameters = {"pool": pool, "head": HEAD_OF_QUEUE, "others": HEAD_OF_QUEUE - 1}
-    lowest = session.scalar(_LOWEST_IN_HEAD, parameters)
+    length = length or HEAD_OF_QUEUE
+    parameters = {"pool": pool, "head": length, "others": length - 1}
+    connection = session.connection()
+    lowest = connection.scalar(_LOWEST_IN_HEAD, parameters)
     query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE
-    return [QueuedJob(*row) for row in session.execute(query, parameters | {"lowest": lowest})]
+    return [QueuedJob(*row) for row in connection.execute(query, parameters | {"lowest": lowest})]
 
 
 def _in_order(
@@ -127,14 +129,15 @@ def positions(session: Session, jobs: Iterable[Place], num_queued: Mapping[str, 
     for job in jobs:
         together.setdefault((job.pool, job.priority), []).append(job.id)
     found: dict[str, int] = {}
+    connection = session.connection()  # without the ORM's part of an execution, which takes longer than the statement
     for (pool, priority), ids in together.items():
         part = {"pool": pool, "priority": priority, "first": min(ids), "last": max(ids), "few": FEW_BEHIND + 1}
-        rows = session.execute(_FROM_FIRST_TO_LAST, part).all() if len(ids) > 1 else [(ids[0], 1)]
-        num_behind = session.execute(_NUM_BEHIND, part).scalar_one()
+        rows = connection.execute(_FROM_FIRST_TO_LAST, part).all() if len(ids) > 1 else [(ids[0], 1)]
+        num_behind = connection.execute(_NUM_BEHIND, part).scalar_one()
         if num_behind <= FEW_BEHIND:
             num_ahead = num_queued[pool] - num_behind - len(rows)
         else:
-            num_ahead = session.execute(_NUM_AHEAD, part).scalar_one()
+            num_ahead = connection.execute(_NUM_AHEAD, part).scalar_one()
         found |= {job_id: num_ahead + number for job_id, number in rows}
     return {job_id: found[job_id] for ids in together.values() for job_id in ids}
 

@@ -38,15 +38,16 @@ def server_or_skip() -> Iterator[str]:
 
 
 @contextmanager
-def running_server() -> Iterator[str]:
-    """Run a server with an empty database and yield its URL; end the server afterwards."""
+def running_server(*, is_durable: bool = False) -> Iterator[str]:
+    """Run a server with an empty database and yield its URL; end the server afterwards. is_durable: commits reach the disk."""
     folder = Path(tempfile.mkdtemp(prefix="octet-pg-"))
     try:
         user = _user(folder)
         programs = _programs(folder, user)
         data = folder / "data"
         _run([programs / "initdb", "-D", data, "--auth=trust", "--encoding=utf8", "-U", "postgres", "--no-sync"], user)
-        settings = ["max_connections=60", "shared_buffers=32MB", "fsync=off", "synchronous_commit=off", "full_page_writes=off"]
+        settings = ["max_connections=60", "shared_buffers=32MB"]
+        settings += [] if is_durable else ["fsync=off", "synchronous_commit=off", "full_page_writes=off"]
         options = [part for setting in settings for part in ("-c", setting)]
         command = [str(programs / "postgres"), "-D", str(data), "-k", str(folder), "-h", "", *options]
         with (folder / "log").open("w") as log:

@@ -26,9 +26,14 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore,
         begun.release()
         assert let_go.wait(LONG_S)
 
-    monkeypatch.setattr(admission, "check", hold)
+    monkeypatch.setattr(admission, "check_files", hold)
     yield begun, let_go
     let_go.set()
+
+
+def different(spec_document: Document, number: int) -> list[Document]:
+    """Make jobs of which no two have the same check."""
+    return [spec_document | {"training": spec_document["training"] | {"sequence_length": 8 + each}} for each in range(number)]
 
 
 def test_healthz_answers_while_many_checks_run(
@@ -36,7 +41,9 @@ def test_healthz_answers_while_many_checks_run(
 ) -> None:
     begun, let_go = held
     with ThreadPoolExecutor(NUM_REQUESTS) as threads:
-        answers = [threads.submit(client.post, "/v1/jobs/validate", json=spec_document) for _ in range(NUM_REQUESTS)]
+        answers = [
+            threads.submit(client.post, "/v1/jobs/validate", json=each) for each in different(spec_document, NUM_REQUESTS)
+        ]
         for _ in range(admission.CHECKS_AT_ONCE):
             assert begun.acquire(timeout=20)
         assert client.get("/healthz").status_code == 200
@@ -53,7 +60,8 @@ def test_a_check_that_gets_no_turn_is_503(
     object.__setattr__(world.settings, "data_check_timeout_s", 0.05)
     with ThreadPoolExecutor(admission.CHECKS_AT_ONCE) as threads:
         answers = [
-            threads.submit(client.post, "/v1/jobs/validate", json=spec_document) for _ in range(admission.CHECKS_AT_ONCE)
+            threads.submit(client.post, "/v1/jobs/validate", json=each)
+            for each in different(spec_document, admission.CHECKS_AT_ONCE)
         ]
         for _ in range(admission.CHECKS_AT_ONCE):
             assert begun.acquire(timeout=20)

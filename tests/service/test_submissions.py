@@ -2,26 +2,29 @@
 
 import threading
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from api_schemas import Job, JobSpec
 from service import store
 from service.errors import IdempotencyMismatch
-from service.jobs import submissions, views
+from service.jobs import submissions
 from service.jobs.requests import Request, Submission
-from service.jobs.submissions import Submissions
+from service.jobs.submissions import Shown, Submissions
+from service.store.ids import is_id, new_id, new_ids
 from tests.service.simulation import check_invariants
 from tests.service.statements import counted
 from tests.service.world import World
 from tests.waiting import LONG_S
 
 
-def show(_session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
-    return [views.job(submission.job, None, None, request.spec) for request, submission in pairs]
+def show(_session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
+    return [Shown(submission.job.id, "", starts_soon=False) for _, submission in pairs]
 
 
 class Gate:
@@ -52,10 +55,10 @@ def test_what_waits_is_written_in_one_transaction(world: World, monkeypatch: pyt
     cancelled = together.add(Request(world.spec))
     assert cancelled.cancel()
     gate.let_go.set()
-    ids = [future.result(LONG_S).job.id for future in [first, *plain, keyed[0], elsewhere]]
+    ids = [future.result(LONG_S).job.job_id for future in [first, *plain, keyed[0], elsewhere]]
     assert gate.num_transactions == 2
     assert [future.result(LONG_S).replayed for future in keyed] == [False, True, True]
-    assert {future.result(LONG_S).job.id for future in keyed} == {keyed[0].result().job.id}
+    assert {future.result(LONG_S).job.job_id for future in keyed} == {keyed[0].result().job.job_id}
     with pytest.raises(IdempotencyMismatch):
         mismatched.result(LONG_S)
     assert sorted(row.id for row in world.all_jobs()) == sorted(set(ids))
@@ -69,7 +72,7 @@ def test_many_take_a_few_statements_and_one_commit(world: World) -> None:
     labelled = world.spec.model_copy(update={"labels": {"team": "research"}})
     with counted(world) as counts:
         stored = together._store([Request(world.spec), Request(labelled), Request(labelled)])
-    assert len({answer.job.id for answer in stored if not isinstance(answer, Exception)}) == 3
+    assert len({answer.job.job_id for answer in stored if not isinstance(answer, Exception)}) == 3
     # The id to sort after, then jobs, labels and events.
     assert counts == {"statements": 4, "commits": 1}
 
@@ -77,7 +80,7 @@ def test_many_take_a_few_statements_and_one_commit(world: World) -> None:
 def test_one_that_fails_does_not_fail_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(world, monkeypatch)
 
-    def show_some(session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Job]:
+    def show_some(session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
         if any(request.spec.name == "bad" for request, _ in pairs):
             raise RuntimeError("cannot be shown")
         return show(session, pairs)
@@ -90,7 +93,7 @@ def test_one_that_fails_does_not_fail_the_others(world: World, monkeypatch: pyte
     gate.let_go.set()
     with pytest.raises(RuntimeError, match="cannot be shown"):
         bad.result(LONG_S)
-    assert {row.id for row in world.all_jobs()} == {first.result(LONG_S).job.id, good.result(LONG_S).job.id}
+    assert {row.id for row in world.all_jobs()} == {first.result(LONG_S).job.job_id, good.result(LONG_S).job.job_id}
 
 
 def test_a_database_that_may_have_committed_is_not_asked_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +139,34 @@ def test_the_head_is_the_beginning_of_the_queue(world: World, monkeypatch: pytes
         monkeypatch.setattr(store.queue, "HEAD_OF_QUEUE", length)
         with world.database.read() as session:
             assert [job.id for job in store.queue.head_of_queue(session, "cpu")] == in_order[:length]
+
+
+@pytest.mark.parametrize("level", ["O2", "fp32"])
+def test_the_answer_is_the_job_as_it_is_read_later(client: TestClient, spec_document: dict[str, Any], level: str) -> None:
+    """The answer is not rendered by the contract; a field that is missing, or in another order, would show here."""
+    document = spec_document | {"precision": {"level": level}, "labels": {"team": 'ü "quoted"'}, "priority": 7}
+    answer = client.post("/v1/jobs", json=document)
+    read = client.get(answer.headers["Location"])
+    assert answer.text == read.text == Job.model_validate_json(read.text).model_dump_json()
+
+
+def test_new_ids_sort_after_each_other_and_after_the_last() -> None:
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    last = new_id("job", now + timedelta(hours=1))
+    ids = new_ids("job", now, 50, after=last)
+    assert sorted({last, *ids}) == [last, *ids]
+    assert all(is_id("job", id_) for id_ in ids)
+    assert len(new_ids("evt", now, 1)) == 1
+    assert new_ids("evt", now, 0) == []
+
+
+@pytest.mark.parametrize("num_workers", [1, 2], ids=["all-start", "one-waits"])
+def test_new_jobs_learn_what_a_reader_of_the_whole_queue_learns(
+    client: TestClient, world: World, spec_document: dict[str, Any], num_workers: int
+) -> None:
+    """A submission reads the first few jobs alone if one of them holds back the rest."""
+    for number in range(12):
+        workers = num_workers if number % 3 == 1 else 1
+        changes = {"priority": 50 + number % 4 * 10, "resources": {"pool": "cpu", "workers": workers}}
+        answer = client.post("/v1/jobs", json=spec_document | changes)
+        assert answer.json()["queue"] == client.get(answer.headers["Location"]).json()["queue"]
