@@ -1,5 +1,6 @@
 """What the processes share on their way up: checked settings, a log, a socket that listens, a database that answers."""
 
+import gc
 import logging
 import os
 import random
@@ -22,6 +23,7 @@ from service.settings import Settings
 SHUTDOWN_S = 3
 PRIVATE_UMASK = 0o077
 _LONGEST_WAIT_S = 5.0
+_SWITCH_INTERVAL_S = 0.0005
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,18 @@ def without_arrow() -> None:
     It does so for its data sets wherever pyarrow is installed: 50 MB of memory.
     """
     sys.modules.setdefault("pyarrow", None)  # type: ignore[arg-type]  # Python's own way to say that there is none
+
+
+def keep_answers_even() -> None:
+    """Set up the interpreter of a process that answers requests; call it once everything is imported and built.
+
+    What is there stays there, so the collector leaves it out: a full collection of 120,000 objects takes 30 to 100 ms.
+    And a thread that waits for the interpreter's lock gets it after half a millisecond instead of five, because one that
+    computes (a loop of the dispatcher, a scrape) would otherwise hold up each step of a request.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 def log_to_stderr() -> None:
