@@ -40,7 +40,7 @@ _LOOKS = 20
 _QUIET_S = 3.0
 _QUIET_SHARE = 0.25
 _QUIET_TIMEOUT_S = 40.0
-_TRAINER_S = 300.0
+_TRAINER_S = 600.0
 NUM_RANKS, TWO_RANKS, TRAINER = 2, "job of two ranks", "TorchTrainer, two ranks"
 TO_FIRST_STEP = "submit to first step (s)"
 PHASES = ("queue", "supervisor and placement", "process", "import torch", "model", "first step")
@@ -60,10 +60,11 @@ def spec_of(corpus: Path, num_ranks: int = 1) -> dict[str, Any]:
 class CpuMeter:
     """Counts the CPU seconds of all processes of a data folder: the server, and whatever has its Ray token.
 
-    It looks every 0.05 s; what a process uses after the last look before its end is missed.
+    It looks every `poll_s`; what a process uses after the last look before its end is missed.
     """
 
-    def __init__(self, data_dir: Path, server_pid: int) -> None:
+    def __init__(self, data_dir: Path, server_pid: int, poll_s: float = _POLL_S) -> None:
+        self._poll_s = poll_s
         self._token = str(data_dir / "ray" / "token").encode()
         self._server_pid = server_pid
         self._used_s: dict[tuple[int, str], float] = {}
@@ -93,7 +94,7 @@ class CpuMeter:
         return self.used_s()
 
     def _run(self) -> None:
-        while not self._stopping.wait(_POLL_S):
+        while not self._stopping.wait(self._poll_s):
             for name in filter(str.isdigit, os.listdir("/proc")):
                 with contextlib.suppress(OSError):
                     self._look(int(name))
@@ -173,7 +174,9 @@ def import_torch(figures: dict[str, list[float]]) -> None:
 
 
 def note(figures: dict[str, list[float]], name: str, value: float) -> None:
+    """Keep a figure, and show it at once: a run on a busy machine takes long."""
     figures.setdefault(name, []).append(value)
+    sys.stderr.write(f"{name}: {value:.2f}\n")
 
 
 @contextmanager
@@ -192,7 +195,7 @@ def trainer_cluster(folder: Path) -> Iterator[tuple[dict[str, str], str, CpuMete
         subprocess.Popen(
             [sys.executable, "-c", keep], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
         ) as cluster,
-        CpuMeter(folder, cluster.pid) as meter,
+        CpuMeter(folder, cluster.pid, poll_s=0.5) as meter,
     ):
         try:
             assert cluster.stdout is not None

@@ -109,9 +109,9 @@ class JobSeries:
             [
                 *("".join(lines) for lines in by_family.values()),
                 _head(dropped, "counter", "series left out of answers because of the budget"),
-                f"{dropped} {floatToGoString(num_dropped)}\n",
+                f"{dropped} {_number(num_dropped)}\n",
                 _head(hidden, "gauge", "live or recent jobs without series of their own"),
-                f"{hidden} {floatToGoString(num_hidden)}\n",
+                f"{hidden} {_number(num_hidden)}\n",
             ]
         )
 
@@ -133,7 +133,7 @@ def _render(reported: Reported) -> JobLines:
     job = reported.job
     common = {"job_id": job.id, "tenant": job.tenant, "pool": job.pool, "level": job.spec["precision"]["level"]}
     labels = ",".join(_label(name, value) for name, value in common.items())
-    lines = []
+    lines: list[tuple[str, str]] = []
     num_dropped = 0
     for name, value, own in _values(reported):
         if value is None:
@@ -142,8 +142,13 @@ def _render(reported: Reported) -> JobLines:
             num_dropped += 1
             continue
         more = "".join(f",{_label(key, text)}" for key, text in zip(_LABELS[name], own, strict=True)) if own else ""
-        lines.append((name, f"{name}{{{labels}{more}}} {floatToGoString(value)}\n"))
+        lines.append((name, f"{name}{{{labels}{more}}} {_number(value)}\n"))
     return JobLines(lines, num_dropped)
+
+
+def _number(value: float) -> str:
+    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return text
 
 
 def _label(name: str, value: str) -> str:
