@@ -4,13 +4,17 @@
 
 Each tree (a checkout) gets an `octet serve` of its own, with its own Ray, and the trees take turns. A bare `import torch` runs
 before each server. The first job finds a fresh server, the others one that has trained; each waits until the server's
-processes are quiet. CPU is user and system time of all the processes of a server, between one quiet moment and the next.
+processes are quiet. `--trainers` compares jobs of two ranks with Ray Train's TorchTrainer: its script joins a Ray cluster that
+is up, as Ray Jobs would start it, so what Ray Jobs adds before the script is not in its time.
+
+CPU is user and system time of all the processes of a server, between one quiet moment and the next.
 """
 
 import argparse
 import contextlib
 import os
 import resource
+import secrets
 import signal
 import socket
 import statistics
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from client import Client
+from service.cluster.ray.embedded import ray_environment
 
 _READY_S = 180.0
 _JOB_S = 300.0
@@ -35,26 +40,31 @@ _LOOKS = 20
 _QUIET_S = 3.0
 _QUIET_SHARE = 0.25
 _QUIET_TIMEOUT_S = 40.0
+_TRAINER_S = 600.0
+NUM_RANKS, TWO_RANKS, TRAINER = 2, "job of two ranks", "TorchTrainer, two ranks"
+TO_FIRST_STEP = "submit to first step (s)"
 PHASES = ("queue", "supervisor and placement", "process", "import torch", "model", "first step")
 
 
-def spec_of(corpus: Path) -> dict[str, Any]:
+def spec_of(corpus: Path, num_ranks: int = 1) -> dict[str, Any]:
     return {
         "name": "start",
         "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 64},
         "precision": {"level": "O2"},
         "data": {"source": "text", "path": str(corpus)},
         "training": {"steps": 2, "global_batch_size": 4, "sequence_length": 32, "optimizer": {"learning_rate": 3e-4}},
+        "resources": {"workers": num_ranks},
     }
 
 
 class CpuMeter:
     """Counts the CPU seconds of all processes of a data folder: the server, and whatever has its Ray token.
 
-    It looks every 0.05 s; what a process uses after the last look before its end is missed.
+    It looks every `poll_s`; what a process uses after the last look before its end is missed.
     """
 
-    def __init__(self, data_dir: Path, server_pid: int) -> None:
+    def __init__(self, data_dir: Path, server_pid: int, poll_s: float = _POLL_S) -> None:
+        self._poll_s = poll_s
         self._token = str(data_dir / "ray" / "token").encode()
         self._server_pid = server_pid
         self._used_s: dict[tuple[int, str], float] = {}
@@ -84,7 +94,7 @@ class CpuMeter:
         return self.used_s()
 
     def _run(self) -> None:
-        while not self._stopping.wait(_POLL_S):
+        while not self._stopping.wait(self._poll_s):
             for name in filter(str.isdigit, os.listdir("/proc")):
                 with contextlib.suppress(OSError):
                     self._look(int(name))
@@ -127,10 +137,10 @@ def server_of(tree: Path, data_dir: Path, figures: dict[str, list[float]]) -> It
         process.wait(60)
 
 
-def run_job(client: Client, meter: CpuMeter, corpus: Path, name: str, figures: dict[str, list[float]]) -> None:
+def run_job(client: Client, meter: CpuMeter, spec: dict[str, Any], name: str, figures: dict[str, list[float]]) -> None:
     """Run one job and note its phases in seconds."""
     cpu_s = meter.used_s()
-    job = client.submit(spec_of(corpus))
+    job = client.submit(spec)
     deadline = time.monotonic() + _JOB_S
     while not (job := client.job(job.id)).state.is_terminal:
         if time.monotonic() > deadline:
@@ -144,7 +154,7 @@ def run_job(client: Client, meter: CpuMeter, corpus: Path, name: str, figures: d
     moments = [start.accepted_at, attempt.created_at, start.placed_at, start.process_up_at, start.torch_imported_at]
     moments += [start.model_built_at, start.first_step_at]
     seconds = [(later - earlier).total_seconds() for earlier, later in pairwise(each for each in moments if each is not None)]
-    note(figures, f"{name}: submit to first step (s)", sum(seconds))
+    note(figures, f"{name}: {TO_FIRST_STEP}", sum(seconds))
     for phase, duration_s in zip(PHASES, seconds, strict=True):
         note(figures, f"{name}: {phase} (s)", duration_s)
     note(figures, f"{name}: until quiet (CPU s)", meter.quiet_s() - cpu_s)
@@ -164,17 +174,70 @@ def import_torch(figures: dict[str, list[float]]) -> None:
 
 
 def note(figures: dict[str, list[float]], name: str, value: float) -> None:
+    """Keep a figure, and show it at once: a run on a busy machine takes long."""
     figures.setdefault(name, []).append(value)
+    sys.stderr.write(f"{name}: {value:.2f}\n")
 
 
-def measure(tree: Path, folder: Path, num_jobs: int, figures: dict[str, list[float]]) -> None:
-    """Measure one server of a tree: its start, and `num_jobs` jobs one after the other."""
+@contextmanager
+def trainer_cluster(folder: Path) -> Iterator[tuple[dict[str, str], str, CpuMeter]]:
+    """Start a Ray cluster; yield the environment of its processes, its address, and the meter of their CPU."""
+    token = folder / "ray" / "token"
+    token.parent.mkdir(parents=True)
+    token.write_text(secrets.token_hex(32))
+    keep = "import ray, sys; ray.init(num_cpus=4, include_dashboard=False, _node_ip_address='127.0.0.1')"
+    keep += "; print(ray.get_runtime_context().gcs_address, flush=True); sys.stdin.read()"
+    # By default workers have niceness 15: on a busy machine the controller alone then takes minutes. Ours have 0 as well.
+    settings = {"RAY_TMPDIR": str(folder), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+    environment = os.environ | settings | ray_environment(token)
+    with (
+        (folder / "cluster.log").open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", keep], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
+        ) as cluster,
+        CpuMeter(folder, cluster.pid, poll_s=0.5) as meter,
+    ):
+        try:
+            assert cluster.stdout is not None
+            address = cluster.stdout.readline().decode().strip()
+            if not address:
+                raise RuntimeError(f"Ray did not start: {(folder / 'cluster.log').read_text()}")
+            meter.quiet_s()
+            yield environment, address, meter
+        finally:
+            cluster.communicate()
+
+
+def compare_two_ranks(client: Client, meter: CpuMeter, folder: Path, num_runs: int, figures: dict[str, list[float]]) -> None:
+    """Run a job of two ranks and Ray Train's TorchTrainer in turns, each on its own cluster, the other one idle."""
+    corpus = folder / "corpus.txt"
+    with trainer_cluster(folder / "t") as (environment, address, trainer_meter):
+        for number in range(num_runs):
+            run_job(client, meter, spec_of(corpus, NUM_RANKS), TWO_RANKS, figures)
+            of_run = folder / "t" / str(number)
+            of_run.mkdir()
+            command = [sys.executable, "-m", "benchmarks.torch_trainer", "--address", address, "--folder", str(of_run)]
+            began, cpu_s = time.time(), trainer_meter.used_s()
+            with (of_run / "log").open("wb") as log:
+                ended = subprocess.run(
+                    command, check=True, stdout=subprocess.PIPE, stderr=log, env=environment, timeout=_TRAINER_S
+                )
+            seconds = float(ended.stdout.split()[-1]) - began
+            note(figures, f"{TRAINER}: script to first step (s)", seconds)
+            note(figures, f"{TRAINER}: until quiet (CPU s)", trainer_meter.quiet_s() - cpu_s)
+            note(figures, f"{TWO_RANKS} / {TRAINER}: to first step", figures[f"{TWO_RANKS}: {TO_FIRST_STEP}"][-1] / seconds)
+
+
+def measure(tree: Path, folder: Path, num_jobs: int, num_trainers: int, figures: dict[str, list[float]]) -> None:
+    """Measure one server of a tree: its start, `num_jobs` jobs one after the other, and `num_trainers` comparisons."""
     corpus = folder / "corpus.txt"
     corpus.write_text("text to train on\n" * 1000)
     import_torch(figures)
     with server_of(tree, folder / "data", figures) as (client, meter):
         for number in range(num_jobs):
-            run_job(client, meter, corpus, "later job" if number else "first job", figures)
+            run_job(client, meter, spec_of(corpus), "later job" if number else "first job", figures)
+        if num_trainers:
+            compare_two_ranks(client, meter, folder, num_trainers, figures)
 
 
 def table(trees: list[Path], found: list[dict[str, list[float]]], num_rounds: int) -> str:
@@ -199,6 +262,7 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=3, help="jobs of each server, at least 2")
+    parser.add_argument("--trainers", type=int, default=0, help="runs of two ranks, as jobs and under Ray Train's TorchTrainer")
     parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     options = parser.parse_args()
     trees: list[Path] = options.tree or [Path()]
@@ -206,7 +270,7 @@ def main() -> int:
     for _ in range(options.rounds):
         for tree, figures in zip(trees, found, strict=True):
             with tempfile.TemporaryDirectory(prefix="octet-start-") as folder:
-                measure(tree, Path(folder).resolve(), options.jobs, figures)
+                measure(tree, Path(folder).resolve(), options.jobs, options.trainers, figures)
     report = table(trees, found, options.rounds)
     sys.stdout.write(report)
     if options.write:

@@ -14,6 +14,7 @@ from service.processes.startup import (
     cluster_settings,
     database_that_answers,
     end_by_exception,
+    freeze_what_is_there,
     listening,
     log_to_stderr,
 )
@@ -31,5 +32,6 @@ def api(*, database_url_file: Path | None = None) -> None:
     app = create_app(settings, database=database)
     with listening(settings) as listener:
         logger.info("the API listens on http://%s:%d", settings.host, settings.port)
+        freeze_what_is_there()
         http_server(app, settings).run(sockets=[listener])
     database.close()

@@ -22,6 +22,7 @@ from service.processes.server import http_server
 from service.processes.startup import (
     checked_settings,
     database_of_one_machine,
+    freeze_what_is_there,
     listening,
     log_to_stderr,
     private_folder,
@@ -83,6 +84,7 @@ def _run(settings: Settings, database: Database, launcher: Launcher, listener: s
             os.kill(os.getpid(), signal.SIGTERM)  # a server that ends by itself ends the wait below too
 
     thread = threading.Thread(target=serve_until_told, name="octet-http")
+    freeze_what_is_there()
     dispatcher.start()
     thread.start()
     try:

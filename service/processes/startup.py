@@ -1,5 +1,6 @@
 """What the processes share on their way up: checked settings, a log, a socket that listens, a database that answers."""
 
+import gc
 import logging
 import os
 import random
@@ -87,6 +88,15 @@ def without_arrow() -> None:
     It does so for its data sets wherever pyarrow is installed: 50 MB of memory.
     """
     sys.modules.setdefault("pyarrow", None)  # type: ignore[arg-type]  # Python's own way to say that there is none
+
+
+def freeze_what_is_there() -> None:
+    """Leave all present objects out of the collector's work; call it once everything is imported and built.
+
+    They stay until the process ends, and a full collection takes 30 to 100 ms with them, in which no request is answered.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def log_to_stderr() -> None:

@@ -1,7 +1,6 @@
 """Routes for the operator: is the service alive, can it take jobs, and its metrics."""
 
 from fastapi import APIRouter, Response
-from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from service import store
@@ -44,4 +43,4 @@ def readyz(context: AppContextDep) -> dict[str, str]:
 )
 def prometheus_metrics(telemetry: TelemetryDep) -> Response:
     """Metrics of the control plane, in Prometheus text format."""
-    return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(telemetry.render(), media_type=CONTENT_TYPE_LATEST)

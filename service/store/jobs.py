@@ -34,6 +34,11 @@ def find_job(session: Session, job_id: str) -> JobRow | None:
     return session.get(JobRow, job_id)
 
 
+def find_jobs(session: Session, job_ids: Collection[str]) -> list[JobRow]:
+    """Find jobs by their ids, in no order."""
+    return list(session.scalars(select(JobRow).where(JobRow.id.in_(job_ids)))) if job_ids else []
+
+
 def last_job_id(session: Session) -> str | None:
     """The id that sorts last of all jobs; None before the first job."""
     last: str | None = session.connection().exec_driver_sql(f"SELECT max(id) FROM {JobRow.__tablename__}").scalar()
@@ -164,11 +169,12 @@ def count_failures(session: Session, job_id: str, reason: FailureReason) -> int:
     return session.scalar(query) or 0
 
 
-def jobs_to_show(session: Session, since: datetime, limit: int) -> list[JobRow]:
-    """List jobs that had an attempt and either live or ended after `since`; newest first."""
-    newest = (select(JobRow).where(*kind).order_by(JobRow.id.desc()).limit(limit) for kind in _to_show(since))
-    jobs = [job for query in newest for job in session.scalars(query)]
-    return sorted(jobs, key=lambda job: job.id, reverse=True)[:limit]
+def jobs_to_show(session: Session, since: datetime, limit: int) -> list[tuple[str, datetime | None]]:
+    """List jobs that had an attempt and either live or ended after `since`, each with its end; newest first."""
+    columns = (JobRow.id, JobRow.finished_at)
+    newest = (select(*columns).where(*kind).order_by(JobRow.id.desc()).limit(limit) for kind in _to_show(since))
+    jobs = [(job_id, finished_at) for query in newest for job_id, finished_at in session.execute(query)]
+    return sorted(jobs, reverse=True)[:limit]
 
 
 def count_jobs_to_show(session: Session, since: datetime) -> int:

@@ -165,15 +165,12 @@ _FROM_FIRST_TO_LAST = select(JobRow.id, func.row_number().over(order_by=JobRow.i
 
 def slots_used(session: Session) -> dict[str, int]:
     """Count the slots that attempts hold, by pool. An attempt holds them until its processes are known to be gone."""
-    query = (
-        select(AttemptRow.pool, func.sum(AttemptRow.workers)).where(AttemptRow.released_at.is_(None)).group_by(AttemptRow.pool)
-    )
-    return {pool: int(used) for pool, used in session.execute(query)}
+    return {pool: int(used) for pool, used in session.execute(_SLOTS_USED)}
 
 
 def slots_present(session: Session) -> dict[str, int]:
     """The slots of each pool, as the cluster last counted them."""
-    return {row.pool: row.slots_present for row in session.scalars(select(PoolCapacityRow))}
+    return {pool: slots for pool, slots in session.execute(_SLOTS_PRESENT)}
 
 
 def set_slots_present(session: Session, present: Mapping[str, int], now: datetime) -> None:
@@ -183,28 +180,18 @@ def set_slots_present(session: Session, present: Mapping[str, int], now: datetim
 
 def attempts_to_launch(session: Session, now: datetime) -> list[AttemptRow]:
     """Attempts that are reserved, or whose launch claim expired; oldest first."""
-    query = (
-        select(AttemptRow)
-        .where(AttemptRow.state.in_([AttemptState.RESERVED, AttemptState.LAUNCHING]))
-        .where(or_(AttemptRow.claim_expires_at.is_(None), AttemptRow.claim_expires_at <= now))
-        .where(or_(AttemptRow.launch_after.is_(None), AttemptRow.launch_after <= now))
-        .order_by(AttemptRow.id)
-    )
-    return list(session.scalars(query))
+    return list(session.scalars(_TO_LAUNCH, {"now": now}))
 
 
 def live_attempts(session: Session) -> list[tuple[AttemptRef, AttemptState]]:
     """List the attempts that are not over, with their states; oldest first."""
-    query = select(AttemptRow.id, AttemptRow.epoch, AttemptRow.state).where(AttemptRow.state.in_(_LIVE))
-    rows = session.execute(query.order_by(AttemptRow.id))
+    rows = session.execute(_LIVE_ATTEMPTS)
     return [(AttemptRef(attempt_id=attempt_id, epoch=epoch), state) for attempt_id, epoch, state in rows]
 
 
 def attempts_to_judge(session: Session, attempt_ids: Sequence[str]) -> list[tuple[AttemptRow, JobRow]]:
     """Find attempts and their jobs. Of the jobs only what is asked of them and since when is read."""
-    query = select(AttemptRow, JobRow).join(JobRow, JobRow.id == AttemptRow.job_id).where(AttemptRow.id.in_(attempt_ids))
-    asked = load_only(JobRow.desired, JobRow.cancel_requested_at, raiseload=True)
-    return [(attempt, job) for attempt, job in session.execute(query.options(asked).order_by(AttemptRow.id))]
+    return [(attempt, job) for attempt, job in session.execute(_TO_JUDGE, {"ids": attempt_ids})]
 
 
 def count_leases(session: Session, now: datetime) -> tuple[int, int]:
@@ -217,13 +204,36 @@ def count_leases(session: Session, now: datetime) -> tuple[int, int]:
 
 def attempts_to_release(session: Session, now: datetime) -> list[AttemptRow]:
     """Attempts that are over, may still have processes, and are not claimed by a launch that is under way."""
-    query = (
-        select(AttemptRow)
-        .where(AttemptRow.state.in_(_OVER), AttemptRow.released_at.is_(None))
-        .where(or_(AttemptRow.claim_expires_at.is_(None), AttemptRow.claim_expires_at <= now))
-        .order_by(AttemptRow.id)
-    )
-    return list(session.scalars(query))
+    return list(session.scalars(_TO_RELEASE, {"now": now}))
+
+
+# The loops of the dispatcher execute these every half second.
+_IS_UNCLAIMED = or_(AttemptRow.claim_expires_at.is_(None), AttemptRow.claim_expires_at <= bindparam("now"))
+_IS_DUE = or_(AttemptRow.launch_after.is_(None), AttemptRow.launch_after <= bindparam("now"))
+_TO_LAUNCH = (
+    select(AttemptRow)
+    .where(AttemptRow.state.in_([AttemptState.RESERVED, AttemptState.LAUNCHING]), _IS_UNCLAIMED, _IS_DUE)
+    .order_by(AttemptRow.id)
+)
+_TO_RELEASE = (
+    select(AttemptRow)
+    .where(AttemptRow.state.in_(_OVER), AttemptRow.released_at.is_(None), _IS_UNCLAIMED)
+    .order_by(AttemptRow.id)
+)
+_LIVE_ATTEMPTS = (
+    select(AttemptRow.id, AttemptRow.epoch, AttemptRow.state).where(AttemptRow.state.in_(_LIVE)).order_by(AttemptRow.id)
+)
+_TO_JUDGE = (
+    select(AttemptRow, JobRow)
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(AttemptRow.id.in_(bindparam("ids", expanding=True)))
+    .options(load_only(JobRow.desired, JobRow.cancel_requested_at, raiseload=True))
+    .order_by(AttemptRow.id)
+)
+_SLOTS_PRESENT = select(PoolCapacityRow.pool, PoolCapacityRow.slots_present)
+_SLOTS_USED = (
+    select(AttemptRow.pool, func.sum(AttemptRow.workers)).where(AttemptRow.released_at.is_(None)).group_by(AttemptRow.pool)
+)
 
 
 def unreleased_among(session: Session, attempt_ids: Iterable[str]) -> set[str]:
@@ -273,7 +283,7 @@ def note_loops(session: Session, holder: str, token: str, seconds_left: Mapping[
 
     A row is up to `LOOP_PRECISION` later than that, so that it need not move with every step.
     """
-    rows = {row.name: row for row in session.scalars(select(LeaseRow).where(LeaseRow.name.startswith(_LOOP)))}
+    rows = {row.name: row for row in session.scalars(_LOOPS)}
     for name, left_s in seconds_left.items():
         until, row = now + timedelta(seconds=left_s) + LOOP_PRECISION, rows.get(_LOOP + name)
         if row is None:
@@ -288,8 +298,10 @@ def forget_loops(session: Session) -> None:
 
 def loops_stalled(session: Session, now: datetime) -> dict[str, bool]:
     """The loops of the leader; true for a loop that has made no progress for too long."""
-    rows = session.scalars(select(LeaseRow).where(LeaseRow.name.startswith(_LOOP)).order_by(LeaseRow.name))
-    return {row.name.removeprefix(_LOOP): row.expires_at <= now for row in rows}
+    return {row.name.removeprefix(_LOOP): row.expires_at <= now for row in session.scalars(_LOOPS)}
+
+
+_LOOPS = select(LeaseRow).where(LeaseRow.name.startswith(_LOOP)).order_by(LeaseRow.name)
 
 
 def break_claims(session: Session) -> None:

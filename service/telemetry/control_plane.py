@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 from fastapi import Depends, Request
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.orm import Session
@@ -21,7 +21,7 @@ from service.db.engine import Database
 from service.jobs.reports import START_PHASES
 from service.settings import Settings
 from service.store.tallies import Tallies
-from service.telemetry.jobs import JobsCollector
+from service.telemetry.jobs import JobSeries
 from service.telemetry.process import ProcessTelemetry
 
 _WAITS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 43_200)
@@ -55,8 +55,12 @@ class Telemetry:
         )
         self.process = ProcessTelemetry(self.registry)
         self.registry.register(_DatabaseCollector(settings, database))
-        self.registry.register(JobsCollector(database))
+        self._jobs = JobSeries(database)
         ProcessCollector(registry=self.registry)
+
+    def render(self) -> bytes:
+        """Render all metrics in Prometheus' text format."""
+        return generate_latest(self.registry) + self._jobs.render().encode()
 
     def observe_report(self, queue_wait_s: float | None, phase_s: Mapping[str, float]) -> None:
         if queue_wait_s is not None:

@@ -1,11 +1,15 @@
 """What Prometheus gets from the control plane: the ranks as targets, the last values of each job, the process itself."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from api_schemas import (
     CheckpointReport,
@@ -19,6 +23,7 @@ from api_schemas import (
 from service.app import create_app
 from service.settings import Settings
 from service.telemetry import jobs as job_telemetry
+from tests.service.statements import counted
 from tests.service.world import World
 
 Values = dict[tuple[str, str], float]
@@ -107,6 +112,49 @@ def test_the_last_values_of_a_job_are_repeated(world: Any, client: TestClient) -
     world.clock.turn(world.settings.lease_s + 1)
     values = scrape(client, job_id)
     assert values["octet_attempt_leases", "overdue"] == 1
+
+
+def test_series_of_jobs_are_what_prometheus_client_writes(world: Any, client: TestClient) -> None:
+    hostile = 'a "quote", a \\n that is no line feed, and a \\'
+    _, rank = world.start(name="shown", labels={"comparison": hostile})
+    rank.send(step(1))
+    shown = client.get("/metrics").text
+    shown = shown[shown.index("# HELP octet_job_info") :]
+    families = list(text_string_to_metric_families(shown))
+    info = next(sample for family in families for sample in family.samples if sample.name == "octet_job_info")
+    assert info.labels["comparison"] == hostile
+
+    class Parsed(Collector):
+        def collect(self) -> Iterable[Metric]:
+            return families
+
+    registry = CollectorRegistry()
+    registry.register(Parsed())
+    # The order of the labels, which means nothing, is not the same.
+    written = [sorted(line) for line in generate_latest(registry).decode().splitlines()]
+    assert [sorted(line) for line in shown.splitlines()] == written
+
+
+def test_the_rows_of_an_ended_job_are_read_once(world: World, client: TestClient) -> None:
+    job_id, rank = world.start()
+    rank.send(step(1))
+    assert scrape(client, job_id)["octet_job_state", "running"] == 1
+    rank.send(FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR))
+    with counted(world) as first:
+        ended = scrape(client, job_id)
+    with counted(world) as second:
+        again = scrape(client, job_id)
+    assert ended["octet_job_state", "failed"] == 1
+    assert {key: value for key, value in again.items() if key[0] in job_telemetry.HELP} == {
+        key: value for key, value in ended.items() if key[0] in job_telemetry.HELP
+    }
+    assert second["statements"] == first["statements"] - 5  # job, attempt, curve, evaluation, checkpoint
+
+    live, rank = world.start()
+    rank.send(step(1), step(2))
+    assert scrape(client, live)["octet_job_step", ""] == 2
+    rank.send(step(3))
+    assert scrape(client, live)["octet_job_step", ""] == 3
 
 
 def test_series_of_an_ended_job_go_away(world: Any, client: TestClient) -> None:
