@@ -39,7 +39,10 @@ class ParallelismSpec(Contract):
         description="neighbouring ranks that divide each layer and read the same samples; workers / tensor ranks read others",
     )
     pipeline: Literal[1] = 1
-    sequence: Literal[False] = False
+    sequence: bool = Field(
+        default=False,
+        description="with tensor: ranks also divide the tokens between the layers of a block, as in norms and dropout",
+    )
 
 
 class PoolConfig(Contract):

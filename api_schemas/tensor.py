@@ -23,7 +23,7 @@ def misfit_of_tensor(
     """Return the first rule that a job with a tensor degree breaks, or None. Sizes that only a rank knows are checked there."""
     degree = parallelism.tensor
     if degree == 1:
-        return None
+        return _misfit_of_sequence(parallelism, training)
     if resources.workers % degree:
         change = "Change resources.workers or parallelism.tensor."
         return Unfit("resources.workers", resources.workers, f"a multiple of {_FIELD}, {degree}", change)
@@ -47,7 +47,21 @@ def misfit_of_tensor(
         if (value := getattr(training, name)) != default:
             allowed = f"{str(default).lower()} with {_FIELD}: it has not been proven for layers that ranks divide"
             return Unfit(f"training.{name}", value, allowed, f"Remove training.{name}, or set {_FIELD} to 1.")
-    return _misfit_of_sizes(model, degree)
+    return _misfit_of_sizes(model, degree) or _misfit_of_sequence(parallelism, training)
+
+
+def _misfit_of_sequence(parallelism: ParallelismSpec, training: TrainingSpec) -> Unfit | None:
+    """Return the rule that dividing the tokens over the tensor ranks breaks, or None."""
+    field, degree, length = "parallelism.sequence", parallelism.tensor, training.sequence_length
+    if not parallelism.sequence:
+        return None
+    if degree == 1:
+        allowed = f"false with {_FIELD} 1: it divides the tokens over the ranks that divide the layers"
+        return Unfit(field, True, allowed, f"Set {_FIELD} to 2 or more, or remove {field}.")
+    if length % degree:
+        allowed = f"a multiple of {_FIELD}, {degree}, with {field}: each rank has as many tokens"
+        return Unfit("training.sequence_length", length, allowed, f"Change training.sequence_length, or remove {field}.")
+    return None
 
 
 def _misfit_of_sizes(model: FamilySpec, degree: int) -> Unfit | None:

@@ -20,7 +20,7 @@ from api_schemas import (
     tokens_per_sample,
 )
 from api_schemas.adapter import AdapterSpec
-from api_schemas.resources import WideDtype
+from api_schemas.resources import ParallelismSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,7 @@ class TrainConfig:
     readable_files: Files
     env: RankEnv
     layout: Layout
-    zero_stage: int
-    wide_communication: WideDtype
+    parallelism: ParallelismSpec
     batch: BatchDivision
     training: TrainingSpec
     sequence_length: int
@@ -113,8 +112,7 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
         readable_files=files,
         env=env,
         layout=layout,
-        zero_stage=spec.parallelism.zero_stage,
-        wide_communication=spec.parallelism.wide_communication,
+        parallelism=spec.parallelism,
         batch=spec.batch,
         training=training,
         sequence_length=tokens_per_sample(sizes.takes, training.sequence_length),

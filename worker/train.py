@@ -255,7 +255,7 @@ class Trainer:
         self.conversion = prepared.report
         self.average = MovingAverage(self.model, config.training.ema_decay)
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
-        self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.zero_stage, config.wide_communication)
+        self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.parallelism)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:

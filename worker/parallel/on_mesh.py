@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from api_schemas.resources import WideDtype
+from api_schemas.resources import ParallelismSpec
 from worker.errors import InvalidConfig
 from worker.mesh import Mesh
 from worker.parallel.axes import Axes
@@ -14,9 +14,7 @@ from worker.parallel.tensor import cut_model
 from worker.prepare import share_rounding
 
 
-def on_mesh(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, zero_stage: int, wide_communication: WideDtype
-) -> Parallel:
+def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, parallelism: ParallelismSpec) -> Parallel:
     """Return the model and its optimizer on the mesh. All ranks call it together, with the same whole model.
 
     Raises InvalidConfig for a model that the tensor axis cannot divide.
@@ -26,9 +24,9 @@ def on_mesh(
     try:
         plan = plan_of(model) if mesh.tensor.size > 1 else {}
         check_heads(model, mesh.tensor.size)
-        shards = cut_model(model, optimizer, axes, plan)
+        shards = cut_model(model, optimizer, axes, plan, sequence=parallelism.sequence)
     except ValueError as error:
         raise InvalidConfig(f"parallelism.tensor: {error}") from None
     broadcast_parameters(model, mesh.data)
-    wide_dtype = WIDE_DTYPES[wide_communication]
-    return Parallel(model, optimizer, axes, zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)
+    wide_dtype = WIDE_DTYPES[parallelism.wide_communication]
+    return Parallel(model, optimizer, axes, zero_stage=parallelism.zero_stage, wide_dtype=wide_dtype, shards=shards)
