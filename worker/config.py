@@ -73,6 +73,11 @@ class TrainConfig:
         """Tokens that all ranks together train on in one optimizer step."""
         return self.batch.global_batch_size * self.sequence_length
 
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens that a layer of one rank sees in one forward pass."""
+        return self.batch.micro_batch_size * self.sequence_length // self.layout.context
+
 
 def trained_job(config: TrainConfig) -> dict[str, Any]:
     """Return what a checkpoint says of its job, as JSON: what it takes to build the model and its optimizer again."""
@@ -100,7 +105,7 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
     if unfit := spec.without_effect():
         raise unfit
     training = spec.training
-    if layout.tensor > 1:  # ranks add up inside of each block; "on" is refused
+    if layout.tensor * layout.context > 1:  # ranks add up inside of each block; "on" is refused
         training = training.model_copy(update={"compile": "off"})
     sizes = _read_sizes(spec, files)
     return TrainConfig(
