@@ -43,12 +43,15 @@ def _misfit_of_context(
     if not model.sizes.divides_sequences:
         allowed = f"with {_FIELD}: gpt and llama, whose attention gathers keys and values"
         return Unfit("model", model.title, allowed, f"Change the model, or set {_FIELD} to 1.")
-    if precision.storage.loss_scaling:
-        allowed = f"with {_FIELD}: levels without loss scaling, such as bf16-amp"
+    if precision.storage.loss_scaling or precision.storage.engine == "torchao":
+        allowed = f"with {_FIELD}: fp32, bf16-amp, te and the levels O1 to O3, which have been proven with it"
         return Unfit("precision.level", precision.level, allowed, f"Change precision.level, or set {_FIELD} to 1.")
     if length % (2 * degree):
         allowed = f"a multiple of 2 · {_FIELD}, {2 * degree}: each rank has two chunks of a sequence"
         return Unfit("training.sequence_length", length, allowed, f"Change training.sequence_length or {_FIELD}.")
+    if training.ema_decay is not None:
+        allowed = f"none with {_FIELD}: the average is evaluated on whole sequences"
+        return Unfit("training.ema_decay", training.ema_decay, allowed, "Remove training.ema_decay.")
     if training.compile == "on":
         allowed = f"off or auto with {_FIELD}: ranks gather inside of each block"
         return Unfit("training.compile", "on", allowed, "Remove training.compile.")

@@ -35,6 +35,8 @@ def test_data_ranks_are_the_workers_over_the_degree(model: dict[str, Any], zero_
         ),
         (lambda d: d["training"].update(sequence_length=62), "training.sequence_length", "62", "2 · parallelism.context, 4"),
         (lambda d: d["precision"].update(level="fp16-amp"), "precision.level", "fp16-amp", "bf16-amp"),
+        (lambda d: d["precision"].update(level="ao"), "precision.level", "ao", "bf16-amp"),
+        (lambda d: d["training"].update(ema_decay=0.9), "training.ema_decay", "0.9", "whole sequences"),
         (lambda d: d["training"].update(compile="on"), "training.compile", "on", "off or auto"),
         (lambda d: d["training"].update(fused_loss=True), "training.fused_loss", "True", "has not been proven for tokens"),
         (
