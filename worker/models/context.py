@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from worker.mesh import Axis, sum_shares
 
@@ -46,6 +45,8 @@ class ContextPart:
 
         mask_B1TT: of the whole sequences, where documents divide them. Groups of query heads share a head of keys.
         """
+        from torch.nn.attention.bias import causal_lower_right  # loads the compiler, which other jobs do not need
+
         keys_2BHTd = _Gathered.apply(torch.stack((key_BHtd, value_BHtd)), self.axis)
         if keys_2BHTd.shape[2] != query_BHtd.shape[1]:  # of kernels that take a mask, only some take groups
             keys_2BHTd = keys_2BHTd.repeat_interleave(query_BHtd.shape[1] // keys_2BHTd.shape[2], dim=2)

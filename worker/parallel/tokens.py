@@ -45,7 +45,11 @@ class ColumnInput:
 
     def give_codes(self, own_BtD: Tensor) -> bool:
         """Gather the input in codes and give them to the layers. False if they do not all take the same codes."""
-        scalings = [layer.input_scaling for layer in self.layers if _takes_codes(layer, "input", "output", "grad_weight")]
+        scalings = [
+            layer.input_scaling
+            for layer in self.layers
+            if isinstance(layer, Float8Linear) and _takes_codes(layer, "input", "output", "grad_weight")
+        ]
         for scaling in scalings:
             scaling.given = None
         if len(scalings) < len(self.layers):
