@@ -32,9 +32,9 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
 
 def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit | None:
     """Return the first batch size that does not divide, or None."""
-    is_divided = parallelism.tensor > 1
-    readers = "resources.workers / parallelism.tensor" if is_divided else "resources.workers"
-    share = "global_batch_size · parallelism.tensor / workers" if is_divided else "global_batch_size / workers"
+    degree = next((name for name in ("tensor", "context") if getattr(parallelism, name) > 1), None)
+    readers = f"resources.workers / parallelism.{degree}" if degree else "resources.workers"
+    share = f"global_batch_size · parallelism.{degree} / workers" if degree else "global_batch_size / workers"
     if batch.global_batch_size % batch.num_data_ranks:
         return Unfit(
             "training.global_batch_size",

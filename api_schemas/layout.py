@@ -1,63 +1,75 @@
 """Divides ranks and batches; no other module computes with numbers of ranks.
 
-Ranks lie on named axes. `pipeline` ranks hold different layers, `data` ranks train the same layers on different sequences, and
-`tensor` ranks share each layer. The tensor index runs fastest, so a tensor group consists of neighbouring ranks, which a
-launcher places on one node. `stage` joins data and tensor: all ranks that hold the same layers.
+Ranks lie on named axes. `pipeline` ranks hold different layers, `data` ranks train the same layers on different sequences,
+`context` ranks on different tokens of the same sequences, and `tensor` ranks share each layer. The tensor index runs fastest,
+then context, so a tensor group consists of neighbouring ranks, which a launcher places on one node. `replicas` joins data and
+context: the ranks that average gradients. `stage` joins them and tensor: all ranks that hold the same layers.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-AxisName = Literal["world", "pipeline", "data", "tensor", "stage"]
+AxisName = Literal["world", "pipeline", "data", "context", "replicas", "tensor", "stage"]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The degrees of parallelism of `num_ranks` ranks. Raises ValueError if tensor x pipeline does not divide the ranks."""
+    """The degrees of parallelism of `num_ranks` ranks. Raises ValueError if their product does not divide the ranks."""
 
     num_ranks: int = 1
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.num_ranks % (self.tensor * self.pipeline):
+        if self.num_ranks < 1 or self.num_ranks % self._ranks_per_sample:
             raise ValueError(
-                f"the number of ranks is {self.num_ranks}; allowed: multiples of parallelism.tensor x parallelism.pipeline, "
-                f"{self.tensor * self.pipeline}. Change resources.workers or the degrees."
+                f"the number of ranks is {self.num_ranks}; allowed: multiples of parallelism.tensor x parallelism.pipeline x "
+                f"parallelism.context, {self._ranks_per_sample}. Change resources.workers or the degrees."
             )
 
     @property
     def data(self) -> int:
         """Data parallel degree: ranks that train the same layers on different sequences."""
-        return self.num_ranks // (self.tensor * self.pipeline)
+        return self.num_ranks // self._ranks_per_sample
 
     def group(self, axis: AxisName, rank: int) -> tuple[int, ...]:
         """Return the ranks on the axis through `rank`, ascending, including `rank`."""
-        pipeline, data, tensor = self._place(rank)
+        pipeline, data, context, tensor = self._place(rank)
+        replicas = range(self.data * self.context)
         match axis:
             case "world":
                 return tuple(range(self.num_ranks))
             case "pipeline":
-                return tuple(self._rank(other, data, tensor) for other in range(self.pipeline))
+                return tuple(self._rank(other, data, context, tensor) for other in range(self.pipeline))
             case "data":
-                return tuple(self._rank(pipeline, other, tensor) for other in range(self.data))
+                return tuple(self._rank(pipeline, other, context, tensor) for other in range(self.data))
+            case "context":
+                return tuple(self._rank(pipeline, data, other, tensor) for other in range(self.context))
+            case "replicas":
+                return tuple(self._rank(pipeline, 0, other, tensor) for other in replicas)
             case "tensor":
-                return tuple(self._rank(pipeline, data, other) for other in range(self.tensor))
+                return tuple(self._rank(pipeline, data, context, other) for other in range(self.tensor))
             case "stage":
-                first = self._rank(pipeline, 0, 0)
-                return tuple(range(first, first + self.data * self.tensor))
+                first = self._rank(pipeline, 0, 0, 0)
+                return tuple(range(first, first + len(replicas) * self.tensor))
 
     def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
         """Return every group of an axis, ordered by first rank. All ranks must create all groups in this order."""
         return sorted({self.group(axis, rank) for rank in range(self.num_ranks)})
 
-    def _place(self, rank: int) -> tuple[int, int, int]:
-        stage, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(stage, self.data)
-        return pipeline, data, tensor
+    @property
+    def _ranks_per_sample(self) -> int:
+        return self.tensor * self.pipeline * self.context
 
-    def _rank(self, pipeline: int, data: int, tensor: int) -> int:
-        return (pipeline * self.data + data) * self.tensor + tensor
+    def _place(self, rank: int) -> tuple[int, int, int, int]:
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, data = divmod(rest, self.data)
+        return pipeline, data, context, tensor
+
+    def _rank(self, pipeline: int, data: int, context: int, tensor: int) -> int:
+        return ((pipeline * self.data + data) * self.context + context) * self.tensor + tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,21 @@ class ParallelismSpec(Contract):
         default=1,
         description="neighbouring ranks that divide each layer and read the same samples; workers / tensor ranks read others",
     )
+    context: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
+        default=1,
+        description="ranks that divide the tokens of each sequence, and attend to the keys and values of all; workers / "
+        "context ranks read other sequences",
+    )
     pipeline: Literal[1] = 1
-    sequence: Literal[False] = False
+    sequence: bool = Field(
+        default=False,
+        description="with tensor: ranks also divide the tokens between the layers of a block, as in norms and dropout",
+    )
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The ranks on each axis but the data axis, as a `Layout` takes them."""
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
 
 
 class PoolConfig(Contract):

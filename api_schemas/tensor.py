@@ -9,7 +9,7 @@ from api_schemas.training import TrainingSpec
 
 _FIELD = "parallelism.tensor"
 _UNPROVEN = {"fused_loss": False, "saved_activations": "exact", "gradient_release": False, "offload_optimizer": False}
-"""Options of a training that save memory, with their values in a job with a tensor degree."""
+"""Options of a training that save memory, with their values in a job with a tensor or context degree."""
 
 
 def misfit_of_tensor(
@@ -23,7 +23,7 @@ def misfit_of_tensor(
     """Return the first rule that a job with a tensor degree breaks, or None. Sizes that only a rank knows are checked there."""
     degree = parallelism.tensor
     if degree == 1:
-        return None
+        return _misfit_of_sequence(parallelism, training)
     if resources.workers % degree:
         change = "Change resources.workers or parallelism.tensor."
         return Unfit("resources.workers", resources.workers, f"a multiple of {_FIELD}, {degree}", change)
@@ -38,16 +38,31 @@ def misfit_of_tensor(
     if training.compile == "on":
         allowed = f"off or auto with {_FIELD}: ranks add up inside of each block"
         return Unfit("training.compile", "on", allowed, "Remove training.compile.")
-    for name, default in (
-        ("fused_loss", False),
-        ("saved_activations", "exact"),
-        ("gradient_release", False),
-        ("offload_optimizer", False),
-    ):
+    unfit = misfit_of_unproven(training, _FIELD, "layers") or _misfit_of_sizes(model, degree)
+    return unfit or _misfit_of_sequence(parallelism, training)
+
+
+def misfit_of_unproven(training: TrainingSpec, field: str, what: str) -> Unfit | None:
+    """Return the first option to save memory that a job sets with a degree, or None. field: the degree. what: it divides."""
+    for name, default in _UNPROVEN.items():
         if (value := getattr(training, name)) != default:
-            allowed = f"{str(default).lower()} with {_FIELD}: it has not been proven for layers that ranks divide"
-            return Unfit(f"training.{name}", value, allowed, f"Remove training.{name}, or set {_FIELD} to 1.")
-    return _misfit_of_sizes(model, degree)
+            allowed = f"{str(default).lower()} with {field}: it has not been proven for {what} that ranks divide"
+            return Unfit(f"training.{name}", value, allowed, f"Remove training.{name}, or set {field} to 1.")
+    return None
+
+
+def _misfit_of_sequence(parallelism: ParallelismSpec, training: TrainingSpec) -> Unfit | None:
+    """Return the rule that dividing the tokens over the tensor ranks breaks, or None."""
+    field, degree, length = "parallelism.sequence", parallelism.tensor, training.sequence_length
+    if not parallelism.sequence:
+        return None
+    if degree == 1:
+        allowed = f"false with {_FIELD} 1: it divides the tokens over the ranks that divide the layers"
+        return Unfit(field, True, allowed, f"Set {_FIELD} to 2 or more, or remove {field}.")
+    if length % degree:
+        allowed = f"a multiple of {_FIELD}, {degree}, with {field}: each rank has as many tokens"
+        return Unfit("training.sequence_length", length, allowed, f"Change training.sequence_length, or remove {field}.")
+    return None
 
 
 def _misfit_of_sizes(model: FamilySpec, degree: int) -> Unfit | None:

@@ -20,7 +20,7 @@ from api_schemas import (
     tokens_per_sample,
 )
 from api_schemas.adapter import AdapterSpec
-from api_schemas.resources import WideDtype
+from api_schemas.resources import ParallelismSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,7 @@ class TrainConfig:
     readable_files: Files
     env: RankEnv
     layout: Layout
-    zero_stage: int
-    wide_communication: WideDtype
+    parallelism: ParallelismSpec
     batch: BatchDivision
     training: TrainingSpec
     sequence_length: int
@@ -73,6 +72,11 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens that all ranks together train on in one optimizer step."""
         return self.batch.global_batch_size * self.sequence_length
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens that a layer of one rank sees in one forward pass."""
+        return self.batch.micro_batch_size * self.sequence_length // self.layout.context
 
 
 def trained_job(config: TrainConfig) -> dict[str, Any]:
@@ -101,7 +105,7 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
     if unfit := spec.without_effect():
         raise unfit
     training = spec.training
-    if layout.tensor > 1:  # ranks add up inside of each block; "on" is refused
+    if layout.tensor * layout.context > 1:  # ranks add up inside of each block; "on" is refused
         training = training.model_copy(update={"compile": "off"})
     sizes = _read_sizes(spec, files)
     return TrainConfig(
@@ -113,8 +117,7 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
         readable_files=files,
         env=env,
         layout=layout,
-        zero_stage=spec.parallelism.zero_stage,
-        wide_communication=spec.parallelism.wide_communication,
+        parallelism=spec.parallelism,
         batch=spec.batch,
         training=training,
         sequence_length=tokens_per_sample(sizes.takes, training.sequence_length),

@@ -128,7 +128,7 @@ class StepLog:
             found += [
                 FinishedStep(
                     step=step.step,
-                    loss=loss / self._mesh.data.size,
+                    loss=loss / self._mesh.replicas.size,
                     gradient_norm=norm,
                     learning_rate=step.learning_rate,
                     step_time_s=step.began.seconds_until(step.ended),

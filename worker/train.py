@@ -216,7 +216,7 @@ class Trainer:
             values = [{"loss": losses.loss, **losses.metrics}[name] for name in names]
             totals += torch.stack([*(value.double() for value in values), totals.new_ones(())]) * losses.num_targets
         model.train()
-        *sums, num_targets = data.sum_(totals).tolist()
+        *sums, num_targets = self.mesh.replicas.sum_(totals).tolist()
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
         measured = {name: train_reports.finite(value) for name, value in means.items()}
         loss = measured.pop("loss")
@@ -244,7 +244,7 @@ class Trainer:
         add_adapters(model, config.adapter, config.precision, config.seed, self.mesh.device)
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
-        tokens, on_event = config.batch.micro_batch_size * config.sequence_length, self._layer_demoted
+        tokens, on_event = config.tokens_per_pass, self._layer_demoted
         options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": weights}
         prepared = prepare(model, optimizer, config.precision, **options)
         if weights is not None:
@@ -255,7 +255,7 @@ class Trainer:
         self.conversion = prepared.report
         self.average = MovingAverage(self.model, config.training.ema_decay)
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
-        self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.zero_stage, config.wide_communication)
+        self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.parallelism)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:

@@ -57,6 +57,11 @@ class FamilySizes(Contract):
         """The sizes that a tensor degree must divide, by field; None for a network that ranks cannot divide."""
         return None
 
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether ranks may divide the tokens of a sequence, which a context degree needs."""
+        return False
+
     def check(self) -> None:
         """Raise a `refusal` that names the field to change if the sizes do not fit each other."""
 

@@ -47,6 +47,11 @@ class LlamaSizes(FamilySizes):
         return {name: getattr(self, name) for name in names}
 
     @property
+    def divides_sequences(self) -> bool:
+        """True: its attention gathers keys and values."""
+        return True
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the Llama; a tied head counts once."""
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size

@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 
 from api_schemas import AxisName, BatchDivision, JobSpec, Layout
 
-AXES: tuple[AxisName, ...] = ("world", "pipeline", "data", "tensor", "stage")
-degrees = st.integers(1, 5)
+AXES: tuple[AxisName, ...] = ("world", "pipeline", "data", "context", "replicas", "tensor", "stage")
+degrees = st.integers(1, 4)
 
 
-@given(degrees, degrees, degrees)
-def test_every_rank_is_in_one_group_of_each_axis(pipeline: int, data: int, tensor: int) -> None:
-    layout = Layout(pipeline * data * tensor, tensor=tensor, pipeline=pipeline)
-    sizes = {"world": layout.num_ranks, "pipeline": pipeline, "data": data, "tensor": tensor, "stage": data * tensor}
+@given(degrees, degrees, degrees, st.integers(1, 2))
+def test_every_rank_is_in_one_group_of_each_axis(pipeline: int, data: int, tensor: int, context: int) -> None:
+    layout = Layout(pipeline * data * tensor * context, tensor=tensor, pipeline=pipeline, context=context)
+    replicas = data * context
+    sizes = {"world": layout.num_ranks, "pipeline": pipeline, "data": data, "context": context, "replicas": replicas}
+    sizes |= {"tensor": tensor, "stage": replicas * tensor}
     for axis in AXES:
         groups = layout.groups(axis)
         assert Counter(rank for group in groups for rank in group) == Counter(range(layout.num_ranks))
@@ -23,16 +25,18 @@ def test_every_rank_is_in_one_group_of_each_axis(pipeline: int, data: int, tenso
         assert all(layout.group(axis, rank) == group for group in groups for rank in group)
 
 
-@given(degrees, degrees, degrees)
-def test_two_axes_meet_in_one_rank(pipeline: int, data: int, tensor: int) -> None:
-    layout = Layout(pipeline * data * tensor, tensor=tensor, pipeline=pipeline)
+@given(degrees, degrees, degrees, st.integers(1, 2))
+def test_two_axes_meet_in_one_rank(pipeline: int, data: int, tensor: int, context: int) -> None:
+    layout = Layout(pipeline * data * tensor * context, tensor=tensor, pipeline=pipeline, context=context)
     for rank in range(layout.num_ranks):
-        assert set(layout.group("data", rank)) & set(layout.group("tensor", rank)) == {rank}
+        assert set(layout.group("data", rank)) & set(layout.group("context", rank)) == {rank}
+        assert set(layout.group("replicas", rank)) & set(layout.group("tensor", rank)) == {rank}
         assert set(layout.group("stage", rank)) & set(layout.group("pipeline", rank)) == {rank}
 
 
 def test_tensor_groups_are_neighbours() -> None:
     assert Layout(8, tensor=2, pipeline=2).groups("tensor") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert Layout(8, tensor=2, context=2).groups("context") == [(0, 2), (1, 3), (4, 6), (5, 7)]
 
 
 def test_degrees_that_do_not_divide_are_refused() -> None:

@@ -56,6 +56,13 @@ def test_data_ranks_are_the_workers_over_the_degree(model: dict[str, Any], zero_
             "257",
             "of",
         ),
+        (
+            lambda d: (d["parallelism"].update(sequence=True), d["training"].update(sequence_length=65)),
+            "training.sequence_length",
+            "65",
+            "a multiple of parallelism.tensor, 2",
+        ),
+        (lambda d: d["parallelism"].update(tensor=1, sequence=True), "parallelism.sequence", "True", "false with"),
         (lambda d: d["precision"].update(level="ao"), "precision.level", "ao", "bf16-amp"),
         (lambda d: d["precision"].update(level="fp16-amp"), "precision.level", "fp16-amp", "bf16-amp"),
         (lambda d: d["training"].update(ema_decay=0.9), "training.ema_decay", "0.9", "none with parallelism.tensor"),

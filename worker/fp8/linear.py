@@ -281,7 +281,7 @@ class Float8Products(torch.autograd.Function):
             left, right = (right, left) if layer.is_transposed else (left, right)
             grad_weight = half_matmul(left, right, ctx.grad_weight_dtype)
         elif needs_weight:
-            input_columns = ScaledCodes(input_saved, input_dequant_scale, layer.recipe.input.kind)
+            input_columns = layer.input_scaling.kept_columns(input_saved, input_dequant_scale)
             operands = (input_columns, grad_columns) if layer.is_transposed else (grad_columns, input_columns)
             grad_weight = product(operands[0], operands[1], ctx.grad_weight_dtype)
         if activation is not None and grad_input_TK is not None:

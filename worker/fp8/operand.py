@@ -5,6 +5,7 @@ micro-batches of a step the largest value collects in one slot, and `advance`, c
 into the window. Until the window is full the scale is exact; a non-finite amax restarts it; evaluation leaves no trace.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ class OperandScaling(KeepsDtypes):
     amax_history: Tensor
     window_amax: Tensor
     num_finite_steps: Tensor
+    given: tuple[ScaledCodes, ScaledCodes] | None = None
+    """Codes of the next operand, where ranks had some of its tokens each and have gathered them: for products over its rows, of
+    all tokens, and what `quantize` returns for its columns."""
+    regather: Callable[[Tensor], Tensor] | None = None
+    """Gathers the codes of all tokens (T, K) once more, of those that this rank has kept (B, t, K)."""
 
     def __init__(self, recipe: Recipe, format: OperandFormat, device: torch.device) -> None:
         """format: one of the recipe's three operands."""
@@ -69,6 +75,9 @@ class OperandScaling(KeepsDtypes):
         columns may be a view of the rows' codes, where the scale transposes with them; the product that takes them transposes
         them then. is_again: x is quantized a second time in this step and is not sampled.
         """
+        if self.given is not None:
+            given, self.given = self.given, None
+            return given
         if not rows and not columns:
             return None, None
         is_view = columns and transposed_later and self.format.kind.is_transposable
@@ -114,6 +123,19 @@ class OperandScaling(KeepsDtypes):
         columns = self._activate(x, activation, "columns", *to_scale_by, after).columns
         assert columns is not None
         return columns
+
+    def follow(self, other: "OperandScaling", amax: Tensor) -> None:
+        """Remember and sample what another scaling has quantized, an operand that both layers share. amax: of it, fp32 ()."""
+        if self.recipe.amax_history_length and self.training:
+            self._remember(amax)
+        if self.is_sampled and self.training:
+            self.sample.copy_(other.sample)
+
+    def kept_columns(self, codes: Tensor, dequant_scale: Tensor) -> ScaledCodes:
+        """The columns that waited for the backward pass, (K, T), gathered once more where each rank has kept its tokens."""
+        if self.regather is not None and codes.dim() == 3:
+            codes = self.regather(codes).t()
+        return ScaledCodes(codes, dequant_scale, self.format.kind)
 
     def extra_repr(self) -> str:
         return f"{self.format}, {self.format.kind.value} scales"

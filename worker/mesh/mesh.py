@@ -27,14 +27,16 @@ _MEETING_TIMEOUT = timedelta(minutes=10)
 class Mesh:
     """A context manager: process groups exist inside it. A single rank has no group, and every collective is the identity.
 
-    world: all ranks; they stop together. data: ranks that train the same layers on different sequences and average
-    gradients. tensor: ranks that share each layer. pipeline: ranks that hold consecutive layers. stage: data and tensor
-    together; these ranks agree on the state of FP8 scaling.
+    world: all ranks; they stop together. data: ranks that train the same layers on different sequences. context: on different
+    tokens of the same sequences. replicas: both; these ranks average gradients. tensor: ranks that share each layer. pipeline:
+    ranks that hold consecutive layers. stage: replicas and tensor together; these ranks agree on the state of FP8 scaling.
     """
 
     world: Axis
     pipeline: Axis
     data: Axis
+    context: Axis
+    replicas: Axis
     tensor: Axis
     stage: Axis
 
@@ -60,6 +62,8 @@ class Mesh:
         self.world = self._axis("world")
         self.pipeline = self._axis("pipeline")
         self.data = self._axis("data")
+        self.context = self._axis("context")
+        self.replicas = self.data if self.context.size == 1 else self._axis("replicas")
         self.tensor = self._axis("tensor")
         self.stage = self._axis("stage")
         return self
@@ -87,13 +91,13 @@ class Mesh:
 
     @property
     def owns_loss(self) -> bool:
-        """True if this rank's loss counts: one rank for each share of the batch, in the last stage of the pipeline."""
+        """True if this rank's loss counts: one rank for each share of the tokens, in the last stage of the pipeline."""
         return self.pipeline.rank == self.pipeline.size - 1 and self.tensor.is_first
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, str]]:
         """Bytes of tensors that this rank sent, over all axes, by collective and by the dtype of the values."""
-        axes = (self.world, self.pipeline, self.data, self.tensor, self.stage)
+        axes = {self.world, self.pipeline, self.data, self.context, self.replicas, self.tensor, self.stage}
         return sum((axis.sent_bytes for axis in axes), Counter())
 
     def new_straggler(self) -> Straggler | None:

@@ -23,16 +23,19 @@ IGNORED = -100
 """The target of a token that does not count, as in torch."""
 
 
-def cross_entropy(logits_NV: Tensor | LaterLogits, targets_N: Tensor, *, has_ignored: bool = False) -> Tensor:
+def cross_entropy(
+    logits_NV: Tensor | LaterLogits, targets_N: Tensor, *, has_ignored: bool = False, num_targets: Tensor | None = None
+) -> Tensor:
     """Mean cross entropy in nats over the tokens, computed in fp32. Backward overwrites the logits, so it runs only once.
 
     logits_NV: of a model whose loss is fused, what they are computed of. has_ignored: the mean is over the targets that are
-    not `IGNORED`, at least one.
+    not `IGNORED`, at least one. num_targets: what the sum over these is divided by instead of their number, ().
     """
     weights_N = None
     if has_ignored:
         counts_N = targets_N != IGNORED
-        targets_N, weights_N = targets_N.where(counts_N, 0), counts_N / counts_N.sum()
+        targets_N = targets_N.where(counts_N, 0)
+        weights_N = counts_N / (counts_N.sum() if num_targets is None else num_targets)
     if isinstance(logits_NV, LaterLogits):
         return linear_cross_entropy(logits_NV, targets_N, weights_N)
     loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, weights_N)

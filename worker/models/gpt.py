@@ -12,15 +12,15 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
+from worker.models.context import CausalAttention
 from worker.models.documents import attention_mask, positions_in_documents
 from worker.models.language import checked_length, next_token_losses
 from worker.models.model import Losses, TensorRole, TrainedModel
 
 
-class Attention(nn.Module):
+class Attention(CausalAttention):
     """Causal multi-head attention; queries, keys and values come from one linear layer."""
 
     def __init__(self, sizes: GPTSizes) -> None:
@@ -33,9 +33,7 @@ class Attention(nn.Module):
         query, key, value = (
             part_BTD.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part_BTD in self.qkv(hidden_BTD).chunk(3, dim=-1)
         )
-        mixed_BHTd = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask_B1TT, is_causal=mask_B1TT is None
-        )
+        mixed_BHTd = self.attend(query, key, value, mask_B1TT)
         return self.output(mixed_BHTd.transpose(1, 2).flatten(-2))
 
 
@@ -80,7 +78,7 @@ class GPT(TrainedModel):
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V), of a shard of the vocabulary where ranks divide it.
+        """Return logits (B, T, V), of a shard of the vocabulary, or of this rank's tokens, where ranks divide them.
 
         documents_BT: as `documents.py` describes; None for one document in each sequence.
         """
@@ -89,6 +87,7 @@ class GPT(TrainedModel):
             positions, mask_B1TT = torch.arange(num_tokens, device=tokens_BT.device), None
         else:
             positions, mask_B1TT = positions_in_documents(documents_BT), attention_mask(documents_BT)
+        tokens_BT, positions = self.own_tokens(tokens_BT), self.own_tokens(positions)
         hidden_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions)
         for block in self.blocks:
             hidden_BTD = block(hidden_BTD, mask_B1TT)
@@ -97,7 +96,9 @@ class GPT(TrainedModel):
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
         logits_BTV = self(batch["tokens"], batch.get("documents"))
-        return next_token_losses(logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary)
+        return next_token_losses(
+            logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary, context=self.context
+        )
 
     @property
     def tensor_plan(self) -> Mapping[str, TensorRole]:

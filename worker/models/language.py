@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from worker.mesh import Axis
+from worker.models.context import ContextPart
 from worker.models.cross_entropy import IGNORED, cross_entropy
 from worker.models.linear_cross_entropy import LaterLogits
 from worker.models.model import Losses
@@ -12,29 +13,40 @@ from worker.models.vocabulary import is_largest, vocabulary_cross_entropy
 
 
 def next_token_losses(
-    logits_BTV: Tensor | LaterLogits, batch: Mapping[str, Tensor], *, with_metrics: bool, vocabulary: Axis | None = None
+    logits_BTV: Tensor | LaterLogits,
+    batch: Mapping[str, Tensor],
+    *,
+    with_metrics: bool,
+    vocabulary: Axis | None = None,
+    context: ContextPart | None = None,
 ) -> Losses:
     """Return the mean cross entropy in nats and, if requested, `token_accuracy`: the share of targets with the top logit.
 
     Both are over the targets that count. The backward pass overwrites the logits, so it can run only once. With metrics the
     logits are a tensor.
     vocabulary: the ranks that each have the logits of a shard of the tokens; they call it together.
+    context: this rank's tokens, which the logits and the results are of. Where targets are ignored, a loss in training is the
+    sum over the rank's targets by the mean number of the ranks', so that the mean of the ranks' losses is that of all targets.
     """
-    targets_BT = batch["targets"]
+    targets_BT = batch["targets"] if context is None else context.own(batch["targets"])
     if vocabulary is not None:
         assert isinstance(logits_BTV, Tensor)
         return _losses_of_shards(logits_BTV, batch, vocabulary, with_metrics=with_metrics)
     if "num_targets" not in batch:
         return token_losses(logits_BTV, targets_BT, "token_accuracy" if with_metrics else None)
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    num_counted = batch["num_targets"].sum()
+    if context is not None:
+        num_counted = (targets_N != IGNORED).sum() if with_metrics else num_counted / context.axis.size
     # int() waits for a GPU; the trainer reads this number only while it evaluates.
-    num_targets = int(batch["num_targets"].sum()) if with_metrics else targets_N.numel()
+    num_targets = int(num_counted) if with_metrics else targets_N.numel()
     metrics = {}
     if with_metrics:
         assert isinstance(logits_NV, Tensor)
         is_right_N = (logits_NV.argmax(-1) == targets_N) & (targets_N != IGNORED)
-        metrics["token_accuracy"] = is_right_N.sum() / num_targets
-    return Losses(cross_entropy(logits_NV, targets_N, has_ignored=True), num_targets, metrics)
+        metrics["token_accuracy"] = is_right_N.sum() / max(num_targets, 1)
+    mean_over = None if context is None else num_counted.clamp(min=1)
+    return Losses(cross_entropy(logits_NV, targets_N, has_ignored=True, num_targets=mean_over), num_targets, metrics)
 
 
 def _losses_of_shards(logits_BTV: Tensor, batch: Mapping[str, Tensor], vocabulary: Axis, *, with_metrics: bool) -> Losses:

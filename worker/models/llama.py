@@ -17,12 +17,13 @@ from torch.nn import functional
 
 from api_schemas import ANY_FILE, Files
 from api_schemas.models.llama import LlamaSizes, LlamaSpec
+from worker.models.context import CausalAttention
 from worker.models.documents import attention_mask, positions_in_documents
 from worker.models.language import checked_length, next_token_losses
 from worker.models.model import Losses, TensorRole, TrainedModel
 
 
-class Attention(nn.Module):
+class Attention(CausalAttention):
     """Causal attention; each head of keys and values serves a group of query heads."""
 
     def __init__(self, sizes: LlamaSizes) -> None:
@@ -39,17 +40,7 @@ class Attention(nn.Module):
             layer(hidden_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        if mask_B1TT is not None:  # on CUDA only the flash and the math kernel take groups, and flash takes no mask
-            num_groups = query_BHTd.shape[1] // key_BHTd.shape[1]
-            key_BHTd, value_BHTd = (heads.repeat_interleave(num_groups, dim=1) for heads in (key_BHTd, value_BHTd))
-        mixed_BHTd = functional.scaled_dot_product_attention(
-            rotate(query_BHTd, turns),
-            rotate(key_BHTd, turns),
-            value_BHTd,
-            attn_mask=mask_B1TT,
-            is_causal=mask_B1TT is None,
-            enable_gqa=True,
-        )
+        mixed_BHTd = self.attend(rotate(query_BHTd, turns), rotate(key_BHTd, turns), value_BHTd, mask_B1TT)
         return self.output(mixed_BHTd.transpose(1, 2).flatten(-2))
 
 
@@ -97,16 +88,17 @@ class Llama(TrainedModel):
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V), of a shard of the vocabulary where ranks divide it.
+        """Return logits (B, T, V), of a shard of the vocabulary, or of this rank's tokens, where ranks divide them.
 
         documents_BT: as `documents.py` describes; None for one document in each sequence.
         """
         num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
-        hidden_BTD, mask_B1TT = self.token_embedding(tokens_BT), None
+        hidden_BTD, mask_B1TT = self.token_embedding(self.own_tokens(tokens_BT)), None
         turns = rotation(num_tokens, self.sizes.head_size, self.sizes.rope_theta, hidden_BTD.device)
         if documents_BT is not None:
             positions_BT, mask_B1TT = positions_in_documents(documents_BT), attention_mask(documents_BT)
             turns = (turns[0][positions_BT][:, None], turns[1][positions_BT][:, None])
+        turns = (self.own_tokens(turns[0], -2), self.own_tokens(turns[1], -2))
         for block in self.blocks:
             hidden_BTD = block(hidden_BTD, turns, mask_B1TT)
         return self.head(self.final_norm(hidden_BTD))
@@ -114,7 +106,9 @@ class Llama(TrainedModel):
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
         logits_BTV = self(batch["tokens"], batch.get("documents"))
-        return next_token_losses(logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary)
+        return next_token_losses(
+            logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary, context=self.context
+        )
 
     @property
     def tensor_plan(self) -> Mapping[str, TensorRole]:

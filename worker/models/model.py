@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 from worker.mesh import Axis
+from worker.models.context import ContextPart
 
 TensorRole = Literal["column", "column of 3", "row", "embedding", "head", "partial-gradients"]
 """How the ranks of the tensor axis divide a layer: by outputs, by outputs of three matrices in one, by inputs; by tokens of the
@@ -30,10 +31,16 @@ class TrainedModel(nn.Module):
     """Base of the networks that a job can train. They know nothing of precision: a level converts layers from outside.
 
     Calling the model returns logits, and `loss` calls it: hooks of the whole model, as fp16's loss scaling, see both passes.
-    vocabulary: the ranks that each have the logits of some tokens, where the model is divided like this.
+    vocabulary: the ranks that each have the logits of some tokens, where the model is divided like this. context: this rank's
+    tokens of each sequence, where ranks divide them; logits and losses are then of these.
     """
 
     vocabulary: Axis | None = None
+    context: ContextPart | None = None
+
+    def own_tokens(self, whole: Tensor, dim: int = -1) -> Tensor:
+        """Return what belongs to this rank's tokens, of all tokens of a sequence. dim: of the tokens."""
+        return whole if self.context is None else self.context.own(whole, dim)
 
     @property
     def tensor_plan(self) -> Mapping[str, TensorRole]:

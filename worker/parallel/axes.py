@@ -10,7 +10,7 @@ from worker.mesh import Axis, Mesh, make_axis
 
 
 class Axes(NamedTuple):
-    """data: ranks that train on different samples. tensor: ranks that divide layers. stage: both; they agree on FP8 scaling."""
+    """data: ranks that train on different tokens. tensor: ranks that divide layers. stage: both; they agree on FP8 scaling."""
 
     data: Axis
     tensor: Axis
@@ -24,7 +24,7 @@ class Axes(NamedTuple):
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> Self:
         """The axes of a job's mesh."""
-        return cls(mesh.data, mesh.tensor, mesh.stage)
+        return cls(mesh.replicas, mesh.tensor, mesh.stage)
 
 
 def axes_of(tensor: int, device: torch.device, group: dist.ProcessGroup | None) -> Axes:

@@ -16,28 +16,39 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 
 class OwnDraws:
-    """Hooks of a model on one rank. Passes that are computed again for activation checkpointing keep their numbers."""
+    """Numbers of one rank of an axis. Passes that are computed again for activation checkpointing keep theirs."""
 
-    def __init__(self, model: nn.Module, axis: Axis) -> None:
+    def __init__(self, axis: Axis) -> None:
         self._device, self._rank = axis.device, axis.rank
         self._scripts: list[Tensor] | None = None
+
+    def around(self, model: nn.Module) -> None:
+        """Draw the rank's own numbers inside the model's forward pass."""
         # Here and not as a decorator: it loads the compiler, which jobs do not need
         model.register_forward_pre_hook(torch.compiler.disable(self._enter))
         model.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)
 
-    def _enter(self, model: nn.Module, *_arguments: Any) -> None:
-        if not model.training or self._scripts is not None:
+    def enter(self, *, is_training: bool) -> None:
+        """Draw the rank's own numbers from now on, in training."""
+        if not is_training or self._scripts is not None:
             return
         seed = (int(torch.randint(1 << 62, ())) + _STRIDE * (self._rank + 1)) % 2**63
         self._scripts = [generator.get_state() for generator in self._generators()]
         for generator in self._generators():
             generator.manual_seed(seed)
 
-    def _leave(self, *_arguments: Any) -> None:
+    def leave(self) -> None:
+        """Draw the script's numbers again."""
         if self._scripts is not None:
             for generator, state in zip(self._generators(), self._scripts, strict=True):
                 generator.set_state(state)
             self._scripts = None
+
+    def _enter(self, model: nn.Module, *_arguments: Any) -> None:
+        self.enter(is_training=model.training)
+
+    def _leave(self, *_arguments: Any) -> None:
+        self.leave()
 
     def _generators(self) -> list[torch.Generator]:
         if self._device.type != "cuda":

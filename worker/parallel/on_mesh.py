@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
-from api_schemas.resources import WideDtype
+from api_schemas.resources import ParallelismSpec
 from worker.errors import InvalidConfig
 from worker.mesh import Mesh
+from worker.models.context import divide_sequences
 from worker.parallel.axes import Axes
 from worker.parallel.data_parallel import broadcast_parameters
 from worker.parallel.parallelize import WIDE_DTYPES, Parallel
@@ -14,21 +15,23 @@ from worker.parallel.tensor import cut_model
 from worker.prepare import share_rounding
 
 
-def on_mesh(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, zero_stage: int, wide_communication: WideDtype
-) -> Parallel:
+def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, parallelism: ParallelismSpec) -> Parallel:
     """Return the model and its optimizer on the mesh. All ranks call it together, with the same whole model.
 
-    Raises InvalidConfig for a model that the tensor axis cannot divide.
+    Raises InvalidConfig for a model that the tensor or the context axis cannot divide.
     """
-    share_rounding(model, mesh.data.rank, mesh.data.size)
+    share_rounding(model, mesh.replicas.rank, mesh.replicas.size)
     axes = Axes.of_mesh(mesh)
+    try:
+        divide_sequences(model, mesh.context)
+    except ValueError as error:
+        raise InvalidConfig(f"parallelism.context: {error}") from None
     try:
         plan = plan_of(model) if mesh.tensor.size > 1 else {}
         check_heads(model, mesh.tensor.size)
-        shards = cut_model(model, optimizer, axes, plan)
+        shards = cut_model(model, optimizer, axes, plan, sequence=parallelism.sequence)
     except ValueError as error:
         raise InvalidConfig(f"parallelism.tensor: {error}") from None
-    broadcast_parameters(model, mesh.data)
-    wide_dtype = WIDE_DTYPES[wide_communication]
-    return Parallel(model, optimizer, axes, zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)
+    broadcast_parameters(model, mesh.replicas)
+    wide_dtype = WIDE_DTYPES[parallelism.wide_communication]
+    return Parallel(model, optimizer, axes, zero_stage=parallelism.zero_stage, wide_dtype=wide_dtype, shards=shards)

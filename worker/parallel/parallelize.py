@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,13 @@ from worker.prepare import share_rounding
 T = TypeVar("T")
 ZERO_STAGES = (0, 1, 2, 3)
 WIDE_DTYPES: dict[WideDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Degrees(TypedDict, total=False):
+    """How `parallelize` divides a model apart from ZeRO. tensor: 1 by default. sequence: False by default."""
+
+    tensor: int
+    sequence: bool
 
 
 class Parallel:
@@ -171,15 +178,17 @@ class OwnLoop(Parallel):
         zero_stage: int,
         wide_dtype: torch.dtype,
         plan: Plan,
+        *,
+        sequence: bool,
     ) -> None:
         broadcast_parameters(model, axes.stage)
         _broadcast_masters(optimizer, axes.stage)
         if axes.tensor.size > 1:  # `initialize` knows the world alone
             share_rounding(model, axes.data.rank, axes.data.size)
-        shards = cut_model(model, optimizer, axes, plan)
+        shards = cut_model(model, optimizer, axes, plan, sequence=sequence)
         super().__init__(model, optimizer, axes, zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)
         if axes.data.size > 1:
-            OwnDraws(model, axes.data)
+            OwnDraws(axes.data).around(model)
         self.gradients.finishes_itself = True
         self.gradients.after_finish = self._mark_divided
         optimizer.zero_grad = partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]  # it has no hooks
@@ -226,8 +235,8 @@ def parallelize(
     zero_stage: int = 0,
     wide_communication: WideDtype = "fp32",
     group: dist.ProcessGroup | None = None,
-    tensor: int = 1,
     plan: Mapping[str, str] | None = None,
+    **degrees: Unpack[Degrees],
 ) -> Parallel:
     """Train a model, converted by `initialize` or not, on all ranks of a process group; all ranks call it together.
 
@@ -248,6 +257,7 @@ def parallelize(
     shards.
     plan: a role for each glob of module names, column, "column of 3", row, embedding or head; by default that of the family, or
     transformers' `base_model_tp_plan`, whose head stays whole. With a head in the plan, logits are of this rank's tokens.
+    sequence: with a tensor degree, its ranks also divide the tokens of activations between the layers of a block.
     Raises ValueError without a process group under torchrun, for another stage or dtype, for an optimizer that cannot be
     sharded, at stage 3 for a model without such blocks, and for a model that has no plan or cannot be divided by it.
     """
@@ -260,11 +270,28 @@ def parallelize(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group; allowed: one that is initialized. Call "
             "torch.distributed.init_process_group() before initialize and parallelize."
         )
+    tensor, sequence = _checked_degrees(degrees)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     axes = axes_of(tensor, device, group)
     roles = plan_of(model, plan) if tensor > 1 else {}
     check_heads(model, tensor)
-    return OwnLoop(model, optimizer, axes, zero_stage, WIDE_DTYPES[wide_communication], roles)
+    return OwnLoop(model, optimizer, axes, zero_stage, WIDE_DTYPES[wide_communication], roles, sequence=sequence)
+
+
+def _checked_degrees(degrees: Degrees) -> tuple[int, bool]:
+    """The tensor degree, and whether its ranks divide tokens."""
+    if unknown := degrees.keys() - Degrees.__annotations__.keys():
+        raise TypeError(
+            f"parallelize got {sorted(unknown)[0]!r}; allowed: zero_stage, wide_communication, group, plan, "
+            f"{', '.join(Degrees.__annotations__)}. Correct the name, or leave it out."
+        )
+    tensor, sequence = degrees.get("tensor", 1), degrees.get("sequence", False)
+    if sequence and tensor == 1:
+        raise ValueError(
+            "sequence is set and tensor is 1; allowed: a tensor degree of 2 or more, whose ranks divide the tokens. Set "
+            "tensor, or leave sequence out."
+        )
+    return tensor, sequence
 
 
 def _broadcast_masters(optimizer: torch.optim.Optimizer, axis: Axis) -> None:

@@ -25,7 +25,8 @@ from worker.models.model import TensorRole, TrainedModel
 from worker.optim.shards import check_unused, decoded, hold_shards
 from worker.parallel.axes import Axes
 from worker.parallel.plans import Plan
-from worker.parallel.tensor_layers import ColumnForward, EmbeddingForward, RowForward
+from worker.parallel.sequence import LAYER_ROLES, check_sequence, divide_tokens
+from worker.parallel.tensor_layers import surround
 
 STATE_NAMES = ("weight", "weight_codes", "weight_residual", "bias")
 """Under which a state dict of any level holds a layer's tensors that are cut."""
@@ -109,9 +110,12 @@ class TensorShards:
 
 
 @torch.no_grad()
-def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes, plan: Plan) -> TensorShards:
+def cut_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes, plan: Plan, *, sequence: bool = False
+) -> TensorShards:
     """Let this rank hold its shards of a converted model and of its optimizer. All ranks hold the same whole before.
 
+    sequence: inside of blocks, activations between the layers are divided along their tokens.
     Raises ValueError, before anything is changed, for a size that does not divide, a role that a module cannot have, a glob
     that matches nothing, a compiled model, one that scales losses, and an optimizer that has taken steps.
     """
@@ -121,6 +125,8 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes, pl
     check_unused(optimizer)
     _check_model(model)
     roles = _roles(model, plan)
+    if sequence:
+        check_sequence(model, roles)
     found: dict[nn.Parameter, Cut] = {}
     for name, role in roles.items():
         if role != "partial-gradients":
@@ -129,7 +135,12 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes, pl
                 shards.names |= {f"{name}.{own}": cut for own in (STATE_NAMES[:3] if part == "weight" else (part,))}
     new = {whole: _shard(whole, cut, axis.rank) for whole, cut in found.items()}
     for name, role in roles.items():
-        _divide(model.get_submodule(name), role, axis, new, found)
+        module = model.get_submodule(name)
+        _divide(module, role, axis, new, found)
+        if not (sequence and role in LAYER_ROLES):
+            surround(module, role, axis)
+    if sequence:
+        divide_tokens(model, roles, axis)
     hold_shards(optimizer, new, found, axis.rank)
     shards.cuts = {new[whole]: cut for whole, cut in found.items()}
     _share_rounding(model, shards)
@@ -192,24 +203,19 @@ def _shard(whole: nn.Parameter, cut: Cut, rank: int) -> nn.Parameter:
 def _divide(
     module: Any, role: TensorRole, axis: Axis, new: Mapping[nn.Parameter, nn.Parameter], cuts: Mapping[nn.Parameter, Cut]
 ) -> None:
-    """Give a module its shards, and what ranks do around it."""
+    """Give a module its shards."""
     if role == "partial-gradients":
-        for parameter in module.parameters():
-            parameter.register_hook(lambda gradient: axis.sum_(gradient.clone()))
         return
     if isinstance(module, Float8Linear) and module.weight_residual is not None:
         module.weight_residual = cuts[module.weight].shard(module.weight_residual, axis.rank)
     for name, parameter in list(module._parameters.items()):
         if parameter in new:
             setattr(module, name, new[parameter])
-    is_row = role == "row"
-    for name in ("in_features", "nx") if is_row else ("out_features", "nf", "num_embeddings"):
+    for name in ("in_features", "nx") if role == "row" else ("out_features", "nf", "num_embeddings"):
         if hasattr(module, name):
             setattr(module, name, getattr(module, name) // axis.size)
     if isinstance(module, Float8Linear):
         module._prepare_gradient()
-    make = RowForward if is_row else EmbeddingForward if role == "embedding" else ColumnForward
-    module.forward = make(module, axis)
 
 
 def _share_rounding(model: nn.Module, shards: TensorShards) -> None:

@@ -8,12 +8,14 @@ on each rank, since their products are decoded before they are added.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from worker.mesh import Axis
+from worker.models.model import TensorRole
 
 
 class ColumnForward:
@@ -30,21 +32,22 @@ class ColumnForward:
 class RowForward:
     """Takes the place of a row layer's `forward`. Every rank holds the whole bias, which is added once, to the sum."""
 
-    def __init__(self, layer: nn.Module, axis: Axis) -> None:
+    def __init__(self, layer: nn.Module, add_up: Callable[[Tensor], Tensor]) -> None:
+        """add_up: gives the sum of all ranks' parts, or this rank's tokens of it."""
         self.layer, self.forward = layer, layer.forward
-        self.axis = axis
+        self.add_up = add_up
 
     def __call__(self, input: Tensor, **options: Any) -> Tensor:
         parameters = self.layer._parameters
         bias = parameters.get("bias")
         if bias is None:
-            return sum_of_shards(self.forward(input, **options), self.axis)
+            return self.add_up(self.forward(input, **options))
         parameters["bias"] = None
         try:
             partial = self.forward(input, **options)
         finally:
             parameters["bias"] = bias
-        return sum_of_shards(partial, self.axis) + bias.to(partial.dtype)
+        return self.add_up(partial) + bias.to(partial.dtype)
 
 
 class EmbeddingForward:
@@ -60,6 +63,26 @@ class EmbeddingForward:
         is_own = (own >= 0) & (own < num_own)
         rows: Tensor = self.forward(own.where(is_own, 0))
         return sum_of_shards(rows.where(is_own[..., None], 0.0), self.axis)
+
+
+def surround(module: nn.Module, role: TensorRole, axis: Axis) -> None:
+    """Let ranks do around a module that holds its shards what its role says."""
+    if role == "partial-gradients":
+        for part in module.modules():
+            add_up_gradients(part, axis)
+    elif role == "row":
+        module.forward = RowForward(module, partial(sum_of_shards, axis=axis))
+    elif role == "embedding":
+        module.forward = EmbeddingForward(module, axis)
+    else:
+        module.forward = ColumnForward(module, axis)
+
+
+def add_up_gradients(module: nn.Module, axis: Axis) -> None:
+    """Add up the gradients of a module's own parameters over the axis: each rank applies them to its part."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: axis.sum_(gradient.clone()))
 
 
 def to_shards(input: Tensor, axis: Axis) -> Tensor:

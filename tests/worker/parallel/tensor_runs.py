@@ -72,10 +72,10 @@ def batch_of(share: int, step: int, micro_batch: int) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def parallel_on(axes: Axes, family: str, level: str, zero_stage: int) -> Parallel:
+def parallel_on(axes: Axes, family: str, level: str, zero_stage: int, *, sequence: bool = False) -> Parallel:
     model, optimizer = make(family, level)
     share_rounding(model, axes.data.rank, axes.data.size)
-    shards = cut_model(model, optimizer, axes, plan_of(model))
+    shards = cut_model(model, optimizer, axes, plan_of(model), sequence=sequence)
     return Parallel(model, optimizer, axes, zero_stage=zero_stage, shards=shards)
 
 
@@ -113,9 +113,9 @@ def reference(family: str, level: str, num_shares: int) -> tuple[list[float], li
     return losses, norms
 
 
-def trained(axes: Axes, family: str, level: str, stage: int) -> Result:
+def trained(axes: Axes, family: str, level: str, stage: int, *, sequence: bool = False) -> Result:
     """Losses and norms of some steps, and what ranks must have alike afterwards."""
-    parallel = parallel_on(axes, family, level, stage)
+    parallel = parallel_on(axes, family, level, stage, sequence=sequence)
     numbers = []
     for step in range(STEPS):
         numbers.append(step_on_ranks(parallel, step))
@@ -126,9 +126,9 @@ def trained(axes: Axes, family: str, level: str, stage: int) -> Result:
     return {"losses": [loss for loss, _ in numbers], "norms": [norm for _, norm in numbers], "scales": scales, "whole": whole}
 
 
-def gradients(axes: Axes, family: str) -> dict[str, Tensor]:
+def gradients(axes: Axes, family: str, *, sequence: bool = False) -> dict[str, Tensor]:
     """fp32 gradients of one backward pass, whole."""
-    parallel = parallel_on(axes, family, "fp32", 0)
+    parallel = parallel_on(axes, family, "fp32", 0, sequence=sequence)
     parallel.model.loss(batch_of(parallel.data.rank, 0, 0)).loss.backward()
     parallel.gradients.finish()
     found = {}
@@ -199,17 +199,17 @@ def draws(axes: Axes) -> Result:
     }
 
 
-def sent(axes: Axes) -> dict[tuple[str, str], int]:
+def sent(axes: Axes, family: str = "gpt", level: str = "fp32", *, sequence: bool = False) -> dict[tuple[str, str], int]:
     """Bytes that a rank sends over the tensor axis for one micro-batch."""
-    parallel = parallel_on(axes, "gpt", "fp32", 0)
+    parallel = parallel_on(axes, family, level, 0, sequence=sequence)
     axes.tensor.sent_bytes.clear()
     parallel.model.loss(batch_of(0, 0, 0)).loss.backward()
     return dict(axes.tensor.sent_bytes)
 
 
-def evaluated(axes: Axes) -> tuple[float, float]:
+def evaluated(axes: Axes, *, sequence: bool = False) -> tuple[float, float]:
     """Loss and accuracy of an evaluation, in which some targets do not count."""
-    model = parallel_on(axes, "llama", "fp32", 0).model.eval()
+    model = parallel_on(axes, "llama", "fp32", 0, sequence=sequence).model.eval()
     with torch.no_grad():
         losses = model.loss(partly_ignored())
     return float(losses.loss), float(losses.metrics["token_accuracy"])
@@ -260,10 +260,10 @@ def digest_of(parallel: Parallel) -> str:
     return digest({"model": parallel.model.state_dict(), "optimizer": parallel.optimizer.state_dict()})
 
 
-def job(corpus: Path, workers: int, tensor: int) -> JobSpec:
+def job(corpus: Path, workers: int, tensor: int, *, sequence: bool = False) -> JobSpec:
     document = golden_job({"level": "O3-split"}, corpus, workers)
     training = {"steps": 2, "micro_batch_size": 1, "checkpoint_every": 1, "schedule": {}, "activation_checkpointing": "full"}
-    parallelism = {"tensor": tensor, "zero_stage": 1}
+    parallelism = {"tensor": tensor, "zero_stage": 1, "sequence": sequence}
     return JobSpec.model_validate(document | {"parallelism": parallelism, "training": document["training"] | training})
 
 

@@ -37,6 +37,7 @@ GRADIENT_ERROR = 5e-6
 def network_of(architecture: str) -> Any:
     config_class = transformers().CONFIG_MAPPING[architecture]
     sizes = SMALL | ({"head_dim": 16} if architecture in HEADS_OF_16 else {})
+    sizes |= {"residual_dropout": 0.0} if architecture == "seed_oss" else {}
     torch.manual_seed(0)
     config = config_class(**sizes, attention_dropout=0.0)
     return transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -47,11 +48,11 @@ def batch_of() -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def divided(architecture: str, device: torch.device) -> dict[str, Any]:
+def divided(architecture: str, device: torch.device, *, sequence: bool) -> dict[str, Any]:
     """The loss, and whole gradients, of our wrapper, whose head is divided, too."""
     model, axes = wrap(network_of(architecture), "next_token"), axes_of(2, device, None)
     optimizer = torch.optim.AdamW(model.parameters())
-    shards = cut_model(model, optimizer, axes, plan_of(model))
+    shards = cut_model(model, optimizer, axes, plan_of(model), sequence=sequence)
     loss = model.loss(batch_of()).loss
     loss.backward()
     gradients = {}
@@ -62,13 +63,13 @@ def divided(architecture: str, device: torch.device) -> dict[str, Any]:
     return {"loss": float(loss.detach()), "gradients": gradients, "num_cut": len(shards.cuts)}
 
 
-def own_loop(level: str) -> list[float]:
+def own_loop(level: str, *, sequence: bool = False) -> list[float]:
     """Losses of a plain network in a loop of one's own, whose head stays whole."""
     network = network_of("llama")
     model, optimizer = initialize(network, torch.optim.AdamW(network.parameters(), lr=1e-3), level)
     assert optimizer is not None
     if dist.is_initialized():
-        parallelize(model, optimizer, tensor=2)
+        parallelize(model, optimizer, tensor=2, sequence=sequence)
     losses = []
     batch = batch_of()
     for _ in range(3):
@@ -84,26 +85,33 @@ def own_loop(level: str) -> list[float]:
 def work(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    found: dict[str, Any] = {name: divided(name, torch.device("cpu")) for name in sorted(DIVIDED_BY_RANKS)}
-    found["own loop"] = {level: own_loop(level) for level in ("fp32", "O2")}
+    found: dict[Any, Any] = {
+        (name, sequence): divided(name, torch.device("cpu"), sequence=sequence)
+        for name in sorted(DIVIDED_BY_RANKS)
+        for sequence in (False, True)
+    }
+    found["own loop"] = {
+        (level, sequence): own_loop(level, sequence=sequence) for level in ("fp32", "O2") for sequence in (False, True)
+    }
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("plans")
     run_ranks(work, (free_port(), str(folder)), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("architecture", sorted(DIVIDED_BY_RANKS))
-def test_loss_and_gradients_are_those_of_one_process(results: list[dict[str, Any]], architecture: str) -> None:
+def test_loss_and_gradients_are_those_of_one_process(results: list[dict[Any, Any]], architecture: str, sequence: bool) -> None:
     model = wrap(network_of(architecture), "next_token")
     loss = model.loss(batch_of()).loss
     loss.backward()
     for result in results:
-        found = result[architecture]
+        found = result[architecture, sequence]
         assert found["num_cut"] >= 2 * 4 + 1  # of each block at least four weights, and the embedding
         assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
         for name, parameter in model.named_parameters():
@@ -112,12 +120,13 @@ def test_loss_and_gradients_are_those_of_one_process(results: list[dict[str, Any
             assert float(error) < GRADIENT_ERROR, name
 
 
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("level", ["fp32", "O2"])
-def test_a_loop_of_ones_own_trains_by_transformers_plan(results: list[dict[str, Any]], level: str) -> None:
+def test_a_loop_of_ones_own_trains_by_transformers_plan(results: list[dict[Any, Any]], level: str, sequence: bool) -> None:
     expected = own_loop(level)
     assert expected[-1] < expected[0]
     for result in results:
-        assert result["own loop"][level] == pytest.approx(expected, rel=1e-6 if level == "fp32" else 6e-4)
+        assert result["own loop"][level, sequence] == pytest.approx(expected, rel=1e-6 if level == "fp32" else 6e-4)
 
 
 def test_the_table_of_architectures_is_transformers_own() -> None:

@@ -1,0 +1,118 @@
+"""Sequence parallelism: between the layers of a block, each rank of the tensor axis has some tokens of every sequence.
+
+Tokens are split before the first block that the model repeats and joined after the last one, so that positions, masks, the
+final norm and the loss see all of them. Inside a block, norms, dropout and the residual stream work on this rank's tokens. A
+module that holds column and row layers, as attention or an MLP, gets all tokens: its input is gathered, and its row layer
+leaves each rank its tokens of the sum (`tokens.py`). What is applied to some of the tokens has gradients of these, which are
+added up.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from worker.blocks import repeated_blocks
+from worker.mesh import Axis
+from worker.models.model import TensorRole
+from worker.parallel.draws import OwnDraws
+from worker.parallel.tensor_layers import RowForward, add_up_gradients
+from worker.parallel.tokens import ColumnInput, join_tokens, row_output, split_tokens
+
+COLUMN_ROLES: tuple[TensorRole, ...] = ("column", "column of 3")
+LAYER_ROLES: tuple[TensorRole, ...] = (*COLUMN_ROLES, "row")
+"""Of the layers inside of blocks, around which tokens are gathered and added up."""
+
+
+def check_sequence(model: nn.Module, roles: Mapping[str, TensorRole]) -> None:
+    """Raise ValueError for a model whose layers, divided by these roles, do not leave whole modules between them."""
+    blocks = {name for name, module in model.named_modules() if module in set(repeated_blocks(model))}
+    if not blocks:
+        raise ValueError(
+            "sequence is set and the model repeats no blocks; allowed: models with an nn.ModuleList or nn.Sequential of alike "
+            "blocks, in which ranks divide the tokens. Leave sequence out."
+        )
+    layers = {name: role for name, role in roles.items() if role in LAYER_ROLES}
+    parents = {name: name.rpartition(".")[0] for name in layers}
+    for name, parent in parents.items():
+        if not any(parent.startswith(f"{block}.") for block in blocks):
+            raise ValueError(
+                f"sequence is set and {name} is divided outside of a module of a block; allowed: layers in modules of repeated "
+                "blocks, as attention and MLP. Leave sequence out, or the layer out of the plan."
+            )
+        if {role == "row" for other, role in layers.items() if parents[other] == parent} != {True, False}:
+            raise ValueError(
+                f"sequence is set and {parent} has column layers or row layers alone; allowed: modules with both, which take "
+                "and return the tokens of a block. Leave sequence out, or change the plan."
+            )
+
+
+def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis) -> None:
+    """Let the ranks of the axis divide the tokens inside the blocks of a model whose layers they have divided already."""
+    parents: dict[str, list[nn.Module]] = {}
+    for name, role in roles.items():
+        layer, parent = model.get_submodule(name), name.rpartition(".")[0]
+        if role in COLUMN_ROLES:
+            parents.setdefault(parent, []).append(layer)
+        elif role == "row":
+            layer.forward = RowForward(layer, partial(row_output, layer=layer, axis=axis))
+            if (bias := layer._parameters.get("bias")) is not None and bias.requires_grad:
+                bias.register_hook(lambda gradient: axis.sum_(gradient.clone()))
+    for parent, layers in parents.items():
+        model.get_submodule(parent).register_forward_pre_hook(_Gathered(ColumnInput(layers, axis)), with_kwargs=True)
+    gathered = {part for parent in parents for part in model.get_submodule(parent).modules()}
+    blocks = repeated_blocks(model)
+    for block in blocks:
+        for module in block.modules():
+            if module not in gathered:
+                add_up_gradients(module, axis)
+    draws = OwnDraws(axis)
+    blocks[0].register_forward_pre_hook(_Split(axis, draws))
+    blocks[-1].register_forward_hook(_Joined(axis, draws))
+
+
+class _Gathered:
+    """A hook that gathers the input of a module of column layers: its first argument, or `hidden_states`."""
+
+    def __init__(self, input: ColumnInput) -> None:
+        self.input = input
+
+    def __call__(
+        self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if arguments:
+            return (self.input(arguments[0]), *arguments[1:]), options
+        return arguments, options | {"hidden_states": self.input(options["hidden_states"])}
+
+
+class _Split:
+    """A hook of the first block: its input becomes this rank's tokens, and random numbers this rank's."""
+
+    def __init__(self, axis: Axis, draws: OwnDraws) -> None:
+        self.axis, self.draws = axis, draws
+
+    def __call__(self, block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not arguments:
+            raise ValueError(
+                f"{type(block).__name__} was called without positional arguments; allowed with sequence: blocks whose first "
+                "argument are the activations. Leave sequence out."
+            )
+        self.draws.enter(is_training=block.training)
+        return split_tokens(arguments[0], self.axis), *arguments[1:]
+
+
+class _Joined:
+    """A hook of the last block: its output becomes that of all tokens."""
+
+    def __init__(self, axis: Axis, draws: OwnDraws) -> None:
+        self.axis, self.draws = axis, draws
+
+    def __call__(self, block: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
+        self.draws.leave()
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"{type(block).__name__} returned a {type(output).__name__}; allowed with sequence: blocks that return the "
+                "activations alone. Leave sequence out."
+            )
+        return join_tokens(output, self.axis)
