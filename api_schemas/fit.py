@@ -6,6 +6,7 @@ from api_schemas.inputs import ImageInput, TokenInput
 from api_schemas.layout import BatchDivision
 from api_schemas.memory import misfit_of_memory
 from api_schemas.models.base import FamilySpec
+from api_schemas.pipeline import misfit_of_schedule
 from api_schemas.precision import PrecisionSpec
 from api_schemas.resources import ParallelismSpec
 from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
@@ -32,9 +33,9 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
 
 def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit | None:
     """Return the first batch size that does not divide, or None."""
-    is_divided = parallelism.tensor > 1
-    readers = "resources.workers / parallelism.tensor" if is_divided else "resources.workers"
-    share = "global_batch_size · parallelism.tensor / workers" if is_divided else "global_batch_size / workers"
+    divided = [f"parallelism.{name}" for name in ("tensor", "pipeline") if getattr(parallelism, name) > 1]
+    readers = " / ".join(["resources.workers", *divided])
+    share = f"{' · '.join(['global_batch_size', *divided])} / workers"
     if batch.global_batch_size % batch.num_data_ranks:
         return Unfit(
             "training.global_batch_size",
@@ -43,7 +44,7 @@ def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit
             "Change training.global_batch_size or resources.workers.",
         )
     if batch.micro_batch_size and batch.rank_batch_size % batch.micro_batch_size == 0:
-        return None
+        return misfit_of_schedule(batch, parallelism)
     return Unfit(
         "training.micro_batch_size",
         batch.micro_batch_size,

@@ -12,11 +12,11 @@ from api_schemas.data import DataSpec, Unfit
 from api_schemas.fit import misfit_of_batch, misfit_of_options, misfit_of_parts, tokens_per_sample
 from api_schemas.layout import BatchDivision, Layout
 from api_schemas.models import ModelSizes, ModelSpec
+from api_schemas.pipeline import misfit_of_degrees
 from api_schemas.precision import PrecisionSpec
 from api_schemas.recipe import RecipeSpec
 from api_schemas.resources import LabelKey, ParallelismSpec, ResourceSpec
 from api_schemas.states import DesiredState, FailureReason, JobState
-from api_schemas.tensor import misfit_of_tensor
 from api_schemas.training import TrainingSpec
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -60,7 +60,7 @@ class JobSpec(Contract):
     @property
     def layout(self) -> Layout:
         """The degrees of parallelism of the job's ranks. Raises ValueError if they do not divide the ranks."""
-        return Layout(self.resources.workers, self.parallelism.tensor, self.parallelism.pipeline)
+        return Layout(self.resources.workers, *self.parallelism.degrees)
 
     @property
     def batch(self) -> BatchDivision:
@@ -93,7 +93,7 @@ class JobSpec(Contract):
     def _check_parts(self) -> None:
         unfit = misfit_of_parts(self.model, self.data, self.training)
         parts = (self.parallelism, self.resources, self.model, self.precision, self.training, self.adapter)
-        unfit = unfit or misfit_of_tensor(*parts) or misfit_of_batch(self.batch, self.parallelism)
+        unfit = unfit or misfit_of_degrees(*parts) or misfit_of_batch(self.batch, self.parallelism)
         options = (self.training, self.model, self.precision, self.adapter, self.parallelism)
         if unfit := unfit or misfit_of_options(*options, self.batch):
             raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)

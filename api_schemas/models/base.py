@@ -57,6 +57,11 @@ class FamilySizes(Contract):
         """The sizes that a tensor degree must divide, by field; None for a network that ranks cannot divide."""
         return None
 
+    @property
+    def num_blocks_in_stages(self) -> int | None:
+        """Blocks that the stages of a pipeline can divide; None for a network that cannot be cut into stages."""
+        return None
+
     def check(self) -> None:
         """Raise a `refusal` that names the field to change if the sizes do not fit each other."""
 

@@ -45,6 +45,11 @@ class GPTSizes(FamilySizes):
         return {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
 
     @property
+    def num_blocks_in_stages(self) -> int:
+        """All blocks."""
+        return self.num_layers
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters: tied embedding, learned positions, biases, two LayerNorms per block and a final one."""
         width = self.hidden_size
