@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from api_schemas import Layout
-from worker.errors import RankError
 from worker.mesh.neighbours import ForeignWaits, count_sent, receive, send
 from worker.metrics.activations import activations_counted_once
 from worker.metrics.table import Metrics
@@ -92,13 +91,13 @@ class PipelineRun:
             return Schedule1F1B(made[0], num_micro_batches, **options)
         return ScheduleInterleaved1F1B(made, num_micro_batches, **options)
 
-    def compute(self, stage: "_Stage", call: Callable[[], Any]) -> Any:
-        """Run a pass of torch's, whose errors are this rank's own. torch wraps an error of ours; it is raised as it was."""
+    def compute(self, call: Callable[[], Any]) -> Any:
+        """Run a pass of torch's, whose errors are this rank's own, and taken out of torch's RuntimeError around them."""
         with self._waits.computing():
             try:
                 return call()
             except Exception as error:
-                if isinstance(error.__cause__, RankError | RuntimeError | ValueError):
+                if type(error) is RuntimeError and isinstance(error.__cause__, Exception):
                     raise error.__cause__ from None
                 raise
 
@@ -131,11 +130,11 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id
         forward = super().forward_one_chunk
-        return self.submod.run.compute(self, lambda: forward(fwd_chunk_id, *args, **kwargs))
+        return self.submod.run.compute(lambda: forward(fwd_chunk_id, *args, **kwargs))
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         backward = super().backward_one_chunk
-        self.submod.run.compute(self, lambda: backward(*args, **kwargs))
+        self.submod.run.compute(lambda: backward(*args, **kwargs))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         return self._counted(super().get_fwd_send_ops(fwd_chunk_id))

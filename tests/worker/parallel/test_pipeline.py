@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from api_schemas.levels import LEVELS
 from tests.ranks import free_port, run_ranks
 from tests.text import write_corpus
 from tests.worker.parallel.pipeline_runs import GPT, LLAMA, STEPS, Result, document, run_job, saved, work
+from tests.worker.parallel.test_kills import undisturbed
 from worker.config import RankEnv
 
 TIED_LOSS_TOLERANCE = 2e-3
 """Relative, after three steps at a level whose gradients are in FP8: a sum of another last bit may round to another code."""
 DELAYED = {"level": "te", "recipe": {"scaling": "delayed", "amax_history_length": 2}}
 FAST = [("llama", "O3", "interleaved"), ("gpt", "O2", "1f1b")]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt-pipeline.yaml"
 STAGED_LEVELS = [name for name, level in LEVELS.items() if level.engine != "torchao"]
 CASES = [
     *[("llama", level, schedule) for level in (*STAGED_LEVELS, "delayed") for schedule in ("1f1b", "interleaved")],
@@ -170,3 +173,17 @@ def test_a_nan_in_one_stage_makes_all_ranks_skip(jobs: Jobs, num_ranks: int, zer
     for found in jobs.found[name]:
         assert (found["skipped"], found["kept"]) == (1, True)
         assert found["norm"] != found["norm"]
+
+
+@pytest.mark.matrix
+def test_the_example_trains_as_under_torchrun(tmp_path: Path) -> None:
+    """`worker.main` on four ranks, with the job file that users have."""
+    job = yaml.safe_load(EXAMPLE.read_text())
+    job["data"]["path"] = str(write_corpus(tmp_path / "corpus"))
+    job["training"].update(steps=2, sequence_length=32, eval_every=0, eval_batches=1, checkpoint_every=0)
+    losses = undisturbed(tmp_path / "run", job | {"model": GPT | {"max_sequence_length": 32}})
+    assert list(losses) == [1, 2]
+    summary = json.loads((tmp_path / "run" / "run" / "summary.json").read_text())
+    assert summary["sent_bytes"]["send"]["float32"] > 0
+    tensors = saved(tmp_path / "run" / "run")
+    assert torch.equal(tensors["/model/token_embedding.weight"], tensors["/model/head.weight"])
