@@ -141,7 +141,7 @@ class Parallel:
         blocks = None if self._sharded is None else self._sharded.blocks
         return iter(batches) if blocks is None else blocks.as_many_passes(batches)
 
-    def losses(self, model: Any, batch: dict[str, Tensor]) -> Losses:
+    def losses(self, model: Any, batch: Mapping[str, Tensor]) -> Losses:
         """The losses of an evaluation batch. model: this one, or the average of its weights."""
         found: Losses = model.loss(batch)
         return found

@@ -73,7 +73,7 @@ class PipelineRun:
     def _make_schedule(self, num_micro_batches: int, shape: tuple[int, ...]) -> Schedule1F1B | ScheduleInterleaved1F1B:
         hidden_BTD = torch.empty(*shape, self.hidden_size, device=self.axis.device).requires_grad_()
         loss = torch.empty((), device=self.axis.device).requires_grad_()
-        made = [
+        made: list[Any] = [
             _Stage(
                 StagePasses(self, part),
                 stage,

@@ -5,6 +5,7 @@ and any layout reads it.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ class StagedParallel(Parallel):
         """Scale all gradients so that their norm over all stages is at most max_norm. Returns the norm before, fp32 ()."""
         return self.stages.clip(max_norm) if self._sharded is None else self._sharded.clip_grad_norm_(max_norm)
 
-    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Losses:
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Losses:
         """The losses of an evaluation batch, in the last stage; the ranks of the pipeline call it together."""
         assert model is self.model
         assert self.pipeline is not None

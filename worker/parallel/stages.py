@@ -119,7 +119,7 @@ def _drop(optimizer: LowBitOptimizer, parameters: Iterable[Tensor]) -> None:
     for parameter in dropped:
         optimizer.state.pop(parameter, None)
         for known in (optimizer._origins, optimizer._quantized):
-            known.pop(parameter, None)  # type: ignore[attr-defined]
+            known.pop(parameter, None)
 
 
 def _follow(model: nn.Module) -> None:
