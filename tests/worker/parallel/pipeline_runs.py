@@ -88,7 +88,7 @@ def _tensors(value: Any, path: str = "") -> Any:
             yield from _tensors(item, f"{path}/{key}")
 
 
-def poisoned(env: RankEnv, job: dict[str, Any], folder: Path) -> Result:
+def poisoned(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
     """A step in which the last stage alone has a NaN gradient: how many steps were skipped, and whether weights stayed."""
     config = resolve(JobSpec.model_validate(job), env)
     with Mesh(env, torch.device("cpu"), config.layout) as mesh:

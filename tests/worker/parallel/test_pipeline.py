@@ -180,7 +180,7 @@ def test_the_example_trains_as_under_torchrun(tmp_path: Path) -> None:
     """`worker.main` on four ranks, with the job file that users have."""
     job = yaml.safe_load(EXAMPLE.read_text())
     job["data"]["path"] = str(write_corpus(tmp_path / "corpus"))
-    job["training"].update(steps=2, sequence_length=32, eval_every=0, eval_batches=1, checkpoint_every=0)
+    job["training"].update(steps=2, sequence_length=32, eval_every=0, eval_batches=1, checkpoint_every=0, schedule={})
     losses = undisturbed(tmp_path / "run", job | {"model": GPT | {"max_sequence_length": 32}})
     assert list(losses) == [1, 2]
     summary = json.loads((tmp_path / "run" / "run" / "summary.json").read_text())
