@@ -1,36 +1,23 @@
-"""What degrees of parallelism, tensor and context, need of a job: checked when it is read, so that no rank starts in vain."""
+"""What a context degree needs of a job: checked when the job is read, so that no rank starts in vain."""
 
-from api_schemas.adapter import AdapterSpec
 from api_schemas.data import Unfit
 from api_schemas.models.base import FamilySpec
 from api_schemas.precision import PrecisionSpec
 from api_schemas.resources import ParallelismSpec, ResourceSpec
-from api_schemas.tensor import misfit_of_tensor, misfit_of_unproven
+from api_schemas.tensor import misfit_of_unproven
 from api_schemas.training import TrainingSpec
 
 _FIELD = "parallelism.context"
 
 
-def misfit_of_degrees(
-    parallelism: ParallelismSpec,
-    resources: ResourceSpec,
-    model: FamilySpec,
-    precision: PrecisionSpec,
-    training: TrainingSpec,
-    adapter: AdapterSpec | None,
-) -> Unfit | None:
-    """Return the first rule that a job with a tensor or context degree breaks, or None."""
-    unfit = misfit_of_tensor(parallelism, resources, model, precision, training, adapter)
-    return unfit or _misfit_of_context(parallelism, resources, model, precision, training)
-
-
-def _misfit_of_context(
+def misfit_of_context(
     parallelism: ParallelismSpec,
     resources: ResourceSpec,
     model: FamilySpec,
     precision: PrecisionSpec,
     training: TrainingSpec,
 ) -> Unfit | None:
+    """Return the first rule that a job with a context degree breaks, or None."""
     degree, length = parallelism.context, training.sequence_length
     if degree == 1:
         return None

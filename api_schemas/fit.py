@@ -6,6 +6,7 @@ from api_schemas.inputs import ImageInput, TokenInput
 from api_schemas.layout import BatchDivision
 from api_schemas.memory import misfit_of_memory
 from api_schemas.models.base import FamilySpec
+from api_schemas.pipeline import misfit_of_schedule
 from api_schemas.precision import PrecisionSpec
 from api_schemas.resources import ParallelismSpec
 from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
@@ -32,9 +33,9 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
 
 def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit | None:
     """Return the first batch size that does not divide, or None."""
-    degree = next((name for name in ("tensor", "context") if getattr(parallelism, name) > 1), None)
-    readers = f"resources.workers / parallelism.{degree}" if degree else "resources.workers"
-    share = f"global_batch_size · parallelism.{degree} / workers" if degree else "global_batch_size / workers"
+    divided = [f"parallelism.{name}" for name in ("tensor", "context", "pipeline") if getattr(parallelism, name) > 1]
+    readers = " / ".join(["resources.workers", *divided])
+    share = f"{' · '.join(['global_batch_size', *divided])} / workers"
     if batch.global_batch_size % batch.num_data_ranks:
         return Unfit(
             "training.global_batch_size",
@@ -43,7 +44,7 @@ def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit
             "Change training.global_batch_size or resources.workers.",
         )
     if batch.micro_batch_size and batch.rank_batch_size % batch.micro_batch_size == 0:
-        return None
+        return misfit_of_schedule(batch, parallelism)
     return Unfit(
         "training.micro_batch_size",
         batch.micro_batch_size,

@@ -8,8 +8,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from api_schemas.accelerate import is_accelerate, precision_from_accelerate
 from api_schemas.adapter import AdapterSpec
 from api_schemas.base import Contract, Timestamp, refusal
-from api_schemas.context import misfit_of_degrees
 from api_schemas.data import DataSpec, Unfit
+from api_schemas.degrees import misfit_of_degrees
 from api_schemas.fit import misfit_of_batch, misfit_of_options, misfit_of_parts, tokens_per_sample
 from api_schemas.layout import BatchDivision, Layout
 from api_schemas.models import ModelSizes, ModelSpec

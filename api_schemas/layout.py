@@ -14,12 +14,16 @@ AxisName = Literal["world", "pipeline", "data", "context", "replicas", "tensor",
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The degrees of parallelism of `num_ranks` ranks. Raises ValueError if their product does not divide the ranks."""
+    """The degrees of parallelism of `num_ranks` ranks. Raises ValueError if their product does not divide the ranks.
+
+    stages_per_rank: runs of consecutive blocks that each pipeline rank holds. Stage s lies on pipeline rank s % pipeline.
+    """
 
     num_ranks: int = 1
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_ranks % self._ranks_per_sample:
@@ -32,6 +36,19 @@ class Layout:
     def data(self) -> int:
         """Data parallel degree: ranks that train the same layers on different sequences."""
         return self.num_ranks // self._ranks_per_sample
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline * self.stages_per_rank
+
+    def stages(self, pipeline_rank: int) -> range:
+        """Return the stages that a rank of the pipeline axis holds, ascending."""
+        return range(pipeline_rank, self.num_stages, self.pipeline)
+
+    def blocks(self, stage: int, num_blocks: int) -> range:
+        """Return the blocks of a stage, of a model's `num_blocks`. The numbers of two stages' blocks differ by one at most."""
+        return range(stage * num_blocks // self.num_stages, (stage + 1) * num_blocks // self.num_stages)
 
     def group(self, axis: AxisName, rank: int) -> tuple[int, ...]:
         """Return the ranks on the axis through `rank`, ascending, including `rank`."""

@@ -1,10 +1,10 @@
 """Pools of similar nodes, and the share of a pool that a job asks for."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from api_schemas.base import Contract
+from api_schemas.base import Contract, refusal
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
@@ -12,6 +12,9 @@ LabelKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./-]{0,61}[a-z0-9])?$
 
 
 WideDtype = Literal["fp32", "bf16"]
+PipelineSchedule = Literal["1f1b", "interleaved"]
+STAGES_PER_RANK: dict[PipelineSchedule, int] = {"1f1b": 1, "interleaved": 2}
+"""Runs of consecutive blocks that each rank of a pipeline holds."""
 
 
 class ResourceSpec(Contract):
@@ -43,7 +46,18 @@ class ParallelismSpec(Contract):
         description="ranks that divide the tokens of each sequence, and attend to the keys and values of all; workers / "
         "context ranks read other sequences",
     )
-    pipeline: Literal[1] = 1
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="ranks that each hold some of the blocks and pass micro-batches on; workers / pipeline ranks read other "
+        "samples",
+    )
+    schedule: PipelineSchedule = Field(
+        default="1f1b",
+        description="in which order a pipeline's ranks compute. 1f1b: one run of blocks for each rank; interleaved: two runs "
+        "for each rank, whose ranks wait less and send twice as often",
+    )
     sequence: bool = Field(
         default=False,
         description="with tensor: ranks also divide the tokens between the layers of a block, as in norms and dropout",
@@ -51,8 +65,22 @@ class ParallelismSpec(Contract):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The ranks on each axis but the data axis, as a `Layout` takes them."""
-        return {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
+        """The ranks on each axis but the data axis, and the runs of blocks of a pipeline's rank, as a `Layout` takes them."""
+        stages_per_rank = STAGES_PER_RANK[self.schedule]
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "stages_per_rank": stages_per_rank}
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _refuse_zero_bubble(cls, schedule: Any) -> Any:
+        if schedule != "zero-bubble":
+            return schedule
+        raise refusal(
+            "",
+            got=schedule,
+            allowed="1f1b, interleaved: zero-bubble computes the gradients of inputs and of weights apart, which an FP8 layer "
+            "computes in one pass, and leaves out the hooks that hold gradients in FP8",
+            change="Set parallelism.schedule to interleaved.",
+        )
 
 
 class PoolConfig(Contract):

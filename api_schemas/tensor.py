@@ -9,7 +9,7 @@ from api_schemas.training import TrainingSpec
 
 _FIELD = "parallelism.tensor"
 _UNPROVEN = {"fused_loss": False, "saved_activations": "exact", "gradient_release": False, "offload_optimizer": False}
-"""Options of a training that save memory, with their values in a job with a tensor or context degree."""
+"""Options of a training that save memory, with their values in a job with such a degree."""
 
 
 def misfit_of_tensor(

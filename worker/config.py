@@ -105,7 +105,7 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
     if unfit := spec.without_effect():
         raise unfit
     training = spec.training
-    if layout.tensor * layout.context > 1:  # ranks add up inside of each block; "on" is refused
+    if layout.tensor * layout.context * layout.pipeline > 1:  # ranks add up inside of each block, or hold some; "on" is refused
         training = training.model_copy(update={"compile": "off"})
     sizes = _read_sizes(spec, files)
     return TrainConfig(

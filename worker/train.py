@@ -48,6 +48,7 @@ from worker.progress import Progress, StepTimes
 from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
 from worker.savings import prepare_steps
+from worker.staged_steps import staged_step
 from worker.step_log import Reading, StepLog, TakenStep, now
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,8 @@ class Trainer:
         """Accumulate this rank's gradients over its micro-batches. Returns its mean loss () and the seconds spent on data."""
         batch = self.config.batch
         losses, data_wait_s = [], 0.0
+        if self.parallel.pipeline is not None:
+            return staged_step(self.parallel, self.source, self.batches, batch, self.progress.position, self.metrics)
         for index in range(batch.num_micro_batches):
             first = batch.first_sample(self.progress.position, self.mesh.data.rank, index)
             with self.metrics.timed("data_wait") as wait:
@@ -212,15 +215,14 @@ class Trainer:
         batches = self.source.evaluation_batches(batch_size, self.config.eval_batches, data.rank, data.size)
         for samples in self.parallel.as_many_passes(batches):
             with eagerly() if self.compiling is not None else nullcontext():  # the last batch has a shape of its own
-                losses = model.loss(on_device(samples, self.mesh.device))  # type: ignore[operator]
+                losses = self.parallel.losses(model, on_device(samples, self.mesh.device))
             values = [{"loss": losses.loss, **losses.metrics}[name] for name in names]
             totals += torch.stack([*(value.double() for value in values), totals.new_ones(())]) * losses.num_targets
         model.train()
-        *sums, num_targets = self.mesh.replicas.sum_(totals).tolist()
+        *sums, num_targets = self.mesh.pipeline.sum_(self.mesh.replicas.sum_(totals)).tolist()
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
-        measured = {name: train_reports.finite(value) for name, value in means.items()}
-        loss = measured.pop("loss")
-        self._tell(EvaluationReport(step=self.progress.step, loss=loss, tokens=int(num_targets), metrics=measured))
+        measured, tokens = {name: train_reports.finite(value) for name, value in means.items()}, int(num_targets)
+        self._tell(EvaluationReport(step=self.progress.step, loss=measured.pop("loss"), tokens=tokens, metrics=measured))
         return means
 
     def save(self) -> None:
@@ -265,9 +267,8 @@ class Trainer:
                 message = f"{error}; trying the previous checkpoint"
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
-            resume(
-                self.model, self.optimizer, *self.parallel.own_part(with_frozen(self.model, state["model"]), state["optimizer"])
-            )
+            own = self.parallel.own_part(with_frozen(self.model, state["model"]), state["optimizer"])
+            resume(self.model, self.optimizer, *own)
             self.average.load_state_dict(state.get("average", {}))
             self.progress = Progress(**state["progress"])
             self.step_times.resume(state["step_times_s"])
@@ -278,9 +279,8 @@ class Trainer:
         self.metrics.observe_memory(self.progress.memory_bytes)
         share, samples = 1 / self.mesh.world.size, self.config.batch.global_batch_size
         self.metrics.describe_work(rank_share=share, samples_per_step=samples, flops_per_token=self.flops_per_token)
-        self._tell(
-            train_reports.started(self.config, self.mesh, self.model, self.conversion, self.progress.step, self.num_steps)
-        )
+        steps = self.progress.step, self.num_steps
+        self._tell(train_reports.started(self.config, self.mesh, self.model, self.conversion, *steps))
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
@@ -294,10 +294,11 @@ class Trainer:
     def _layer_demoted(self, event: LayerDemoted) -> None:
         self.metrics.observe_demotion()
         message = f"layer {event.layer!r} computes in bf16 from step {event.step} on: {event.operand} {event.reason}"
-        self._tell(EventReport(type="layer.demoted", message=message, data={"layer": event.layer, "step": event.step}))
+        body = EventReport(type="layer.demoted", message=message, data={"layer": event.layer, "step": event.step})
+        self._tell(body, is_sent=self.mesh.stage.is_first)
 
-    def _tell(self, body: ReportBody, at: datetime | None = None) -> None:
-        """Update this rank's metrics. Only rank 0 also sends the report, since all ranks share its facts. at: default now."""
+    def _tell(self, body: ReportBody, at: datetime | None = None, *, is_sent: bool = False) -> None:
+        """Update this rank's metrics. Rank 0 also sends the report, since all ranks share its facts. is_sent: so does this."""
         self.metrics.observe(body)
-        if self.mesh.reports:
+        if self.mesh.reports or is_sent:
             self.reporter.send(body, at=at)

@@ -31,7 +31,7 @@ def count_fallbacks(model: nn.Module) -> Counter[Fallback]:
 def started(
     config: TrainConfig, mesh: Mesh, model: nn.Module, conversion: ConversionReport, step: int, num_steps: int
 ) -> StartedReport:
-    """Say where and with what the job trains from `step` to `num_steps`."""
+    """Say where and with what the job trains from `step` to `num_steps`. All ranks call it together."""
     return StartedReport(
         resumed_from_step=step,
         steps=num_steps,
@@ -40,7 +40,7 @@ def started(
         world_size=mesh.world.size,
         num_parameters=num_parameters(model),
         num_layers_converted=len(conversion.converted),
-        num_layers_filtered=count_fallbacks(model)[Fallback.FILTERED],
+        num_layers_filtered=int(*mesh.pipeline.sum(count_fallbacks(model)[Fallback.FILTERED])),
         num_layers_skipped=len(conversion.skipped),
     )
 
@@ -145,7 +145,8 @@ def finite(value: float) -> float | None:
 
 def num_parameters(model: nn.Module) -> int:
     """Elements of all parameters of the whole model; shared ones count once."""
-    return sum(parameter.numel() * getattr(parameter, "num_shards", 1) for parameter in model.parameters())
+    own = sum(parameter.numel() * getattr(parameter, "num_shards", 1) for parameter in model.parameters())
+    return own + int(getattr(model, "num_parameters_elsewhere", 0))
 
 
 def num_converted_parameters(model: nn.Module) -> int:

@@ -62,6 +62,11 @@ class FamilySizes(Contract):
         """Whether ranks may divide the tokens of a sequence, which a context degree needs."""
         return False
 
+    @property
+    def num_blocks_in_stages(self) -> int | None:
+        """Blocks that the stages of a pipeline can divide; None for a network that cannot be cut into stages."""
+        return None
+
     def check(self) -> None:
         """Raise a `refusal` that names the field to change if the sizes do not fit each other."""
 

@@ -50,6 +50,11 @@ class GPTSizes(FamilySizes):
         return True
 
     @property
+    def num_blocks_in_stages(self) -> int:
+        """All blocks."""
+        return self.num_layers
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters: tied embedding, learned positions, biases, two LayerNorms per block and a final one."""
         width = self.hidden_size

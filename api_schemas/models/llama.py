@@ -52,6 +52,11 @@ class LlamaSizes(FamilySizes):
         return True
 
     @property
+    def num_blocks_in_stages(self) -> int:
+        """All blocks."""
+        return self.num_layers
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the Llama; a tied head counts once."""
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size

@@ -96,7 +96,7 @@ def test_it_is_frozen() -> None:
         (lambda d: d.update(name="../../etc"), "name", "../../etc", "pattern"),
         (lambda d: d["resources"].update(pool="CPU; rm"), "resources.pool", "CPU; rm", "pattern"),
         (lambda d: d["parallelism"].update(tensor=3), "parallelism.tensor", "3", "1, 2, 4"),
-        (lambda d: d["parallelism"].update(pipeline=2), "parallelism.pipeline", "2", "1"),
+        (lambda d: d["parallelism"].update(pipeline=0), "parallelism.pipeline", "0", "1"),
     ],
 )
 def test_a_bad_spec_is_refused_with_field_got_and_allowed(

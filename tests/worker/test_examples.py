@@ -16,7 +16,7 @@ from worker.models import build_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))
-SHOWS_ITSELF = {"gpt-tiny.yaml"}
+SHOWS_ITSELF = {"gpt-tiny.yaml", "gpt-pipeline.yaml"}
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

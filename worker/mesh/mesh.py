@@ -47,7 +47,7 @@ class Mesh:
         self.device = device
         self.waits = Waits()
         self._env = env
-        self._layout = layout or Layout(env.world_size)
+        self.layout = layout or Layout(env.world_size)
         self._timeout_s = timeout_s
         self._agreement: Agreement | None = None
 
@@ -105,7 +105,7 @@ class Mesh:
         return self._agreement.stragglers.take() if self._agreement is not None else None
 
     def _axis(self, name: AxisName) -> Axis:
-        axis = make_axis(self._layout, name, self._env.rank, self.device)
+        axis = make_axis(self.layout, name, self._env.rank, self.device)
         axis.waits = self.waits
         return axis
 

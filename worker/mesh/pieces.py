@@ -13,8 +13,8 @@ class TensorInPieces:
     """own: this rank's consecutive entries of the flattened tensor, 1-D, maybe none. shape: of the whole tensor.
 
     places: of each rank's piece, by rank: its first entry, and how many it has. Together the pieces are the whole.
-    stride: the i-th place is that of rank i · stride of the world. cut: the tensor is a shard; `shape` and `places` are of
-    each shard, and ranks i · stride + s hold shard s.
+    stride, first_rank: the i-th place is that of rank first_rank + i · stride of the world. cut: the tensor is a shard; `shape`
+    and `places` are of each shard, and shard s is held by ranks s further.
     """
 
     own: Tensor
@@ -22,12 +22,13 @@ class TensorInPieces:
     places: tuple[tuple[int, int], ...]
     stride: int = 1
     cut: Cut | None = None
+    first_rank: int = 0
 
     @property
     def ranked_places(self) -> list[tuple[int, int, int, int]]:
         """The rank in the world, the number of the shard, the first entry and the number of entries of each piece."""
         return [
-            (index * self.stride + shard, shard, first, length)
+            (self.first_rank + index * self.stride + shard, shard, first, length)
             for shard in range(1 if self.cut is None else self.cut.num_shards)
             for index, (first, length) in enumerate(self.places)
             if length

@@ -9,6 +9,7 @@ Shape suffixes: B sequences, T tokens, D hidden, H heads, V vocabulary.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
 from worker.models.context import CausalAttention
 from worker.models.documents import attention_mask, positions_in_documents
 from worker.models.language import checked_length, next_token_losses
-from worker.models.model import Losses, TensorRole, TrainedModel
+from worker.models.model import Losses, Part, TensorRole, TrainedModel
 
 
 class Attention(CausalAttention):
@@ -77,25 +78,39 @@ class GPT(TrainedModel):
         self.head.weight = self.token_embedding.weight
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
-    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        *,
+        part: Part | None = None,
+        hidden_BTD: Tensor | None = None,
+    ) -> Tensor:
         """Return logits (B, T, V), of a shard of the vocabulary, or of this rank's tokens, where ranks divide them.
 
         documents_BT: as `documents.py` describes; None for one document in each sequence.
+        part: compute only this part; any but the last returns the hidden state (B, T, D), fp32. hidden_BTD: what the part
+        before has returned.
         """
+        part = part or Part(range(len(self.blocks)))
         num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
         if documents_BT is None:
             positions, mask_B1TT = torch.arange(num_tokens, device=tokens_BT.device), None
         else:
             positions, mask_B1TT = positions_in_documents(documents_BT), attention_mask(documents_BT)
-        tokens_BT, positions = self.own_tokens(tokens_BT), self.own_tokens(positions)
-        hidden_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions)
-        for block in self.blocks:
-            hidden_BTD = block(hidden_BTD, mask_B1TT)
-        return self.head(self.final_norm(hidden_BTD))
+        if hidden_BTD is None:
+            tokens_BT, positions = self.own_tokens(tokens_BT), self.own_tokens(positions)
+            hidden_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions)
+        for index in part.blocks:
+            hidden_BTD = self.blocks[index](hidden_BTD, mask_B1TT)
+        return self.head(self.final_norm(hidden_BTD)) if part.is_last else hidden_BTD
 
-    def loss(self, batch: Mapping[str, Tensor]) -> Losses:
-        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        logits_BTV = self(batch["tokens"], batch.get("documents"))
+    def loss(self, batch: Mapping[str, Tensor], **of_part: Any) -> Losses:
+        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once.
+
+        of_part: `part` and `hidden_BTD` of `forward`, for the last part.
+        """
+        logits_BTV = self(batch["tokens"], batch.get("documents"), **of_part)
         return next_token_losses(
             logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary, context=self.context
         )

@@ -10,6 +10,7 @@ Shape suffixes: B sequences, T tokens, D hidden, H heads, d elements of a head, 
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from api_schemas.models.llama import LlamaSizes, LlamaSpec
 from worker.models.context import CausalAttention
 from worker.models.documents import attention_mask, positions_in_documents
 from worker.models.language import checked_length, next_token_losses
-from worker.models.model import Losses, TensorRole, TrainedModel
+from worker.models.model import Losses, Part, TensorRole, TrainedModel
 
 
 class Attention(CausalAttention):
@@ -87,25 +88,40 @@ class Llama(TrainedModel):
             self.head.weight = self.token_embedding.weight
         self._reset_parameters(torch.Generator().manual_seed(seed))
 
-    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        *,
+        part: Part | None = None,
+        hidden_BTD: Tensor | None = None,
+    ) -> Tensor:
         """Return logits (B, T, V), of a shard of the vocabulary, or of this rank's tokens, where ranks divide them.
 
         documents_BT: as `documents.py` describes; None for one document in each sequence.
+        part: compute only this part; any but the last returns the hidden state (B, T, D), fp32. hidden_BTD: what the part
+        before has returned.
         """
+        part = part or Part(range(len(self.blocks)))
         num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
-        hidden_BTD, mask_B1TT = self.token_embedding(self.own_tokens(tokens_BT)), None
+        mask_B1TT = None
+        if hidden_BTD is None:
+            hidden_BTD = self.token_embedding(self.own_tokens(tokens_BT))
         turns = rotation(num_tokens, self.sizes.head_size, self.sizes.rope_theta, hidden_BTD.device)
         if documents_BT is not None:
             positions_BT, mask_B1TT = positions_in_documents(documents_BT), attention_mask(documents_BT)
             turns = (turns[0][positions_BT][:, None], turns[1][positions_BT][:, None])
         turns = (self.own_tokens(turns[0], -2), self.own_tokens(turns[1], -2))
-        for block in self.blocks:
-            hidden_BTD = block(hidden_BTD, turns, mask_B1TT)
-        return self.head(self.final_norm(hidden_BTD))
+        for index in part.blocks:
+            hidden_BTD = self.blocks[index](hidden_BTD, turns, mask_B1TT)
+        return self.head(self.final_norm(hidden_BTD)) if part.is_last else hidden_BTD
 
-    def loss(self, batch: Mapping[str, Tensor]) -> Losses:
-        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once."""
-        logits_BTV = self(batch["tokens"], batch.get("documents"))
+    def loss(self, batch: Mapping[str, Tensor], **of_part: Any) -> Losses:
+        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once.
+
+        of_part: `part` and `hidden_BTD` of `forward`, for the last part.
+        """
+        logits_BTV = self(batch["tokens"], batch.get("documents"), **of_part)
         return next_token_losses(
             logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary, context=self.context
         )

@@ -27,6 +27,14 @@ class Losses(NamedTuple):
     metrics: Mapping[str, Tensor]
 
 
+class Part(NamedTuple):
+    """What one stage of a pipeline computes of a model: some of its blocks, and what lies before or behind all of them."""
+
+    blocks: range
+    is_first: bool = True
+    is_last: bool = True
+
+
 class TrainedModel(nn.Module):
     """Base of the networks that a job can train. They know nothing of precision: a level converts layers from outside.
 
@@ -37,6 +45,8 @@ class TrainedModel(nn.Module):
 
     vocabulary: Axis | None = None
     context: ContextPart | None = None
+    num_parameters_elsewhere = 0
+    """Parameters of the whole model that other ranks of a pipeline hold."""
 
     def own_tokens(self, whole: Tensor, dim: int = -1) -> Tensor:
         """Return what belongs to this rank's tokens, of all tokens of a sequence. dim: of the tokens."""

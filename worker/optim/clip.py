@@ -25,5 +25,10 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     dtypes = list(dict.fromkeys(gradient.dtype for gradient in gradients))
     gradients.sort(key=lambda gradient: dtypes.index(gradient.dtype))  # torch adds the squares in this order
     norm = torch.linalg.vector_norm(torch.stack(norms_of(gradients)))
-    torch._foreach_mul_(scales_of(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    clip_by(gradients, norm, max_norm)
     return norm
+
+
+def clip_by(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients that are a part of a vector whose norm is known, fp32 (), as if the vector were clipped to max_norm."""
+    torch._foreach_mul_(scales_of(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -1,25 +1,25 @@
 """The norm of gradients that ranks hold in parts, and clipping by it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from worker.fp8.gradient import Float8Gradient
 from worker.mesh import Axis
-from worker.parallel.tensor import TensorShards
 
 
 @torch.no_grad()
-def clip_together(gradients: Mapping[Tensor, Tensor], max_norm: float, shards: TensorShards, axis: Axis) -> Tensor:
+def clip_together(gradients: Mapping[Tensor, Tensor], max_norm: float, counts: Callable[[Tensor], bool], axis: Axis) -> Tensor:
     """Scale gradients so that their norm over the axis is at most max_norm. Returns the norm before, fp32 ().
 
-    gradients: this rank's, by parameter of the model; of a parameter that is the same on all tensor ranks one counts. Squares
-    are summed in float64, so that the norm hardly depends on how gradients are divided.
+    gradients: this rank's, by parameter of the model. counts: whether this rank's copy of a parameter counts; of one that is
+    the same on several ranks, one does. Squares are summed in float64, so that the norm hardly depends on how gradients are
+    divided.
     """
     squares = torch.zeros((), dtype=torch.float64, device=axis.device)
     for parameter, gradient in gradients.items():
-        if shards.counts(parameter):
+        if counts(parameter):
             squares += squared_norm(gradient)
     norm = axis.sum_(squares).sqrt().float()
     for gradient in gradients.values():

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from api_schemas.resources import WideDtype
 from worker.blocks import repeated_blocks
 from worker.mesh import Axis
+from worker.models.model import Losses
 from worker.optim import LowBitOptimizer, clip_grad_norm_
 from worker.parallel.axes import Axes, axes_of
 from worker.parallel.blocks import divisible_parameters
@@ -41,6 +42,9 @@ from worker.parallel.tensor import TensorShards, cut_model
 from worker.parallel.zero import ShardedStates
 from worker.prepare import share_rounding
 
+if TYPE_CHECKING:
+    from worker.parallel.pipeline import PipelineRun
+
 T = TypeVar("T")
 ZERO_STAGES = (0, 1, 2, 3)
 WIDE_DTYPES: dict[WideDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -55,6 +59,9 @@ class Degrees(TypedDict, total=False):
 
 class Parallel:
     """A model and its optimizer on the ranks of an axis: what happens between the backward pass and the next forward pass."""
+
+    pipeline: "PipelineRun | None" = None
+    """What runs all passes of a step where ranks hold stages of the model."""
 
     def __init__(
         self,
@@ -121,7 +128,7 @@ class Parallel:
             gradients: dict[Tensor, Tensor] = {
                 parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
             }
-            return clip_together(gradients, max_norm, self.shards, self.shards.axis)
+            return clip_together(gradients, max_norm, self.shards.counts, self.shards.axis)
         return clip_grad_norm_(self.model.parameters(), max_norm)
 
     def publish(self) -> None:
@@ -140,6 +147,11 @@ class Parallel:
         """
         blocks = None if self._sharded is None else self._sharded.blocks
         return iter(batches) if blocks is None else blocks.as_many_passes(batches)
+
+    def losses(self, model: Any, batch: Mapping[str, Tensor]) -> Losses:
+        """The losses of an evaluation batch. model: this one, or the average of its weights."""
+        found: Losses = model.loss(batch)
+        return found
 
     def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state dicts of model and optimizer for `worker.checkpoint.save`. All ranks call it together.

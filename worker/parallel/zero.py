@@ -38,10 +38,12 @@ class ShardedStates:
     def __init__(self, optimizer: LowBitOptimizer, gradients: GradientBuckets, shards: TensorShards, stage: Axis) -> None:
         """Cut the optimizer's states, and let the buckets deliver to pieces. ValueError if a parameter is not contiguous.
 
-        stage: the ranks that together hold the model, by pieces of the shards: they agree on scales, norms and skipped steps.
+        stage: the ranks that together hold these layers, by pieces of the shards: they agree on scales, norms, skipped steps.
         """
         self.optimizer, self.gradients, self.axis = optimizer, gradients, gradients.axis
         self.shards, self.stage = shards, stage
+        self.whole, self.counts = stage, shards.counts
+        """The ranks that agree on norms and skipped steps: with a pipeline more than `stage`. Whether a parameter counts."""
         self._own_finite = optimizer.all_ranks_finite
         elements = {parameter: range(0) for bucket in gradients.buckets for parameter in bucket.parameters}
         for bucket in gradients.buckets:
@@ -82,7 +84,7 @@ class ShardedStates:
         Squares are summed in float64, so that the norm hardly depends on how gradients are cut.
         """
         gradients = {parameter: piece.grad for parameter, piece in self._pieces.items() if piece.grad is not None}
-        return clip_together(gradients, max_norm, self.shards, self.stage)
+        return clip_together(gradients, max_norm, self.counts, self.whole)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -165,7 +167,7 @@ class ShardedStates:
 
     def _all_ranks_finite(self, finite: Tensor) -> Tensor:
         finite = finite if self._own_finite is None else self._own_finite(finite)
-        return all_finite_on(self.stage, finite)
+        return all_finite_on(self.whole, finite)
 
     @torch.no_grad()
     def _make_whole(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -97,17 +97,32 @@ def undisturbed(folder: Path, document: dict[str, Any]) -> dict[int, str]:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("num_kills", "parallelism"),
+    [
+        (3, {"zero_stage": 1}),
+        pytest.param(20, {"zero_stage": 1}, marks=pytest.mark.matrix),
+        pytest.param(5, {"zero_stage": 1, "pipeline": 2}, marks=pytest.mark.matrix),
+    ],
+)
 def test_the_losses_of_a_killed_job_are_those_of_one_that_goes_through(
-    num_kills: int, tmp_path: Path, spec_document: dict[str, Any], caplog: pytest.LogCaptureFixture
+    num_kills: int,
+    parallelism: dict[str, int],
+    tmp_path: Path,
+    spec_document: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger=__name__)
     num_steps = num_kills * MOST_STEPS_OF_A_LIFE + 2 * EVERY
     training = {"steps": num_steps, "global_batch_size": 8, "checkpoint_every": EVERY}
+    model = spec_document["model"]
+    if "pipeline" in parallelism:
+        training["micro_batch_size"], model = 1, model | {"num_layers": 2}
     document = spec_document | {
+        "model": model,
         "precision": {"level": "O3"},
         "training": spec_document["training"] | training,
-        "parallelism": {"zero_stage": 1},
+        "parallelism": parallelism,
         "resources": {"workers": NUM_RANKS},
     }
     expected = undisturbed(tmp_path / "whole", document)

@@ -1,0 +1,86 @@
+"""Tensors from one rank of an axis to another, and the waits of a library that sends and receives by itself."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worker.mesh.axis import Axis
+from worker.mesh.waits import Call
+
+
+def send(axis: Axis, tensor: Tensor, to: int) -> None:
+    """Send a tensor to a rank of the axis, which receives it meanwhile."""
+    tensor = tensor.contiguous()
+    with axis.waits.call("send", axis.name, tensor.nbytes):
+        dist.send(tensor, group_dst=to, group=axis._group)
+    count_sent(axis, tensor)
+
+
+def receive(axis: Axis, into: Tensor, source: int) -> Tensor:
+    """Receive a tensor of the same shape and dtype from a rank of the axis."""
+    with axis.waits.call("receive", axis.name, into.nbytes):
+        dist.recv(into, group_src=source, group=axis._group)
+    return into
+
+
+def swap(axis: Axis, tensor: Tensor, peer: int) -> Tensor:
+    """Send a tensor to a rank of the axis and return what that rank has sent: same shape and dtype."""
+    tensor, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    operations = [
+        dist.P2POp(dist.isend, tensor, group=axis._group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=axis._group, group_peer=peer),
+    ]
+    with axis.waits.call("swap", axis.name, tensor.nbytes):
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    count_sent(axis, tensor)
+    return received
+
+
+def count_sent(axis: Axis, tensor: Tensor) -> None:
+    """Count the bytes of a tensor that this rank sends to one other."""
+    axis._count("send", tensor.dtype, tensor.nbytes)
+
+
+class ForeignWaits:
+    """The waits of a library that meets the axis' other ranks between computations, and tells nobody when.
+
+    All that is not inside `computing` counts as a wait, so that a rank that hangs is found, and as the others' fault when it
+    fails.
+    """
+
+    def __init__(self, axis: Axis, name: str) -> None:
+        """name: of what the ranks wait for, in messages."""
+        self._axis, self._name = axis, name
+        self._call: Call | None = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around all of the library's work. A RuntimeError of its communication becomes CollectiveFailed."""
+        self._begin()
+        try:
+            yield
+        except BaseException as error:
+            if self._call is not None:
+                self._call.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._end()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around what this rank computes. An error inside is this rank's own."""
+        self._end()
+        yield
+        self._begin()
+
+    def _begin(self) -> None:
+        self._call = self._axis.waits.call(self._name, self._axis.name)
+        self._call.__enter__()
+
+    def _end(self) -> None:
+        assert self._call is not None
+        self._call.__exit__(None, None, None)
+        self._call = None
