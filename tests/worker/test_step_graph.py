@@ -19,12 +19,13 @@ from api_schemas import JobSpec
 from api_schemas.levels import LEVELS
 from tests.worker.tape import TapeRecorder, optimizer_by_kernels
 from tests.worker.test_train import Recorder, with_training
-from worker import train
+from worker import initialize, train
 from worker.blocks import WARM_UP_STEPS
 from worker.config import RankEnv, resolve
 from worker.errors import InvalidConfig
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.fp8.gradient import RoundingPosition
+from worker.fp8.linear import Fallback
 from worker.kernels.cuda import gradients
 from worker.kernels.held import holding
 from worker.mesh import Mesh
@@ -140,6 +141,47 @@ def test_a_number_that_a_recording_keeps_is_seen(
     steps, state, _ = trained(document, tmp_path / "replayed", TapeRecorder(), 6)
     assert numbers(steps[:4]) == numbers(expected[:4])
     assert not all(map(are_equal, state, expected_state))
+
+
+def test_random_numbers_of_a_model_follow_the_seed_of_the_moment() -> None:
+    graph = StepGraph(torch.nn.Linear(2, 1), None, recorder=(recorder := TapeRecorder()))
+    drawn = []
+    for seed in range(6):
+        graph.begin_step()
+        torch.manual_seed(seed)
+        drawn.append(float(graph._run("draw", lambda _samples: torch.rand(3).sum())))
+        graph.after_step()
+    assert recorder.num_replays == 2
+    assert drawn == [float(torch.rand(3, generator=torch.Generator().manual_seed(seed)).sum()) for seed in range(6)]
+
+
+def test_a_kind_of_step_not_met_before_drops_all_recordings() -> None:
+    """So that it does not run next to the memory of the others; it is recorded when it comes again."""
+    model, _ = initialize(torch.nn.Sequential(torch.nn.Linear(32, 32)), None, "te", auto_filter=False)
+    graph = StepGraph(model, None, recorder=(recorder := TapeRecorder()))
+
+    def run(num_steps: int) -> tuple[int, int, int]:
+        for _ in range(num_steps):
+            graph.begin_step()
+            graph._run("pass", lambda _samples: torch.ones(()) * 2)
+            graph.after_step()
+        return len(recorder.tapes), recorder.num_replays, recorder.num_forgotten
+
+    assert run(5) == (1, 1, 0)
+    model[0].fallback = Fallback.DEMOTED
+    assert run(1) == (1, 1, 1)
+    assert run(2) == (2, 2, 1)
+
+
+@pytest.mark.matrix
+def test_a_llama_is_replayed(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = tiny(spec_document, "bf16-amp")
+    document["model"] = document["model"] | {"family": "llama", "intermediate_size": 32, "num_key_value_heads": 1}
+    expected, expected_state, _ = trained(document, tmp_path / "launched", None, 5)
+    steps, state, _ = trained(document, tmp_path / "replayed", recorder := TapeRecorder(), 5)
+    assert recorder.num_replays == 3
+    assert numbers(steps) == numbers(expected)
+    assert all(map(are_equal, state, expected_state))
 
 
 def test_samples_of_another_shape_are_refused() -> None:
