@@ -1,7 +1,7 @@
 """What a recorded step reads by its address, kept alive as long as the recording.
 
 A CUDA graph holds addresses and no tensors: a table that the host sent to a kernel has to outlive each replay, and so has the
-pinned memory that a captured copy reads. Whoever records collects them by `holding`; a capture that somebody else makes, by
+pinned memory that a captured copy reads. Who records collects them by `holding`; a capture that somebody else makes, by
 `torch.cuda.graph`, keeps them until the process ends.
 """
 
@@ -23,7 +23,7 @@ def holding() -> Iterator[list[Tensor]]:
     try:
         yield held
     finally:
-        _HOLDERS.remove(held)
+        _HOLDERS.pop()
 
 
 def hold(*tensors: Tensor) -> None:

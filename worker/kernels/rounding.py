@@ -36,7 +36,7 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
 
 
 def random_bits(seed: int, step: int | Tensor, stream: int, elements: range, device: torch.device) -> Tensor:
-    """A number of 16 bits, int32, for each element in the range (of step 1). step: may be an int64 (), of which no host knows.
+    """A number of 16 bits, int32, for each element in the range (of step 1). step: a number, or an int64 () on any device.
 
     Element e has half e % 2 (the lower is 0) of word e // 2 % 4 of draw e // 8.
     """
