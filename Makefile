@@ -111,7 +111,7 @@ OUT        ?= benchmarks/results
 
 # The tests that need a GPU, the kernels against their twins among them. Compilation takes most of the time, hence the processes.
 test-gpu:
-	$(GPU_PYTHON) -m pytest -n 8 -p no:cacheprovider tests/worker/kernels/cuda tests/worker/fp8/test_linear_on_device.py tests/benchmarks/test_gpu_benchmarks.py
+	$(GPU_PYTHON) -m pytest -n 8 -p no:cacheprovider tests/worker/kernels/cuda tests/worker/fp8/test_linear_on_device.py tests/worker/test_step_graph_on_device.py tests/benchmarks/test_gpu_benchmarks.py
 
 bench-gpu-kernels bench-gpu-train bench-gpu-accuracy: bench-gpu-%:
 	$(GPU_PYTHON) -m benchmarks.gpu.$* --out $(OUT)

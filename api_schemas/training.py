@@ -53,6 +53,11 @@ class TrainingSpec(Contract):
     compile: Literal["auto", "on", "off"] = Field(
         default="auto", description="compile each repeated block of the model, for static shapes; auto: on CUDA"
     )
+    cuda_graph: Literal["auto", "off"] = Field(
+        default="auto",
+        description="record a step's launches once and replay them, so that the host launches a few graphs a step; auto: "
+        "where nothing forbids it on CUDA, else an event says why",
+    )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
         description="what the backward pass computes again of each repeated block: nothing; all but matrix products and "

@@ -32,7 +32,6 @@ from worker.fp8.convert import ConversionReport
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback
 from worker.mesh import Mesh
-from worker.metrics.activations import activations_counted_once
 from worker.metrics.readback import Mark
 from worker.metrics.table import Metrics
 from worker.models import TrainedModel
@@ -49,6 +48,7 @@ from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
 from worker.savings import prepare_steps
 from worker.staged_steps import staged_step
+from worker.step_graph import StepGraph, step_graph_of
 from worker.step_log import Reading, StepLog, TakenStep, now
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class Trainer:
     average: MovingAverage
     health: StepKeeper | None
     compiling: CompileWatch | None
+    graph: StepGraph
     flops_per_token: float
     progress: Progress
     step_times: StepTimes
@@ -100,12 +101,12 @@ class Trainer:
             raise InvalidConfig(str(unfit))
         torch.manual_seed(config.seed)
         self._prepare(*start_model(config.model, config.seed, config.readable_files, mesh.device))
-        self.step_times = StepTimes(num_skipped=WARM_UP_STEPS if self.compiling else 1)
+        self.step_times = StepTimes(num_skipped=self.graph.num_warm_up_steps or (WARM_UP_STEPS if self.compiling else 1))
         self._tell(PhaseReport(phase="model_built"))
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
         """Train to the last step, starting from the newest of `checkpoints` that passes its check."""
-        with closing(self.batches), self.writer, deterministic(self.config.training.deterministic):
+        with closing(self.batches), self.writer, deterministic(self.config.training.deterministic), self.graph.stream():
             return self._run(checkpoints)
 
     def _run(self, checkpoints: tuple[CheckpointRef, ...]) -> JobSummary:
@@ -139,13 +140,13 @@ class Trainer:
         config, step = self.config, self.progress.step
         learning_rate = learning_rate_at(step, config.optimizer.learning_rate, config.schedule, self.num_steps)
         set_learning_rate(self.optimizer, learning_rate)
+        self.graph.begin_step()
         with self.metrics.timed("forward_backward"):
             rank_loss, data_wait_s = self._forward_backward()
         with self.metrics.timed("communication"):
             self.parallel.synchronize()
         with self.metrics.timed("optimizer"):
-            norm = self.parallel.clip_grad_norm_(self.config.gradient_clip or math.inf)
-            self.optimizer.step()
+            norm = self.graph.update(self.parallel.clip_grad_norm_, self.config.gradient_clip or math.inf)
             self.parallel.publish()
             self.average.update(self.model)
         if not self.progress.memory_bytes:  # every state exists now, and the gradients are still alive
@@ -157,7 +158,7 @@ class Trainer:
         self.progress.position += self.config.batch.global_batch_size
         ended = Mark(self.mesh.device)
         self.log.add(TakenStep(self.progress.step, learning_rate, data_wait_s, began, ended, now()), rank_loss, norm)
-        for report in self.compiling.after_step() if self.compiling is not None else ():
+        for report in (*(self.compiling.after_step() if self.compiling is not None else ()), *self.graph.after_step()):
             self._tell(report)
         stop = order_to_stop(self.reporter)
         if self.log.is_due or (stop is not None and self.mesh.world.size == 1):
@@ -197,12 +198,9 @@ class Trainer:
                 samples = self.batches.take(self.progress.position, index)
             data_wait_s += wait.seconds
             torch.manual_seed(seed_of("draws of the model", self.config.seed, first))  # for drop path, on any number of ranks
-            with activations_counted_once(self.model, self.metrics):
-                loss = self.model.loss(samples).loss  # type: ignore[operator]
-                loss = loss / loss_divisor(self.source, batch, self.progress.position, first)
+            divisor = loss_divisor(self.source, batch, self.progress.position, first)
             with self.parallel.no_sync(index < batch.num_micro_batches - 1):
-                loss.backward()
-            losses.append(loss.detach())
+                losses.append(self.graph.forward_backward(samples, divisor, self.metrics, is_first=index == 0))
         return torch.stack(losses).sum(), data_wait_s
 
     @torch.no_grad()
@@ -258,6 +256,7 @@ class Trainer:
         self.average = MovingAverage(self.model, config.training.ema_decay)
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
         self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.parallelism)
+        self.graph = step_graph_of(config, self.model, self.optimizer, self.health, self.mesh.device)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         for ref in checkpoints:
@@ -284,7 +283,7 @@ class Trainer:
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
-            for event in train_reports.conversion_events(self.conversion, self.model):
+            for event in (*train_reports.conversion_events(self.conversion, self.model), *self.graph.start_events()):
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:

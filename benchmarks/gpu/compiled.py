@@ -34,7 +34,7 @@ TYPES = {  # argument types by name, equal in all kernels
 }  # fmt: skip
 FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 CAPABILITIES = (89, 90, 100, 120)  # times ten: Ada, Hopper, two Blackwells
-UNALIGNED = {"unless", "seed", "step", "stream", "alpha", "row_step"}
+UNALIGNED = {"unless", "seed", "step", "stream", "stride", "alpha", "row_step"}
 
 
 def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -133,7 +133,7 @@ def types_of(name: str) -> dict[str, str]:
         **{f"matmul {a} {blocks}": {"a": pointer, "out": "*bf16"} for a, pointer in FP8.items() for blocks in (True, False)},
     }
     tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}
-    counted = {"seed": "i64", "step": "i64", "stream": "i64"}
+    counted = {"seed": "i64", "step": "i64", "stream": "i64", "stride": "i64", "count": "*i64"}
     if name in ("accumulated_amax", "accumulate"):
         return {**TYPES, **counted, "alpha": "fp32", "other": "*bf16", "new_scale": "*fp32"}
     return {**TYPES, **tables, **counted, "partial": "*fp32", "mean": "*fp32", **changed.get(name, {})}

@@ -3,7 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
@@ -14,9 +14,11 @@ from api_schemas import GPTSizes, TrainingSpec
 from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from worker import initialize, memory_report
+from worker.metrics.table import Metrics
 from worker.models import TrainedModel
 from worker.models.gpt import GPT
 from worker.savings import prepare_steps
+from worker.step_graph import CudaRecorder, StepGraph
 
 VOCABULARY = 50304
 SEQUENCE_LENGTH = 2048
@@ -30,6 +32,7 @@ class Way:
     """A way to train: a level and its options. own_optimizer: Octet's optimizer; False means torch's fused fp32 AdamW.
 
     savings: options of a job's training that save memory. Without gradient release, gradients are clipped.
+    graphed: on CUDA, steps are recorded as CUDA graphs and replayed, as in a job (`worker/step_graph.py`).
     """
 
     name: str
@@ -37,6 +40,7 @@ class Way:
     own_optimizer: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     savings: dict[str, Any] = field(default_factory=dict)
+    graphed: bool = False
 
     @property
     def package(self) -> str | None:
@@ -49,6 +53,7 @@ BF16_AMP = Way("bf16-amp", "bf16-amp", own_optimizer=False)
 AO_TENSORWISE = Way("torchao tensorwise", "ao", own_optimizer=False)
 AO_ROWWISE = Way("torchao rowwise", "ao", own_optimizer=False, options={"recipe": ROWWISE})
 FP16_AMP, TE, O1, O2, O3_SPLIT = (Way(name, name) for name in ("fp16-amp", "te", "O1", "O2", "O3-split"))
+GRAPHED = tuple(replace(way, name=f"{way.name}, CUDA graphs", graphed=True) for way in (BF16_AMP, O2))
 O2_ALL_FP8 = Way("O2 all in FP8", "O2", options={"auto_filter": False})
 """O2 without the filter by speed, to save memory: a layer in bf16 keeps its input in bf16 for the backward pass."""
 
@@ -86,7 +91,7 @@ def prepare(model: nn.Module, way: Way, tokens: int | None = None) -> tuple[nn.M
         return model, optimizer
     model, _ = initialize(model, None, way.level, tokens=tokens, statistics_every=0, **way.options)
     is_cuda = next(model.parameters()).is_cuda
-    return model, torch.optim.AdamW(model.parameters(), fused=is_cuda)
+    return model, torch.optim.AdamW(model.parameters(), fused=is_cuda, capturable=is_cuda and way.graphed)
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor], *, clips: bool = True) -> Step:
@@ -100,6 +105,25 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callabl
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
+
+    return step
+
+
+def graphed_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, samples: Callable[[], dict[str, Tensor]], device: torch.device
+) -> Step:
+    """Return the step of `step_of` as a job runs it: recorded after three steps, then replayed. On a CPU it runs as it is."""
+    graph = StepGraph(model, optimizer, recorder=CudaRecorder(device) if device.type == "cuda" else None)
+    metrics = Metrics()
+
+    def step() -> Tensor:
+        with graph.stream():
+            graph.begin_step()
+            loss = graph.forward_backward(samples(), 1.0, metrics, is_first=True)
+            graph.update(lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm), 1.0)
+            optimizer.zero_grad()
+            graph.after_step()
+        return loss
 
     return step
 
@@ -128,11 +152,16 @@ def language_step(
             block.compile(backend=compiled, dynamic=False)
     batches = cycle(torch.randint(0, vocab_size, (4, tokens[0], tokens[1] + 1), device=device).unbind())
 
-    def loss_of() -> Tensor:
+    def samples() -> dict[str, Tensor]:
         tokens_BT = next(batches)
-        assert isinstance(model, TrainedModel)
-        return model.loss({"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}).loss
+        return {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
 
+    def loss_of() -> Tensor:
+        assert isinstance(model, TrainedModel)
+        return model.loss(samples()).loss
+
+    if way.graphed:
+        return graphed_step(model, optimizer, samples, device), (model, optimizer)
     clips = not way.savings.get("gradient_release")
     return step_of(model, optimizer, loss_of, clips=clips), (model, optimizer)
 

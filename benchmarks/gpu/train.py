@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.train [--out FOLDER] [--sections gpt,memory] [--smoke]
 
-writes a dated table. Every way to train has the same network, batch and loop; blocks are compiled. The vision models are
-Swin-1.0B and ViT-1.2B.
+writes a dated table. Every way to train has the same network, batch and loop; blocks are compiled. Section "CUDA graphs"
+replays the steps of bf16-amp and O2, against the same steps launched by the host. The vision models are Swin-1.0B and ViT-1.2B.
 """
 
 import importlib.util
@@ -21,6 +21,7 @@ from benchmarks.gpu.networks import (
     AO_TENSORWISE,
     BF16_AMP,
     FP16_AMP,
+    GRAPHED,
     O1,
     O2,
     O2_ALL_FP8,
@@ -105,9 +106,10 @@ def sections(session: Session, _report: Report) -> list[Section]:
     first = [(size, way) for size, way in first if way != FP16_AMP or size.name in SIZES_WITH_MEMORY_TARGET]
     others = [(size, way) for size in sizes for way in ((O3_SPLIT,) if session.smoke else (O3_SPLIT, TE, O1))]
     return [
-        Section("GPT step", [_gpt_case(session, size, way, found) for size, way in first], share=0.45),
+        Section("GPT step", [_gpt_case(session, size, way, found) for size, way in first], share=0.4),
+        Section("CUDA graphs", [_graph_case(session, size, way, found) for size in sizes for way in GRAPHED], share=0.1),
         Section("Memory of vision models", _vision_cases(session), share=0.1),
-        Section("Largest GPT", largest_cases(session), share=0.3),
+        Section("Largest GPT", largest_cases(session), share=0.25),
         Section("Other levels", [_gpt_case(session, size, way, found) for size, way in others], share=0.15),
     ]
 
@@ -148,6 +150,27 @@ def _gpt(session: Session, size: Size, way: Way, found: Found) -> Iterator[Row]:
             ratio = measured.peak_bytes / other.peak_bytes
             reference = f"{peer.name} {_gib(other.peak_bytes)}"
             yield Row(f"{figure}: peak memory", _gib(measured.peak_bytes), reference, ratio, target)
+
+
+def _graph_case(session: Session, size: Size, way: Way, found: Found) -> Case:
+    return Case(f"GPT {size.name}, {way.name}", partial(_graph, session, size, way, found), expected_s=15)
+
+
+def _graph(session: Session, size: Size, way: Way, found: Found) -> Iterator[Row]:
+    """Time replayed steps against the same steps launched by the host, and against bf16-amp's replayed ones."""
+    figure, first = f"GPT {size.name}, {way.name}: speed", GRAPHED[0].name
+    launched, base = found.get((size.name, way.name.partition(",")[0])), found.get((size.name, first))
+    batch_size = launched.batch_size if launched else size.batch_size
+    measured = found[size.name, way.name] = _measure_gpt(session, size, way, batch_size)
+    speed = f"{measured.tokens_per_s:,.0f} tokens/s, step {measured.timing}"
+    if launched is None and base is None:
+        yield Row(figure, speed)
+    if launched is not None:
+        yield Row(
+            figure, speed, f"launched by the host {launched.tokens_per_s:,.0f}", measured.tokens_per_s / launched.tokens_per_s
+        )
+    if base is not None:
+        yield Row(figure, speed, f"{first} {base.tokens_per_s:,.0f}", measured.tokens_per_s / base.tokens_per_s)
 
 
 def _measure_gpt(session: Session, size: Size, way: Way, batch_size: int) -> Measured:

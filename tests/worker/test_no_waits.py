@@ -76,7 +76,7 @@ def kernels_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             launch(*args)
 
-    monkeypatch.setattr(LowBitOptimizer, "_is_fused", lambda _optimizer, parameter: parameter.is_contiguous())
+    monkeypatch.setattr(LowBitOptimizer, "is_fused", lambda _optimizer, parameter: parameter.is_contiguous())
     monkeypatch.setattr(fused_step.kernel, "launch", launch_unseen)
 
 

@@ -8,7 +8,7 @@ into the gradient or a view of it, has the changed values encoded again (`gradie
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,18 +25,38 @@ class RoundingPosition:
 
     share, num_shares: the part of the batch that this rank accumulates, and how many there are. Each part draws numbers of its
     own, so that the rounding errors of different ranks average out; with the same numbers they would add up.
+    The count is on the gradient's device and the host does not follow it, so the replay of a CUDA graph draws new numbers.
     """
 
     seed: int
     stream: int
-    count: int = 0
     share: int = 0
     num_shares: int = 1
+    _count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"), compare=False, repr=False)
 
-    def next_draw(self) -> tuple[int, int, int]:
-        """Seed, step and stream of random numbers that were never drawn before, on any rank."""
-        self.count += 1
-        return self.seed, self.count * self.num_shares + self.share, self.stream
+    @property
+    def count(self) -> int:
+        """The additions so far. Waits for the device."""
+        return int(self._count)
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self._count.fill_(count)
+
+    def counter_on(self, device: torch.device) -> Tensor:
+        """Return the count itself, int64 (), which moves to the device of the gradients."""
+        if self._count.device != device:
+            self._count = self._count.to(device)
+        return self._count
+
+    def next_draw(self, device: torch.device) -> tuple[int, Tensor, int]:
+        """Seed, step (int64, ()) and stream of random numbers that were never drawn before, on any rank."""
+        return self.seed, self.counter_on(device).add_(1) * self.num_shares + self.share, self.stream
+
+    def accumulate_(self, codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float) -> None:
+        """codes × dequant_scale += alpha · other, rounded with the next draw; shapes and dtypes as `kernels.accumulate_`."""
+        draw, count = (self.seed, self.share, self.stream), self.counter_on(codes.device)
+        kernels.accumulate_(codes, dequant_scale, other, alpha, draw, count, self.num_shares)
 
 
 class Float8Gradient(Tensor):
@@ -73,7 +93,7 @@ class Float8Gradient(Tensor):
         """Hold other values, fp32 of the same shape: stochastically rounded, as codes of the same values are among them."""
         self.codes.zero_()
         self.dequant_scale.fill_(1.0)
-        kernels.accumulate_(self.codes, self.dequant_scale, values, 1.0, self.position.next_draw())
+        self.position.accumulate_(self.codes, self.dequant_scale, values, 1.0)
 
     def overwrite_clipped(self, values: Tensor, is_changed: Tensor, limit: Tensor) -> None:
         """Hold clipped values, fp32, if is_changed (): the limit () exactly, other values stochastically rounded.
@@ -82,7 +102,7 @@ class Float8Gradient(Tensor):
         """
         unit = torch.where(limit > 0, limit, 1.0)
         dequant_scale = finite_or_nan(kernels.compute_amax(values) / unit, E4M3.dtype) * unit
-        random_numbers = kernels.random_bits(*self.position.next_draw(), range(values.numel()), values.device)
+        random_numbers = kernels.random_bits(*self.position.next_draw(values.device), range(values.numel()), values.device)
         codes = kernels.stochastic_round(values / dequant_scale, E4M3, random_numbers.view(values.shape))
         held = self.codes.view(torch.uint8)
         held.copy_(torch.where(is_changed, codes.view(torch.uint8), held))

@@ -121,7 +121,7 @@ def _add_(gradient: Float8Gradient, other: Any, *, alpha: float = 1.0) -> Any:
         return NotImplemented
     other = other.dequantize() if isinstance(other, Float8Gradient) else other
     other = other if other.dtype in (torch.float32, torch.bfloat16, torch.float16) else other.float()
-    kernels.accumulate_(gradient.codes, gradient.dequant_scale, other, alpha, gradient.position.next_draw())
+    gradient.position.accumulate_(gradient.codes, gradient.dequant_scale, other, alpha)
     return gradient
 
 

@@ -54,15 +54,23 @@ class StepKeeper:
         self.layers, self.limits, self.on_event = layers, limits, on_event
         self.samples: list[OperandSample] = []
         """The newest samples that were read."""
+        self.counts_steps = True
+        """Whether `after_step` calls `count_step`. While a step is recorded, its caller does, as after each replay."""
         self._under_way: deque[_UnderWay] = deque()
 
     def after_step(self) -> None:
         """Close the step that the optimizer has just taken or skipped."""
-        self._collect()
         for layer in self.layers.values():
             if layer.fallback is not Fallback.FILTERED:  # a filtered layer quantizes nothing
                 for scaling in layer.scalings().values():
                     scaling.advance()
+        if self.counts_steps:
+            self.count_step()
+
+    def count_step(self) -> None:
+        """Do the host's part: collect samples, and tell each layer whether the next step is sampled."""
+        self._collect()
+        for layer in self.layers.values():
             layer.start_step(layer.num_steps + 1)
 
     def read_all(self) -> None:

@@ -21,7 +21,8 @@ def _fake_mean(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
 
 _norms_op = define("norms(Tensor[] codes, Tensor[] dequant_scales, Tensor[] values) -> Tensor", _fake_norms)
 _accumulate_op = define(
-    "accumulate_(Tensor(a!) codes, Tensor(b!) dequant_scale, Tensor other, float alpha, int[] draw) -> ()",
+    "accumulate_(Tensor(a!) codes, Tensor(b!) dequant_scale, Tensor other, float alpha, int[] draw, Tensor(c!)? count=None, "
+    "int stride=1) -> ()",
     fake=lambda *_arguments: None,
 )
 _mean_op = define("mean_of_shards(Tensor codes_RS, Tensor scales_R) -> (Tensor, Tensor)", _fake_mean)
@@ -39,15 +40,24 @@ def norms(gradients: Sequence[tuple[Tensor, Tensor]], values: Sequence[Tensor] =
     return list(found.unbind())
 
 
-def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: tuple[int, int, int]) -> None:
+def accumulate_(
+    codes: Tensor,
+    dequant_scale: Tensor,
+    other: Tensor,
+    alpha: float,
+    draw: tuple[int, int, int],
+    count: Tensor | None = None,
+    stride: int = 1,
+) -> None:
     """codes × dequant_scale += alpha · other, with a new scale () and stochastic rounding, in place.
 
     codes: E4M3, contiguous. other: fp32, bf16 or fp16 of the same shape. draw: seed, step and stream of the random numbers.
+    count: int64 (), on the codes' device, becomes one more; the step is then step + stride · count, unknown to the host.
     The scale becomes NaN where the sum is not finite.
     """
     if not codes.is_contiguous():
         raise ValueError(f"accumulate_ writes contiguous codes; got strides {codes.stride()} for {tuple(codes.shape)}.")
-    _accumulate_op(codes, dequant_scale, other.detach(), alpha, draw)
+    _accumulate_op(codes, dequant_scale, other.detach(), alpha, draw, count, stride)
 
 
 def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:

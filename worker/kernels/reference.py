@@ -176,15 +176,24 @@ def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Seq
     return torch.stack([*found, *(torch._foreach_norm(list(values)) if values else ())])
 
 
-def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: Sequence[int]) -> None:
+def accumulate_(
+    codes: Tensor,
+    dequant_scale: Tensor,
+    other: Tensor,
+    alpha: float,
+    draw: Sequence[int],
+    count: Tensor | None = None,
+    stride: int = 1,
+) -> None:
     """codes × dequant_scale += alpha · other, at the scale of the sum, stochastically rounded.
 
-    draw: seed, step and stream of the random numbers.
+    draw: seed, step and stream of the random numbers. count: int64 (), becomes one more; the step is step + stride · count.
     """
     total = dequantize(ScaledCodes(codes, dequant_scale, ScaleKind.TENSOR), torch.float32).add_(other.float().mul(alpha))
     new_scale = finite_or_nan(compute_amax(total, ScaleKind.TENSOR), codes.dtype)
     seed, step, stream = draw
-    random_numbers = random_bits(seed, step, stream, range(total.numel()), total.device).view(total.shape)
+    drawn = step if count is None else count.add_(1) * stride + step
+    random_numbers = random_bits(seed, drawn, stream, range(total.numel()), total.device).view(total.shape)
     codes.copy_(stochastic_round(total.div_(new_scale), ROUNDED_FORMATS[codes.dtype], random_numbers))
     dequant_scale.copy_(new_scale)
 

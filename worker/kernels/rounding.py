@@ -35,14 +35,15 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
     return torch.stack((word0, word1, word2, word3), dim=-1).bitwise_and_(_WORD)
 
 
-def random_bits(seed: int, step: int, stream: int, elements: range, device: torch.device) -> Tensor:
-    """A number of 16 bits, int32, for each element in the range (of step 1).
+def random_bits(seed: int, step: int | Tensor, stream: int, elements: range, device: torch.device) -> Tensor:
+    """A number of 16 bits, int32, for each element in the range (of step 1). step: a number, or an int64 () on any device.
 
     Element e has half e % 2 (the lower is 0) of word e // 2 % 4 of draw e // 8.
     """
     first_draw, end_draw = elements.start // NUMBERS_PER_DRAW, -(-elements.stop // NUMBERS_PER_DRAW)
     draw = torch.arange(first_draw, end_draw, device=device)
-    counter = (draw & _WORD, draw >> 32, torch.full_like(draw, stream), torch.full_like(draw, step))
+    steps = step.to(device).expand_as(draw) if isinstance(step, Tensor) else torch.full_like(draw, step)
+    counter = (draw & _WORD, draw >> 32, torch.full_like(draw, stream), steps)
     words = philox_4x32(counter, (seed & _WORD, seed >> 32 & _WORD)).view(-1)
     numbers = torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(-1)
     return numbers[elements.start - NUMBERS_PER_DRAW * first_draw :][: len(elements)].to(torch.int32)

@@ -14,6 +14,7 @@ from torch import Tensor
 from worker.fp8.gradient import Float8Gradient
 from worker.kernels.cuda import optimizer as kernel
 from worker.kernels.cuda import optimizer_tables as tables
+from worker.kernels.held import hold
 from worker.optim.rule import Group, Rule
 from worker.optim.weights import QuantizedWeight
 
@@ -48,7 +49,7 @@ class Update(NamedTuple):
 
 @dataclass
 class FusedStep:
-    """Steps parameters by a rule. Keeps the tables last sent to the device, and those that the replay of a CUDA graph sends.
+    """Steps parameters by a rule. Keeps the tables last sent to the device.
 
     rows: each parameter's row of the last step, with what else decides its formats, and the formats.
     """
@@ -56,7 +57,6 @@ class FusedStep:
     rule: Rule
     rows: dict[Tensor, tuple[tuple[int, ...], torch.dtype, bool, tuple[str, ...], kernel.Formats]] = field(default_factory=dict)
     sent: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
-    captured: list[Tensor] = field(default_factory=list)
 
     def run(self, updates: Iterable[Update], groups: list[Group], finite: Tensor, seed: int) -> None:
         """One step, unless `finite`, bool () on the parameters' device, is false there. The host does not wait."""
@@ -79,6 +79,12 @@ class FusedStep:
             )
             kernel.launch(formats, on_device, finite.to(device), seed)
 
+    def send_groups_again(self, groups: list[Group]) -> None:
+        """Bring the hyperparameters on the devices up to date, where they lie: a recorded step reads them there."""
+        for name, device in list(self.sent):
+            if name == "groups":
+                self._send_groups(groups, device)
+
     def _send_groups(self, groups: list[Group], device: torch.device) -> Tensor:
         sent = self._send(
             "groups", [self._hyperparameters(group) for group in groups], device, lambda rows: rows, torch.float64
@@ -99,9 +105,13 @@ class FusedStep:
         known = self.sent.get((name, device))
         if known is None or known[0] != content:
             host = torch.tensor(rows(content), dtype=dtype, pin_memory=device.type == "cuda")
-            known = self.sent[name, device] = (content, host.to(device, non_blocking=True))
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self.captured.append(host)
+            if known is not None and name == "groups" and known[1].shape == host.shape:
+                known = (content, known[1].copy_(host, non_blocking=True))
+            else:
+                known = (content, host.to(device, non_blocking=True))
+            self.sent[name, device] = known
+            hold(known[1], host)
+        hold(known[1])
         return known[1]
 
 

@@ -201,6 +201,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         own += ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]  # a converted model follows the steps by these
         return super().__getstate__() | {name: getattr(self, name) for name in own} | {"_fused_steps": {}}
 
+    def send_hyperparameters(self) -> None:
+        """Bring the groups' hyperparameters on the devices up to date: the replay of a recorded step reads them there."""
+        for step in self._fused_steps.values():
+            step.send_groups_again(self.param_groups)
+
     @torch.no_grad()
     def follow_weight(self, parameter: Tensor) -> None:
         """Let the states follow a parameter that was moved or loaded now, instead of at the next step; errors as there."""
@@ -257,7 +262,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self, updates: list[tuple[Tensor, Group]], finite: Tensor, alone: Tensor | None
     ) -> list[tuple[Tensor, Group]]:
         """Step the parameters that the kernels take; returns the others."""
-        fused = [(parameter, group) for parameter, group in updates if self._is_fused(parameter)]
+        fused = [(parameter, group) for parameter, group in updates if self.is_fused(parameter)]
         if not fused:
             return updates
         from worker.optim.fused import FusedStep, Update  # loads Triton
@@ -282,16 +287,17 @@ class LowBitOptimizer(torch.optim.Optimizer):
             finite,
             self.seed,
         )
-        return [(parameter, group) for parameter, group in updates if not self._is_fused(parameter)]
+        return [(parameter, group) for parameter, group in updates if not self.is_fused(parameter)]
 
-    def _is_fused(self, parameter: Tensor) -> bool:
+    def is_fused(self, parameter: Tensor) -> bool:
+        """Whether kernels step the parameter, for which the host does not wait."""
         wanted = parameter.is_cuda if self.fused is None else self.fused
         starts_a_draw = self._origins[parameter].first_draw % NUMBERS_PER_DRAW == 0  # kernels use whole draws
         return wanted and parameter.is_contiguous() and starts_a_draw
 
     def _new_step_count(self, parameter: Tensor, num_steps: int) -> int | Tensor:
         """The number of steps; on the device where the kernels count them."""
-        if not self._is_fused(parameter):
+        if not self.is_fused(parameter):
             return num_steps
         return torch.full((), num_steps, dtype=torch.int64, device=parameter.device)
 
@@ -374,8 +380,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """The codec of a parameter's state; a group of torch's own optimizers names none and has fp32."""
         origin = self._origins[parameter]
         is_small = origin.num_elements * origin.num_shards < MIN_QUANTIZED_ELEMENTS  # of the whole, however it is divided
-        name: str = "fp32" if is_small else group.get(f"{state}_codec", "fp32")
-        return name
+        return str("fp32" if is_small else group.get(f"{state}_codec", "fp32"))
 
     def _codec(self, parameter: Tensor, group: Group, state: str) -> Codec:
         return CODECS[self._codec_name(parameter, group, state)]

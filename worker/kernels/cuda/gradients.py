@@ -14,6 +14,7 @@ from torch import Tensor
 
 from worker.kernels.cuda import language
 from worker.kernels.formats import finite_or_nan
+from worker.kernels.held import hold
 
 CHUNK = 4096
 """Elements that a program reads."""
@@ -68,8 +69,6 @@ def norms_kernel(table, partial, out, SUMS: tl.constexpr):
 
 _SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
 """By name and device, what was last sent there and from what it was made: it is sent again only when that has changed."""
-_CAPTURED: list[Tensor] = []
-"""What the replays of CUDA graphs send."""
 
 
 def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -100,11 +99,11 @@ def _sent(
     """The rows made of a content, on the device. The host does not wait."""
     known = _SENT.get((name, device))
     if known is not None and known[0] == content:
+        hold(known[1])
         return known[1]
     host = torch.tensor(rows(content), dtype=dtype, pin_memory=device.type == "cuda")
     on_device = host.to(device, non_blocking=True)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append(host)
+    hold(on_device, host)
     if type(on_device) is Tensor:  # a fake one belongs to its mode
         _SENT[name, device] = (content, on_device)
     return on_device
@@ -117,18 +116,25 @@ def _total(codes, other, dequant_scale, alpha, at, inside):
 
 
 @triton.jit
-def accumulated_amax_kernel(codes, dequant_scale, other, alpha, amax, num_elements, CHUNK: tl.constexpr):
+def accumulated_amax_kernel(codes, dequant_scale, other, alpha, amax, num_elements, count, CHUNK: tl.constexpr):
+    """count: None, or the int64 number of draws so far, which the first program increases for `accumulate_kernel`."""
+    if count is not None:
+        tl.store(count, tl.load(count) + 1, mask=tl.program_id(0) == 0)
     at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     total = _total(codes, other, tl.load(dequant_scale), alpha, at, at < num_elements)
     language.atomic_amax(amax, language.amax(tl.where(at < num_elements, total, 0.0), 0))
 
 
-@triton.jit(do_not_specialize=["seed", "step", "stream"])
-def accumulate_kernel(codes, dequant_scale, other, alpha, new_scale, num_elements, seed, step, stream, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=["seed", "step", "stream", "stride"])
+def accumulate_kernel(
+    codes, dequant_scale, other, alpha, new_scale, num_elements, seed, step, stream, count, stride, CHUNK: tl.constexpr
+):
     first = tl.program_id(0).to(tl.int64) * CHUNK
     at = first + tl.arange(0, CHUNK)
     total = _total(codes, other, tl.load(dequant_scale), alpha, at, at < num_elements)
     seed, step, stream = tl.cast(seed, tl.int64), tl.cast(step, tl.int64), tl.cast(stream, tl.int64)
+    if count is not None:
+        step += tl.load(count) * tl.cast(stride, tl.int64)
     first_draw = first // language.NUMBERS_PER_DRAW
     numbers = tl.reshape(language.random_numbers(seed, step, stream, first_draw, CHUNK // 128, 128), (CHUNK,))
     bits = language.roundable(total * tl.div_rn(1.0, tl.load(new_scale)), -6)
@@ -137,13 +143,21 @@ def accumulate_kernel(codes, dequant_scale, other, alpha, new_scale, num_element
     tl.store(codes + at, rounded.to(tl.uint8), mask=at < num_elements)
 
 
-def accumulate_(codes: Tensor, dequant_scale: Tensor, other: Tensor, alpha: float, draw: Sequence[int]) -> None:
-    """See the reference. Two passes over both."""
+def accumulate_(
+    codes: Tensor,
+    dequant_scale: Tensor,
+    other: Tensor,
+    alpha: float,
+    draw: Sequence[int],
+    count: Tensor | None = None,
+    stride: int = 1,
+) -> None:
+    """See the reference. Two passes over both; the host knows no count, so a CUDA graph draws new numbers in each replay."""
     flat, addend = codes.view(torch.uint8).view(-1), other.contiguous().view(-1)
     amax, grid = torch.zeros((), device=codes.device), (language.cdiv(flat.numel(), CHUNK),)
-    accumulated_amax_kernel[grid](flat, dequant_scale, addend, alpha, amax, flat.numel(), CHUNK, **_EXACT)
+    accumulated_amax_kernel[grid](flat, dequant_scale, addend, alpha, amax, flat.numel(), count, CHUNK, **_EXACT)
     new_scale = finite_or_nan(amax, torch.float8_e4m3fn)
-    accumulate_kernel[grid](flat, dequant_scale, addend, alpha, new_scale, flat.numel(), *draw, CHUNK, **_EXACT)
+    accumulate_kernel[grid](flat, dequant_scale, addend, alpha, new_scale, flat.numel(), *draw, count, stride, CHUNK, **_EXACT)
     dequant_scale.copy_(new_scale)
 
 

@@ -64,6 +64,19 @@ def test_accumulate(size: int, alpha: float, dtype: torch.dtype) -> None:
     assert torch.equal(actual[0].cpu().view(torch.uint8), expected[0].view(torch.uint8))
 
 
+@pytest.mark.parametrize("stride", [1, 3])
+def test_accumulate_counts_its_draws(stride: int) -> None:
+    """A count on the device moves on by itself: the host passes the same numbers each time, as a CUDA graph does."""
+    start, other = kernels.quantize(values_of(5000), E4M3), values_of(5000, seed=1)
+    actual, expected = [tensor.clone() for tensor in start], [tensor.clone() for tensor in start]
+    count = torch.tensor(6, device=start[0].device)
+    for drawn in (7, 8):
+        gradients.accumulate_(*actual, other, 1.0, (5, 2, 9), count, stride)
+        gradients.accumulate_(*expected, other, 1.0, (5, 2 + stride * drawn, 9))
+        assert torch.equal(actual[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert count == 8
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_makes_the_scale_nan(bad: float) -> None:
     codes, dequant_scale = kernels.quantize(values_of(5000), E4M3)

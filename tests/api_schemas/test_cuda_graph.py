@@ -1,0 +1,33 @@
+"""Which jobs are trained by CUDA graphs, and why others are not."""
+
+from typing import Any
+
+import pytest
+
+from api_schemas import JobSpec
+from api_schemas.cuda_graph import why_not_recorded
+
+
+@pytest.mark.parametrize(
+    ("training", "num_ranks", "reason"),
+    [
+        ({}, 1, None),
+        ({}, 2, "2 ranks"),
+        ({"activation_checkpointing": "full"}, 1, "activation_checkpointing full"),
+        ({"gradient_release": True, "gradient_clip": None}, 1, "gradient_release"),
+        ({"offload_optimizer": True}, 1, "offload_optimizer"),
+    ],
+)
+def test_what_a_replay_cannot_repeat_is_named(
+    spec_document: dict[str, Any], training: dict[str, Any], num_ranks: int, reason: str | None
+) -> None:
+    document = spec_document | {"precision": {"level": "O2"}, "training": spec_document["training"] | training}
+    spec = JobSpec.model_validate(document)
+    found = why_not_recorded(spec.training, spec.model, num_ranks)
+    assert (found is None) if reason is None else (found or "").startswith(reason)
+
+
+def test_only_families_that_are_known_not_to_wait_are_recorded(spec_document: dict[str, Any]) -> None:
+    images = {"model": {"family": "deit", "preset": "deit-tiny"}, "data": {"source": "images", "path": "/d"}}
+    spec = JobSpec.model_validate(spec_document | images | {"training": {"steps": 4}})
+    assert "model.family deit" in (why_not_recorded(spec.training, spec.model, 1) or "")
