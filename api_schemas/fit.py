@@ -2,12 +2,13 @@
 
 from api_schemas.adapter import AdapterSpec
 from api_schemas.data import ImagesSpec, SourceSpec, Unfit
+from api_schemas.elastic import misfit_of_elastic
 from api_schemas.inputs import ImageInput, TokenInput
 from api_schemas.layout import BatchDivision
 from api_schemas.memory import misfit_of_memory
 from api_schemas.models.base import FamilySpec
 from api_schemas.precision import PrecisionSpec
-from api_schemas.resources import ParallelismSpec
+from api_schemas.resources import ParallelismSpec, ResourceSpec
 from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
 
 
@@ -30,8 +31,8 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
     return None if training.steps is None else training.schedule.misfit(training.steps)
 
 
-def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit | None:
-    """Return the first batch size that does not divide, or None."""
+def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec, resources: ResourceSpec) -> Unfit | None:
+    """Return the first batch size that does not divide among the ranks, or an elastic job's fewest ranks; or None."""
     is_divided = parallelism.tensor > 1
     readers = "resources.workers / parallelism.tensor" if is_divided else "resources.workers"
     share = "global_batch_size · parallelism.tensor / workers" if is_divided else "global_batch_size / workers"
@@ -43,7 +44,7 @@ def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit
             "Change training.global_batch_size or resources.workers.",
         )
     if batch.micro_batch_size and batch.rank_batch_size % batch.micro_batch_size == 0:
-        return None
+        return misfit_of_elastic(resources, parallelism, batch)
     return Unfit(
         "training.micro_batch_size",
         batch.micro_batch_size,
