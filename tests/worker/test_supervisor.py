@@ -1,17 +1,14 @@
-"""Ranks of one tensor group share a node: what the supervisor reserves, on a cluster of two nodes too."""
+"""Ranks of one tensor group share a node: what the supervisor reserves, and what it says of nodes that are too small."""
 
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from api_schemas import FailureReason, PoolConfig
-from worker.supervisor import RankFailed, bundles_of, check_room, reserve
+from worker.supervisor import RankFailed, bundles_of, check_room
 
 POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=6)
 GPUS = POOL.model_copy(update={"name": "h100", "accelerator": "cuda"})
-LONG_S = 60
 
 
 def node(slots: int, label: str = "cpu", *, is_alive: bool = True) -> dict[str, Any]:
@@ -32,32 +29,3 @@ def test_a_tensor_group_that_no_node_has_slots_for_is_refused_with_the_largest_n
     assert refused.value.reason is FailureReason.LAUNCH_FAILED
     with pytest.raises(RankFailed, match="has 0 slots"):
         check_room(POOL, 2, [])
-
-
-@pytest.mark.system
-def test_two_nodes_of_three_slots_get_one_tensor_group_of_two_each(tmp_path: Path) -> None:
-    """Packed rank by rank, the first node would have the first three ranks, and the second group be apart."""
-    import ray
-    from ray.cluster_utils import Cluster
-    from ray.util.placement_group import placement_group_table
-
-    options: dict[str, Any] = {"num_cpus": 1, "resources": {POOL.slot_resource: 3}, "labels": {"octet-pool": "cpu"}}
-    head = options | {"include_dashboard": False, "temp_dir": str(tmp_path / "ray")}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        cluster.add_node(**options)
-        ray.init(address=cluster.address, log_to_driver=False)
-        nodes_of_ranks = {}
-        for num_together in (1, 2):
-            group = reserve(POOL, 4, num_together)
-            assert group.wait(LONG_S)
-            table: dict[str, Any] = placement_group_table(group)
-            homes = table["bundles_to_node_id"]
-            nodes_of_ranks[num_together] = [homes[rank // num_together] for rank in range(4)]
-            ray.util.remove_placement_group(group)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-    assert sorted(Counter(nodes_of_ranks[1]).values()) == [1, 3]
-    first, second, third, fourth = nodes_of_ranks[2]
-    assert first == second != third == fourth
