@@ -2,13 +2,14 @@
 
 from api_schemas.adapter import AdapterSpec
 from api_schemas.data import ImagesSpec, SourceSpec, Unfit
+from api_schemas.elastic import misfit_of_elastic
 from api_schemas.inputs import ImageInput, TokenInput
 from api_schemas.layout import BatchDivision
 from api_schemas.memory import misfit_of_memory
 from api_schemas.models.base import FamilySpec
 from api_schemas.pipeline import misfit_of_schedule
 from api_schemas.precision import PrecisionSpec
-from api_schemas.resources import ParallelismSpec
+from api_schemas.resources import ParallelismSpec, ResourceSpec
 from api_schemas.training import DEFAULT_SEQUENCE_LENGTH, TrainingSpec
 
 
@@ -31,8 +32,8 @@ def misfit_of_parts(model: FamilySpec, data: SourceSpec, training: TrainingSpec)
     return None if training.steps is None else training.schedule.misfit(training.steps)
 
 
-def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit | None:
-    """Return the first batch size that does not divide, or None."""
+def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec, resources: ResourceSpec) -> Unfit | None:
+    """Return the first batch size that does not divide among the ranks, or an elastic job's fewest ranks; or None."""
     divided = [f"parallelism.{name}" for name in ("tensor", "context", "pipeline") if getattr(parallelism, name) > 1]
     readers = " / ".join(["resources.workers", *divided])
     share = f"{' · '.join(['global_batch_size', *divided])} / workers"
@@ -44,7 +45,7 @@ def misfit_of_batch(batch: BatchDivision, parallelism: ParallelismSpec) -> Unfit
             "Change training.global_batch_size or resources.workers.",
         )
     if batch.micro_batch_size and batch.rank_batch_size % batch.micro_batch_size == 0:
-        return misfit_of_schedule(batch, parallelism)
+        return misfit_of_schedule(batch, parallelism) or misfit_of_elastic(resources, parallelism, batch)
     return Unfit(
         "training.micro_batch_size",
         batch.micro_batch_size,

@@ -79,11 +79,8 @@ class JobSpec(Contract):
         torchao = self.precision.torchao
         if torchao is None or not torchao.fsdp_float8_all_gather:
             return None
-        field, allowed = (
-            "precision.torchao.fsdp_float8_all_gather",
-            "false: jobs do not shard weights, so there is nothing to gather",
-        )
-        return Unfit(field, True, allowed, "Remove it.")
+        allowed = "false: jobs do not shard weights, so there is nothing to gather"
+        return Unfit("precision.torchao.fsdp_float8_all_gather", True, allowed, "Remove it.")
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -93,7 +90,7 @@ class JobSpec(Contract):
     def _check_parts(self) -> None:
         unfit = misfit_of_parts(self.model, self.data, self.training)
         parts = (self.parallelism, self.resources, self.model, self.precision, self.training, self.adapter)
-        unfit = unfit or misfit_of_degrees(*parts) or misfit_of_batch(self.batch, self.parallelism)
+        unfit = unfit or misfit_of_degrees(*parts) or misfit_of_batch(self.batch, self.parallelism, self.resources)
         options = (self.training, self.model, self.precision, self.adapter, self.parallelism)
         if unfit := unfit or misfit_of_options(*options, self.batch):
             raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
@@ -187,6 +184,7 @@ class Job(Contract):
     num_attempts: int
     num_failures: int
     current_attempt_id: str | None
+    num_ranks: int | None = Field(default=None, description="of the current attempt; fewer than workers if it had to shrink")
     queue: QueuePlace | None
     progress: Progress | None
     start: StartTimes | None

@@ -1,8 +1,9 @@
 """Pools of similar nodes, and the share of a pool that a job asks for."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from api_schemas.base import Contract, refusal
 
@@ -18,10 +19,31 @@ STAGES_PER_RANK: dict[PipelineSchedule, int] = {"1f1b": 1, "interleaved": 2}
 
 
 class ResourceSpec(Contract):
-    """`workers` ranks in one pool. They start together or not at all, and each takes one slot."""
+    """`workers` ranks in one pool. They start together or not at all, and each takes one slot.
+
+    An elastic job writes `workers: {min: 2, max: 8}`, which is stored as workers 8 and min_workers 2.
+    """
 
     pool: PoolName = "cpu"
-    workers: int = Field(default=1, ge=1, le=65_536)
+    workers: int = Field(default=1, ge=1, le=65_536, description="the most, where min_workers is set")
+    min_workers: int | None = Field(
+        default=None,
+        ge=1,
+        le=65_536,
+        description="go on with as few ranks while slots are away, at the same global batch, and grow again at a checkpoint; "
+        "null: always as many as workers",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_range(cls, given: Any) -> Any:
+        """Accept `workers: {min, max}`."""
+        if not isinstance(given, Mapping) or not isinstance(given.get("workers"), Mapping):
+            return given
+        if set(given["workers"]) != {"min", "max"} or "min_workers" in given:
+            got = {name: value for name, value in given.items() if name != "pool"}
+            raise refusal("workers", got=got, allowed="a number, or {min, max}", change="Give both min and max, and no others.")
+        return {**given, "workers": given["workers"]["max"], "min_workers": given["workers"]["min"]}
 
 
 class ParallelismSpec(Contract):

@@ -76,7 +76,7 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
         yield "ignored", setting
     yield "model", f"{spec.model.title}, {_num_parameters(job)} parameters"
     yield "data", spec.data.path
-    yield "pool", f"{spec.resources.pool}, {spec.resources.workers} worker{'s' if spec.resources.workers > 1 else ''}"
+    yield "pool", f"{spec.resources.pool}, {_workers(job)}"
     yield "attempts", f"{job.num_attempts}, failed {job.num_failures} of at most {spec.retry.max_failures} retried"
     yield "created", moment(job.created_at)
     if job.started_at:
@@ -89,6 +89,15 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
         newest = max(checkpoints, key=lambda checkpoint: checkpoint.step)
         yield "checkpoints", f"{len(checkpoints)}, the newest at step {newest.step} ({num_bytes(newest.num_bytes)})"
     yield from _results(job)
+
+
+def _workers(job: Job) -> str:
+    """How many ranks the job has asked for; of an elastic job also how many it has now."""
+    asked = job.spec.resources
+    if asked.min_workers is None:
+        return f"{asked.workers} worker{'s' if asked.workers > 1 else ''}"
+    now = "" if job.num_ranks is None else f", now {job.num_ranks}"
+    return f"{asked.min_workers} to {asked.workers} workers{now}"
 
 
 def _num_parameters(job: Job) -> str:

@@ -199,7 +199,7 @@ def _read_spec(path: Path, env: RankEnv) -> JobSpec | None:
         asked = resources.get("workers", 1)
         if env.reports and asked != env.world_size:
             logger.info("the spec asks for resources.workers %s; running with %d ranks", asked, env.world_size)
-        document["resources"] = resources | {"workers": env.world_size}
+        document["resources"] = resources | {"workers": env.world_size, "min_workers": None}
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:

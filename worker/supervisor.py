@@ -28,6 +28,8 @@ NAMESPACE = "octet"
 _RANK_START_TIMEOUT_S = 120.0
 _OTHER_RANKS_GRACE_S = 5.0
 _LINGER_S = 900.0
+_TOO_SMALL_S = 30.0
+"""A pool that grows by itself has this long until a node that is too small for a tensor group counts as its largest."""
 _PRIVATE_UMASK = 0o077  # checkpoints and spools are their owner's alone
 
 logger = logging.getLogger(__name__)
@@ -105,14 +107,17 @@ class RankFailed(Exception):
 class Supervisor:
     """The supervising actor. The launcher calls `probe` and `stop`; everything else happens in one thread of its own."""
 
-    def __init__(self, order_json: str, pool_json: str, num_workers: int, warm_idle_s: float = 0) -> None:
+    def __init__(
+        self, order_json: str, pool_json: str, num_workers: int, warm_idle_s: float = 0, num_together: int = 1
+    ) -> None:
         """Place and run `num_workers` ranks in the pool. The order is passed on unparsed; only the ranks parse it.
 
         warm_idle_s: how long a node keeps processes warm for further ranks; 0 keeps none.
+        num_together: so many neighbouring ranks, which divide each layer, share a node. It divides num_workers.
         """
         self._order_json = order_json
         self._pool = PoolConfig.model_validate_json(pool_json)
-        self._num_workers = num_workers
+        self._num_workers, self._num_together = num_workers, num_together
         self._warm_idle_s = warm_idle_s
         self._group: PlacementGroup | None = None
         self._ranks: list[Any] = []
@@ -155,19 +160,15 @@ class Supervisor:
 
     def _place(self) -> None:
         """Reserve one slot per rank, all or nothing, on nodes that carry the pool's label."""
-        num_workers = self._num_workers
-        key, value = self._pool.node_label
-        self._group = placement_group(
-            [self._bundle()] * num_workers, strategy="PACK", bundle_label_selector=[{key: value}] * num_workers
-        )
+        self._group = reserve(self._pool, self._num_workers, self._num_together)
+        give_up_at = time.monotonic() + _TOO_SMALL_S
         while not self._group.wait(timeout_seconds=1):
             if self._stopping.is_set():
                 raise RankFailed(FailureReason.LAUNCH_FAILED, "stopped before it was placed")
+            nodes: Any = ray.nodes  # Ray's own annotations lack it
+            if self._num_together > 1 and time.monotonic() > give_up_at:
+                check_room(self._pool, self._num_together, nodes())
         self._placed_at = datetime.now(UTC)
-
-    def _bundle(self) -> dict[str, float]:
-        """What one rank takes of its node."""
-        return {self._pool.slot_resource: 1.0} | ({"GPU": 1.0} if self._pool.accelerator == "cuda" else {})
 
     def _take_rank_here(self) -> RankActor | None:
         """Take a warm process for the only rank if its slot is on this node. It spares the start of a Ray worker.
@@ -195,16 +196,18 @@ class Supervisor:
 
     def _start_ranks(self) -> None:
         """Start a process for each rank in its bundle."""
-        bundle, group = self._bundle(), self._group
+        slot, group = slots(self._pool, 1), self._group
         assert group is not None, "the ranks are placed"
         self._ranks = [
             ray.remote(RankActor)
             .options(
                 num_cpus=0,
-                num_gpus=bundle.get("GPU", 0),
+                num_gpus=slot.get("GPU", 0),
                 resources={self._pool.slot_resource: 1},
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index // self._num_together
+                ),
             )
             .remote(self._warm_idle_s)
             for index in range(self._num_workers)
@@ -277,6 +280,36 @@ class Supervisor:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def slots(pool: PoolConfig, count: int) -> dict[str, float]:
+    """What so many ranks take of a node."""
+    return {pool.slot_resource: float(count)} | ({"GPU": float(count)} if pool.accelerator == "cuda" else {})
+
+
+def bundles_of(pool: PoolConfig, num_workers: int, num_together: int) -> list[dict[str, float]]:
+    """What Ray reserves for all ranks. A bundle lies on one node, so each is for `num_together` neighbouring ranks."""
+    return [slots(pool, num_together)] * (num_workers // num_together)
+
+
+def reserve(pool: PoolConfig, num_workers: int, num_together: int) -> PlacementGroup:
+    """Ask Ray for the slots of all ranks, on as few nodes as possible."""
+    key, value = pool.node_label
+    bundles = bundles_of(pool, num_workers, num_together)
+    return placement_group(bundles, strategy="PACK", bundle_label_selector=[{key: value}] * len(bundles))
+
+
+def check_room(pool: PoolConfig, num_together: int, nodes: list[dict[str, Any]]) -> None:
+    """Raise RankFailed if no node of the pool will ever have slots for a tensor group. nodes: as `ray.nodes` lists them."""
+    key, value = pool.node_label
+    ours = [node for node in nodes if node["Alive"] and node["Labels"].get(key) == value]
+    largest = max((int(node["Resources"].get(pool.slot_resource, 0)) for node in ours), default=0)
+    if largest < num_together:
+        raise RankFailed(
+            FailureReason.LAUNCH_FAILED,
+            f"parallelism.tensor is {num_together}, and ranks that divide a layer share a node; the largest node of pool "
+            f"{pool.name} has {largest} slots. Lower parallelism.tensor or choose another pool.",
+        )
 
 
 def _failure_of(reference: Any, rank: str) -> tuple[FailureReason, str] | None:

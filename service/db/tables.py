@@ -71,6 +71,7 @@ class JobRow(Base):
     desired: Mapped[DesiredState]
     pool: Mapped[str] = mapped_column(String(32))
     workers: Mapped[int]
+    min_workers: Mapped[int | None]
     priority: Mapped[int]
     spec: Mapped[dict[str, Any]] = mapped_column()
 

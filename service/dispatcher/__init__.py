@@ -1,4 +1,4 @@
-"""Leased background loops that move jobs along: place, launch, watch, release, orphans."""
+"""Leased background loops that move jobs along: place, launch, watch, release, grow, orphans."""
 
 from service.dispatcher.dispatcher import Dispatcher
 

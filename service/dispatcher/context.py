@@ -61,6 +61,8 @@ class DispatcherContext:
     leads_since: datetime | None = None
     outage: Outage = field(default_factory=Outage)
     health: LoopHealth = field(default_factory=LoopHealth)
+    room_since: dict[str, datetime] = field(default_factory=dict)
+    """Since when an elastic job's attempt could have more ranks, by its id."""
     _token: str | None = None
 
     def lead(self) -> None:

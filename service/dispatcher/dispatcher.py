@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from service.cluster.launcher import Launcher
 from service.db.engine import Database
-from service.dispatcher import launch, orphans, place, release, watch
+from service.dispatcher import grow, launch, orphans, place, release, watch
 from service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading
 from service.dispatcher.loop import Loop
 from service.settings import Settings
@@ -19,6 +19,7 @@ _JOB_STEPS: dict[str, tuple[Callable[[DispatcherContext], None], float]] = {
     "launch": (launch.step, 0.5),
     "watch": (watch.step, 1.0),
     "release": (release.step, 0.5),
+    "grow": (grow.step, 1.0),
 }
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptRef, CheckpointRef, FailureReason, JobSpec, LaunchOrder, PoolConfig, ProbeState
+from api_schemas.elastic import with_workers
 from service import store
 from service.cluster.launcher import LauncherError
 from service.db.tables import AttemptRow, JobRow
@@ -83,7 +84,7 @@ def _order(
         job_id=job.id,
         epoch=attempt.epoch,
         token=token,
-        spec=JobSpec.read_stored(job.spec),
+        spec=with_workers(JobSpec.read_stored(job.spec), attempt.workers),
         pool=pool,
         report_url=context.settings.effective_report_url,
         data_roots=tuple(str(root) for root in context.settings.named_roots),

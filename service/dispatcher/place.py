@@ -13,7 +13,7 @@ from service import store
 from service.cluster.launcher import LauncherError
 from service.dispatcher.context import DispatcherContext
 from service.jobs import attempts
-from service.scheduling.decide import decide, pool_states
+from service.scheduling.decide import Decision, decide, pool_states
 from service.scheduling.space import space_for
 
 
@@ -31,21 +31,21 @@ def step(context: DispatcherContext) -> None:
     with context.write() as (session, now):
         if store.queue.slots_present(session) != present:
             store.queue.set_slots_present(session, present, now)
-        job_ids = _to_start(context, session, present, now)
-        for job_id in job_ids:
-            job = store.jobs.lock_job(session, job_id)
+        starting = _to_start(context, session, present, now)
+        for decision in starting:
+            job = store.jobs.lock_job(session, decision.job_id)
             if job is not None and job.state is JobState.QUEUED:
-                attempts.reserve(session, job, now)
-    if job_ids:
+                attempts.reserve(session, job, now, decision.workers, decision.free)
+    if starting:
         context.wake()
 
 
-def _to_start(context: DispatcherContext, session: Session, present: Mapping[str, int], now: datetime) -> list[str]:
-    """The ids of the queued jobs that start now."""
+def _to_start(context: DispatcherContext, session: Session, present: Mapping[str, int], now: datetime) -> list[Decision]:
+    """The queued jobs that start now, with their numbers of ranks."""
     pools = context.settings.pools
     queue = [job for pool in pools for job in store.queue.head_of_queue(session, pool.name)]
     if not queue:
         return []
     states = pool_states(pools, present, store.queue.slots_used(session))
     decisions = decide(queue, states, now, context.settings.lease_grace_s, space_for(queue, context.settings))
-    return [each.job_id for each in decisions if each.why is None]
+    return [each for each in decisions if each.why is None]

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptState, Blame, FailureReason, JobSpec, JobState, JobSummary
+from api_schemas import AttemptState, Blame, FailureReason, JobSpec, JobState, JobSummary, JsonScalar
 from service import store
 from service.db.tables import AttemptRow, JobRow
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_attempt_state, next_job_state
@@ -29,8 +29,13 @@ class Ending:
     summary: JobSummary | None = None
 
 
-def reserve(session: Session, job: JobRow, now: datetime) -> AttemptRow:
-    """Give a queued job its slots: create its next attempt. Nothing is started yet."""
+def reserve(session: Session, job: JobRow, now: datetime, workers: int | None = None, free: int | None = None) -> AttemptRow:
+    """Give a queued job its slots: create its next attempt. Nothing is started yet.
+
+    workers: ranks of the attempt; by default the job's most. free: slots that the pool had for it.
+    """
+    workers = job.workers if workers is None else workers
+    former = session.get(AttemptRow, job.current_attempt_id) if job.min_workers is not None and job.current_attempt_id else None
     job.state = next_job_state(job.state, JobEvent.PLACE)
     job.num_attempts += 1
     attempt = AttemptRow(
@@ -39,15 +44,22 @@ def reserve(session: Session, job: JobRow, now: datetime) -> AttemptRow:
         epoch=job.num_attempts,
         state=AttemptState.RESERVED,
         pool=job.pool,
-        workers=job.workers,
+        workers=workers,
         created_at=now,
         num_log_lines=0,
     )
     session.add(attempt)
     job.current_attempt_id = attempt.id
     job.not_before = None
-    message = f"attempt {attempt.epoch} has {job.workers} slot{'s' * (job.workers > 1)} of pool {job.pool!r}"
+    message = f"attempt {attempt.epoch} has {workers} slot{'s' * (workers > 1)} of pool {job.pool!r}"
+    if workers < job.workers:
+        message += f", of {job.min_workers} to {job.workers}: {free} were free"
     store.jobs.add_event(session, job, now, "job.placed", message, attempt_id=attempt.id)
+    before = former.workers if former is not None else workers
+    if before != workers:
+        message = f"goes on with {workers} ranks after {before}, at the same global batch: {free} slots were free"
+        data: dict[str, JsonScalar] = {"workers": workers, "former_workers": before}
+        store.jobs.add_event(session, job, now, "job.resized", message, attempt_id=attempt.id, data=data)
     return attempt
 
 
@@ -96,6 +108,9 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
         _end_job(session, job, JobEvent.SUCCEED, now)
     elif ending.event is AttemptEvent.CANCEL:
         _end_job(session, job, JobEvent.STOP, now)
+    elif ending.event is AttemptEvent.YIELD:
+        job.state, job.queued_at = next_job_state(job.state, JobEvent.RETRY), now
+        store.jobs.add_event(session, job, now, "job.queued", ending.message or "", attempt_id=attempt.id)
     else:
         _fail(session, job, ending, now)
 

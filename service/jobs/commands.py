@@ -59,6 +59,7 @@ def _queued(request: Request, job_id: str, now: datetime) -> JobRow:
         desired=DesiredState.RUN,
         pool=spec.resources.pool,
         workers=spec.resources.workers,
+        min_workers=spec.resources.min_workers,
         priority=spec.priority,
         spec_text=request.spec_text,
         created_at=now,

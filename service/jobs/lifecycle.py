@@ -30,6 +30,7 @@ class AttemptEvent(StrEnum):
     SUCCEED = "succeed"
     FAIL = "fail"
     CANCEL = "cancel"
+    YIELD = "yield"  # an elastic job grows: its next attempt has more ranks
 
 
 _J, _E = JobState, JobEvent
@@ -62,6 +63,7 @@ ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
     (_A.RUNNING, _V.LAUNCHED): _A.RUNNING,
     (_A.STARTING, _V.STARTED): _A.RUNNING,
     (_A.RUNNING, _V.SUCCEED): _A.SUCCEEDED,
+    (_A.RUNNING, _V.YIELD): _A.CANCELLED,
     **{(state, _V.FAIL): _A.FAILED for state in AttemptState if not state.is_terminal},
     **{(state, _V.CANCEL): _A.CANCELLED for state in AttemptState if not state.is_terminal},
 }

@@ -68,6 +68,7 @@ def job(row: JobRow, attempt: AttemptRow | None, queue: QueuePlace | None, spec:
         num_attempts=row.num_attempts,
         num_failures=row.num_failures + row.num_platform_failures,
         current_attempt_id=row.current_attempt_id,
+        num_ranks=attempt.workers if attempt is not None else None,
         queue=queue,
         progress=_progress(row, spec.training.steps),
         start=_start_times(row.created_at, attempt),
@@ -113,6 +114,7 @@ def _render_job(row: ShownRow, queue: QueuePlace | None) -> str:
         num_attempts=row.num_attempts,
         num_failures=row.num_failures + row.num_platform_failures,
         current_attempt_id=row.current_attempt_id,
+        num_ranks=row.num_ranks,
         queue=queue,
         progress=_progress(row, spec.steps),
         start=_start_times(row.created_at, row),
@@ -157,6 +159,7 @@ _NOT_YET = {
     "num_attempts": 0,
     "num_failures": 0,
     "current_attempt_id": None,
+    "num_ranks": None,
 }
 _NOT_STARTED = dict.fromkeys([name for name in StartTimes.model_fields if name != "accepted_at"])
 

@@ -1,8 +1,9 @@
 """Decides which jobs run next, and says in words and numbers why the others wait. Pure: facts in, decisions out.
 
-A job takes all its slots at once or none. Within a pool the order is strict: by priority, then by age. A job that does
-not fit holds back the jobs behind it, so that small jobs cannot starve a large one. A job that cannot run yet for a reason
-of its own (it backs off, or its last attempt may still be alive) is passed over and holds back no other job.
+A job takes all its slots at once or none; an elastic job takes as many as it may have and are free. Within a pool the order is
+strict: by priority, then by age. A job that does not fit holds back the jobs behind it, so that small jobs cannot starve a
+large one. A job that cannot run yet for a reason of its own (it backs off, or its last attempt may still be alive) is passed
+over and holds back no other job.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,8 @@ class Queued(Protocol):
     def pool(self) -> str: ...
     @property
     def workers(self) -> int: ...
+    @property
+    def worker_counts(self) -> tuple[int, ...]: ...
     @property
     def priority(self) -> int: ...
     @property
@@ -67,12 +70,15 @@ class Space:
 class Decision:
     """What happens to one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts.
 
-    `holds_back` is true for the job for which all others behind it wait, unless they have a reason of their own.
+    workers: ranks that it starts with. free: slots that the pool had for it. `holds_back` is true for the job for which all
+    others behind it wait, unless they have a reason of their own.
     """
 
     job_id: str
     position: int
     why: str | None
+    workers: int | None = None
+    free: int | None = None
     holds_back: bool = False
 
 
@@ -105,10 +111,19 @@ def _decide_pool(
         why = own_reason or _pool_reason(job, pool, free, blocker)
         holds_back = why is not None and own_reason is None and blocker is None
         if why is None:
-            free -= job.workers
-        elif holds_back:
+            workers = most_of(job.worker_counts, free)
+            assert workers is not None
+            yield Decision(job.id, position, why, workers, free)
+            free -= workers
+            continue
+        if holds_back:
             blocker = job
-        yield Decision(job.id, position, why, holds_back)
+        yield Decision(job.id, position, why, holds_back=holds_back)
+
+
+def most_of(worker_counts: tuple[int, ...], free: int) -> int | None:
+    """Return the largest of the numbers of ranks that an attempt may have for which there are slots. None: there is none."""
+    return next((count for count in worker_counts if count <= free), None)
 
 
 def _own_reason(job: Queued, now: datetime, lease_grace: timedelta) -> str | None:
@@ -136,9 +151,10 @@ def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued
     if pool.slots_present is None:
         return f"the cluster has not yet said what pool {pool.name!r} has"
     if blocker is not None:
-        return f"{blocker.id} is ahead in pool {pool.name!r} and needs {blocker.workers} slots; {free} are free"
-    if job.workers > free:
+        return f"{blocker.id} is ahead in pool {pool.name!r} and needs {blocker.worker_counts[-1]} slots; {free} are free"
+    if most_of(job.worker_counts, free) is None:
         there = min(pool.slots, pool.slots_present)
         missing = "" if there == pool.slots else f" ({pool.slots - there} of {pool.slots} are away)"
-        return f"needs {job.workers} slots of pool {pool.name!r}; {free} of {there} are free{missing}"
+        fewest = job.worker_counts[-1]
+        return f"needs {fewest} slots of pool {pool.name!r}; {free} of {there} are free{missing}"
     return None

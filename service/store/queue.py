@@ -1,8 +1,10 @@
 """SQL of the dispatcher: the queue, slots in use, attempts to launch, watch and release, and the leader's lease."""
 
+import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from sqlalchemy import (
@@ -11,7 +13,9 @@ from sqlalchemy import (
     Integer,
     ScalarSelect,
     Select,
+    Text,
     bindparam,
+    cast,
     delete,
     func,
     literal_column,
@@ -22,8 +26,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session, aliased, load_only
 
-from api_schemas import AttemptRef, AttemptState, FailureReason
-from service.db.tables import AttemptRow, JobRow, LeaseRow, PoolCapacityRow
+from api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, JobSpec
+from api_schemas.elastic import counts_of
+from service.db.tables import AttemptRow, CheckpointRow, JobRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
 HEAD_OF_QUEUE = 200
@@ -40,7 +45,8 @@ class QueuedJob(NamedTuple):
     """A job in the queue.
 
     `former_attempt_at_large` is true until the last attempt's processes are known to be gone; `former_lease_expires_at` is
-    the end of that attempt's lease. `former_reason` is why the last attempt failed, if there was one.
+    the end of that attempt's lease. `former_reason` is why the last attempt failed, if there was one. `worker_counts`: the
+    numbers of ranks that its next attempt may have, largest first.
     """
 
     id: str
@@ -51,6 +57,18 @@ class QueuedJob(NamedTuple):
     former_attempt_at_large: bool
     former_lease_expires_at: datetime | None
     former_reason: FailureReason | None
+    worker_counts: tuple[int, ...]
+
+
+class ShrunkAttempt(NamedTuple):
+    """An attempt that trains with fewer ranks than its job may have. checkpoint_at: of the newest that it has written."""
+
+    ref: AttemptRef
+    job_id: str
+    pool: str
+    workers: int
+    worker_counts: tuple[int, ...]
+    checkpoint_at: datetime | None
 
 
 def head_of_queue(session: Session, pool: str, length: int | None = None) -> list[QueuedJob]:
@@ -65,12 +83,27 @@ def head_of_queue(session: Session, pool: str, length: int | None = None) -> lis
     connection = session.connection()
     lowest = connection.scalar(_LOWEST_IN_HEAD, parameters)
     query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE
-    return [QueuedJob(*row) for row in connection.execute(query, parameters | {"lowest": lowest})]
+    rows = connection.execute(query, parameters | {"lowest": lowest}).all()
+    counts = _counts_of(session, [row[0] for row in rows if row[-1] is not None])
+    return [QueuedJob(*row[:-1], counts.get(row[0], (row[2],))) for row in rows]
+
+
+def _counts_of(session: Session, job_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The numbers of ranks that elastic jobs may have. Only these need their specs."""
+    if not job_ids:
+        return {}
+    specs = session.execute(select(JobRow.id, cast(JobRow.spec, Text)).where(JobRow.id.in_(job_ids)))
+    return {job_id: _worker_counts(spec) for job_id, spec in specs}
+
+
+@lru_cache(maxsize=1024)
+def _worker_counts(spec: str) -> tuple[int, ...]:
+    return counts_of(JobSpec.read_stored(json.loads(spec)))
 
 
 def _in_order(
     *conditions: ColumnElement[bool],
-) -> Select[str, str, int, int, datetime | None, bool, datetime | None, FailureReason | None]:
+) -> Select[str, str, int, int, datetime | None, bool, datetime | None, FailureReason | None, int | None]:
     last = aliased(AttemptRow)
     return (
         select(
@@ -82,6 +115,7 @@ def _in_order(
             AttemptRow.id.is_not(None),
             AttemptRow.lease_expires_at,
             last.reason,
+            JobRow.min_workers,
         )
         .outerjoin(AttemptRow, (AttemptRow.id == JobRow.current_attempt_id) & AttemptRow.released_at.is_(None))
         .outerjoin(last, last.id == JobRow.current_attempt_id)
@@ -187,6 +221,24 @@ def live_attempts(session: Session) -> list[tuple[AttemptRef, AttemptState]]:
     """List the attempts that are not over, with their states; oldest first."""
     rows = session.execute(_LIVE_ATTEMPTS)
     return [(AttemptRef(attempt_id=attempt_id, epoch=epoch), state) for attempt_id, epoch, state in rows]
+
+
+def shrunk_attempts(session: Session) -> list[ShrunkAttempt]:
+    """List the attempts that train with fewer ranks than their elastic jobs may have, and that nobody has told to stop."""
+    newest = select(func.max(CheckpointRow.created_at)).where(CheckpointRow.attempt_id == AttemptRow.id).scalar_subquery()
+    query = (
+        select(AttemptRow.id, AttemptRow.epoch, JobRow.id, AttemptRow.pool, AttemptRow.workers, cast(JobRow.spec, Text), newest)
+        .join(JobRow, JobRow.id == AttemptRow.job_id)
+        .where(AttemptRow.state == AttemptState.RUNNING, JobRow.min_workers.is_not(None))
+        .where(AttemptRow.workers < JobRow.workers, JobRow.desired == DesiredState.RUN)
+        .order_by(AttemptRow.id)
+    )
+    return [
+        ShrunkAttempt(
+            AttemptRef(attempt_id=attempt_id, epoch=epoch), job_id, pool, workers, _worker_counts(spec), checkpoint_at
+        )
+        for attempt_id, epoch, job_id, pool, workers, spec, checkpoint_at in session.execute(query)
+    ]
 
 
 def attempts_to_judge(session: Session, attempt_ids: Sequence[str]) -> list[tuple[AttemptRow, JobRow]]:

@@ -31,6 +31,7 @@ class ShownRow(NamedTuple):
     message: str | None
     summary: dict[str, Any] | None
     current_attempt_id: str | None
+    num_ranks: int | None
     num_attempts: int
     num_failures: int
     num_platform_failures: int
@@ -74,9 +75,10 @@ def list_jobs(session: Session, wanted: JobFilter, limit: int, after: str | None
     return [ShownRow(*row) for row in session.connection().execute(statement, parameters)]
 
 
-_SPEC = cast(JobRow.spec, Text)
+_OTHERS: dict[str, Any] = {"spec_text": cast(JobRow.spec, Text), "num_ranks": AttemptRow.workers}
+"""Columns that have another name in their table."""
 _COLUMNS = [
-    _SPEC if name == "spec_text" else getattr(JobRow if hasattr(JobRow, name) else AttemptRow, name)
+    _OTHERS[name] if name in _OTHERS else getattr(JobRow if hasattr(JobRow, name) else AttemptRow, name)
     for name in ShownRow._fields
 ]
 _SHOWN: Select[Any] = select(*_COLUMNS).outerjoin(AttemptRow, AttemptRow.id == JobRow.current_attempt_id)

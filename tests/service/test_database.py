@@ -62,6 +62,7 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         without_tallies(connection)
         connection.execute(text("ALTER TABLE attempts DROP COLUMN warmed_up_at"))
         connection.execute(text("ALTER TABLE jobs DROP COLUMN steps"))
+        connection.execute(text("ALTER TABLE jobs DROP COLUMN min_workers"))
         connection.execute(text("ALTER TABLE metrics DROP COLUMN evaluation_metrics"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0003'"))
     database.migrate()

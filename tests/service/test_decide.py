@@ -21,6 +21,11 @@ class Job:
     former_attempt_at_large: bool = False
     former_lease_expires_at: datetime | None = None
     former_reason: FailureReason | None = None
+    elastic_counts: tuple[int, ...] = ()
+
+    @property
+    def worker_counts(self) -> tuple[int, ...]:
+        return self.elastic_counts or (self.workers,)
 
 
 def decided(*jobs: Job, slots: int = 4, present: int | None = 4, used: int = 0) -> dict[str, Decision]:
@@ -40,6 +45,17 @@ def test_priority_then_age() -> None:
 def test_all_workers_or_none() -> None:
     decisions = decided(Job("a", workers=3), used=2)
     assert decisions["a"].why == "needs 3 slots of pool 'cpu'; 2 of 4 are free"
+
+
+def test_an_elastic_job_takes_the_most_that_is_free_and_waits_for_the_least() -> None:
+    elastic = Job("a", workers=4, elastic_counts=(4, 2))
+    for used, workers in ((0, 4), (1, 2), (2, 2)):
+        decisions = decided(elastic, Job("b"), used=used)
+        assert (decisions["a"].why, decisions["a"].workers, decisions["a"].free) == (None, workers, 4 - used)
+        assert (decisions["b"].why is None) == (4 - used > workers)
+    decisions = decided(elastic, Job("b"), used=3)
+    assert decisions["a"].why == "needs 2 slots of pool 'cpu'; 1 of 4 are free"
+    assert decisions["b"].why == "a is ahead in pool 'cpu' and needs 2 slots; 1 are free"
 
 
 def test_a_large_job_is_not_overtaken() -> None:

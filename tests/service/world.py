@@ -22,7 +22,7 @@ from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
 from service.db.tables import AttemptRow, EventRow
 from service.dispatcher import context as dispatcher_context
-from service.dispatcher import launch, orphans, place, release, watch
+from service.dispatcher import grow, launch, orphans, place, release, watch
 from service.dispatcher.context import DispatcherContext
 from service.jobs import commands, reports, views
 from service.settings import Settings
@@ -100,7 +100,7 @@ class World:
     def dispatch(self) -> None:
         """Run every loop of jobs once."""
         self.renew()
-        for loop in (place, launch, watch, release):
+        for loop in (place, launch, watch, release, grow):
             loop.step(self.context)
 
     def tidy(self) -> None:

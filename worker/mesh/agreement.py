@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from api_schemas import FailureReason
 from worker.errors import CollectiveFailed, RankError, RanksFailed, message_of, reason_of
+from worker.mesh.recorder import read_unended
 from worker.mesh.stragglers import Stragglers
 from worker.mesh.verdict import Statement, Verdict, decide
 from worker.mesh.waits import Waits
@@ -164,8 +165,19 @@ class Agreement:
         waits = self._waits
         wait, started = waits.current or waits.failed, dict(waits.num_started)
         waits_for, waits_s = ("", 0.0) if wait is None else (str(wait), time.monotonic() - wait.since_s)
-        stack = _stack_of(self._watched)
-        return Statement(reason, message, is_cause, waits.step, waits_for, waits_s, started, stack)
+        return Statement(
+            reason,
+            message,
+            is_cause,
+            waits.step,
+            waits_for,
+            waits_s,
+            started,
+            _stack_of(self._watched),
+            waits.num_blocks,
+            tuple(waits.last_blocks),
+            () if is_cause else read_unended(),
+        )
 
 
 def _stack_of(thread: int) -> str:

@@ -17,6 +17,7 @@ from worker.errors import CollectiveFailed, Stopped
 from worker.mesh.agreement import Agreement, longest_s
 from worker.mesh.axis import Axis
 from worker.mesh.groups import make_axis
+from worker.mesh.recorder import switch_on
 from worker.mesh.stragglers import Straggler
 from worker.mesh.waits import Waits
 
@@ -56,6 +57,8 @@ class Mesh:
         if env.world_size > 1:
             store, is_ours = _meet(env)
             backend = "nccl" if self.device.type == "cuda" else "gloo"
+            if backend == "nccl":
+                switch_on()
             timeout = timedelta(seconds=timeout_s + longest_s(env.world_size))  # later than ours: the ranks have agreed then
             dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
             self._agreement = Agreement(store, env.rank, env.world_size, self.waits, timeout_s, holds_store=is_ours)

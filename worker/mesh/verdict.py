@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, Self
 
 from api_schemas import FailureReason
+from worker.mesh.skipped import find_skip
 
 _MAX_STACKS = 2
 _MAX_CAUSES = 8
@@ -21,6 +22,8 @@ class Statement:
     """What one rank says of itself. `reason` and `message` are empty without an error. waits_for: the collective it is in.
 
     step: optimizer steps that it has taken. num_started: collectives that it has started, by axis. stack: of its Python code.
+    num_blocks: blocks that it has gathered (ZeRO stage 3). blocks: the newest of them, in order, by index in the model.
+    unended: collectives that torch's flight recorder shows as not ended, oldest first.
     """
 
     reason: str = ""
@@ -31,13 +34,17 @@ class Statement:
     waits_s: float = 0.0
     num_started: dict[str, int] = field(default_factory=dict)
     stack: str = ""
+    num_blocks: int = 0
+    blocks: tuple[int, ...] = ()
+    unended: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        return cls(**json.loads(text))
+        found = json.loads(text)
+        return cls(**found | {name: tuple(found[name]) for name in ("blocks", "unended")})
 
 
 class Verdict(NamedTuple):
@@ -87,7 +94,7 @@ def _silent(said: Mapping[int, Statement], silent: list[int], num_ranks: int) ->
     if any(statement.message for statement in said.values()):
         return Verdict(FailureReason.WORKER_LOST, f"{who} ended without a word. {others}")
     message = f"{who} does not answer: its process is stopped, stuck outside Python, or its node is gone. {others}"
-    return Verdict(FailureReason.STALLED, message)
+    return Verdict(FailureReason.STALLED, message + _unended(said))
 
 
 def _absent(said: Mapping[int, Statement], absent: list[int], num_ranks: int) -> Verdict:
@@ -107,7 +114,8 @@ def _apart(said: Mapping[int, Statement], num_ranks: int) -> Verdict:
     reason = FailureReason.WORKER_ERROR if failed else FailureReason.STALLED
     if not odd:
         where = _positions(said)
-        return Verdict(reason, "\n".join([f"all {num_ranks} ranks are in one collective and none gets on. {where}", *failed]))
+        stuck = f"all {num_ranks} ranks are in one collective and none gets on. {where}"
+        return Verdict(reason, "\n".join([stuck, *failed]) + _unended(said))
     counts = "; ".join(
         f"rank {rank} has started {', '.join(f'{n} over {axis}' for axis, n in sorted(said[rank].num_started.items()))}"
         for rank in _sample(odd, places, usual)
@@ -115,6 +123,12 @@ def _apart(said: Mapping[int, Statement], num_ranks: int) -> Verdict:
     apart = "the ranks are in different collectives"
     who = apart if len(odd) == num_ranks else f"{_ranks(odd, num_ranks)} is in another collective than the rest"
     message = f"{who}: a rank has left one out."
+    if skip := find_skip({rank: (statement.num_blocks, statement.blocks) for rank, statement in said.items()}):
+        odd = list(skip.ranks)
+        message = (
+            f"{_ranks(odd, num_ranks)} has skipped block {skip.block}, which rank {_numbers(skip.others)} has run; at ZeRO "
+            "stage 3 all ranks run the same blocks in the same order."
+        )
     message = f"{message} {_positions(said)} {counts}."
     return Verdict(reason, "\n".join([message, *failed]) + _stacks(said, odd))
 
@@ -140,7 +154,20 @@ def _positions(said: Mapping[int, Statement]) -> str:
 
 def _stacks(said: Mapping[int, Statement], ranks: Iterable[int]) -> str:
     shown = [rank for rank in ranks if said[rank].stack][:_MAX_STACKS]
-    return "".join(f"\nstack of rank {rank}:\n{said[rank].stack.rstrip()}" for rank in shown)
+    stacks = "".join(f"\nstack of rank {rank}:\n{said[rank].stack.rstrip()}" for rank in shown)
+    return stacks + _unended(said)
+
+
+def _unended(said: Mapping[int, Statement]) -> str:
+    """Say which collectives torch's flight recorder shows as not ended, for ranks that have the same ones together."""
+    by_collectives: dict[tuple[str, ...], list[int]] = {}
+    for rank, statement in sorted(said.items()):
+        if statement.unended:
+            by_collectives.setdefault(statement.unended, []).append(rank)
+    return "".join(
+        f"\nnot ended on rank {_numbers(ranks)} (torch's flight recorder): {'; '.join(collectives)}"
+        for collectives, ranks in list(by_collectives.items())[:_MAX_CAUSES]
+    )
 
 
 def _ranks(ranks: list[int], num_ranks: int) -> str:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from types import TracebackType
 
 import torch
@@ -12,6 +12,7 @@ from worker.metrics.readback import Mark
 
 DEVICE = "device"
 """In place of an axis: the rank waits for its own device, which may wait for other ranks."""
+NUM_BLOCKS_KEPT = 256
 _OF_THIS_RANK = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
@@ -28,6 +29,10 @@ class Waits:
         """The collective that failed."""
         self.num_started: Counter[str] = Counter()
         """Collectives that this rank has started, by axis."""
+        self.num_blocks = 0
+        """Blocks whose weights this rank has started to gather (ZeRO stage 3)."""
+        self.last_blocks: deque[int] = deque(maxlen=NUM_BLOCKS_KEPT)
+        """The newest of these blocks, each by its index in the model."""
         self.last_busy_s = 0.0
         """Seconds of the last step that was read, without the waits in it."""
         self._spans: list[tuple[Mark, Mark]] = []
@@ -61,6 +66,11 @@ class Waits:
             total_s, count = self._busy_s, self._num_busy
             self._busy_s, self._num_busy = 0.0, 0
         return total_s / count if count else None
+
+    def note_block(self, index: int) -> None:
+        """Note that this rank starts to gather the weights of a block."""
+        self.num_blocks += 1
+        self.last_blocks.append(index)
 
     def call(self, collective: str, axis: str, num_bytes: int = 0) -> "Call":
         """Count a collective of so many bytes. The result is a context manager for each part of it that may block."""

@@ -4,7 +4,8 @@ A block's weights are gathered before its forward pass and before its backward p
 level holds codes. They are freed after it; the next block's gather is under way meanwhile. What is outside of blocks
 (embeddings, the last norm, the head, a weight that two blocks share) stays whole on every rank, and so do frozen weights.
 
-All ranks run the same blocks in the same order; a rank that skips one leaves the others waiting. Gathers have a communicator
+All ranks run the same blocks in the same order; a rank that skips one leaves the others waiting, and is named when they have
+waited too long (`worker/mesh/skipped.py`). Gathers have a communicator
 of their own, because exchanges of gradients may meet them in another order on each rank. Between passes a parameter keeps its
 shape and reads as NaN. Checkpointing is inside, `torch.compile` around it, this outermost: none of it is traced. Autograd runs
 the nodes of the newest block first, so a block is done when an earlier one's output gets its gradient.
@@ -47,7 +48,7 @@ class DividedBlocks:
         held: dict[int, list[WholeWeights]] = {}
         for bucket in buckets:
             held.setdefault(home[bucket.parameters[0]], []).append(WholeWeights(bucket, quantized, self.gathers, sent_dtype))
-        self.order = [DividedBlock(self, blocks[index], held[index]) for index in sorted(held)]
+        self.order = [DividedBlock(self, index, blocks[index], held[index]) for index in sorted(held)]
         self.parameters = frozenset(parameter for block in self.order for parameter in block.parameters)
         self._in_backward: list[DividedBlock] = []
 
@@ -98,8 +99,9 @@ class DividedBlocks:
 class DividedBlock:
     """One block. Its call, its state dict and the loading of one gather its weights."""
 
-    def __init__(self, blocks: DividedBlocks, module: nn.Module, weights: list[WholeWeights]) -> None:
-        self.blocks, self.module, self.weights = blocks, module, weights
+    def __init__(self, blocks: DividedBlocks, index: int, module: nn.Module, weights: list[WholeWeights]) -> None:
+        """index: of the block in the model, from 0."""
+        self.blocks, self.index, self.module, self.weights = blocks, index, module, weights
         self.parameters = [parameter for part in weights for parameter in part.bucket.parameters]
         self._call = _GatheringCall(self, module._compiled_call_impl or module._call_impl)
         module._compiled_call_impl = self._call
@@ -109,6 +111,8 @@ class DividedBlock:
 
     def start(self) -> None:
         """Start to gather what is not there, or on its way."""
+        if any(part.is_away for part in self.weights):
+            self.blocks.gathers.waits.note_block(self.index)
         for part in self.weights:
             part.start()
 

@@ -48,9 +48,14 @@ class WholeWeights:
         self._is_bound = True
         self.release()
 
+    @property
+    def is_away(self) -> bool:
+        """True if the whole is neither there nor on its way."""
+        return not self._is_bound and self._pending is None
+
     def start(self) -> None:
         """Start to gather, unless the whole is there, or on its way."""
-        if self._is_bound or self._pending is not None:
+        if not self.is_away:
             return
         self._whole_RS.untyped_storage().resize_(self._num_bytes)
         if self._sent_dtype == self.share_S.dtype:

@@ -56,7 +56,9 @@ class RayLauncher:
         ref = AttemptRef(attempt_id=order.attempt_id, epoch=order.epoch)
         key, value = order.pool.node_label
         actor: Any = ray.remote(Supervisor)
-        arguments = (order.model_dump_json(), order.pool.model_dump_json(), order.spec.resources.workers, self._warm_idle_s)
+        spec, pool_json = order.spec, order.pool.model_dump_json()
+        num_workers, num_together = spec.resources.workers, spec.parallelism.tensor
+        arguments = (order.model_dump_json(), pool_json, num_workers, self._warm_idle_s, num_together)
 
         def start() -> None:
             supervisor = actor.options(

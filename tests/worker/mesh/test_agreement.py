@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from api_schemas import FailureReason
 from tests.ranks import PRELOADED, free_port
+from worker import initialize
 from worker.config import RankEnv
 from worker.errors import Diverged, RanksFailed, message_of_rank
-from worker.mesh import Mesh
+from worker.mesh import Mesh, recorder
+from worker.mesh.skipped import Skip, find_skip
 from worker.mesh.verdict import Statement, decide
+from worker.parallel import Parallel
+from worker.parallel.axes import Axes
 
 NUM_RANKS = 4
 TIMEOUT_S = 2.0
@@ -67,6 +72,11 @@ def loop_forever(rank: int, mesh: Mesh) -> None:
     mesh.stage.max_(torch.ones(1))
 
 
+def loop_forever_recorded(rank: int, mesh: Mesh) -> None:
+    """As `loop_forever`, where torch's flight recorder is on, as it is on NCCL."""
+    loop_forever(rank, mesh)
+
+
 def leave_one_out(rank: int, mesh: Mesh) -> None:
     mesh.world.sum(1.0)
     if rank != 2:
@@ -74,8 +84,24 @@ def leave_one_out(rank: int, mesh: Mesh) -> None:
     mesh.world.start_gather(torch.ones(3)).wait()
 
 
+def skip_a_block(rank: int, mesh: Mesh) -> None:
+    """Three blocks at ZeRO stage 3, of which all ranks but the second skip the middle one, forward and backward."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
+    model, optimizer = initialize(blocks, torch.optim.AdamW(blocks.parameters()), "O3", convert_heads=True)
+    assert optimizer is not None
+    parallel = Parallel(model, optimizer, Axes.of_mesh(mesh), zero_stage=3)
+    x = torch.ones(4, 32)
+    for index, block in enumerate(blocks):
+        x = x if index in (1, 2) and rank != 1 else block(x)
+    x.sum().backward()
+    parallel.synchronize()
+
+
 def rank_of_a_story(rank: int, story: Callable[[int, Mesh], None], port: int, folder: str) -> None:
     torch.set_num_threads(1)
+    if story is loop_forever_recorded:
+        recorder.switch_on()
     env = RankEnv(rank=rank, world_size=NUM_RANKS, master_port=port)
     path, began = Path(folder, f"{rank}.json"), time.monotonic()
     try:
@@ -145,6 +171,24 @@ def test_a_rank_in_an_endless_loop_is_found_by_the_timeout_with_its_stack(tmp_pa
 
 
 @pytest.mark.matrix
+def test_the_flight_recorder_says_which_collectives_have_not_ended(tmp_path: Path) -> None:
+    reason, message = tell(loop_forever_recorded, tmp_path, lost=(1,))
+    assert reason == FailureReason.STALLED
+    assert message.startswith("rank 1 of 4 takes no part")
+    assert "\nnot ended on rank 0, 2, 3 (torch's flight recorder): gloo:all_reduce of Float [1] in group 0 (" in message
+
+
+def test_a_recorded_dump_shows_the_collectives_that_have_not_ended() -> None:
+    dump = Path(__file__).with_name("flight_recorder.json").read_text()
+    assert len(json.loads(dump)["entries"]) == 4
+    expected = ("gloo:all_reduce of Float [4] in group 0 (default_pg), number 3, scheduled",)
+    assert recorder.unended(dump) == expected
+    waits = Statement(waits_for="sum", num_started={"world": 3}, unended=expected)
+    message = decide({0: waits, 1: Statement(stack="  File ..."), 2: waits}, 3).message
+    assert message.endswith(f"\nnot ended on rank 0, 2 (torch's flight recorder): {expected[0]}")
+
+
+@pytest.mark.matrix
 def test_a_stopped_rank_is_found_by_the_timeout(tmp_path: Path) -> None:
     reason, message = tell(stand_still, tmp_path, lost=(3,))
     assert reason == FailureReason.STALLED
@@ -162,6 +206,46 @@ def test_a_rank_that_left_out_a_collective_is_named_with_its_stack(tmp_path: Pat
     assert "rank 2: in gather of 12 bytes over world (number 2 there)" in message
     assert "rank 2 has started 2 over world; rank 0 has started 1 over stage, 1 over world." in message
     assert re.search(r"stack of rank 2:\n.*in leave_one_out\n", message, re.DOTALL)
+
+
+@pytest.mark.matrix
+def test_the_ranks_that_skipped_a_block_are_named_and_not_the_one_that_waits_for_them(tmp_path: Path) -> None:
+    reason, message = tell(skip_a_block, tmp_path)
+    assert reason == FailureReason.STALLED
+    assert message.startswith("rank 0, 2, 3 of 4 has skipped block ")
+    assert "which rank 1 has run; at ZeRO stage 3 all ranks run the same blocks in the same order. rank 0" in message
+    assert "rank 1: in gather" in message
+    assert "\nstack of rank 0:\n" in message
+    assert "\nstack of rank 1:\n" not in message
+
+
+def test_a_rank_that_leaves_a_block_out_is_told_from_those_that_run_it() -> None:
+    whole, without_2 = (5, (0, 1, 2, 3, 4)), (4, (0, 1, 3, 4))
+    assert find_skip({0: whole, 1: without_2, 2: whole}) == Skip((1,), 2, (0, 2))
+    assert find_skip({0: without_2, 1: without_2, 2: whole}) == Skip((0, 1), 2, (2,))
+    assert find_skip({0: (905, (1, 2, 3, 4)), 1: (904, (1, 3, 4))}) == Skip((1,), 2, (0,)), "only the newest are kept"
+    forward_and_back, prefetched = (7, (0, 1, 2, 3, 3, 2, 1)), (6, (0, 1, 3, 3, 2, 0))
+    assert find_skip({0: prefetched, 1: forward_and_back, 2: prefetched}) == Skip((0, 2), 2, (1,))
+
+
+def test_nobody_is_named_where_blocks_run_in_two_orders_or_in_one() -> None:
+    assert find_skip({0: (3, (0, 1, 2)), 1: (3, (0, 2, 1))}) is None
+    assert find_skip({0: (2, (0, 1)), 1: (2, (0, 2))}) is None
+    assert find_skip({0: (3, (0, 1, 2)), 1: (3, (0, 1, 2))}) is None
+    assert find_skip({0: (3, (0, 1, 2)), 1: (2, (0, 1))}) is None, "the second may have left out a collective of another kind"
+    assert find_skip({0: (0, ()), 1: (0, ())}) is None
+
+
+def test_the_message_says_who_skipped_what_and_where_all_ranks_wait() -> None:
+    gathers, exchanges = "gather over data (number 5 there)", "exchange over data (number 6 there)"
+    ran = Statement(waits_for=gathers, num_started={"data": 5}, num_blocks=3, blocks=(0, 1, 2))
+    skipped = Statement(waits_for=exchanges, num_started={"data": 6}, stack="  File ...", num_blocks=2, blocks=(0, 2))
+    reason, message = decide({0: skipped, 1: ran, 2: skipped}, 3)
+    assert reason is FailureReason.STALLED
+    assert message.startswith("rank 0, 2 of 3 has skipped block 1, which rank 1 has run")
+    assert f"rank 1: in {gathers}" in message
+    assert f"rank 0, 2: in {exchanges}" in message
+    assert Statement.from_json(ran.to_json()) == ran
 
 
 def waiting(where: str, **started: int) -> Statement:
