@@ -18,7 +18,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from pydantic import ValidationError
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("processes", "shard_bytes"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; allowed: 1 or more")
-    selects = {name: tuple(given) for name in ("include", "exclude") if (given := getattr(options, name))}
+    selects: dict[str, Any] = {name: tuple(given) for name in ("include", "exclude") if (given := getattr(options, name))}
     try:
         spec = TextSpec(path=str(options.path.resolve()), evaluation_fraction=options.evaluation_fraction, **selects)
         index = tokenize(spec, options.tokenizer, options.out, options.processes, options.shard_bytes)

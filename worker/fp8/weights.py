@@ -59,9 +59,12 @@ def decode_values(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None,
     Beside the result this holds what PIECE_ELEMENTS take. A kernel that decodes the whole at once is faster on a GPU.
     """
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for parts in in_pieces(values, codes, *(() if residual is None else (residual,))):
-        decode = kernels.dequantize if residual is None else kernels.split_dequantize
-        parts[0].copy_(decode(*parts[1:], dequant_scale, dtype))
+    if residual is None:
+        for place, piece in in_pieces(values, codes):
+            place.copy_(kernels.dequantize(piece, dequant_scale, dtype))
+        return values
+    for place, piece, refinement in in_pieces(values, codes, residual):
+        place.copy_(kernels.split_dequantize(piece, refinement, dequant_scale, dtype))
     return values
 
 
