@@ -140,7 +140,7 @@ def draw_rows(rows: Mapping[str, Sequence[Run]], path: Path, gap_limit: float) -
         distances.set(xlabel="step", ylabel=f"gap to {runs[0].level} (%)", ylim=(-gap_limit, gap_limit))
         distances.legend(ncols=2)
     figure.tight_layout()
-    figure.savefig(path, dpi=120 if len(rows) == 1 else 60)
+    figure.savefig(path, dpi=120 if len(rows) == 1 else 80)
     plt.close(figure)
 
 

@@ -42,7 +42,7 @@ from worker.train import Trainer
 RESULTS = Path(__file__).parent / "results"
 CHANGED_START, START_CHANGE = "fp32, start changed", 1e-3
 SIDE = 16
-GAP_LIMIT = 10.0
+GAP_LIMIT = 3.0
 """Percent that the plot of gaps shows to either side."""
 DIGITS = {"image_size": SIDE, "num_channels": 1, "num_classes": 10}
 ADAMW_OF_VISION = {"betas": [0.9, 0.999], "weight_decay": 0.05}
