@@ -61,10 +61,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "roberta": {
         "model": {"preset": "roberta-tiny", "hidden_size": 128, "num_layers": 1, "num_heads": 2},
         "training": {
-            "steps": 250,
-            "global_batch_size": 64,
+            "steps": 200,
+            "global_batch_size": 128,
             "sequence_length": 8,  # two layers on 64 bytes had not begun to learn after 200 steps of 32 sequences
-            "optimizer": {"learning_rate": 3e-3, "betas": [0.9, 0.98], "eps": 1e-6},
+            "optimizer": {"learning_rate": 2e-3, "betas": [0.9, 0.98], "eps": 1e-6},
         },
     },
     "deit": {
