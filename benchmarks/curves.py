@@ -3,7 +3,7 @@
 import statistics
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,16 @@ class Setting:
         """Build the network at its start."""
         model = (Llama if isinstance(self.sizes, LlamaSizes) else GPT)(self.sizes, seed=self.seed)  # type: ignore[arg-type]
         if self.start_change:
-            generator = torch.Generator().manual_seed(self.seed)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 + self.start_change * torch.randn(parameter.shape, generator=generator))
+            change_start(model, self.start_change, self.seed)
         return model
+
+
+def change_start(model: nn.Module, relative: float, seed: int) -> None:
+    """Change each initial value by a normally distributed share of it, of the standard deviation `relative`."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + relative * torch.randn(parameter.shape, generator=generator))
 
 
 @dataclass(frozen=True)
@@ -114,22 +119,28 @@ def mean_curve(runs: Sequence[Run]) -> Run:
 
 def draw(runs: list[Run], path: Path) -> None:
     """Plot the curves, and their relative distance from the first curve."""
+    draw_rows({"training loss (nats per byte, smoothed)": runs}, path, gap_limit=2)
+
+
+def draw_rows(rows: Mapping[str, Sequence[Run]], path: Path, gap_limit: float) -> None:
+    """Plot, in a row for each name, the curves and their relative distance from the row's first, in percent to `gap_limit`."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (curves, distances) = plt.subplots(1, 2, figsize=(14, 5))
-    reference = smooth(runs[0].losses)
-    for run in runs:
-        smoothed = smooth(run.losses)
-        curves.plot(smoothed, label=run.level, linewidth=1)
-        distances.plot([100 * (a / b - 1) for a, b in zip(smoothed, reference, strict=True)], label=run.level, linewidth=1)
-    curves.set(xlabel="step", ylabel="training loss (nats per byte, smoothed)", yscale="log")
-    distances.set(xlabel="step", ylabel=f"gap to {runs[0].level} (%)", ylim=(-2, 2))
-    distances.legend(ncols=2)
+    figure, grid = plt.subplots(len(rows), 2, figsize=(14, 5 * len(rows)), squeeze=False)
+    for (name, runs), (curves, distances) in zip(rows.items(), grid, strict=True):
+        reference = smooth(runs[0].losses)
+        for run in runs:
+            smoothed = smooth(run.losses)
+            curves.plot(smoothed, label=run.level, linewidth=1)
+            distances.plot([100 * (a / b - 1) for a, b in zip(smoothed, reference, strict=True)], label=run.level, linewidth=1)
+        curves.set(xlabel="step", ylabel=name, yscale="log")
+        distances.set(xlabel="step", ylabel=f"gap to {runs[0].level} (%)", ylim=(-gap_limit, gap_limit))
+        distances.legend(ncols=2)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120 if len(rows) == 1 else 80)
     plt.close(figure)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker import kernels
 from worker.fp8.linear import Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER
 from worker.fp8.stored import CODES, PARTS, make_plain
+from worker.fp8.weights import decode_values
 from worker.optim.weights import QuantizedWeight, is_rounding
 
 
@@ -33,20 +33,23 @@ def plain_tensors(
         drop_codes(state, join(name, ""))
     yield from as_plain(model, state).items()
     for name, layer in layers:
-        yield join(name, "weight"), finest_values(layer, optimizer).to(dtype)
+        yield join(name, "weight"), finest_values(layer, optimizer, dtype)
 
 
-def finest_values(layer: Float8Linear, optimizer: torch.optim.Optimizer | None) -> Tensor:
-    """The fp32 values of a layer's weight, in its shape: those of its master weight if the optimizer holds one.
+def finest_values(layer: Float8Linear, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of a layer's weight in dtype, in its shape: those of its master weight if the optimizer holds one.
 
     A master weight that is older than the layer's codes, because codes were loaded since, does not count.
     """
     if layer.initial_values is not None:
-        return layer.initial_values
+        return layer.initial_values.to(dtype)
     master = optimizer.state.get(layer.weight, {}).get("master_weights") if optimizer is not None else None
     if master is None or (layer.has_new_codes and not is_rounding(QuantizedWeight(layer), master)):
-        return layer.weight_values()
-    return kernels.dequantize(master["codes"], master["dequant_scale"]).view_as(layer.weight)
+        if layer.weight_dequant_scale is None:
+            return layer.weight_values(dtype)
+        layer.check_residual()
+        return decode_values(layer.weight.detach(), layer.weight_dequant_scale, layer.weight_residual, dtype)
+    return decode_values(master["codes"].view_as(layer.weight), master["dequant_scale"], None, dtype)
 
 
 def drop_codes(state: dict[str, Any], prefix: str) -> None:

@@ -74,9 +74,7 @@ class RecordsSpec(SourceSpec):
     @field_validator("tokenizer")
     @classmethod
     def _tokenizer_is_absolute(cls, path: str | None) -> str | None:
-        if path is not None and ("\0" in path or not path.startswith("/")):
-            raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.tokenizer.")
-        return path
+        return absolute_tokenizer(path)
 
     def with_model(self, model_folder: str | None) -> Self:
         """Take the model's tokenizer unless the spec names another. Raises Unfit if there is neither."""
@@ -183,6 +181,13 @@ def record_of(document: Any) -> Record:
     if not document["completion"]:
         raise ValueError("completion is empty, so there is nothing to learn")
     return Prompted(document["prompt"], document["completion"])
+
+
+def absolute_tokenizer(path: str | None) -> str | None:
+    """Return a tokenizer's path as it is. Raises a refusal unless it is absolute."""
+    if path is not None and ("\0" in path or not path.startswith("/")):
+        raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.tokenizer.")
+    return path
 
 
 def check_tokenizer(folder: Path, files: Files = ANY_FILE) -> bool:

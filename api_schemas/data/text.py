@@ -1,4 +1,4 @@
-"""Text files read as bytes: which files, in which order, and the evaluation part. Control plane and ranks share this rule."""
+"""Text files: which ones, in which order, and the evaluation part. Control plane and ranks share this rule."""
 
 import hashlib
 import math
@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from api_schemas.base import refusal
 from api_schemas.data.base import Needs, SourceSpec
 from api_schemas.data.files import ANY_FILE, Files
 from api_schemas.data.globs import matches
+from api_schemas.data.jsonl import absolute_tokenizer, check_tokenizer
 from api_schemas.data.unfit import Unfit
 
 Glob = Annotated[str, Field(min_length=1, max_length=256)]
@@ -22,7 +23,7 @@ _BINARY_PROBE_BYTES = 8192
 
 
 class TextSpec(SourceSpec):
-    """Text files read as bytes (256 tokens). Evaluation files are never trained on.
+    """Text files read as bytes (256 tokens), or as a tokenizer's tokens. Evaluation files are never trained on.
 
     `path` is a file or a folder, as the workers see it. In a folder, the files that match `include` and not `exclude`
     are ordered by the hash of their relative path. The first `evaluation_fraction` of them (at least one) is kept for
@@ -30,6 +31,8 @@ class TextSpec(SourceSpec):
     links, and binary files (a zero byte in the first 8 KiB) are left out.
     With `packing` each file of a folder is a document: no token sees another file, positions begin again at 0, and the last
     token of a file, a line feed, predicts nothing. Empty files are left out.
+    With `tokenizer` files are UTF-8. Each begins as the tokenizer begins a text and ends with its end-of-text token, in place
+    of the line feed; a rank tokenizes everything when it starts, and keeps 4 bytes a token in memory.
     """
 
     source: Literal["text"] = "text"
@@ -37,6 +40,17 @@ class TextSpec(SourceSpec):
     exclude: tuple[Glob, ...] = Field(default=(), max_length=64)
     evaluation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     packing: bool = Field(default=False, description="keep the files in a sequence apart, as documents")
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="absolute path of a folder with a tokenizer, as the workers see it; default: bytes",
+    )
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _tokenizer_is_absolute(cls, path: str | None) -> str | None:
+        return absolute_tokenizer(path)
 
     @model_validator(mode="after")
     def _globs_stay_inside(self) -> Self:
@@ -49,8 +63,8 @@ class TextSpec(SourceSpec):
 
     @property
     def min_vocab_size(self) -> int:
-        """As many as there are bytes."""
-        return 256
+        """As many as there are bytes. A tokenizer's vocabulary is known when its files are read."""
+        return 256 if self.tokenizer is None else 1
 
     @property
     def is_packed(self) -> bool:
@@ -94,8 +108,17 @@ class TextSpec(SourceSpec):
         """Return True if a file that begins with `content` is binary and therefore left out."""
         return b"\0" in content[:_BINARY_PROBE_BYTES]
 
+    def check_local_parts(self, files: Files = ANY_FILE) -> None:
+        """Check the tokenizer's files, if there is a tokenizer."""
+        if self.tokenizer is not None:
+            check_tokenizer(Path(self.tokenizer), files)
+
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
-        """Check as `SourceSpec.check` says; a folder of more than `MAX_FILES_CHECKED` text files is assumed large enough."""
+        """Check as `SourceSpec.check` says; a folder of more than `MAX_FILES_CHECKED` text files is assumed large enough.
+
+        A tokenizer's tokens are at most as many as bytes, so what is too short in bytes is too short.
+        """
+        self.check_local_parts(files)
         if not files.is_folder(path):
             self.refuse_to_pack_one_file()
             num_bytes = files.num_bytes(path)

@@ -1,6 +1,6 @@
 """Predict the peak memory of training steps on a GPU without one: `networks.py` and `largest.py` run on fake tensors.
 
-    python -m benchmarks.gpu.predicted_memory [--out FOLDER] [--sections gpt,options,model,vision,largest] [--smoke]
+    python -m benchmarks.gpu.predicted_memory [--out FOLDER] [--sections gpt,options,model,loading,vision,largest] [--smoke]
 
 writes a dated table: peaks, what they consist of, and the ratios that have targets.
 """
@@ -34,6 +34,7 @@ from benchmarks.gpu.networks import (
     gpt_step,
     vision_step,
 )
+from benchmarks.gpu.predicted_loading import loading_rows
 from benchmarks.gpu.predicted_savings import OPTIONS, large_rows, option_rows
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.session import RESULTS
@@ -159,6 +160,7 @@ SECTIONS = {
     "GPT step": gpt_rows,
     "Options that save memory": partial(option_rows, predict),
     "Model of 8 B parameters": partial(large_rows, predict),
+    "Loading a model of 8 B parameters": loading_rows,
     "Vision models": vision_rows,
     "Largest GPT": largest_rows,
 }

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from client.cli import demo, imports, jobs, results, server, show
+from client.cli import data, demo, imports, jobs, results, server, show
 from client.cli.options import exit_status
 from client.errors import OctetError
 from client.terminal import Terminal
@@ -68,11 +68,15 @@ def build_app() -> typer.Typer:
     importers.command("accelerate")(imports.accelerate)
     importers.callback()(_only_subcommands)
     app.add_typer(importers, name="import")
+    preparing = typer.Typer(help="Prepare what jobs read.", no_args_is_help=True)
+    preparing.command("tokenize")(data.tokenize)
+    preparing.callback()(_only_subcommands)
+    app.add_typer(preparing, name="data")
     return app
 
 
 def _only_subcommands() -> None:
-    """Keep `octet import` a group though it has one command."""
+    """Keep `octet import` and `octet data` groups though each has one command."""
 
 
 def version() -> None:

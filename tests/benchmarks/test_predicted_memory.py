@@ -11,9 +11,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from api_schemas.models.gpt import gpt_sizes
+from api_schemas.models.llama import llama_sizes
 from benchmarks.gpu.fake_gpu import answer_host, fake_tensors
 from benchmarks.gpu.live_bytes import LiveBytes
 from benchmarks.gpu.networks import BF16_AMP, FP16_AMP, O1, O2, O3_SPLIT, TE, Step, Way, gpt_step
+from benchmarks.gpu.predicted_loading import load
 from tests.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,6 +45,21 @@ def peak_and_rest(way: Way, live: LiveBytes) -> tuple[int, int]:
         live.restart()
         step()
     return live.peak_bytes, live.num_bytes
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "level", ["O3-split-8bit", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("bf16-amp", "O2", "O2-8bit"))]
+)
+def test_a_model_is_read_on_fake_tensors_at_the_bytes_of_a_real_one(level: str) -> None:
+    sizes, device = llama_sizes((64, 96), 2, (2, 1), 256, 32, tied=False), torch.device("cpu")
+    with LiveBytes(granule=1) as live:
+        real = load(sizes, level, device, live)
+    with fake_tensors(), LiveBytes(granule=1, see_within=answer_host) as live:
+        fake = load(sizes, level, device, live)
+    assert fake == real
+    assert real.held > real.weights > 0
+    assert real.peak_of_weights > real.weights
 
 
 def test_the_count_equals_what_the_allocator_gives() -> None:
@@ -101,7 +118,7 @@ def test_a_moment_is_explained_by_class_and_by_origin() -> None:
 @pytest.mark.matrix
 def test_the_benchmark_fills_its_table(tmp_path: Path) -> None:
     """Runs in a process of its own, because the registered device stays registered."""
-    sections = ["GPT step", "Vision models", "Largest GPT"]
+    sections = ["GPT step", "Loading a model of 8 B parameters", "Vision models", "Largest GPT"]
     command = [sys.executable, "-m", "benchmarks.gpu.predicted_memory", "--smoke", "--out", str(tmp_path)]
     command += ["--sections", ",".join(sections)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}

@@ -1,18 +1,24 @@
 """Every example has a tiny variant of the same model family and kind of data, and the tiny one learns from real data."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from api_schemas import JobSpec
 from api_schemas.models.huggingface import HuggingFaceSpec
+from tests.ranks import free_port, run_ranks
 from tests.text import write_corpus
 from tests.worker.chat import VOCAB_SIZE, save_tokenizer, write_chats
 from tests.worker.test_images_data import write_images
-from tests.worker.test_train import train
+from tests.worker.test_train import Recorder, train
+from worker.config import RankEnv, resolve
+from worker.mesh import Mesh
 from worker.models import build_model
+from worker.train import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))
@@ -62,5 +68,24 @@ def test_every_example_has_a_tiny_variant() -> None:
     [pytest.param(path, id=path.stem, marks=[] if path.stem.startswith("gpt3") else pytest.mark.matrix) for path in TINY],
 )
 def test_a_tiny_example_learns(tmp_path: Path, path: Path) -> None:
-    recorder, summary = train(in_folder(document_in(path), tmp_path), tmp_path / "job")
-    assert summary.evaluation_loss < 0.75 * recorder.losses()[0]
+    document = in_folder(document_in(path), tmp_path)
+    num_ranks = JobSpec.model_validate(document).resources.workers
+    if num_ranks == 1:
+        recorder, summary = train(document, tmp_path / "job")
+        found = [(recorder.losses(), summary.evaluation_loss)]
+    else:
+        run_ranks(train_as_rank, (free_port(), num_ranks, document, str(tmp_path)), num_ranks)
+        found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    losses, evaluation_loss = found[0]
+    assert evaluation_loss < 0.75 * losses[0]
+    assert {each for _, each in found} == {evaluation_loss}
+
+
+def train_as_rank(rank: int, port: int, num_ranks: int, document: dict[str, Any], folder: str) -> None:
+    """Train a job as one of its ranks, and write the losses and the loss of its evaluation to a file."""
+    torch.set_num_threads(1)
+    config = resolve(JobSpec.model_validate(document), RankEnv(rank=rank, world_size=num_ranks, master_port=port))
+    recorder = Recorder()
+    with Mesh(config.env, torch.device("cpu"), config.layout) as mesh:
+        summary = Trainer(config, mesh, recorder, Path(folder) / "job").run()
+    Path(folder, f"{rank}.json").write_text(json.dumps([recorder.losses(), summary.evaluation_loss]))

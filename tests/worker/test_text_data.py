@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from api_schemas import TextSpec
+from api_schemas import JobSpec, Needs, TextSpec, TokenInput, Unfit
+from tests.text import write_corpus as write_sentences
+from tests.worker.chat import save_tokenizer
+from worker.data import open_source as open_training_source
 from worker.data.text import open_source, unigram_entropy_nats
 from worker.data.windows import Tokens
 from worker.errors import DataError
@@ -106,3 +110,54 @@ def test_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
 def test_a_missing_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither a file nor a folder"):
         open_source(TextSpec(path=str(tmp_path / "none")), sequence_length=16, seed=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return folder
+
+
+class TestTokenizer:
+    """Text read by a tokenizer of transformers."""
+
+    def test_tokens_are_the_tokenizers_and_each_file_ends(self, folder: Path, tmp_path: Path) -> None:
+        theirs = save_tokenizer(tmp_path / "again")
+        corpus = write_sentences(tmp_path / "corpus", num_files=6, num_sentences=20)
+        (corpus / "café.txt").write_text("café\n" * 40)
+        spec = TextSpec(path=str(corpus), tokenizer=str(folder))
+        data = open_source(spec, sequence_length=8, seed=0)
+        parts = spec.divide_files([path.name for path in corpus.iterdir()])
+        for tokens, names in zip((data.train, data.evaluation), parts, strict=True):
+            expected = [[*theirs((corpus / name).read_text())["input_ids"], theirs.eos_token_id] for name in names]
+            assert every(tokens) == [token for tokens_of_file in expected for token in tokens_of_file]
+        assert data.facts["vocab_size"] == max(every(data.train) + every(data.evaluation)) + 1
+        assert data.facts["train_tokens"] == len(data.train) < data.facts["train_bytes"]
+        assert open_source(spec.model_copy(update={"packing": True}), 8, 0).train_batch(0, 4)["documents"].min() == 0
+
+    def test_a_single_file_is_not_cut_inside_a_character(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "one.txt").write_text("é" * 401)
+        spec = TextSpec(path=str(tmp_path / "one.txt"), tokenizer=str(folder), evaluation_fraction=0.25)
+        data = open_source(spec, sequence_length=8, seed=0)
+        assert data.facts["train_bytes"] % 2 == 0
+        assert data.facts["train_bytes"] + data.facts["evaluation_bytes"] == 802
+
+    def test_what_is_wrong_is_named(self, folder: Path, tmp_path: Path) -> None:
+        corpus = write_sentences(tmp_path / "corpus", num_files=3, num_sentences=20)
+        needs = Needs(8, 320)
+        TextSpec(path=str(corpus), tokenizer=str(folder)).check(corpus, needs)
+        with pytest.raises(Unfit, match="a folder with a tokenizer"):
+            TextSpec(path=str(corpus), tokenizer=str(corpus)).check(corpus, needs)
+        with pytest.raises(ValidationError, match="an absolute path"):
+            TextSpec(path=str(corpus), tokenizer="tokenizer")
+        (corpus / "part_1.txt").write_bytes(b"latin \xe9" * 20)
+        with pytest.raises(DataError, match=r"part_1\.txt is not UTF-8 at byte 6"):
+            open_source(TextSpec(path=str(corpus), tokenizer=str(folder)), 8, 0)
+        (corpus / "part_1.txt").unlink()
+        spec = JobSpec.model_validate(
+            {"name": "a", "model": {"preset": "gpt-tiny"}, "training": {"steps": 1}}
+            | {"data": {"source": "text", "path": str(corpus), "tokenizer": str(folder)}}
+        )
+        with pytest.raises(DataError, match="below the model's vocab_size, 256"):
+            open_training_source(spec.data, 8, 0, takes=TokenInput(256, 64))

@@ -1,4 +1,4 @@
-"""Text as bytes; the contract selects and divides the files (`api_schemas/data/text.py`)."""
+"""Text as bytes, or as a tokenizer's tokens; the contract selects and divides the files (`api_schemas/data/text.py`)."""
 
 from itertools import accumulate
 from pathlib import Path
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from api_schemas import ANY_FILE, Files, TextSpec, Unfit
+from worker.data.tokenizer import RecordTokenizer
 from worker.data.windows import DocumentWindows, Tokens, TokenWindows, num_windows
 from worker.errors import DataError
 
@@ -25,36 +26,95 @@ class ByteTokens:
         return self._text[start:stop].to(torch.int64)
 
 
+class IntegerTokens:
+    """Tokens in memory, 4 bytes each."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        """texts: the tokens of each document, in order."""
+        joined = [torch.tensor(tokens, dtype=torch.int32) for tokens in texts]
+        self._tokens = torch.cat(joined) if joined else torch.empty(0, dtype=torch.int32)
+
+    def __len__(self) -> int:
+        return self._tokens.numel()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the tokens of a range, int64 (stop - start,)."""
+        return self._tokens[start:stop].to(torch.int64)
+
+
 def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> TokenWindows:
     """Read the corpus. Raises DataError if it cannot be read or a part is shorter than one sequence."""
     root = spec.place
-    starts: list[Tensor] = []
     try:
         if files.is_folder(root):
             train_texts, evaluation_texts, counts = _read_folder(root, spec, files)
-            train, evaluation = b"\n".join(train_texts), b"\n".join(evaluation_texts)
-            starts = [_starts(train_texts), _starts(evaluation_texts)]
         else:
             spec.refuse_to_pack_one_file()
-            train, evaluation, counts = _read_file(root, spec, files)
+            train_texts, evaluation_texts, counts = _read_file(root, spec, files)
     except Unfit as unfit:
         raise DataError(str(unfit)) from None
     except OSError as error:
         raise DataError(f"cannot read {error.filename or root}: {error.strerror}. Make it readable or exclude it.") from error
-    sizes = {"train_bytes": len(train), "evaluation_bytes": len(evaluation)}
-    entropy = {"unigram_entropy_nats": unigram_entropy_nats(evaluation)}
-    parts = (ByteTokens(train), ByteTokens(evaluation), sequence_length, seed, counts | sizes | entropy)
-    data = DocumentWindows(*parts, *starts) if spec.packing else TokenWindows(*parts)
+    counts |= {"train_bytes": _joined_bytes(train_texts), "evaluation_bytes": _joined_bytes(evaluation_texts)}
+    if spec.tokenizer is None:
+        train, starts = _as_bytes(train_texts)
+        evaluation, evaluation_starts = _as_bytes(evaluation_texts)
+    else:
+        tokenizer = RecordTokenizer(Path(spec.tokenizer), files)
+        train, starts = _tokenized(train_texts, tokenizer, root)
+        evaluation, evaluation_starts = _tokenized(evaluation_texts, tokenizer, root)
+        counts |= {
+            "train_tokens": len(train),
+            "evaluation_tokens": len(evaluation),
+            "vocab_size": max(map(_vocab_size, (train, evaluation))),
+        }
+    counts["unigram_entropy_nats"] = _unigram_entropy_nats(evaluation)
+    parts = (train, evaluation, sequence_length, seed, counts)
+    data = DocumentWindows(*parts, starts, evaluation_starts) if spec.packing else TokenWindows(*parts)
     for name, tokens in (("training", data.train), ("evaluation", data.evaluation)):
         _require_a_window(name, tokens, sequence_length, spec)
     return data
 
 
+def _as_bytes(texts: dict[str, bytes]) -> tuple[Tokens, Tensor]:
+    """Return texts joined by line feeds, and where each begins."""
+    starts = accumulate((len(text) + 1 for text in list(texts.values())[:-1]), initial=0)
+    return ByteTokens(b"\n".join(texts.values())), torch.tensor(list(starts))
+
+
+def _tokenized(texts: dict[str, bytes], tokenizer: RecordTokenizer, root: Path) -> tuple[Tokens, Tensor]:
+    """Return the tokens of texts, and where each begins. A text of fewer than two tokens, none to learn, is left out."""
+    encoded = []
+    for name, text in texts.items():
+        try:
+            tokens = tokenizer.encode_part(text.decode(), begins=True, ends=True)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{root / name} is not UTF-8 at byte {error.start}: {error.reason}; allowed: text in UTF-8, for a tokenizer. "
+                "Convert it, or change data.exclude."
+            ) from error
+        encoded += [tokens] if len(tokens) > 1 else []
+    return IntegerTokens(encoded), torch.tensor(list(accumulate(map(len, encoded[:-1]), initial=0)))
+
+
+def _vocab_size(tokens: Tokens) -> int:
+    """One more than the largest token."""
+    return int(tokens.read(0, len(tokens)).max()) + 1 if len(tokens) else 0
+
+
+def _joined_bytes(texts: dict[str, bytes]) -> int:
+    return sum(map(len, texts.values())) + max(0, len(texts) - 1)  # one line feed between files
+
+
 def unigram_entropy_nats(text: bytes) -> float:
     """Entropy of the distribution of single bytes, in nats per byte: the best loss of a model that ignores context."""
-    if not text:
+    return _unigram_entropy_nats(ByteTokens(text))
+
+
+def _unigram_entropy_nats(tokens: Tokens) -> float:
+    if not len(tokens):
         return 0.0
-    counts = torch.bincount(ByteTokens(text).read(0, len(text)), minlength=256).double()
+    counts = torch.bincount(tokens.read(0, len(tokens)), minlength=256).double()
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * shares.log()).sum())
 
@@ -67,22 +127,19 @@ def _require_a_window(name: str, tokens: Tokens, sequence_length: int, spec: Tex
         )
 
 
-def _read_file(path: Path, spec: TextSpec, files: Files) -> tuple[bytes, bytes, dict[str, float]]:
+def _read_file(path: Path, spec: TextSpec, files: Files) -> tuple[dict[str, bytes], dict[str, bytes], dict[str, float]]:
     try:
         whole = files.read(path)
     except (FileNotFoundError, NotADirectoryError):
         message = f"data.path {path} is neither a file nor a folder on this node. Mount it or change data.path."
         raise DataError(message) from None
     cut = spec.divide_bytes(len(whole))
-    return whole[:cut], whole[cut:], {"train_files": 1, "evaluation_files": 1, "binary_files": 0}
+    while spec.tokenizer is not None and cut < len(whole) and whole[cut] & 0xC0 == 0x80:
+        cut += 1  # not inside a character
+    return {"": whole[:cut]}, {"": whole[cut:]}, {"train_files": 1, "evaluation_files": 1, "binary_files": 0}
 
 
-def _starts(texts: list[bytes]) -> Tensor:
-    """Return where each text begins in the joined ones, int64."""
-    return torch.tensor(list(accumulate((len(text) + 1 for text in texts[:-1]), initial=0)))
-
-
-def _read_folder(root: Path, spec: TextSpec, files: Files) -> tuple[list[bytes], list[bytes], dict[str, float]]:
+def _read_folder(root: Path, spec: TextSpec, files: Files) -> tuple[dict[str, bytes], dict[str, bytes], dict[str, float]]:
     texts, num_binary = {}, 0
     for name, is_read in spec.entries(root, files):
         if is_read:
@@ -99,4 +156,4 @@ def _read_folder(root: Path, spec: TextSpec, files: Files) -> tuple[list[bytes],
         "evaluation_files": len(evaluation),
         "binary_files": num_binary,
     }
-    return [texts[name] for name in train], [texts[name] for name in evaluation], counts
+    return {name: texts[name] for name in train}, {name: texts[name] for name in evaluation}, counts

@@ -80,6 +80,16 @@ class RecordTokenizer:
                     counts = [*(False for _ in self._first), *counts, *(True for _ in self._last)]
                 yield Encoded(tokens, counts)
 
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token, added ones included."""
+        return len(self._tokenizer)
+
+    def encode_part(self, text: str, *, begins: bool, ends: bool) -> list[int]:
+        """Encode a part of a document. begins, ends: whether it is the first or the last, which have special tokens there."""
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [*(self._first if begins else ()), *tokens, *(self._last if ends else ())]
+
     def _written(self, line: Line) -> tuple[str, list[Span]]:
         """Return a record's text, and the spans of its completions."""
         if isinstance(line.record, Prompted):

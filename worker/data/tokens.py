@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,11 @@ from api_schemas.data.tokens import INDEX_NAME, TokenIndex, TokenShard, TokensSp
 from worker.data.windows import TokenWindows
 from worker.errors import DataError
 
-SMALLEST_DTYPES = (("uint8", 1 << 8), ("uint16", 1 << 16), ("uint32", 1 << 32))
+SMALLEST_DTYPES: tuple[tuple[Literal["uint8", "uint16", "uint32"], int], ...] = (
+    ("uint8", 1 << 8),
+    ("uint16", 1 << 16),
+    ("uint32", 1 << 32),
+)
 
 
 class ShardedTokens:
@@ -92,25 +97,28 @@ def write_shards(
 
     Raises ValueError for a token outside the vocabulary. It does so before the index is written, so no source is left behind.
     """
-    dtype = next(name for name, limit in SMALLEST_DTYPES if vocab_size <= limit)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INDEX_NAME).unlink(missing_ok=True)
     shards = {
-        part: tuple(
-            _write_shard(folder / f"{part}-{number:05}.bin", tokens, vocab_size, dtype) for number, tokens in enumerate(runs)
-        )
+        part: tuple(write_shard(folder / f"{part}-{number:05}.bin", tokens, vocab_size) for number, tokens in enumerate(runs))
         for part, runs in (("train", train), ("evaluation", evaluation))
     }
-    index = TokenIndex(dtype=dtype, vocab_size=vocab_size, **shards)  # type: ignore[arg-type]
+    index = TokenIndex(dtype=smallest_dtype(vocab_size), vocab_size=vocab_size, **shards)  # type: ignore[arg-type]
     (folder / INDEX_NAME).write_text(index.model_dump_json(indent=1))
     return index
 
 
-def _write_shard(path: Path, tokens: Sequence[int], vocab_size: int, dtype: str) -> TokenShard:
+def smallest_dtype(vocab_size: int) -> Literal["uint8", "uint16", "uint32"]:
+    """Return the dtype of the shards of a vocabulary."""
+    return next(name for name, limit in SMALLEST_DTYPES if vocab_size <= limit)
+
+
+def write_shard(path: Path, tokens: Sequence[int] | np.ndarray, vocab_size: int) -> TokenShard:
+    """Write a run of tokens as a shard of an index that is still to be written. ValueError as `write_shards`."""
     wide = np.asarray(tokens, dtype=np.int64)
     if wide.size and not 0 <= wide.min() <= wide.max() < vocab_size:
         raise ValueError(
             f"{path.name} has tokens from {wide.min()} to {wide.max()}; allowed: 0 to {vocab_size - 1}. Raise vocab_size."
         )
-    wide.astype(f"<{np.dtype(dtype).str[1:]}").tofile(path)
+    wide.astype(f"<{np.dtype(smallest_dtype(vocab_size)).str[1:]}").tofile(path)
     return TokenShard(file=path.name, num_tokens=wide.size)

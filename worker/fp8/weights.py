@@ -1,5 +1,6 @@
 """Encode a weight as a level's row asks for it."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,9 @@ from api_schemas.levels import Level
 from worker import kernels
 from worker.fp8.recipe import E4M3
 from worker.kernels.rounding import NUM_BITS
+
+PIECE_ELEMENTS = 1 << 22
+"""Elements that are encoded or decoded at a time, so that temporaries do not grow with the weight."""
 
 
 class EncodedWeight(NamedTuple):
@@ -29,12 +33,41 @@ def encode_weight(values: Tensor, level: Level) -> EncodedWeight | None:
 
 
 def encode_values(values: Tensor, dtype: torch.dtype, *, has_residual: bool = False) -> EncodedWeight:
-    """Codes of FP16 or E4M3 with one scale, rounded to nearest; has_residual: E4M3 codes refined by an INT8 residual."""
-    values = values.detach().float()
-    amax = kernels.compute_amax(values)
+    """Codes of FP16 or E4M3 with one scale, rounded to nearest; has_residual: E4M3 codes refined by an INT8 residual.
+
+    Beside the result this holds what PIECE_ELEMENTS take, and a copy of values that are not contiguous.
+    """
+    values = values.detach().contiguous()
+    amax = torch.stack([kernels.compute_amax(piece.float()) for (piece,) in in_pieces(values)]).amax()
+    codes = torch.empty(values.shape, dtype=dtype, device=values.device)
+    dequant_scale = kernels.dequant_scale_from_amax(amax, dtype)
     if not has_residual:
-        return EncodedWeight(*kernels.quantize(values, dtype, amax=amax), amax)
-    dequant_scale = kernels.dequant_scale_from_amax(amax, E4M3)
-    halves = torch.full(values.shape, 1 << (NUM_BITS - 1), dtype=torch.int32, device=values.device)
-    codes, residual = kernels.split_encode(values / dequant_scale, halves)  # half of a draw rounds to nearest
+        for piece, place in in_pieces(values, codes):
+            place.copy_(kernels.quantize(piece.float(), dtype, amax=amax)[0])
+        return EncodedWeight(codes, dequant_scale, amax)
+    residual = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    for piece, *places in in_pieces(values, codes, residual):
+        halves = torch.full_like(piece, 1 << (NUM_BITS - 1), dtype=torch.int32)  # half of a draw rounds to nearest
+        for place, encoded in zip(places, kernels.split_encode(piece.float() / dequant_scale, halves), strict=True):
+            place.copy_(encoded)
     return EncodedWeight(codes, dequant_scale, amax, residual)
+
+
+def decode_values(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values of codes with one scale (), rounded once to dtype; residual: what refines E4M3 codes.
+
+    Beside the result this holds what PIECE_ELEMENTS take. A kernel that decodes the whole at once is faster on a GPU.
+    """
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if residual is None:
+        for place, piece in in_pieces(values, codes):
+            place.copy_(kernels.dequantize(piece, dequant_scale, dtype))
+        return values
+    for place, piece, refinement in in_pieces(values, codes, residual):
+        place.copy_(kernels.split_dequantize(piece, refinement, dequant_scale, dtype))
+    return values
+
+
+def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of at most PIECE_ELEMENTS consecutive elements of tensors of one shape, which are contiguous."""
+    return zip(*(tensor.reshape(-1).split(PIECE_ELEMENTS) for tensor in tensors), strict=True)

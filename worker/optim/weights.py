@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from worker import kernels
+from worker.fp8.weights import in_pieces
 from worker.kernels.formats import E4M3, FP16, ROUNDED_FORMATS
 from worker.kernels.rounding import E4M11
 from worker.optim.codecs import Draw, Parts
@@ -292,6 +293,9 @@ def is_stale(master: Parts, weight: QuantizedWeight) -> bool:
 
 def is_rounding(weight: QuantizedWeight, master: Parts) -> bool:
     """Whether the E4M3 codes are a rounding of the master weight."""
-    held, exact = weight.values().reshape(-1), kernels.dequantize(master["codes"], master["dequant_scale"])
     one_code = float(weight.dequant_scale) * 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
-    return torch.allclose(held, exact, rtol=2.0**-E4M3.mantissa_bits, atol=one_code, equal_nan=True)
+    for codes, finer_codes in in_pieces(weight.codes.detach(), master["codes"]):
+        held, exact = kernels.dequantize(codes, weight.dequant_scale), kernels.dequantize(finer_codes, master["dequant_scale"])
+        if not torch.allclose(held, exact, rtol=2.0**-E4M3.mantissa_bits, atol=one_code, equal_nan=True):
+            return False
+    return True

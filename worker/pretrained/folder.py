@@ -58,13 +58,15 @@ class ShardWriter:
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor. Writes a shard if it is full."""
+        """Take a tensor. Writes a shard as soon as it is full, before the next tensor is made."""
         num_bytes = tensor.numel() * tensor.element_size()
         if self._waiting and self._num_waiting + num_bytes > SHARD_BYTES:
             self._write()
         self._waiting[name] = tensor.detach().cpu().contiguous()
         self._num_waiting += num_bytes
         self._num_bytes += num_bytes
+        if self._num_waiting >= SHARD_BYTES:
+            self._write()
 
     def finish(self) -> None:
         """Write the last shard, the files' names and the index."""
@@ -81,6 +83,8 @@ class ShardWriter:
         (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _write(self) -> None:
+        if not self._waiting:
+            return
         save_file(self._waiting, self._file(len(self._shards)), metadata={"format": "pt"})
         self._shards.append(list(self._waiting))
         self._waiting, self._num_waiting = {}, 0

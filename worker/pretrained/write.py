@@ -1,7 +1,7 @@
 """Write a trained model as a Hugging Face checkpoint: bf16 or fp32 values, or FP8 codes that stay as they were trained."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,16 @@ def export(
     _check(model, folder, format, strategy, layout)
     if format == "fp8":
         strategy = _strategy_of(model) if strategy is None else strategy
-        tensors = ((name, _cast(tensor, name, plain_dtype)) for name, tensor in _in_fp8(model, optimizer, strategy, layout))
+        tensors = _each(
+            _in_fp8(model, optimizer, strategy, layout), lambda name, tensor: (name, _cast(tensor, name, plain_dtype))
+        )
         extra = {"dtype": _name(plain_dtype), "quantization_config": quantization_config(strategy, _ignored(model, layout))}
     else:
         dtype = PLAIN_DTYPES[format]
-        plain = plain_tensors(model, optimizer, dtype=dtype)
-        tensors = ((layout.rename(name), layout.to_file(name, _cast(tensor, name, dtype))) for name, tensor in plain)
+        tensors = _each(
+            plain_tensors(model, optimizer, dtype=dtype),
+            lambda name, tensor: (layout.rename(name), layout.to_file(name, _cast(tensor, name, dtype))),
+        )
         extra = {"dtype": _name(dtype)}
     with new_folder(folder) as unfinished:
         _write(model, tensors, unfinished, layout, extra)
@@ -138,6 +142,14 @@ def _ignored(model: nn.Module, layout: Layout) -> list[str]:
     return [layout.rename_module(name) for name in linears if name not in converted]
 
 
+def _each(tensors: Tensors, change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Tensors:
+    """Yield the changed tensors. None is alive while the next one is made, unless the caller keeps it."""
+    for name, tensor in tensors:
+        changed = [change(name, tensor)]
+        del tensor
+        yield changed.pop()
+
+
 def _cast(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """Values in the wanted dtype. Codes, their scales and whole numbers stay."""
     is_of_codes = tensor.dtype == E4M3 or name.endswith(".weight_scale")
@@ -153,7 +165,7 @@ def _write(model: nn.Module, tensors: Tensors, folder: Path, layout: Layout, ext
         model = _network(model)
         before = {name: getattr(model.config, name, None) for name in ("architectures", "dtype")}
         values = MappedValues(folder)
-        state = {name: values.hold(tensor) for name, tensor in tensors}
+        state = dict(_each(tensors, lambda name, tensor: (name, values.hold(tensor))))
         type(model).save_pretrained(model, folder, state_dict=state, max_shard_size=shards.SHARD_BYTES)  # sets both
         vars(model.config).update(before)
         config = json.loads((folder / "config.json").read_text())
@@ -163,6 +175,7 @@ def _write(model: nn.Module, tensors: Tensors, folder: Path, layout: Layout, ext
         for name, tensor in tensors:
             if name != "lm_head.weight" or not config["tie_word_embeddings"]:
                 writer.add(name, tensor)
+            del tensor  # before the next one is made
         writer.finish()
     (folder / "config.json").write_text(json.dumps(config | extra, indent=2) + "\n")
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from api_schemas.levels import LEVELS
-from worker.fp8.weights import encode_weight
+from worker.fp8 import weights
+from worker.fp8.weights import decode_values, encode_weight
 from worker.kernels import dequantize, split_dequantize
 
 MANTISSA_BITS = {"O1": 10, "O2": 10, "O3": 3, "O3-split": 11}
@@ -25,3 +26,38 @@ def test_initial_weights_are_rounded_to_nearest(level: str) -> None:
     half_a_step = 2.0 ** -(MANTISSA_BITS[level] + 1)  # of the largest values
     assert float((error / values).abs().max()) <= half_a_step
     assert abs(float(error.mean())) <= 5 * half_a_step / len(values) ** 0.5  # five deviations of an unbiased mean
+
+
+@pytest.mark.parametrize("level", ["O1", "O3", "O3-split"])
+def test_pieces_of_a_weight_are_the_bits_of_the_whole(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)).t()
+    values[3, 5] = 100.0  # the scale is the whole weight's, whichever piece it lies in
+    whole = encode_weight(values, LEVELS[level])
+    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 7)
+    parts = encode_weight(values, LEVELS[level])
+    assert whole is not None
+    assert parts is not None
+    for one, other in zip(whole, parts, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or (one.shape == other.shape and torch.equal(as_bytes(one), as_bytes(other)))
+    for dtype in (torch.float32, torch.bfloat16):
+        codes, dequant_scale, _, residual = whole
+        if residual is None:
+            expected = dequantize(codes, dequant_scale, dtype)
+        else:
+            expected = split_dequantize(codes, residual, dequant_scale, dtype)
+        assert torch.equal(decode_values(codes, dequant_scale, residual, dtype), expected)
+
+
+def test_a_value_that_is_not_finite_marks_the_weight_in_whichever_piece_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 4)
+    values = torch.ones(10)
+    values[6] = torch.nan
+    encoded = encode_weight(values, LEVELS["O3"])
+    assert encoded is not None
+    assert encoded.amax.isnan()
+    assert bool(dequantize(encoded.codes, encoded.dequant_scale)[6].isnan())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
