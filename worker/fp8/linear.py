@@ -95,8 +95,7 @@ class Float8Linear(GuardedCodes):
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
         activation = self.activation if takes_over_activation else None
         output_dtype, wide = activation_dtype(input), self.high_precision
-        # The recipe alone says how it is computed. Nothing but products in bf16 is of those that autocast casts.
-        with torch.autocast(input.device.type, enabled=False) if wide else nullcontext():
+        with torch.autocast(input.device.type, enabled=False) if wide else nullcontext():  # it casts products in bf16 alone
             if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
                 if activation is not None:
                     input = kernels.ACTIVATIONS[activation].forward(input)
