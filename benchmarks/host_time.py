@@ -13,7 +13,6 @@ import pstats
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -22,11 +21,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import JITFunction
 
 from api_schemas.models.gpt import gpt_sizes
 from benchmarks.gpu.networks import Way, in_fp8, prepare
-from benchmarks.stubbed_launches import as_cuda_tensors, stubbed_launches
+from benchmarks.stubbed_launches import as_cuda_tensors, counted_launches, stubbed_launches
 from worker.blocks import compile_blocks
 from worker.models.gpt import GPT
 from worker.optim import LowBitOptimizer
@@ -102,20 +100,11 @@ def measure(steps: dict[str, Phases], num_rounds: int) -> dict[str, dict[str, fl
 
 def count(phases: Phases) -> dict[str, int]:
     """Return how many Triton launches and torch ops a step has; ops inside compiled blocks are not seen."""
-    launches, run = Counter[str](), JITFunction.run
-
-    def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        launches["launches"] += 1
-        return run(kernel, *arguments, **options)
-
-    JITFunction.run = counted
-    try:
+    with counted_launches() as launches:
         take(phases)
-    finally:
-        JITFunction.run = run
     with Ops() as ops:
         take(phases)
-    return {"launches": launches["launches"], "ops": ops.num_ops}
+    return {"launches": launches.num_launches, "ops": ops.num_ops}
 
 
 def profile(level: str, num_steps: int, *, compiled: bool) -> None:

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.kernels import library
-from worker.kernels.cuda import gemm
+from worker.kernels.cuda import gemm, launching
 
 HOPPER, CUDA_VERSION = (9, 0), (13, 0)
 
@@ -49,13 +49,23 @@ class _Compiled:
         pass
 
 
+class Launches:
+    """num_launches: of Triton kernels."""
+
+    num_launches = 0
+
+    def run(self, _compiled: _Compiled, *_arguments: Any) -> None:
+        """Take the place of a compiled kernel's `run`."""
+        self.num_launches += 1
+
+
 def _do_compile(kernel: Any, key: str, _signature: Any, device: int, *_options: Any) -> _Compiled:
     compiled = kernel.device_caches[device][0][key] = _Compiled()
     return compiled
 
 
-def _scaled_mm(a: Tensor, b: Tensor, *options: Any) -> Tensor:
-    return torch.zeros(a.shape[0], b.shape[1], dtype=options[-3])
+def _scaled_mm(a: Tensor, b: Tensor, *_scales: Tensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
 @contextmanager
@@ -70,13 +80,23 @@ def stubbed_launches() -> Iterator[None]:
         for owner, name, replacement in (
             (JITFunction, "_do_compile", _do_compile),
             (gemm, "platform", lambda _device: (HOPPER, CUDA_VERSION)),
-            (torch, "_scaled_mm_v2", _scaled_mm),
+            (torch, "_scaled_mm", _scaled_mm),
             (torch, "_fused_adamw_", lambda *_arguments, **_options: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(mock.patch.object(driver, "_active", _Driver()))
+        stack.enter_context(mock.patch.dict(launching.COMPILED, clear=True))
+        stack.enter_context(mock.patch.object(library, "DIRECT_DEVICES", {"cpu"}))
         stack.enter_context(cpu_as_accelerator())
         yield
+
+
+@contextmanager
+def counted_launches() -> Iterator[Launches]:
+    """Inside, and inside of `stubbed_launches`, count what is launched."""
+    launches = Launches()
+    with mock.patch.object(_Compiled, "run", lambda *arguments: launches.run(*arguments)):
+        yield launches
 
 
 @contextmanager

@@ -49,12 +49,14 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
         sides = ((True, True), (True, False), (False, True))
         for rows, columns in sides[:1] if spread and kind != "tensor" else sides:
             tracked = {"TRACKS_AMAX": True} if kind == "tensor" else {"TRACKS_AMAX": False, "new_amax": None}
-            constants = {**tile, **given, **tracked, "KIND": kind, "ROWS": rows, "COLUMNS": columns}
+            unit = {"HAS_UNIT": True} if kind == "tensor" else {"HAS_UNIT": False, "unit": None}
+            constants = {**tile, **given, **tracked, **unit, "KIND": kind, "ROWS": rows, "COLUMNS": columns}
             yield f"quantize_tile {kind} {rows} {columns}", quantization._quantize_tile, constants
     constants = {**tile, "ROWS": True, "COLUMNS": True}
     yield "quantize_tile mx", mx.quantize_tile, constants
     for name in ("e4m3", "e5m2", "fp16"):
-        flat = {"FORMAT": name, "ACTIVATION": None, "MARGIN": 0, "TRACKS_AMAX": True, "BLOCK": 8192}
+        flat = {"FORMAT": name, "ACTIVATION": None, "MARGIN": 0, "HAS_UNIT": True, "MARKS_NONFINITE": name == "e4m3"}
+        flat |= {"TRACKS_AMAX": True, "BLOCK": 8192}
         yield f"encode_flat {name}", quantization._encode_flat, flat
     rows = {"FORMAT": "e5m2", "ACTIVATION": None, "MARGIN": 0, "ROWS": 2, "COLUMNS": 4096}
     yield "quantize_rows", quantization._quantize_rows, {**rows, "FITS": True}
@@ -92,11 +94,12 @@ def activation_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict
     known = [name for name in ACTIVATIONS if name != "relu"]
     options = {"FORMAT": "e4m3", "MARGIN": 0}
     for name in known[:1] if spread else known:
-        flat = {**options, "TRACKS_AMAX": True, "BLOCK": 8192}
+        flat = {**options, "unit": None, "HAS_UNIT": False, "MARKS_NONFINITE": False, "TRACKS_AMAX": True, "BLOCK": 8192}
         yield f"encode_flat {name}", quantization._encode_flat, {**flat, "ACTIVATION": name}
         yield f"amax_flat {name}", amax._amax_flat, {"HAS_UNLESS": True, "ACTIVATION": name, "BLOCK": 8192, "NUM_BLOCKS": 4}
     for name in known[1:2] if spread else known:
         tile = {**options, "TILE_M": 128, "TILE_N": 128, "KIND": "tensor", "ROWS": False, "COLUMNS": True, "TRACKS_AMAX": True}
+        tile |= {"unit": None, "HAS_UNIT": False}
         yield f"quantize_tile {name}", quantization._quantize_tile, {**tile, "ACTIVATION": name}
         rows = {**options, "ROWS": 2, "COLUMNS": 4096, "FITS": True}
         yield f"quantize_rows {name}", quantization._quantize_rows, {**rows, "ACTIVATION": name}

@@ -81,9 +81,7 @@ class Float8Gradient(Tensor):
     @classmethod
     def quantize(cls, values: Tensor, position: RoundingPosition) -> "Float8Gradient":
         """Round values of any floating dtype to nearest, with one scale."""
-        amax = kernels.compute_amax(values)
-        codes, dequant_scale = kernels.quantize(values, E4M3.dtype, amax=amax)
-        return cls(codes, dequant_scale + amax * 0.0, position)  # NaN where the amax is not finite, in two launches
+        return cls(*kernels.quantize_gradient(values, E4M3.dtype), position)
 
     def dequantize(self) -> Tensor:
         """The fp32 values."""

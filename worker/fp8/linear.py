@@ -12,6 +12,7 @@ FP8 is quantized, or decoded to bf16, again in the backward pass: cheaper than a
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
 
+from contextlib import nullcontext
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -94,7 +95,7 @@ class Float8Linear(GuardedCodes):
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
         activation = self.activation if takes_over_activation else None
         output_dtype, wide = activation_dtype(input), self.high_precision
-        with torch.autocast(input.device.type, enabled=False):  # the recipe alone says how it is computed
+        with torch.autocast(input.device.type, enabled=False) if wide else nullcontext():  # it casts products in bf16 alone
             if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
                 if activation is not None:
                     input = kernels.ACTIVATIONS[activation].forward(input)

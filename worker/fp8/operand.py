@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from worker import kernels
+from worker.fp8.accelerator import is_accelerator
 from worker.fp8.casts import KeepsDtypes
 from worker.fp8.recipe import OperandFormat, Recipe
 from worker.kernels import ScaledCodes, ScaleKind
@@ -72,24 +73,28 @@ class OperandScaling(KeepsDtypes):
 
         One read of x makes both. unit: what is quantized is x * unit, where x are themselves codes and unit (), a power of
         two, is their scale. amax: of x * unit, where it is known; of use where the tensor has one scale. transposed_later:
-        columns may be a view of the rows' codes, where the scale transposes with them; the product that takes them transposes
-        them then. is_again: x is quantized a second time in this step and is not sampled.
+        on a CPU, whose products take any strides, columns may be a view of the rows' codes, where the scale transposes with
+        them. is_again: x is quantized a second time in this step and is not sampled.
         """
         if self.given is not None:
             given, self.given = self.given, None
             return given
         if not rows and not columns:
             return None, None
-        is_view = columns and transposed_later and self.format.kind.is_transposable
+        is_view = columns and transposed_later and self.format.kind.is_transposable and not is_accelerator(x.device)
         sides = "rows" if is_view or not columns else "both" if rows else "columns"
         amax = amax if self.format.kind is ScaleKind.TENSOR else None
-        quantized = self._quantize(x, sides, *self._amax_to_scale_by(unit, amax))
+        is_sampled = self.is_sampled and self.training and not is_again
+        if unit is not None and amax is not None and not is_sampled:
+            quantized, unit = self._requantize(ScaledCodes(x, unit, self.format.kind), sides, amax), None
+        else:
+            quantized = self._quantize(x, sides, *self._amax_to_scale_by(unit, amax))
         row_codes, column_codes = quantized.rows, quantized.columns
         if quantized.amax is not None:
             amax = quantized.amax if unit is None else quantized.amax * unit
         if amax is not None and self.recipe.amax_history_length and self.training:
             self._remember(amax)
-        if self.is_sampled and self.training and not is_again:
+        if is_sampled:
             self._sample(x, row_codes, column_codes, unit)
         if unit is not None:
             row_codes, column_codes = row_codes and row_codes.times(unit), column_codes and column_codes.times(unit)
@@ -169,6 +174,11 @@ class OperandScaling(KeepsDtypes):
     def _quantize(self, x: Tensor, sides: str, amax: Tensor | None, uses_amax: Tensor | None) -> kernels.QuantizedOperand:
         dtype, kind, margin = self.format.dtype, self.format.kind, self.recipe.margin
         return kernels.quantize_operand(x, dtype, kind, margin=margin, sides=sides, amax=amax, uses_amax=uses_amax)
+
+    def _requantize(self, stored: ScaledCodes, sides: str, amax: Tensor) -> kernels.QuantizedOperand:
+        to_scale_by, _ = self._amax_to_scale_by(None, amax)
+        assert to_scale_by is not None
+        return kernels.requantize(stored, to_scale_by, self.format.dtype, margin=self.recipe.margin, sides=sides)
 
     def _activate(
         self, x: Tensor, activation: str, sides: str, amax: Tensor | None, uses_amax: Tensor | None, after: Tensor | None = None

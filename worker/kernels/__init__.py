@@ -8,9 +8,9 @@ from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.elementwise import activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.gemm import count_flops, matmul
-from worker.kernels.gradients import accumulate_, mean_of_shards, norms
+from worker.kernels.gradients import accumulate_, mean_of_shards, norms, quantize_gradient
 from worker.kernels.measurement import measure
-from worker.kernels.operands import QuantizedOperand, activate_operand, quantize_operand
+from worker.kernels.operands import QuantizedOperand, activate_operand, quantize_operand, requantize
 from worker.kernels.quantization import (
     compute_amax,
     dequant_scale_from_amax,
@@ -43,8 +43,10 @@ __all__ = [
     "measure",
     "norms",
     "quantize",
+    "quantize_gradient",
     "quantize_operand",
     "random_bits",
+    "requantize",
     "split_decode",
     "split_dequantize",
     "split_encode",

@@ -24,7 +24,9 @@ def _padded(run: Matmul) -> Matmul:
     """Pad K and N with zero codes: after scaling, so that padding never enters an amax."""
 
     def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
-        num_out = b_NK.codes.shape[0]
+        num_out, num_summed = b_NK.codes.shape
+        if not num_out % ALIGNMENT and not num_summed % ALIGNMENT:
+            return run(a_MK, b_NK, out_dtype, fast_accumulation)
         a_codes, b_codes, b_dequant_scale = _pad_codes(a_MK.codes, 1), _pad_codes(b_NK.codes, ALIGNMENT), b_NK.dequant_scale
         if b_NK.kind.is_per_row and b_codes.shape[0] > num_out:
             b_dequant_scale = F.pad(b_dequant_scale, (0, 0, 0, b_codes.shape[0] - num_out), value=1.0)
@@ -97,8 +99,10 @@ def _check_codes(a_MK: Tensor, b_NK: Tensor) -> None:
 
 
 def _check_kinds(a_kind: ScaleKind, b_kind: ScaleKind, num_blocks: int) -> None:
-    if a_kind is b_kind is ScaleKind.BLOCK_128X128:
-        raise ValueError("matmul needs block 1x128 for at least one operand; both are 128x128.")
+    if a_kind is b_kind:
+        if a_kind is ScaleKind.BLOCK_128X128:
+            raise ValueError("matmul needs block 1x128 for at least one operand; both are 128x128.")
+        return
     is_mx = [kind is ScaleKind.BLOCK_1X32 for kind in (a_kind, b_kind)]
     if is_mx[0] != is_mx[1] or (a_kind.is_blockwise != b_kind.is_blockwise and num_blocks > 1):
         raise ValueError(

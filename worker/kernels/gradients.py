@@ -1,4 +1,4 @@
-"""Work on FP8 gradients without making them wide: their norms, adding to them, and the mean of several ranks' shards.
+"""Make FP8 gradients, and work on them without making them wide: norms, additions, and the mean of several ranks' shards.
 
 Check, op and fake of each. R ranks, S elements of one rank's shard.
 """
@@ -25,6 +25,10 @@ _accumulate_op = define(
     "int stride=1) -> ()",
     fake=lambda *_arguments: None,
 )
+_quantize_op = define(
+    "quantize_gradient(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
+    fake=lambda x, dtype: (x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32)),
+)
 _mean_op = define("mean_of_shards(Tensor codes_RS, Tensor scales_R) -> (Tensor, Tensor)", _fake_mean)
 
 
@@ -38,6 +42,15 @@ def norms(gradients: Sequence[tuple[Tensor, Tensor]], values: Sequence[Tensor] =
     codes, dequant_scales = [codes for codes, _ in gradients], [dequant_scale for _, dequant_scale in gradients]
     found: Tensor = _norms_op(codes, dequant_scales, [tensor.detach() for tensor in values])
     return list(found.unbind())
+
+
+def quantize_gradient(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Contiguous codes of values of any floating dtype, rounded to nearest, and their dequant_scale, fp32 ().
+
+    The scale is NaN where a value is not finite.
+    """
+    codes, dequant_scale = _quantize_op(values.detach(), dtype)
+    return codes, dequant_scale
 
 
 def accumulate_(

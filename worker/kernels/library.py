@@ -1,7 +1,8 @@
 """How our kernels become ops of torch, `torch.ops.octet.*`: one op for all devices, each device with its implementation.
 
 torch.library chooses by dispatch key: `reference.py` on a CPU, `worker.kernels.cuda` on a CUDA device, loaded when the first
-tensor there asks for it (registering loads no Triton). A graph of torch.compile holds the ops as they are.
+tensor there asks for it (registering loads no Triton). A graph of torch.compile holds the ops as they are. Eager code on a CUDA
+device calls the implementation itself, unless a mode, a transform or autograd has to see the op.
 Ops take tensors, numbers and strings; our functions take `ScaleKind` and `ScaledCodes` too. This file alone translates: in a
 signature `Kind kind` stands for `str kind`, `ScaledCodes a` for `Tensor a, Tensor a_dequant_scale, str a_kind`.
 """
@@ -13,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from worker.kernels import reference
 from worker.kernels.scales import ScaledCodes, ScaleKind
@@ -22,6 +24,8 @@ Function = Callable[..., Any]
 _OURS = frozenset({"Kind", "ScaledCodes"})
 _KINDS = {kind.value: kind for kind in ScaleKind}
 _LIBRARY = torch.library.Library("octet", "FRAGMENT")
+DIRECT_DEVICES = {"cuda"}
+"""Types of devices on which eager code calls our implementations without torch's dispatcher."""
 _ON_DEVICE: dict[str, Function] = {}
 """By the op's name, what runs the Triton implementation."""
 
@@ -46,7 +50,24 @@ def define(signature: str, fake: Function, around: Callable[[Function], Function
     call = _define(signature, fake)
     _LIBRARY.impl(name, _packed(around(getattr(reference, name)), types), "CPU")
     _LIBRARY.impl(name, _ON_DEVICE[name], "CUDA")
-    return call
+
+    def call_directly(*arguments: Any) -> Any:
+        return on_device(*arguments) if not torch.compiler.is_compiling() and _is_plain(arguments[0]) else call(*arguments)
+
+    return call_directly
+
+
+def _is_plain(argument: Any) -> bool:
+    """Whether torch's dispatcher would do nothing but call the implementation of CUDA devices, at the cost of a launch."""
+    tensor = argument[0] if type(argument) in (ScaledCodes, list) and argument else argument
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type in DIRECT_DEVICES
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def define_composite(signature: str, run: Function, fake: Function) -> Function:

@@ -50,6 +50,15 @@ _operand_op = define(
 )
 
 
+def _fake_requantized(stored: ScaledCodes, _amax: Tensor, dtype: torch.dtype, margin: int, sides: str) -> list[Tensor]:
+    return _fake_operand(stored.codes, dtype, stored.kind, margin, sides, None, None)
+
+
+_requantize_op = define(
+    "requantize(ScaledCodes stored, Tensor amax, ScalarType dtype, int margin, str sides) -> Tensor[]", _fake_requantized
+)
+
+
 def _fake_activated(x: Tensor, _activation: str, *how: Any) -> list[Tensor]:
     _dtype, kind, _margin, _sides, amax, _uses_amax = (how := how[:-1])
     finds_amax = kind is ScaleKind.TENSOR and amax is None
@@ -82,6 +91,17 @@ def quantize_operand(
     _check(x_MN, dtype, kind, sides, amax)
     parts = _operand_op(x_MN.detach(), dtype, kind, margin, sides, amax, uses_amax)
     return _named(parts, kind, sides, has_amax=uses_amax is not None)
+
+
+def requantize(
+    stored_MN: ScaledCodes, amax: Tensor, dtype: torch.dtype, *, margin: int = 0, sides: str = "rows"
+) -> QuantizedOperand:
+    """The values of stored codes (M, N), which have one power-of-two scale (), quantized as by `quantize_operand`.
+
+    amax: fp32 (), of the values; they are not looked through.
+    """
+    _check(stored_MN.codes, dtype, stored_MN.kind, sides, amax)
+    return _named(_requantize_op(stored_MN, amax, dtype, margin, sides), stored_MN.kind, sides, has_amax=False)
 
 
 def activate_operand(

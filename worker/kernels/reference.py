@@ -82,6 +82,20 @@ def quantize_operand(
     return parts if own_amax is None else [*parts, own_amax]
 
 
+def requantize(stored: ScaledCodes, amax: Tensor, dtype: torch.dtype, margin: int, sides: str) -> list[Tensor]:
+    """Stored codes with a scale () in another format as an operand, as by `quantize_operand`. amax: of the values."""
+    parts = quantize_operand(stored.codes, dtype, stored.kind, margin, sides, amax / stored.dequant_scale)
+    parts[1::2] = [dequant_scale * stored.dequant_scale for dequant_scale in parts[1::2]]
+    return parts
+
+
+def quantize_gradient(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes of x and their dequant_scale (), which is NaN where a value is not finite."""
+    amax = compute_amax(x, ScaleKind.TENSOR)
+    codes, dequant_scale = quantize(x, dtype, ScaleKind.TENSOR, 0, amax)
+    return codes, dequant_scale + amax * 0.0
+
+
 def activate_operand(x_MN: Tensor, activation: str, dtype: torch.dtype, kind: ScaleKind, *how: Any) -> list[Tensor]:
     """An activation of x, rounded to its dtype, as an operand of products; its amax comes last where it was looked for.
 

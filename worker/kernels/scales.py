@@ -110,7 +110,7 @@ def scale_shape(shape: torch.Size, kind: ScaleKind) -> tuple[int, ...]:
 def check_scale(dequant_scale: Tensor, shape: torch.Size, kind: ScaleKind, name: str = "dequant_scale") -> None:
     """ValueError where a scale of that kind would have another shape for codes of the given one."""
     allowed = scale_shape(shape, kind)
-    if tuple(dequant_scale.shape) != allowed:
+    if dequant_scale.shape != allowed:
         got = f"{name} is {tuple(dequant_scale.shape)} for codes {tuple(shape)}"
         raise ValueError(f"{got}; allowed: {kind.value} {allowed}. Pass the scale that quantize returned.")
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from worker import kernels
-from worker.kernels import ScaledCodes, ScaleKind
+from worker.kernels import ScaledCodes, ScaleKind, library
 from worker.kernels.cuda import language
 
 ops = torch.ops.octet
@@ -40,6 +41,12 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         for uses_amax in (torch.tensor(True), torch.tensor(False), None):
             yield ops.activate_operand, (x, "relu", E4M3, "tensor", 0, "both", torch.tensor(3.0), uses_amax, None)
             yield ops.quantize_operand, (x, E4M3, "tensor", 0, "both", torch.tensor(3.0), uses_amax)
+        for sides in ("rows", "columns", "both"):
+            stored, unit = ops.quantize(x, torch.float16, "tensor", 0, None)
+            yield ops.requantize, (stored, unit, "tensor", torch.tensor(3.0), E4M3, 1, sides)
+            yield ops.requantize, (stored.t(), unit, "tensor", torch.tensor(0.01), E4M3, 0, sides)
+        for gradient in (x, x.t(), x.bfloat16()):
+            yield ops.quantize_gradient, (gradient, E4M3)
         codes, scale = ops.quantize(x, E4M3, "row", 0, None)
         yield ops.matmul, (codes, scale, "row", codes, scale, "row", torch.bfloat16, False)
         yield ops.measure, (x, codes, scale, "row", None)
@@ -105,6 +112,39 @@ def test_cuda_tensors_get_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) ->
         for one, other in pairs:
             if isinstance(one, Tensor):
                 torch.testing.assert_close(other.float(), one.float(), **exact)
+
+
+class Seen(TorchDispatchMode):
+    """Notes the ops that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
+def test_eager_code_on_a_gpu_goes_past_the_dispatcher_unless_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU in a GPU's place, the kernel runs; a dispatch mode still sees the op, and the CPU's implementation runs."""
+    launched: list[str] = []
+    run = language.triton.runtime.interpreter.InterpretedFunction.run
+
+    def note(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        launched.append(kernel.fn.__name__)
+        return run(kernel, *arguments, **options)
+
+    monkeypatch.setattr(language.triton.runtime.interpreter.InterpretedFunction, "run", note)
+    monkeypatch.setattr(library, "DIRECT_DEVICES", {"cpu"})
+    x = torch.tensor([1.0, -3.0])
+    assert float(kernels.compute_amax(x)) == 3
+    assert launched == ["_amax_flat"]
+    with Seen() as seen:
+        assert float(kernels.compute_amax(x)) == 3
+    assert "octet.compute_amax.default" in seen.names
+    assert launched == ["_amax_flat"]
 
 
 @pytest.mark.system

@@ -9,7 +9,7 @@ from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gemm import matmul
 from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norms
 from worker.kernels.cuda.measurement import measure
-from worker.kernels.cuda.quantization import activate_operand, quantize, quantize_operand
+from worker.kernels.cuda.quantization import activate_operand, quantize, quantize_gradient, quantize_operand, requantize
 from worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
 
 __all__ = [
@@ -24,7 +24,9 @@ __all__ = [
     "measure",
     "norms",
     "quantize",
+    "quantize_gradient",
     "quantize_operand",
+    "requantize",
     "split_dequantize",
     "sqrt",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from worker.kernels import reference
 from worker.kernels.cuda import activations, language
+from worker.kernels.cuda.launching import Launcher
 from worker.kernels.formats import BLOCK
 from worker.kernels.scales import ScaleKind, scale_shape
 
@@ -105,6 +106,9 @@ def _clear_unless_finite(bits, out, num_elements, SIGNLESS: tl.constexpr, LIMIT:
     tl.store(out, 0, mask=tl.max(codes, 0) >= LIMIT)
 
 
+_launch_flat = Launcher(_amax_flat, num_warps=FLAT_WARPS)
+
+
 def as_matrix(x: Tensor) -> Tensor:
     """x as (rows, columns) with adjacent columns: a view where the strides allow one, else a copy."""
     matrix = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
@@ -144,9 +148,10 @@ def tensor_amax(x: Tensor, unless: Tensor | None = None, activation: str | None 
     """The amax of x, or of an activation of x; 0, without reading x, where the bool `unless` is set: decided on the device."""
     out = torch.zeros((), dtype=torch.float32, device=x.device)
     flat = as_flat(x)
-    grid = (language.cdiv(flat.numel(), FLAT_BLOCK * FLAT_BLOCKS_PER_PROGRAM),)
-    constants = {"ACTIVATION": activation, "BLOCK": FLAT_BLOCK, "NUM_BLOCKS": FLAT_BLOCKS_PER_PROGRAM, "num_warps": FLAT_WARPS}
-    _amax_flat[grid](flat, out, unless, flat.numel(), HAS_UNLESS=unless is not None, **constants)
+    num_elements = flat.numel()
+    num_programs = language.cdiv(num_elements, FLAT_BLOCK * FLAT_BLOCKS_PER_PROGRAM)
+    constants = (unless is not None, activation, FLAT_BLOCK, FLAT_BLOCKS_PER_PROGRAM)
+    _launch_flat(num_programs, flat, out, unless, num_elements, *constants)
     return out
 
 

@@ -7,6 +7,7 @@ its own for each kind (ScaledBlas.cpp of torch 2.11):
 Legend: M rows of a, N rows of b, K the summed dimension.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -73,15 +74,17 @@ def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_ac
     if 0 in (*a_MK.codes.shape, *b_NK.codes.shape):
         return torch.zeros(a_MK.codes.shape[0], b_NK.codes.shape[0], dtype=out_dtype, device=a_MK.codes.device)
     a_MK, b_NK = with_matching_scales(a_MK, b_NK)
-    a_MK = a_MK._replace(codes=with_adjacent_columns(a_MK.codes))
-    b_NK = b_NK._replace(codes=with_adjacent_columns(b_NK.codes))
+    a_MK = ScaledCodes(with_adjacent_columns(a_MK.codes), a_MK.dequant_scale, a_MK.kind)
+    b_NK = ScaledCodes(with_adjacent_columns(b_NK.codes), b_NK.dequant_scale, b_NK.kind)
     capability, cuda_version = platform(a_MK.codes.device)
     chosen = plan((a_MK.kind, b_NK.kind), (a_MK.codes.dtype, b_NK.codes.dtype), capability, cuda_version, out_dtype)
     if chosen.backend == "triton":
         return triton_matmul(a_MK, b_NK, out_dtype, NUM_STAGES.get(capability, 2))
-    return cublas_matmul(a_MK, b_NK, chosen.out_dtype, fast_accumulation).to(out_dtype)
+    out_MN = cublas_matmul(a_MK, b_NK, chosen.out_dtype, fast_accumulation)
+    return out_MN if chosen.out_dtype == out_dtype else out_MN.to(out_dtype)
 
 
+@cache
 def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the compute capability of a device, and the CUDA version of the cuBLASLt that torch loads."""
     major, minor = (torch.version.cuda or "0.0").split(".")[:2]
@@ -90,6 +93,10 @@ def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The product of contiguous codes with scales that match."""
+    if a_MK.kind is b_NK.kind is ScaleKind.TENSOR:
+        # F.scaled_mm, which takes every kind, spends on its arguments what five launches take.
+        scales = a_MK.dequant_scale, b_NK.dequant_scale
+        return torch._scaled_mm(a_MK.codes, b_NK.codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     if a_MK.kind is ScaleKind.BLOCK_1X32:
         return _mx_matmul(a_MK, b_NK, out_dtype)
     a_codes, a_dequant_scale, a_kind = a_MK
@@ -121,7 +128,7 @@ def _mx_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype) -> 
 def with_matching_scales(a_MK: ScaledCodes, b_NK: ScaledCodes) -> tuple[ScaledCodes, ScaledCodes]:
     """Bring both scales to the same family: block, tensor or row. Over one block of K a block's scale is one of the row."""
     has_blocks_of_k = a_MK.kind.is_blockwise and a_MK.codes.shape[1] > a_MK.kind.block[1]
-    if has_blocks_of_k or (a_MK.kind, b_NK.kind) == TENSORS:
+    if has_blocks_of_k or a_MK.kind is b_NK.kind is ScaleKind.TENSOR:
         return a_MK, b_NK
     return _scaled_by_row(a_MK), _scaled_by_row(b_NK)
 

@@ -198,6 +198,24 @@ def scale_from_amax(amax, FORMAT: tl.constexpr, MARGIN: tl.constexpr):
 
 
 @triton.jit
+def over_unit(amax, unit, HAS_UNIT: tl.constexpr):
+    """The amax of x, where it is given of x * unit."""
+    if HAS_UNIT:
+        return tl.div_rn(amax, tl.load(unit))
+    else:
+        return amax
+
+
+@triton.jit
+def times_unit(scale, unit, HAS_UNIT: tl.constexpr):
+    """The scale of x * unit, where it is that of x."""
+    if HAS_UNIT:
+        return scale * tl.load(unit)
+    else:
+        return scale
+
+
+@triton.jit
 def cast(x, DTYPE: tl.constexpr):
     """fp32 x rounded to nearest even. Triton's interpreter cuts off bits on the way to bf16 instead."""
     if INTERPRETED and tl.bfloat16 == DTYPE:

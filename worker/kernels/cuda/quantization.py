@@ -21,6 +21,7 @@ from worker.kernels.cuda.amax import (
     row_and_column_amax,
     tensor_amax,
 )
+from worker.kernels.cuda.launching import Launcher
 from worker.kernels.cuda.rescale import FORMAT_NAMES, as_integers, encode
 from worker.kernels.formats import BLOCK
 from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
@@ -43,6 +44,7 @@ def _last_first():
 def _encode_flat(
     x,
     amax,
+    unit,
     codes,
     dequant_scale,
     new_amax,
@@ -50,14 +52,23 @@ def _encode_flat(
     FORMAT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MARGIN: tl.constexpr,
+    HAS_UNIT: tl.constexpr,
+    MARKS_NONFINITE: tl.constexpr,
     TRACKS_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Codes at the scale of a given amax, and the amax of x itself."""
+    """Codes at the scale of a given amax, and the amax of x itself.
+
+    HAS_UNIT: amax and dequant_scale are of x * unit. MARKS_NONFINITE: the scale is NaN where the amax is not finite.
+    """
     program = _last_first()
-    scale = language.scale_from_amax(tl.load(amax), FORMAT, MARGIN)
+    largest = tl.load(amax)
+    scale = language.scale_from_amax(language.over_unit(largest, unit, HAS_UNIT), FORMAT, MARGIN)
     if program == 0:
-        tl.store(dequant_scale, scale)
+        stored = language.times_unit(scale, unit, HAS_UNIT)
+        if MARKS_NONFINITE:
+            stored = tl.where(language.is_finite(largest), stored, float("nan"))
+        tl.store(dequant_scale, stored)
     start = program.to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     mask = offsets < num_elements - start
@@ -113,16 +124,18 @@ def _quantize_rows(
 # fmt: off
 @triton.jit
 def _quantize_tile(
-    x, stride, num_rows, num_columns, row_amax, column_amax, new_amax,
+    x, stride, num_rows, num_columns, row_amax, column_amax, unit, new_amax,
     codes, row_scale, row_scale_stride_m, row_scale_stride_n,
     codes_t, column_scale, column_scale_stride_n, column_scale_stride_m,
     KIND: tl.constexpr, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, MARGIN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRACKS_AMAX: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_UNIT: tl.constexpr, TRACKS_AMAX: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):
     # fmt: on
     """One tile of x, or of an activation of x.
 
     Scales of kind "tensor" and "row" come from amaxes that are given, those of blocks from the tile.
+    HAS_UNIT, of kind "tensor": amax and scales are of x * unit.
     ROWS, COLUMNS: what is wanted. row_scale belongs to codes (M, N), column_scale to codes_t (N, M).
     """
     program = _last_first()
@@ -138,15 +151,16 @@ def _quantize_tile(
 
     if KIND == "tensor" or KIND == "block 128x128":
         if KIND == "tensor":
-            scale = language.scale_from_amax(tl.load(row_amax), FORMAT, MARGIN)
+            scale = language.scale_from_amax(language.over_unit(tl.load(row_amax), unit, HAS_UNIT), FORMAT, MARGIN)
             owns_scale = program == 0
         else:
             scale = language.scale_from_amax(language.amax(language.amax(values, 1), 0), FORMAT, MARGIN)
             owns_scale = True
+        stored = language.times_unit(scale, unit, HAS_UNIT)
         if ROWS:
-            tl.store(row_scale + tile_m * row_scale_stride_m + tile_n * row_scale_stride_n, scale, mask=owns_scale)
+            tl.store(row_scale + tile_m * row_scale_stride_m + tile_n * row_scale_stride_n, stored, mask=owns_scale)
         if COLUMNS:
-            tl.store(column_scale + tile_n * column_scale_stride_n + tile_m * column_scale_stride_m, scale, mask=owns_scale)
+            tl.store(column_scale + tile_n * column_scale_stride_n + tile_m * column_scale_stride_m, stored, mask=owns_scale)
         encoded = language.encode_scaled(codable, language.inverse(scale), FORMAT)
         encoded_t = encoded
     else:
@@ -180,6 +194,10 @@ def _quantize_tile(
         tl.store(outputs_t, tl.trans(encoded_t), mask=is_column[:, None] & is_row[None, :])
     if TRACKS_AMAX:
         language.atomic_amax(new_amax, language.amax(language.amax(values, 1), 0))
+
+
+_launch_flat = Launcher(_encode_flat, num_warps=FLAT_WARPS, enable_fp_fusion=False)
+_launch_tile = Launcher(_quantize_tile, num_warps=TILE_WARPS, maxnreg=TILE_REGISTERS, enable_fp_fusion=False)
 
 
 def quantize(x: Tensor, dtype: torch.dtype, kind: ScaleKind, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -241,6 +259,28 @@ def quantize_operand(
     return [*(rows or ())[:2], *(columns or ())[:2], *(() if new_amax is None else (new_amax,))]
 
 
+def requantize(stored: ScaledCodes, amax: Tensor, dtype: torch.dtype, margin: int, sides: str) -> list[Tensor]:
+    """See the reference. One launch."""
+    x_MN, unit, kind = stored
+    if x_MN.numel() == 0:
+        return reference.requantize(stored, amax, dtype, margin, sides)
+    if sides == "rows" and x_MN.is_contiguous():
+        return [*_quantize_flat(x_MN, dtype, margin, amax, unit=unit)]
+    x_MN = as_matrix(x_MN)
+    rows = _empty_operand(x_MN, dtype, kind) if sides != "columns" else None
+    columns = _empty_operand(x_MN.t(), dtype, kind) if sides != "rows" else None
+    _launch_tiles(x_MN, margin, rows, columns, (amax, None), unit=unit)
+    return [*(rows or ())[:2], *(columns or ())[:2]]
+
+
+def quantize_gradient(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See the reference. Two launches."""
+    if x.numel() == 0:
+        return reference.quantize_gradient(x, dtype)
+    flat = x.contiguous()
+    return _quantize_flat(flat, dtype, 0, tensor_amax(flat), marks_nonfinite=True)
+
+
 def activate_operand(
     x_MN: Tensor,
     activation: str,
@@ -271,13 +311,17 @@ def _quantize_flat(
     amax: Tensor,
     new_amax: Tensor | None = None,
     activation: str | None = None,
+    *,
+    unit: Tensor | None = None,
+    marks_nonfinite: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """x quantized with a scale of the tensor. unit, marks_nonfinite: see `_encode_flat`."""
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     dequant_scale = torch.empty((), dtype=torch.float32, device=x.device)
-    grid = (language.cdiv(x.numel(), FLAT_BLOCK),)
-    _encode_flat[grid](
-        x, amax, as_integers(codes), dequant_scale, new_amax, x.numel(), FORMAT_NAMES[dtype], activation, margin,
-        new_amax is not None, FLAT_BLOCK, num_warps=FLAT_WARPS, enable_fp_fusion=False,
+    num_elements = x.numel()
+    _launch_flat(
+        language.cdiv(num_elements, FLAT_BLOCK), x, amax, unit, as_integers(codes), dequant_scale, new_amax, num_elements,
+        FORMAT_NAMES[dtype], activation, margin, unit is not None, marks_nonfinite, new_amax is not None, FLAT_BLOCK,
     )  # fmt: skip
     return codes, dequant_scale
 
@@ -300,8 +344,12 @@ def _launch_tiles(
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
     new_amax: Tensor | None = None,
     activation: str | None = None,
+    unit: Tensor | None = None,
 ) -> None:
-    """rows, columns: where codes and scales go. amaxes: those of the rows, or the tensor, and of the columns, if given."""
+    """rows, columns: where codes and scales go. amaxes: those of the rows, or the tensor, and of the columns, if given.
+
+    unit: amax and scales are of x * unit.
+    """
     wanted = rows or columns
     assert wanted is not None
     num_rows, num_columns = x_MN.shape
@@ -314,12 +362,11 @@ def _launch_tiles(
         )  # fmt: skip
         return
     tile_m, tile_n = _tile(wanted.kind, columns is not None)
-    grid = (language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),)
-    _quantize_tile[grid](
-        x_MN, x_MN.stride(0), num_rows, num_columns, *amaxes, new_amax, *_pointers(rows), *_pointers(columns),
+    _launch_tile(
+        language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
+        x_MN, x_MN.stride(0), num_rows, num_columns, *amaxes, unit, new_amax, *_pointers(rows), *_pointers(columns),
         wanted.kind.value, FORMAT_NAMES[wanted.codes.dtype], activation, margin,
-        rows is not None, columns is not None, new_amax is not None, tile_m, tile_n,
-        num_warps=TILE_WARPS, maxnreg=TILE_REGISTERS, enable_fp_fusion=False,
+        rows is not None, columns is not None, unit is not None, new_amax is not None, tile_m, tile_n,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from worker.kernels.cuda import language
 from worker.kernels.cuda.amax import as_matrix
+from worker.kernels.cuda.launching import Launcher
 
 TILE_M, TILE_N, WARPS = 128, 128, 8
 
@@ -27,13 +28,16 @@ def _transpose(codes, stride, out, num_rows, num_columns, TILE_M: tl.constexpr, 
     tl.store(outputs, tl.trans(tile), mask=is_column[:, None] & is_row[None, :])
 
 
+_launch = Launcher(_transpose, num_warps=WARPS)
+
+
 def transpose(codes_MN: Tensor) -> Tensor:
     """The codes (N, M), contiguous, of FP8 codes (M, N)."""
     num_rows, num_columns = codes_MN.shape
     out_NM = torch.empty(num_columns, num_rows, dtype=codes_MN.dtype, device=codes_MN.device)
     if codes_MN.numel():
         codes = as_matrix(codes_MN.view(torch.uint8))
-        grid = (language.cdiv(num_rows, TILE_M) * language.cdiv(num_columns, TILE_N),)
+        num_programs = language.cdiv(num_rows, TILE_M) * language.cdiv(num_columns, TILE_N)
         shape = (num_rows, num_columns, TILE_M, TILE_N)
-        _transpose[grid](codes, codes.stride(0), out_NM.view(torch.uint8), *shape, num_warps=WARPS)
+        _launch(num_programs, codes, codes.stride(0), out_NM.view(torch.uint8), *shape)
     return out_NM

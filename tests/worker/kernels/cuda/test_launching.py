@@ -1,0 +1,108 @@
+"""A launch that Triton has made once is made again without it, and only where nothing that it specializes on has changed."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from worker.kernels.cuda import launching
+from worker.kernels.cuda.launching import Launcher
+
+X = torch.zeros(64)
+
+
+class Compiled:
+    function, packed_metadata = 7, (8,)
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
+
+
+class Device:
+    def get_current_device(self) -> int:
+        return 3
+
+    def get_current_stream(self, device: int) -> int:
+        return 100 + device
+
+
+def add_one(x, num_elements, BLOCK):  # type: ignore[no-untyped-def]
+    pass
+
+
+@pytest.fixture
+def by_triton() -> Iterator[list[Compiled]]:
+    """What Triton's own launch has returned, in order."""
+    made: list[Compiled] = []
+
+    def run(_kernel: Any, *_arguments: Any, **options: Any) -> Compiled:
+        assert options["grid"] == (5,)
+        assert options["num_warps"] == 8
+        made.append(Compiled())
+        return made[-1]
+
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(driver, "_active", Device()),
+        mock.patch.dict(launching.COMPILED, clear=True),
+    ):
+        yield made
+
+
+@pytest.fixture
+def launch() -> Launcher:
+    return Launcher(JITFunction(add_one), num_warps=8)
+
+
+def test_a_second_launch_runs_the_compiled_kernel(by_triton: list[Compiled], launch: Launcher) -> None:
+    other = torch.ones(64)
+    launch(5, X, 64, None)
+    launch(6, other, 64, None)
+    [compiled] = by_triton
+    [(*head, first, second, third)] = compiled.runs
+    hooks = triton.knobs.runtime
+    assert head == [6, 1, 1, 103, 7, (8,), None, hooks.launch_enter_hook, hooks.launch_exit_hook]
+    assert first is other
+    assert (second, third) == (64, None)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(X, 63, None), (X, 64, "silu"), (X.half(), 64, None), (X[1:], 64, None), (X, 64.0, None)]
+)
+def test_other_arguments_go_through_triton(
+    by_triton: list[Compiled], launch: Launcher, arguments: tuple[Tensor, Any, Any]
+) -> None:
+    launch(5, X, 64, None)
+    launch(5, *arguments)
+    assert len(by_triton) == 2
+    assert by_triton[0].runs == []
+
+
+def test_two_kernels_share_nothing(by_triton: list[Compiled], launch: Launcher) -> None:
+    launch(5, X, 64, None)
+    Launcher(JITFunction(add_one), num_warps=8)(5, X, 64, None)
+    assert len(by_triton) == 2
+
+
+def test_a_hook_sees_each_launch(by_triton: list[Compiled], launch: Launcher) -> None:
+    launch(5, X, 64, None)
+    with mock.patch.object(triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print])):
+        launch(5, X, 64, None)
+    assert len(by_triton) == 2
+
+
+def test_shapes_without_end_do_not_fill_the_memory(by_triton: list[Compiled], launch: Launcher) -> None:
+    with mock.patch.object(launching, "MOST_KNOWN", 4):
+        for num_elements in range(9):
+            launch(5, X, num_elements, None)
+    assert len(launching.COMPILED) <= 4
