@@ -4,6 +4,7 @@ import gc
 import os
 
 import pytest
+from hypothesis import settings
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -13,6 +14,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # of xdist, which starts files with many tests first; below, slow files are first
     if _only_distributes(config):
         return
+    settings.register_profile("octet", deadline=None)  # how long an example takes is up to what else the machine does
+    settings.load_profile("octet")
     if not _has_fp8_gpu():  # Triton reads this when it is imported, and then runs its kernels on CPU tensors
         os.environ["TRITON_INTERPRET"] = "1"
 

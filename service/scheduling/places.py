@@ -87,7 +87,7 @@ class QueuePlaces:
         """Decide about new jobs from the first few of the queue. Returns None unless one of those holds back the others."""
         first = store.queue.head_of_queue(session, pool, _FIRST)
         ids = {job.id for job in first}
-        others = [QueuedJob(job.id, pool, job.workers, job.priority, None, False, None, None) for job in new]
+        others = store.queue.as_queued(session, new)
         decided = self._decided(session, [*first, *(job for job in others if job.id not in ids)], known)
         if len(first) < _FIRST or any(each.holds_back and each.job_id in ids for each in decided):
             return {each.job_id: each for each in decided}

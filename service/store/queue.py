@@ -88,6 +88,15 @@ def head_of_queue(session: Session, pool: str, length: int | None = None) -> lis
     return [QueuedJob(*row[:-1], counts.get(row[0], (row[2],))) for row in rows]
 
 
+def as_queued(session: Session, new: Sequence[JobRow]) -> list[QueuedJob]:
+    """Show jobs that were submitted in this transaction as the queue does."""
+    counts = _counts_of(session, [job.id for job in new if job.min_workers is not None])
+    return [
+        QueuedJob(job.id, job.pool, job.workers, job.priority, None, False, None, None, counts.get(job.id, (job.workers,)))
+        for job in new
+    ]
+
+
 def _counts_of(session: Session, job_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """The numbers of ranks that elastic jobs may have. Only these need their specs."""
     if not job_ids:
