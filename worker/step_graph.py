@@ -79,8 +79,15 @@ class CudaRecorder:
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Capture work, which runs nothing, and replay it. Other threads, which read batches and write checkpoints, go on."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = work()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = work()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a step could not be recorded as a CUDA graph: {error}. Set training.cuda_graph to off, and please report it."
+            ) from error
         graph.replay()
         return result, graph.replay
 

@@ -190,9 +190,14 @@ def absolute_tokenizer(path: str | None) -> str | None:
     return path
 
 
+def has_tokenizer(folder: Path, files: Files = ANY_FILE) -> bool:
+    """Return True if a folder has the files of a tokenizer. Raises Unfit or OSError."""
+    return any(_has(folder, name, files) for name in TOKENIZER_FILES)
+
+
 def check_tokenizer(folder: Path, files: Files = ANY_FILE) -> bool:
     """Check that a folder holds a tokenizer; returns True if it has a chat template. Raises Unfit or OSError."""
-    if not any(_has(folder, name, files) for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder, files):
         allowed = f"a folder with a tokenizer, as save_pretrained writes it: one of {', '.join(TOKENIZER_FILES)}"
         raise Unfit("data.tokenizer", folder, allowed, "Save the tokenizer there, or set data.tokenizer.")
     if _has(folder, "chat_template.jinja", files):

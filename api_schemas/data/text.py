@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from api_schemas.base import refusal
 from api_schemas.data.base import Needs, SourceSpec
 from api_schemas.data.files import ANY_FILE, Files
 from api_schemas.data.globs import matches
-from api_schemas.data.jsonl import absolute_tokenizer, check_tokenizer
+from api_schemas.data.jsonl import absolute_tokenizer, check_tokenizer, has_tokenizer
 from api_schemas.data.unfit import Unfit
 
 Glob = Annotated[str, Field(min_length=1, max_length=256)]
@@ -46,6 +46,7 @@ class TextSpec(SourceSpec):
         max_length=4096,
         description="absolute path of a folder with a tokenizer, as the workers see it; default: bytes",
     )
+    _model_folder: str | None = PrivateAttr(None)
 
     @field_validator("tokenizer")
     @classmethod
@@ -108,10 +109,21 @@ class TextSpec(SourceSpec):
         """Return True if a file that begins with `content` is binary and therefore left out."""
         return b"\0" in content[:_BINARY_PROBE_BYTES]
 
+    def with_model(self, model_folder: str | None) -> Self:
+        """Remember the model's folder: if it has a tokenizer, the model's tokens are not bytes."""
+        if model_folder is None:
+            return self
+        spec = self.model_copy()
+        spec._model_folder = model_folder
+        return spec
+
     def check_local_parts(self, files: Files = ANY_FILE) -> None:
-        """Check the tokenizer's files, if there is a tokenizer."""
+        """Check the tokenizer's files, or that there need not be a tokenizer."""
         if self.tokenizer is not None:
             check_tokenizer(Path(self.tokenizer), files)
+        elif self._model_folder is not None and has_tokenizer(Path(self._model_folder), files):
+            allowed = f"a tokenizer's folder: the model in {self._model_folder} has a tokenizer, so its tokens are not bytes"
+            raise Unfit("data.tokenizer", None, allowed, f"Set data.tokenizer to {self._model_folder}.")
 
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
         """Check as `SourceSpec.check` says; a folder of more than `MAX_FILES_CHECKED` text files is assumed large enough.

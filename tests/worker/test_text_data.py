@@ -143,6 +143,15 @@ class TestTokenizer:
         assert data.facts["train_bytes"] % 2 == 0
         assert data.facts["train_bytes"] + data.facts["evaluation_bytes"] == 802
 
+    def test_a_model_with_a_tokenizer_is_not_fed_bytes(self, folder: Path, tmp_path: Path) -> None:
+        corpus = write_sentences(tmp_path / "corpus", num_files=3, num_sentences=20)
+        of_model = TextSpec(path=str(corpus)).with_model(str(folder))
+        with pytest.raises(Unfit, match=r"its tokens are not bytes\. Set data\.tokenizer to"):
+            of_model.check(corpus, Needs(8, 320))
+        with pytest.raises(DataError, match="its tokens are not bytes"):
+            open_source(of_model, 8, 0)
+        TextSpec(path=str(corpus)).with_model(str(tmp_path)).check(corpus, Needs(8, 320))  # without a tokenizer: of bytes
+
     def test_what_is_wrong_is_named(self, folder: Path, tmp_path: Path) -> None:
         corpus = write_sentences(tmp_path / "corpus", num_files=3, num_sentences=20)
         needs = Needs(8, 320)

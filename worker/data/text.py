@@ -46,6 +46,7 @@ def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = 
     """Read the corpus. Raises DataError if it cannot be read or a part is shorter than one sequence."""
     root = spec.place
     try:
+        spec.check_local_parts(files)
         if files.is_folder(root):
             train_texts, evaluation_texts, counts = _read_folder(root, spec, files)
         else:
