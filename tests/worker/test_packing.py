@@ -47,8 +47,8 @@ RECORDS = st.lists(
 
 
 def completions(records: list[list[bool]], seed: int = 0) -> Completions:
-    """A source in which token 100·r + t is token t of record r; the last record evaluates."""
-    encoded = (Encoded([100 * number + t for t in range(len(counts))], counts) for number, counts in enumerate(records))
+    """A source in which token 100·r + t is token t of record r, counted from 1; the last record evaluates."""
+    encoded = (Encoded([100 * number + t for t in range(len(counts))], counts) for number, counts in enumerate(records, 1))
     last = len(records) - 1
     tokenized = TokenizedRecords(encoded, CAPACITY + 1)
     return Completions(tokenized, range(last), range(last, last + 1), CAPACITY, seed, is_packed=True)
@@ -73,8 +73,8 @@ def test_packed_records_resume_anywhere_and_lose_nothing(
             inputs += tokens_T[own].tolist()
             targets += [target for target in targets_T[own].tolist() if target != IGNORED]
     trained = records[:-1]
-    assert sorted(inputs) == [100 * r + t for r, counts in enumerate(trained) for t in range(len(counts) - 1)]
-    assert sorted(targets) == [100 * r + t for r, counts in enumerate(trained) for t in range(1, len(counts)) if counts[t]]
+    assert sorted(inputs) == [100 * r + t for r, counts in enumerate(trained, 1) for t in range(len(counts) - 1)]
+    assert sorted(targets) == [100 * r + t for r, counts in enumerate(trained, 1) for t in range(1, len(counts)) if counts[t]]
 
 
 def text_source(folder: Path, texts: list[bytes], sequence_length: int) -> DocumentWindows:

@@ -19,7 +19,8 @@ def memory_report(
 ) -> dict[str, int]:
     """Return bytes by class: weights, master_weights, gradients, exp_avg, exp_avg_sq, scales, other.
 
-    A converted layer's port for gradients of compiled graphs (4 bytes) and an optimizer's counter (8 bytes) are left out.
+    Left out are a converted layer's port for gradients of compiled graphs (4 bytes) and its count of rounded additions (8
+    bytes), and an optimizer's counter (8 bytes).
     `scales` are all dequant_scales of weights, gradients and states; `other` is the rest of buffers and states.
     converted_only: count only weights that `initialize` converted and the tensors that belong to them, without biases.
     """

@@ -222,9 +222,9 @@ def jobs(rank: int, ports: list[int], folder: Path, corpus: str) -> list[Recorde
             shutil.copytree(folder / "stage1" / "checkpoints", copied)
         part = copies[0] / "step_0000000004" / "rank_00002.safetensors"
         part.write_bytes(part.read_bytes()[:-1])
-        written = ".unfinished_step_0000000004"  # what is saved next, both see
-        (copies[0] / written).mkdir()
-        (copies[1] / written).symlink_to(copies[0] / written)
+        (folder / "seen by both").mkdir()
+        for copied in copies:  # what is saved next
+            (copied / ".unfinished_step_0000000004").symlink_to(folder / "seen by both")
     refs = tuple(
         CheckpointRef(step=step, name=path.name, sha256=hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest())
         for step in (4, 2)
