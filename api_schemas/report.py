@@ -138,7 +138,7 @@ class ReportBatch(Contract):
     """Consecutive reports of one rank. Only rank 0 renews the lease."""
 
     epoch: int = Field(ge=1)
-    rank: int = Field(ge=0)
+    rank: int = Field(ge=0, lt=65_536)
     reports: tuple[Report, ...] = Field(default=(), max_length=MAX_REPORTS_PER_BATCH)
 
 

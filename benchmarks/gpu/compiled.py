@@ -34,7 +34,7 @@ TYPES = {  # argument types by name, equal in all kernels
 }  # fmt: skip
 FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 CAPABILITIES = (89, 90, 100, 120)  # times ten: Ada, Hopper, two Blackwells
-UNALIGNED = {"unless", "seed", "step", "stream", "stride", "alpha", "row_step"}
+UNALIGNED = {"unless", "seed", "step", "stream", "alpha", "row_step"}
 
 
 def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -156,7 +156,8 @@ def compile_kernel(name: str, kernel: Any, constants: dict[str, Any], capability
     arguments = kernel.arg_names
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in arguments}
     constexprs = {(arguments.index(argument),): value for argument, value in constants.items()}
-    unaligned = UNALIGNED | {argument for argument in arguments if "_stride_" in argument} | set(constants)
+    unspecialized = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    unaligned = UNALIGNED | unspecialized | {argument for argument in arguments if "_stride_" in argument} | set(constants)
     aligned = [argument for argument in arguments if argument not in unaligned]
     attributes = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)

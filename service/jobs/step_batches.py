@@ -41,7 +41,7 @@ class StepBatch(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A `ReportBatch` of steps, or of nothing."""
 
     epoch: Annotated[int, Meta(ge=1)]
-    rank: Annotated[int, Meta(ge=0)]
+    rank: Annotated[int, Meta(ge=0, lt=65_536)]
     reports: Annotated[tuple[SentReport, ...], Meta(max_length=MAX_REPORTS_PER_BATCH)] = ()
 
     def as_contract(self) -> ReportBatch:

@@ -126,6 +126,13 @@ def test_an_old_epoch_is_stale(client: TestClient, world: World) -> None:
     refused(post(client, rank, batch), 409, ErrorCode.STALE_ATTEMPT)
 
 
+@pytest.mark.parametrize("rank", [65_536, 2**31, 2**80])
+def test_a_rank_that_no_job_can_have_is_refused(client: TestClient, world: World, rank: int) -> None:
+    _, sender = world.start()
+    batch = sender.batch().model_copy(update={"rank": rank})
+    assert "less than 65536" in refused(post(client, sender, batch), 422, ErrorCode.INVALID_REQUEST).model_dump_json()
+
+
 def test_an_attempt_that_is_over_hears_so_and_is_counted(client: TestClient, world: World) -> None:
     job_id, rank = world.start(max_failures=1)
     rank.send(FinishedReport(outcome="failed", reason=FailureReason.WORKER_LOST))
