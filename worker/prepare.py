@@ -42,7 +42,7 @@ from worker.fp8.recipe_kwargs import is_recipe_kwargs, precision_of
 from worker.fp8.sequence import take_over_activations
 from worker.fp8.speedups import DEFAULT_TOKENS, Chip
 from worker.fp8.statistics import OperandSample
-from worker.fp8.torchao_linear import torchao_converter
+from worker.fp8.torchao_linear import check_gathers, torchao_converter
 from worker.fp8.weights import encode_weight
 from worker.metrics.memory import memory_report
 from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt, check_adoptable, make_by_name, take_over
@@ -117,7 +117,7 @@ def initialize(
     if any(hasattr(module, "octet_report") for module in model.modules()):
         raise ValueError("the model, or a part of it, is initialized already. Build a new one to train it at another level.")
     if is_recipe_kwargs(options.get("recipe")) and not isinstance(opt_level, PrecisionSpec):
-        meant = precision_of(options.pop("recipe"), opt_level, model)
+        meant = precision_of(options.pop("recipe"), opt_level, model, is_sharded=_is_sharded(optimizer, optimizer_name))
         opt_level, options = meant.level, meant.model_dump(exclude={"level"}, exclude_defaults=True) | options
     precision = read_options("O2" if opt_level is None else opt_level, options)
     if optimizer_name is not None:
@@ -130,6 +130,12 @@ def initialize(
     if prepared.report.nothing_converted:
         warnings.warn(prepared.report.nothing_converted, stacklevel=2)
     return prepared.model, prepared.optimizer
+
+
+def _is_sharded(optimizer: torch.optim.Optimizer | None, optimizer_name: str | None) -> bool:
+    """Whether a model may be sharded by FSDP2 after `initialize`: one of several ranks, and no optimizer yet."""
+    in_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return in_ranks and optimizer is None and optimizer_name is None
 
 
 def prepare(
@@ -150,6 +156,7 @@ def prepare(
         raise ValueError(f"tokens is {tokens}; allowed: 1 or more. Give batch size times sequence length, or leave it out.")
     if optimizer is not None:
         _check_optimizer(optimizer, model, precision.storage)
+        check_gathers(precision)
     wants_norms = isinstance(precision, LibraryPrecision) and precision.norms == "bf16"
     norms, skipped_norms = select_norms(model) if wants_norms else ([], [])
     if norms and optimizer is not None and type(optimizer) not in REPRESENTABLE:

@@ -1,7 +1,7 @@
 """Train a small network under Accelerate with torch's own wrappers, at a level that holds weights as values: te or ao.
 
     torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level te
-    torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level ao --wrapper fsdp2
+    torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level ao --wrapper fsdp2 --gather fp8
 
 O1, O2 and O3 hold weights as codes, which DDP and FSDP2 would send or cut as if they were values. They are refused here;
 `train.py` next to this file trains them by `octet.parallelize`.
@@ -27,23 +27,24 @@ def data(num_examples: int) -> TensorDataset:
     return TensorDataset(inputs, torch.tanh(inputs @ torch.randn(64, 16, generator=generator) / 8))
 
 
-def prepared(accelerator: Accelerator, level: str, wrapper: str) -> tuple[Any, Any]:
-    """The model in its wrapper, and its optimizer."""
+def prepared(accelerator: Accelerator, level: str, wrapper: str, gather: str) -> tuple[Any, Any]:
+    """The model in its wrapper, and its optimizer. gather: the dtype in which FSDP2 gathers torchao's weights."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16))
     model = model.to(accelerator.device)
     if wrapper == "ddp":
         model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
         return accelerator.prepare(model, optimizer)
-    model, _ = initialize(model, None, level)
+    options: dict[str, Any] = {"torchao": {"fsdp_float8_all_gather": True}} if gather == "fp8" else {}
+    model, _ = initialize(model, None, level, **options)
     fully_shard(model)  # before the optimizer, which is made of the shards
     return model, accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-def train(level: str, wrapper: str, num_epochs: int) -> list[Tensor]:
+def train(level: str, wrapper: str, gather: str, num_epochs: int) -> list[Tensor]:
     """Return the mean loss of each optimizer step over the ranks."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
-    model, optimizer = prepared(accelerator, level, wrapper)
+    model, optimizer = prepared(accelerator, level, wrapper, gather)
     loader = accelerator.prepare(DataLoader(data(512), batch_size=16))
     losses = []
     for _ in range(num_epochs):
@@ -64,9 +65,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--level", default="te")
     parser.add_argument("--wrapper", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument("--gather", choices=("fp32", "fp8"), default="fp32", help="for --level ao --wrapper fsdp2")
     parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
-    losses = train(options.level, options.wrapper, options.epochs)
+    losses = train(options.level, options.wrapper, options.gather, options.epochs)
     if Accelerator().is_main_process:
         sys.stdout.write(f"{options.level}: loss {losses[0]:.4f} -> {losses[-1]:.4f}\n")
 

@@ -22,17 +22,18 @@ def is_recipe_kwargs(recipe: object) -> bool:
     return _class_name(recipe) is not None
 
 
-def precision_of(recipe: Any, level: str | None, model: nn.Module) -> PrecisionSpec:
+def precision_of(recipe: Any, level: str | None, model: nn.Module, is_sharded: bool = False) -> PrecisionSpec:
     """Return the precision that a recipe of Accelerate means for a model.
 
     level: takes the place of the recipe's own for Transformer Engine's recipe, which any level of FP8 can follow.
+    is_sharded: FSDP2 will shard the weights, so torchao's gather in FP8 applies.
     Raises ValueError, with the name of the field, for what is not built, and for a level that contradicts the recipe.
     """
     name = _class_name(recipe)
     assert name is not None
     backend = str(_BACKENDS[name] or recipe.backend).lower()
     if backend == "ao":
-        spec = _of_torchao(recipe, model)
+        spec = _of_torchao(recipe, model, is_sharded)
     else:
         given = {field.name: getattr(recipe, field.name) for field in fields(recipe) if field.name != "backend"}
         spec = precision_from_accelerate(
@@ -51,7 +52,7 @@ def _class_name(recipe: object) -> str | None:
     return next((base.__name__ for base in type(recipe).__mro__ if base.__name__ in _BACKENDS), None)
 
 
-def _of_torchao(recipe: Any, model: nn.Module) -> PrecisionSpec:
+def _of_torchao(recipe: Any, model: nn.Module, is_sharded: bool) -> PrecisionSpec:
     """As Accelerate: without a filter of the user's the first and the last linear layer stay as they are."""
     torchao, scaling = _options_of(recipe)
     options: dict[str, Any] = {"level": "ao", "torchao": torchao, "recipe": scaling}
@@ -61,7 +62,7 @@ def _of_torchao(recipe: Any, model: nn.Module) -> PrecisionSpec:
         linears = [(name, module) for name, module in model.named_modules() if layout_of(module) is not None]
         excluded = [escape(name) for name, module in linears if not recipe.module_filter_func(module, name)]
         options |= {"exclude": excluded, "convert_heads": True}
-    if torchao.fsdp_float8_all_gather:
+    if torchao.fsdp_float8_all_gather and not is_sharded:
         options["not_applied"] = ("enable_fsdp_float8_all_gather: weights are not sharded",)
         options["torchao"] = torchao.model_copy(update={"fsdp_float8_all_gather": False})
     return PrecisionSpec.model_validate(options)

@@ -65,6 +65,13 @@ def test_torchaos_config_and_filter() -> None:
     assert spec.torchao is not None
     assert spec.torchao.pad_inner_dim
     assert "enable_fsdp_float8_all_gather" in spec.not_applied[0]
+    assert not spec.torchao.fsdp_float8_all_gather
+    sharded = precision_of(AORecipeKwargs(), None, Small(), is_sharded=True)
+    assert sharded.torchao is not None
+    assert sharded.torchao.fsdp_float8_all_gather
+    assert not sharded.not_applied
+    with pytest.raises(ValueError, match="fsdp_float8_all_gather is True and there is an optimizer; allowed: none yet"):
+        initialize(Small(), None, "ao", optimizer_name="adamw", torchao={"fsdp_float8_all_gather": True})
 
     def only_last(module: nn.Module, name: str) -> bool:
         return name == "last"

@@ -77,6 +77,13 @@ def test_accelerate_on_two_ranks(script: str, level: str) -> None:
         assert "octet.parallelize" in result.stderr
 
 
+@pytest.mark.matrix
+def test_accelerate_on_two_ranks_that_gather_in_fp8() -> None:
+    result = on_two_ranks("wrapped.py --level ao --wrapper fsdp2 --gather fp8", "ao")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_learns("ao", result.stdout)
+
+
 def assert_learns(level: str, said: str) -> None:
     first, last = re.findall(rf"{level}: loss (\S+) -> (\S+)\n", said)[0]
     assert float(last) < 0.8 * float(first)

@@ -1,13 +1,15 @@
 """Trainers of others on two ranks: transformers' Trainer through `octet.parallelize`, Accelerate's DDP, torch's FSDP2."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -81,8 +83,9 @@ def train_small(level: str, strategy: str, rank: int, num_ranks: int) -> dict[st
     """The weights after eight steps on this rank's part of each batch."""
     torch.manual_seed(0)
     model: Any = Small()
-    if strategy == "fsdp2":  # torch wants the optimizer made of the shards
-        model, _ = initialize(model, None, level, convert_heads=True)
+    if strategy.startswith("fsdp2"):  # torch wants the optimizer made of the shards
+        options: dict[str, Any] = {"torchao": {"fsdp_float8_all_gather": True}} if strategy == "fsdp2, fp8" else {}
+        model, _ = initialize(model, None, level, convert_heads=True, **options)
         fully_shard(model.inner)
         fully_shard(model)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -100,6 +103,22 @@ def train_small(level: str, strategy: str, rank: int, num_ranks: int) -> dict[st
     return {name: weight.full_tensor() if isinstance(weight, DTensor) else weight for name, weight in whole.items()}
 
 
+@contextmanager
+def counted_gathers() -> Iterator[list[int]]:
+    """Collect the bytes that this rank gives to each all-gather."""
+    sent: list[int] = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # since torch 2.13
+    original = getattr(dist, name)
+
+    def counting(output: Tensor, input: Tensor, *arguments: Any, **options: Any) -> Any:
+        sent.append(input.nbytes)
+        return original(output, input, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, counting)
+        yield sent
+
+
 def message(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -114,6 +133,10 @@ def train_by_torchs_wrappers(rank: int, port: int, folder: str) -> None:
     found: dict[Any, Any] = {
         (level, strategy): train_small(level, strategy, rank, NUM_RANKS) for level in OF_VALUES for strategy in ("ddp", "fsdp2")
     }
+    for strategy in ("fsdp2", "fsdp2, fp8"):
+        with counted_gathers() as sent:
+            found["ao", strategy] = train_small("ao", strategy, rank, NUM_RANKS)
+        found["gathered", strategy] = sum(sent)
     for level in OF_CODES:
         pair = make(level)
         found[level, "ddp"] = message(partial(accelerator.prepare, *pair))
@@ -139,6 +162,15 @@ def test_two_ranks_train_what_one_process_trains(level: str, strategy: str, wrap
     assert all(torch.equal(first[name], second[name]) for name in alone)
     distances = [sum(float((one[name] - exact[name]).square().sum()) ** 0.5 for name in alone) for one in (first, alone)]
     assert 0 < distances[0] < 1.5 * distances[1]
+
+
+def test_torchaos_gather_in_fp8_changes_no_bit(wrapped: list[dict[Any, Any]]) -> None:
+    """A rank sends half of each weight as codes, not in fp32: in eight steps those of the root once each, the inner twice."""
+    weights = {name: weight.numel() for name, weight in Small().named_parameters() if weight.ndim == 2}
+    saved = sum(3 * number * (16 if "inner" in name else 8) for name, number in weights.items()) // NUM_RANKS
+    for result in wrapped:
+        assert_same_bits(result["ao", "fsdp2, fp8"], result["ao", "fsdp2"])
+        assert result["gathered", "fsdp2, fp8"] == result["gathered", "fsdp2"] - saved
 
 
 @pytest.mark.parametrize("level", OF_CODES)
