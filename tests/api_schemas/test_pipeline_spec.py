@@ -39,6 +39,17 @@ def test_tensor_ranks_divide_the_blocks_of_a_stage(sequence: bool) -> None:
     assert spec.layout.group("stage", 5) == (4, 5, 6, 7)
 
 
+def test_175_billion_parameters_are_a_job() -> None:
+    """Tensor groups of eight neighbours, 16 stages of two runs of three blocks, and eight data ranks."""
+    document = copy.deepcopy(EXAMPLE) | {"model": {"preset": "gpt-175b"}, "resources": {"workers": 1024}}
+    degrees = {"tensor": 8, "sequence": True, "pipeline": 16, "schedule": "interleaved", "zero_stage": 1}
+    training = document["training"] | {"global_batch_size": 1536, "micro_batch_size": 1, "sequence_length": 2048}
+    layout = JobSpec.model_validate(document | {"parallelism": degrees, "training": training}).layout
+    assert (layout.data, layout.num_stages, layout.blocks(31, 96)) == (8, 32, range(93, 96))
+    assert layout.group("tensor", 1023) == tuple(range(1016, 1024))
+    assert layout.group("pipeline", 1023) == tuple(range(63, 1024, 64))
+
+
 def in_training(**changes: Any) -> Callable[[dict[str, Any]], object]:
     return lambda d: d["training"].update(changes)
 
