@@ -50,16 +50,18 @@ def _misfit_of_combination(
     parallelism: ParallelismSpec, resources: ResourceSpec, precision: PrecisionSpec, adapter: AdapterSpec | None
 ) -> Unfit | None:
     degree = parallelism.pipeline
-    for name in ("tensor", "context"):
-        if (other := getattr(parallelism, name)) > 1:
-            allowed = f"1 with {_FIELD}, which is combined with data parallel ranks and zero_stage 0 or 1"
-            return Unfit(f"parallelism.{name}", other, allowed, f"Set parallelism.{name} or {_FIELD} to 1.")
+    if (context := parallelism.context) > 1:
+        allowed = f"1 with {_FIELD}, which is combined with tensor and data parallel ranks and zero_stage 0 or 1"
+        return Unfit("parallelism.context", context, allowed, f"Set parallelism.context or {_FIELD} to 1.")
     if parallelism.zero_stage > 1:
         allowed = f"0 or 1 with {_FIELD}: stages 2 and 3 would exchange gradients, or gather weights, for each micro-batch"
         return Unfit("parallelism.zero_stage", parallelism.zero_stage, allowed, f"Lower it, or set {_FIELD} to 1.")
-    if resources.workers % degree:
-        change = f"Change resources.workers or {_FIELD}."
-        return Unfit("resources.workers", resources.workers, f"a multiple of {_FIELD}, {degree}", change)
+    product, num_ranks, change = _FIELD, degree, f"Change resources.workers or {_FIELD}."
+    if parallelism.tensor > 1:
+        product, num_ranks = f"{_FIELD} · parallelism.tensor", degree * parallelism.tensor
+        change = "Change resources.workers or the degrees."
+    if resources.workers % num_ranks:
+        return Unfit("resources.workers", resources.workers, f"a multiple of {product}, {num_ranks}", change)
     if precision.storage.engine == "torchao":
         allowed = f"with {_FIELD}: every level but ao, whose layers have not been proven there"
         return Unfit("precision.level", precision.level, allowed, f"Use te, or set {_FIELD} to 1.")

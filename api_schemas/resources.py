@@ -72,8 +72,8 @@ class ParallelismSpec(Contract):
         default=1,
         ge=1,
         le=256,
-        description="ranks that each hold some of the blocks and pass micro-batches on; workers / pipeline ranks read other "
-        "samples",
+        description="ranks that each hold some of the blocks, whole or as the shards of tensor, and pass micro-batches on; "
+        "workers / (pipeline · tensor) ranks read other samples",
     )
     schedule: PipelineSchedule = Field(
         default="1f1b",

@@ -29,6 +29,27 @@ def test_data_ranks_are_the_workers_over_the_degree(schedule: str, zero_stage: i
     assert spec.layout.num_stages == (2 if schedule == "1f1b" else 4)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_ranks_divide_the_blocks_of_a_stage(sequence: bool) -> None:
+    """Two data ranks of two stages, each of which two neighbouring ranks divide."""
+    document = staged(EXAMPLE, tensor=2, sequence=sequence) | {"resources": {"workers": 8}}
+    spec = JobSpec.model_validate(document)
+    assert (spec.layout.data, spec.layout.pipeline, spec.layout.tensor, spec.batch.num_micro_batches) == (2, 2, 2, 4)
+    assert spec.layout.group("tensor", 5) == (4, 5)
+    assert spec.layout.group("stage", 5) == (4, 5, 6, 7)
+
+
+def test_175_billion_parameters_are_a_job() -> None:
+    """Tensor groups of eight neighbours, 16 stages of two runs of three blocks, and eight data ranks."""
+    document = copy.deepcopy(EXAMPLE) | {"model": {"preset": "gpt-175b"}, "resources": {"workers": 1024}}
+    degrees = {"tensor": 8, "sequence": True, "pipeline": 16, "schedule": "interleaved", "zero_stage": 1}
+    training = document["training"] | {"global_batch_size": 1536, "micro_batch_size": 1, "sequence_length": 2048}
+    layout = JobSpec.model_validate(document | {"parallelism": degrees, "training": training}).layout
+    assert (layout.data, layout.num_stages, layout.blocks(31, 96)) == (8, 32, range(93, 96))
+    assert layout.group("tensor", 1023) == tuple(range(1016, 1024))
+    assert layout.group("pipeline", 1023) == tuple(range(63, 1024, 64))
+
+
 def in_training(**changes: Any) -> Callable[[dict[str, Any]], object]:
     return lambda d: d["training"].update(changes)
 
@@ -45,7 +66,25 @@ def in_training(**changes: Any) -> Callable[[dict[str, Any]], object]:
             "interleaved",
             "there is no pipeline",
         ),
-        (lambda d: d["parallelism"].update(tensor=2), "parallelism.tensor", "2", "zero_stage 0 or 1"),
+        (lambda d: d["parallelism"].update(context=2), "parallelism.context", "2", "tensor and data parallel ranks"),
+        (
+            lambda d: [d["parallelism"].update(tensor=2), d.update(resources={"workers": 6})],
+            "resources.workers",
+            "6",
+            "a multiple of parallelism.pipeline · parallelism.tensor, 4",
+        ),
+        (
+            lambda d: [d["parallelism"].update(tensor=2), d.update(precision={"level": "fp16-amp"})],
+            "precision.level",
+            "fp16-amp",
+            "with parallelism.tensor: fp32, bf16-amp, te",
+        ),
+        (
+            lambda d: [d["parallelism"].update(tensor=2), d["model"].update(num_key_value_heads=1)],
+            "model.num_key_value_heads",
+            "1",
+            "a multiple of parallelism.tensor, 2",
+        ),
         (lambda d: d["parallelism"].update(zero_stage=2), "parallelism.zero_stage", "2", "0 or 1"),
         (lambda d: d["parallelism"].update(zero_stage=3), "parallelism.zero_stage", "3", "0 or 1"),
         (lambda d: d.update(resources={"workers": 3}), "resources.workers", "3", "a multiple of parallelism.pipeline, 2"),

@@ -1,7 +1,9 @@
-"""Put a converted model on the mesh of a job: shards over the tensor axis, or stages over the pipeline axis.
+"""Put a converted model on the mesh of a job: stages over the pipeline axis, shards of these over the tensor axis.
 
 Then gradients, and pieces, are put on the data axis.
 """
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +16,9 @@ from worker.optim import LowBitOptimizer
 from worker.parallel.axes import Axes
 from worker.parallel.data_parallel import broadcast_parameters
 from worker.parallel.parallelize import WIDE_DTYPES, Parallel
-from worker.parallel.plans import check_heads, plan_of
-from worker.parallel.stages import split
-from worker.parallel.tensor import cut_model
+from worker.parallel.plans import Plan, check_heads, held_part, plan_of
+from worker.parallel.stages import Stages, split
+from worker.parallel.tensor import TensorShards, cut_model
 from worker.prepare import share_rounding
 
 
@@ -26,7 +28,6 @@ def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, para
     Raises InvalidConfig for a model that the tensor or the context axis cannot divide.
     """
     share_rounding(model, mesh.replicas.rank, mesh.replicas.size)
-    axes = Axes.of_mesh(mesh)
     try:
         divide_sequences(model, mesh.context)
     except ValueError as error:
@@ -34,15 +35,38 @@ def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, para
     try:
         plan = plan_of(model) if mesh.tensor.size > 1 else {}
         check_heads(model, mesh.tensor.size)
-        shards = cut_model(model, optimizer, axes, plan, sequence=parallelism.sequence)
     except ValueError as error:
         raise InvalidConfig(f"parallelism.tensor: {error}") from None
-    broadcast_parameters(model, mesh.replicas)
-    stage, wide_dtype = parallelism.zero_stage, WIDE_DTYPES[parallelism.wide_communication]
+    options: dict[str, Any] = {
+        "zero_stage": parallelism.zero_stage,
+        "wide_dtype": WIDE_DTYPES[parallelism.wide_communication],
+    }
     if mesh.pipeline.size > 1:
         from worker.parallel.staged import StagedParallel  # loads torch's pipelining, a second of a rank's start
 
         assert isinstance(optimizer, LowBitOptimizer)  # that of every job after `prepare`
         stages = split(model, optimizer, mesh.layout, mesh.pipeline)
-        return StagedParallel(model, optimizer, mesh, stages, stage, wide_dtype)
-    return Parallel(model, optimizer, axes, zero_stage=stage, wide_dtype=wide_dtype, shards=shards)
+        shards = _cut(model, optimizer, mesh, held_part(plan, model), parallelism, stages)
+        return StagedParallel(model, optimizer, mesh, stages, shards=shards, **options)
+    shards = _cut(model, optimizer, mesh, plan, parallelism)
+    return Parallel(model, optimizer, Axes.of_mesh(mesh), shards=shards, **options)
+
+
+def _cut(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    plan: Plan,
+    parallelism: ParallelismSpec,
+    stages: Stages | None = None,
+) -> TensorShards:
+    """Let this rank hold its shards of what its stages have left of the model, alike on all ranks that hold the same."""
+    whole, parts = list(model.parameters()), [] if stages is None else list(stages.parts.values())
+    try:
+        shards = cut_model(model, optimizer, Axes.of_mesh(mesh), plan, sequence=parallelism.sequence, parts=parts)
+    except ValueError as error:
+        raise InvalidConfig(f"parallelism.tensor: {error}") from None
+    if stages is not None:
+        stages.follow(dict(zip(whole, model.parameters(), strict=True)))
+    broadcast_parameters(model, mesh.replicas)
+    return shards

@@ -25,7 +25,9 @@ Batch = Mapping[str, Tensor]
 class PipelineRun:
     """One rank's part in the passes of a model that is divided into stages."""
 
-    def __init__(self, model: Any, stages: Stages, layout: Layout) -> None:
+    def __init__(self, model: Any, stages: Stages, layout: Layout, token_shares: int) -> None:
+        """token_shares: into how many shares of the tokens hidden states are divided; each tensor rank sends its own."""
+        self.token_shares = token_shares
         self.model, self.stages, self.axis, self.layout = model, stages, stages.pipeline, layout
         self.hidden_size: int = model.sizes.hidden_size
         self.batches: Sequence[Batch] = ()
@@ -56,7 +58,7 @@ class PipelineRun:
 
         The ranks of the pipeline call it together, with the same batch.
         """
-        shape = (*batch["tokens"].shape, self.hidden_size)
+        shape = self._hidden_shape(batch["tokens"].shape)
         size, rank = self.axis.size, self.axis.rank
         for part in self.stages.parts.values():
             hidden_BTD = None
@@ -70,8 +72,13 @@ class PipelineRun:
         zero = torch.zeros((), device=self.axis.device)
         return Losses(zero, 0, dict.fromkeys(self.model.sizes.metrics, zero))
 
-    def _make_schedule(self, num_micro_batches: int, shape: tuple[int, ...]) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        hidden_BTD = torch.empty(*shape, self.hidden_size, device=self.axis.device).requires_grad_()
+    def _hidden_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """The shape of what a rank sends of the hidden states of tokens of a shape, (B, T)."""
+        num_sequences, num_tokens = shape
+        return num_sequences, num_tokens // self.token_shares, self.hidden_size
+
+    def _make_schedule(self, num_micro_batches: int, shape: Sequence[int]) -> Schedule1F1B | ScheduleInterleaved1F1B:
+        hidden_BTD = torch.empty(self._hidden_shape(shape), device=self.axis.device).requires_grad_()
         loss = torch.empty((), device=self.axis.device).requires_grad_()
         made: list[Any] = [
             _Stage(

@@ -1,6 +1,7 @@
 """How the layers of a model are divided over the tensor axis: a role for each, by globs of their names."""
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from torch import nn
@@ -21,6 +22,12 @@ def check_heads(model: nn.Module, degree: int) -> None:
                 f"config.{name} is {num_heads} and the tensor degree {degree}; allowed: a multiple of the degree, since each "
                 "rank has whole heads. Change the degree, or the number of heads."
             )
+
+
+def held_part(plan: Plan, model: nn.Module) -> Plan:
+    """Return the part of a whole model's plan that is about modules which this rank's stages have."""
+    names = [name for name, _ in model.named_modules()]
+    return {glob: role for glob, role in plan.items() if any(fnmatchcase(name, glob) for name in names)}
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> Plan:

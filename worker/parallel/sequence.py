@@ -1,13 +1,13 @@
 """Sequence parallelism: between the layers of a block, each rank of the tensor axis has some tokens of every sequence.
 
 Tokens are split before the first block that the model repeats and joined after the last one, so that positions, masks, the
-final norm and the loss see all of them. Inside a block, norms, dropout and the residual stream work on this rank's tokens. A
-module that holds column and row layers, as attention or an MLP, gets all tokens: its input is gathered, and its row layer
-leaves each rank its tokens of the sum (`tokens.py`). What is applied to some of the tokens has gradients of these, which are
-added up.
+final norm and the loss see all of them. Between two stages of a pipeline each rank sends its own tokens. Inside a block, norms,
+dropout and the residual stream work on this rank's tokens. A module that holds column and row layers, as attention or an MLP,
+gets all tokens: its input is gathered, and its row layer leaves each rank its tokens of the sum (`tokens.py`). What is applied
+to some of the tokens has gradients of these, which are added up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from worker.blocks import repeated_blocks
 from worker.mesh import Axis
-from worker.models.model import TensorRole
+from worker.models.model import Part, TensorRole
 from worker.parallel.draws import OwnDraws
 from worker.parallel.tensor_layers import RowForward, add_up_gradients
 from worker.parallel.tokens import ColumnInput, join_tokens, row_output, split_tokens
@@ -48,8 +48,11 @@ def check_sequence(model: nn.Module, roles: Mapping[str, TensorRole]) -> None:
             )
 
 
-def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis) -> None:
-    """Let the ranks of the axis divide the tokens inside the blocks of a model whose layers they have divided already."""
+def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis, parts: Sequence[Part] = ()) -> None:
+    """Let the ranks of the axis divide the tokens inside the blocks of a model whose layers they have divided already.
+
+    parts: what this rank computes of the model in one go, where a pipeline divides it.
+    """
     parents: dict[str, list[nn.Module]] = {}
     for name, role in roles.items():
         layer, parent = model.get_submodule(name), name.rpartition(".")[0]
@@ -68,8 +71,10 @@ def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis)
             if module not in gathered:
                 add_up_gradients(module, axis)
     draws = OwnDraws(axis)
-    blocks[0].register_forward_pre_hook(_Split(axis, draws))
-    blocks[-1].register_forward_hook(_Joined(axis, draws))
+    runs = [([model.get_submodule(f"blocks.{index}") for index in part.blocks], part.is_first, part.is_last) for part in parts]
+    for run, is_first, is_last in runs or [(blocks, True, True)]:
+        run[0].register_forward_pre_hook(_Split(axis, draws, is_first=is_first))
+        run[-1].register_forward_hook(_Joined(axis, draws, is_last=is_last))
 
 
 class _Gathered:
@@ -87,10 +92,11 @@ class _Gathered:
 
 
 class _Split:
-    """A hook of the first block: its input becomes this rank's tokens, and random numbers this rank's."""
+    """A hook of a run's first block: its input becomes this rank's tokens, and random numbers this rank's."""
 
-    def __init__(self, axis: Axis, draws: OwnDraws) -> None:
-        self.axis, self.draws = axis, draws
+    def __init__(self, axis: Axis, draws: OwnDraws, *, is_first: bool) -> None:
+        """is_first: of the whole model. Any other takes this rank's tokens already, from the stage before."""
+        self.axis, self.draws, self.is_first = axis, draws, is_first
 
     def __call__(self, block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if not arguments:
@@ -99,14 +105,15 @@ class _Split:
                 "argument are the activations. Leave sequence out."
             )
         self.draws.enter(is_training=block.training)
-        return split_tokens(arguments[0], self.axis), *arguments[1:]
+        return (split_tokens(arguments[0], self.axis), *arguments[1:]) if self.is_first else arguments
 
 
 class _Joined:
-    """A hook of the last block: its output becomes that of all tokens."""
+    """A hook of a run's last block: its output becomes that of all tokens."""
 
-    def __init__(self, axis: Axis, draws: OwnDraws) -> None:
-        self.axis, self.draws = axis, draws
+    def __init__(self, axis: Axis, draws: OwnDraws, *, is_last: bool) -> None:
+        """is_last: of the whole model. Any other gives this rank's tokens to the next stage."""
+        self.axis, self.draws, self.is_last = axis, draws, is_last
 
     def __call__(self, block: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
         self.draws.leave()
@@ -115,4 +122,4 @@ class _Joined:
                 f"{type(block).__name__} returned a {type(output).__name__}; allowed with sequence: blocks that return the "
                 "activations alone. Leave sequence out."
             )
-        return join_tokens(output, self.axis)
+        return join_tokens(output, self.axis) if self.is_last else output

@@ -6,41 +6,61 @@ and any layout reads it.
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from worker.mesh import Axis, Mesh, TensorInPieces
+from worker.mesh import Axis, Cut, Mesh, TensorInPieces
 from worker.models.model import Losses
 from worker.optim import LowBitOptimizer
 from worker.parallel.axes import Axes
+from worker.parallel.norm import clip_together
 from worker.parallel.parallelize import Parallel
 from worker.parallel.pipeline import PipelineRun
 from worker.parallel.scales import all_finite_on
 from worker.parallel.stages import Stages
+from worker.parallel.tensor import TensorShards
 
 
 class StagedParallel(Parallel):
     """One rank's stages and their optimizer. At stage 1 of ZeRO the data ranks divide each stage's states."""
 
     def __init__(
-        self, model: nn.Module, optimizer: LowBitOptimizer, mesh: Mesh, stages: Stages, zero_stage: int, wide_dtype: torch.dtype
+        self,
+        model: nn.Module,
+        optimizer: LowBitOptimizer,
+        mesh: Mesh,
+        stages: Stages,
+        *,
+        zero_stage: int,
+        wide_dtype: torch.dtype,
+        shards: TensorShards,
     ) -> None:
-        super().__init__(model, optimizer, Axes.of_mesh(mesh), zero_stage=zero_stage, wide_dtype=wide_dtype)
+        """shards: of the stages that this rank holds."""
+        super().__init__(model, optimizer, Axes.of_mesh(mesh), zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)
         self.stages, self._world = stages, mesh.world
-        self.pipeline = PipelineRun(model, stages, mesh.layout)
+        self.pipeline = PipelineRun(model, stages, mesh.layout, shards.token_shares)
         self._first_rank = mesh.layout.group("stage", mesh.world.rank)[0]
         if self._sharded is not None:
-            self._sharded.whole, self._sharded.counts = mesh.world, stages.counts
-        else:
-            optimizer.all_ranks_finite = partial(all_finite_on, stages.pipeline)
+            self._sharded.whole, self._sharded.counts = mesh.world, self._counts
+        else:  # data ranks hold the same gradients; so do tensor ranks without shards
+            optimizer.all_ranks_finite = partial(all_finite_on, mesh.world if shards.cuts else stages.pipeline)
 
     def clip_grad_norm_(self, max_norm: float = torch.inf) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most max_norm. Returns the norm before, fp32 ()."""
-        return self.stages.clip(max_norm) if self._sharded is None else self._sharded.clip_grad_norm_(max_norm)
+        if self._sharded is not None:
+            return self._sharded.clip_grad_norm_(max_norm)
+        if not self.shards.cuts:
+            return self.stages.clip(max_norm)
+        gradients = {parameter: parameter.grad for parameter in self.stages.numbers if parameter.grad is not None}
+        return clip_together(gradients, max_norm, lambda held: self.data.is_first and self._counts(held), self._world)
+
+    def _counts(self, parameter: Tensor) -> bool:
+        """Whether this rank's copy counts where all ranks add up what they hold."""
+        return self.stages.counts(parameter) and self.shards.counts(parameter)
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Losses:
         """The losses of an evaluation batch, in the last stage; the ranks of the pipeline call it together."""
@@ -78,7 +98,7 @@ class StagedParallel(Parallel):
             for group, places in zip(optimizer["param_groups"], self.stages.places, strict=True)
         ]
         states = {key: optimizer["state"][key] for group in groups for key in group["params"] if key in optimizer["state"]}
-        return kept, optimizer | {"state": states, "param_groups": groups}
+        return super().own_part(kept, optimizer | {"state": states, "param_groups": groups})
 
     def _first_numbers(self) -> list[int]:
         """The number of each whole group's first parameter."""
@@ -88,14 +108,14 @@ class StagedParallel(Parallel):
         return list(zip(self._first_numbers(), self.stages.places, strict=True))
 
     def _in_pieces(self, value: Any) -> Any:
-        """The value with each tensor as the piece of the rank that writes it: the first data rank, or all that divide it."""
+        """The value with each tensor as the piece of the rank that writes it: the stage's first, or all that divide it."""
         if isinstance(value, TensorInPieces):
             return replace(value, first_rank=self._first_rank)
         if isinstance(value, Tensor):
             own = value.detach().reshape(-1)
             places = ((0, own.numel()),)
             return TensorInPieces(
-                own if self.data.is_first else own[:0], tuple(value.shape), places, first_rank=self._first_rank
+                own if self.stage.is_first else own[:0], tuple(value.shape), places, first_rank=self._first_rank
             )
         if isinstance(value, dict):
             return {key: self._in_pieces(item) for key, item in value.items()}
@@ -105,7 +125,8 @@ class StagedParallel(Parallel):
 def _described(value: Any) -> Any:
     """A tree of pieces as JSON, without their entries."""
     if isinstance(value, TensorInPieces):
-        return {"piece": [value.shape, value.places, value.stride, value.first_rank]}
+        cut = None if value.cut is None else asdict(value.cut)
+        return {"piece": [value.shape, value.places, value.stride, cut, value.first_rank]}
     if isinstance(value, dict):
         return {"dict": [[key, _described(item)] for key, item in value.items()]}
     return {"value": value}
@@ -115,9 +136,10 @@ def _read(described: Any) -> Any:
     """The tree that `_described` has written; pieces hold no entries."""
     ((kind, content),) = described.items()
     if kind == "piece":
-        shape, places, stride, first_rank = content
+        shape, places, stride, described_cut, first_rank = content
+        cut = None if described_cut is None else Cut(**described_cut | {"shape": tuple(described_cut["shape"])})
         return TensorInPieces(
-            torch.empty(0), tuple(shape), tuple((first, length) for first, length in places), stride, None, first_rank
+            torch.empty(0), tuple(shape), tuple((first, length) for first, length in places), stride, cut, first_rank
         )
     return {key: _read(item) for key, item in content} if kind == "dict" else content
 

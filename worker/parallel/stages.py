@@ -5,7 +5,7 @@ parameter has the random streams, the codecs and the name that it has without st
 A tied weight is held by the first and the last rank: both add up both gradients, take the same step, and stay equal.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,11 @@ class Stages:
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank's copy counts in a norm: of a tied weight, the first rank's."""
         return parameter is not self.tied or self.pipeline.is_first
+
+    def follow(self, held: Mapping[Tensor, nn.Parameter]) -> None:
+        """Take the shards that this rank holds now in the place of its parameters. held: each parameter's."""
+        self.numbers = {held[parameter]: number for parameter, number in self.numbers.items()}
+        self.tied = None if self.tied is None else held[self.tied]
 
     @torch.no_grad()
     def add_tied_gradients(self) -> None:

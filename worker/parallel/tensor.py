@@ -7,7 +7,7 @@ the whole weight's codes. A shard is a new parameter, since autograd remembers t
 The plan of a model says how each layer is cut: by globs of names, see `plans.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,7 +21,7 @@ from worker.fp8.layout import layout_of
 from worker.fp8.linear import Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER
 from worker.mesh import Axis, Cut, TensorInPieces
-from worker.models.model import TensorRole, TrainedModel
+from worker.models.model import Part, TensorRole, TrainedModel
 from worker.optim.shards import check_unused, decoded, hold_shards
 from worker.parallel.axes import Axes
 from worker.parallel.plans import Plan
@@ -37,11 +37,13 @@ class TensorShards:
     """What the ranks of the tensor axis divide of a model: on one rank, nothing.
 
     cuts: of the parameters that are shards. names: of tensors of the model's state dict, at any level, with their cuts.
+    token_shares: into how many shares of the tokens the activations between two blocks are divided.
     """
 
     axes: Axes
     cuts: dict[Tensor, Cut] = field(default_factory=dict)
     names: dict[str, Cut] = field(default_factory=dict)
+    token_shares: int = 1
 
     @property
     def axis(self) -> Axis:
@@ -111,15 +113,22 @@ class TensorShards:
 
 @torch.no_grad()
 def cut_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes, plan: Plan, *, sequence: bool = False
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    axes: Axes,
+    plan: Plan,
+    *,
+    sequence: bool = False,
+    parts: Sequence[Part] = (),
 ) -> TensorShards:
     """Let this rank hold its shards of a converted model and of its optimizer. All ranks hold the same whole before.
 
-    sequence: inside of blocks, activations between the layers are divided along their tokens.
+    sequence: inside of blocks, activations between the layers are divided along their tokens. parts: the stages of a pipeline
+    that the model has been cut down to.
     Raises ValueError, before anything is changed, for a size that does not divide, a role that a module cannot have, a glob
     that matches nothing, a compiled model, one that scales losses, and an optimizer that has taken steps.
     """
-    shards, axis = TensorShards(axes), axes.tensor
+    shards, axis = TensorShards(axes, token_shares=axes.tensor.size if sequence else 1), axes.tensor
     if axis.size == 1:
         return shards
     check_unused(optimizer)
@@ -140,7 +149,7 @@ def cut_model(
         if not (sequence and role in LAYER_ROLES):
             surround(module, role, axis)
     if sequence:
-        divide_tokens(model, roles, axis)
+        divide_tokens(model, roles, axis, parts)
     hold_shards(optimizer, new, found, axis.rank)
     shards.cuts = {new[whole]: cut for whole, cut in found.items()}
     _share_rounding(model, shards)

@@ -1,6 +1,8 @@
-"""Jobs whose model is divided into stages: what each rank finds out, for `test_pipeline.py` to compare with one process."""
+"""Jobs whose model is divided into stages: what each rank finds out, for the tests of pipelines to compare with one process."""
 
 import json
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import torch
 from torch import Tensor
 
 from api_schemas import JobSpec, StepReport
+from tests.ranks import free_port, run_ranks
+from tests.text import write_corpus
 from tests.worker.test_train import Recorder
 from worker import checkpoint
 from worker.config import RankEnv, resolve
@@ -20,22 +24,29 @@ LLAMA = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_layers": 4,
-    "num_heads": 2,
-    "num_key_value_heads": 1,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 256,
     "max_sequence_length": 16,
     "tie_embeddings": False,
 }
 GPT = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 16}
+MODELS = {"gpt": GPT, "llama": LLAMA}
+DELAYED = {"level": "te", "recipe": {"scaling": "delayed", "amax_history_length": 2}}
 STEPS = 3
 Result = dict[str, Any]
+
+
+def precision(level: str) -> dict[str, Any]:
+    """A level's name, or "delayed"."""
+    return DELAYED if level == "delayed" else {"level": level}
 
 
 def document(
     corpus: Path, model: dict[str, Any], precision: dict[str, Any], workers: int = 1, **parallelism: Any
 ) -> dict[str, Any]:
     """A job of four micro-batches for each data rank."""
-    num_data_ranks = workers // parallelism.get("pipeline", 1)
+    num_data_ranks = workers // (parallelism.get("pipeline", 1) * parallelism.get("tensor", 1))
     return {
         "name": "staged",
         "model": model,
@@ -113,16 +124,84 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def work(rank: int, port: int, folder: str, jobs: list[str]) -> None:
-    """Run the named jobs in the folder on all ranks, one after the other; names with "poisoned" take one step of that kind.
+def gradients(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
+    """The gradients of a step before its clipping, by name, of this rank's stages, with shards put together."""
+    config = resolve(JobSpec.model_validate(job), env)
+    with Mesh(env, torch.device("cpu"), config.layout) as mesh:
+        trainer = Trainer(config, mesh, Recorder(), folder)
+        trainer._forward_backward()
+        trainer.parallel.synchronize()
+        found = {}
+        for name, parameter in trainer.model.named_parameters():
+            assert parameter.grad is not None
+            cut = trainer.parallel.shards.cuts.get(parameter)
+            parts = mesh.tensor.start_gather(parameter.grad).wait()
+            found[name] = parts[0] if cut is None else cut.join(list(parts))
+        return found
 
-    A job goes on from the older checkpoint in its folder, if there is one.
+
+def port_of(path: Path, rank: int) -> int:
+    """A port for the ranks of a job, which the first rank finds just before it is used and writes to the path."""
+    if rank == 0:
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(str(free_port()))
+        unfinished.rename(path)
+    while not path.exists():
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def work(rank: int, folder: str, jobs: list[str]) -> None:
+    """Run the named jobs in the folder on all ranks, one after the other.
+
+    Names with "poisoned" or "gradients" take one step of that kind. Any other job goes on from the older checkpoint in its
+    folder, if there is one.
     """
     torch.set_num_threads(1)
     found = {}
-    for index, name in enumerate(jobs):
+    for name in jobs:
         job = json.loads(Path(folder, f"{name}.json").read_text())
-        env = RankEnv(rank=rank, world_size=job["resources"]["workers"], master_port=port + index)
-        run = poisoned if "poisoned" in name else run_job
+        env = RankEnv(
+            rank=rank, world_size=job["resources"]["workers"], master_port=port_of(Path(folder, f"{name}.port"), rank)
+        )
+        run = poisoned if "poisoned" in name else gradients if "gradients" in name else run_job
         found[name] = run(job, env, Path(folder, name))
     torch.save(found, f"{folder}/{rank}.pt")
+
+
+class Jobs:
+    """Jobs in a folder, with what their ranks found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.corpus = folder, write_corpus(folder / "corpus")
+        self.found: dict[str, list[Result]] = {}
+
+    def run(self, jobs: dict[str, dict[str, Any]], num_ranks: int) -> None:
+        """Run jobs by name, all on the same ranks, one after the other."""
+        for name, job in jobs.items():
+            (self.folder / f"{name}.json").write_text(json.dumps(job))
+        run_ranks(work, (str(self.folder), list(jobs)), num_ranks)
+        results = [torch.load(self.folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+        self.found |= {name: [result[name] for result in results] for name in jobs}
+
+    def alone(self, family: str, level: str) -> tuple[str, Result]:
+        """The job of one process: its name, and what it found."""
+        name = f"{family} {level} alone"
+        if name not in self.found:
+            job = document(self.corpus, MODELS[family], precision(level))
+            self.found[name] = [run_job(job, RankEnv(), self.folder / name)]
+        return name, self.found[name][0]
+
+    def differences(self, name: str, other: str) -> list[str]:
+        """Tensors that are not the same in the last checkpoints of two jobs."""
+        one, two = (saved(self.folder / job) for job in (name, other))
+        assert one.keys() == two.keys()
+        return [path for path, value in one.items() if not torch.equal(value, two[path])]
+
+    def resume(self, job: dict[str, Any], name: str, source: str, num_ranks: int) -> Result:
+        """Go on from the older checkpoint of another job, in a copy of its folder. Returns what the first rank found."""
+        shutil.copytree(self.folder / source, self.folder / name)
+        if num_ranks == 1:
+            return run_job(job, RankEnv(), self.folder / name)
+        self.run({name: job}, num_ranks)
+        return self.found[name][0]

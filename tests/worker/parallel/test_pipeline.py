@@ -4,25 +4,20 @@ A tied weight is the exception: its two gradients are added up in another order.
 """
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from api_schemas.levels import LEVELS
-from tests.ranks import free_port, run_ranks
 from tests.text import write_corpus
-from tests.worker.parallel.pipeline_runs import GPT, LLAMA, STEPS, Result, document, run_job, saved, work
+from tests.worker.parallel.pipeline_runs import GPT, LLAMA, MODELS, STEPS, Jobs, Result, document, precision, saved
 from tests.worker.parallel.test_kills import undisturbed
-from worker.config import RankEnv
 from worker.fp8.loss_scaling import STATE_BUFFER
 
 TIED_LOSS_TOLERANCE = 2e-3
 """Relative, after three steps at a level whose gradients are in FP8: a sum of another last bit may round to another code."""
-DELAYED = {"level": "te", "recipe": {"scaling": "delayed", "amax_history_length": 2}}
 FAST = [("llama", "O3", "interleaved"), ("gpt", "O2", "1f1b")]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt-pipeline.yaml"
 STAGED_LEVELS = [name for name, level in LEVELS.items() if level.engine != "torchao"]
@@ -30,57 +25,6 @@ CASES = [
     *[("llama", level, schedule) for level in (*STAGED_LEVELS, "delayed") for schedule in ("1f1b", "interleaved")],
     *[("gpt", level, "1f1b") for level in ("fp32", "O2", "O3-split", "fp16-amp")],
 ]
-MODELS = {"gpt": GPT, "llama": LLAMA}
-
-
-def precision(level: str) -> dict[str, Any]:
-    return DELAYED if level == "delayed" else {"level": level}
-
-
-class Jobs:
-    """Jobs in a folder, with what their first ranks found."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.corpus = folder, write_corpus(folder / "corpus")
-        self.found: dict[str, list[Result]] = {}
-
-    def run(self, jobs: dict[str, dict[str, Any]], num_ranks: int) -> None:
-        """Run jobs by name, all on as many ranks."""
-        for name, job in jobs.items():
-            (self.folder / f"{name}.json").write_text(json.dumps(job))
-        for name in jobs:
-            run_ranks(work, (free_port(), str(self.folder), [name]), num_ranks)
-            results = [torch.load(self.folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
-            self.found[name] = [result[name] for result in results]
-
-    def alone(self, family: str, level: str) -> tuple[str, Result]:
-        """The job of one process: its name, and what it found."""
-        name = f"{family} {level} alone"
-        if name not in self.found:
-            job = document(self.corpus, MODELS[family], precision(level))
-            self.found[name] = [run_job(job, RankEnv(), self.folder / name)]
-        return name, self.found[name][0]
-
-    def staged(self, family: str, level: str, schedule: str) -> tuple[str, list[Result]]:
-        """The job of two stages: its name, and what each rank found."""
-        name = f"{family} {level} {schedule}"
-        if name not in self.found:
-            self.run({name: document(self.corpus, MODELS[family], precision(level), 2, pipeline=2, schedule=schedule)}, 2)
-        return name, self.found[name]
-
-    def differences(self, name: str, other: str) -> list[str]:
-        """Tensors that are not the same in the last checkpoints of two jobs."""
-        one, two = (saved(self.folder / job) for job in (name, other))
-        assert one.keys() == two.keys()
-        return [path for path, value in one.items() if not torch.equal(value, two[path])]
-
-    def resume(self, job: dict[str, Any], name: str, source: str, num_ranks: int) -> Result:
-        """Go on from the older checkpoint of another job, in a copy of its folder. Returns what the first rank found."""
-        shutil.copytree(self.folder / source, self.folder / name)
-        if num_ranks == 1:
-            return run_job(job, RankEnv(), self.folder / name)
-        self.run({name: job}, num_ranks)
-        return self.found[name][0]
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +33,21 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(tmp_path_factory.mktemp("staged"))
 
 
+def staged(jobs: Jobs, family: str, level: str, schedule: str) -> tuple[str, list[Result]]:
+    """The job of two stages: its name, and what each rank found."""
+    name = f"{family} {level} {schedule}"
+    if name not in jobs.found:
+        jobs.run({name: document(jobs.corpus, MODELS[family], precision(level), 2, pipeline=2, schedule=schedule)}, 2)
+    return name, jobs.found[name]
+
+
 @pytest.mark.parametrize(
     ("family", "level", "schedule"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.matrix) for case in CASES]
 )
 def test_stages_train_as_one_process_does(jobs: Jobs, family: str, level: str, schedule: str) -> None:
     """To the bit: losses, norms, evaluation, and every tensor of the checkpoint."""
     alone, expected = jobs.alone(family, level)
-    name, [first, last] = jobs.staged(family, level, schedule)
+    name, [first, last] = staged(jobs, family, level, schedule)
     assert first["num_parameters"] == expected["num_parameters"]
     assert set(first["names"]) | set(last["names"]) == set(expected["names"])
     assert set(first["names"]) & set(last["names"]) <= {STATE_BUFFER}
@@ -113,7 +65,7 @@ def test_stages_train_as_one_process_does(jobs: Jobs, family: str, level: str, s
 
 def test_hidden_states_and_their_gradients_travel(jobs: Jobs) -> None:
     """Two stages for each rank: three borders. The first rank sends over two of them forward and over one backward."""
-    _, [first, last] = jobs.staged(*FAST[0])
+    _, [first, last] = staged(jobs, *FAST[0])
     micro_batch, evaluation = 2 * 16 * 64 * 4, 8 * 16 * 64 * 4
     assert first["sent"]["send"] == {"float32": STEPS * 4 * 3 * micro_batch + 2 * 2 * evaluation}
     assert last["sent"]["send"] == {"float32": STEPS * 4 * 3 * micro_batch + 2 * 1 * evaluation}
@@ -121,7 +73,7 @@ def test_hidden_states_and_their_gradients_travel(jobs: Jobs) -> None:
 
 def test_a_checkpoint_is_read_by_the_same_stages_to_the_bit_and_by_one_process(jobs: Jobs) -> None:
     family, level, schedule = FAST[0]
-    name, [first, _] = jobs.staged(family, level, schedule)
+    name, [first, _] = staged(jobs, family, level, schedule)
     alone, expected = jobs.alone(family, level)
     staged_job = document(jobs.corpus, LLAMA, precision(level), 2, pipeline=2, schedule=schedule)
     again = jobs.resume(staged_job, "again", name, 2)
@@ -138,7 +90,7 @@ def test_stages_read_the_checkpoints_of_other_layouts(jobs: Jobs, level: str) ->
     alone, expected = jobs.alone("llama", level)
     one_run = document(jobs.corpus, LLAMA, precision(level), 2, pipeline=2)
     two_runs = document(jobs.corpus, LLAMA, precision(level), 2, pipeline=2, schedule="interleaved")
-    name, _ = jobs.staged("llama", level, "interleaved")
+    name, _ = staged(jobs, "llama", level, "interleaved")
     assert jobs.resume(one_run, f"from one {level}", alone, 2)["losses"] == expected["losses"][-1:]
     assert jobs.resume(one_run, f"from interleaved {level}", name, 2)["losses"] == expected["losses"][-1:]
     assert jobs.resume(two_runs, f"to interleaved {level}", alone, 2)["losses"] == expected["losses"][-1:]

@@ -38,7 +38,8 @@ def misbehave(story: str) -> None:
 
 def rank_of_a_story(rank: int, story: str, job: dict[str, Any], port: int, folder: str) -> None:
     torch.set_num_threads(1)
-    env = RankEnv(rank=rank, world_size=2, master_port=port)
+    num_ranks = job["resources"]["workers"]
+    env = RankEnv(rank=rank, world_size=num_ranks, master_port=port)
     config = resolve(JobSpec.model_validate(job), env)
     passes = []
 
@@ -50,7 +51,7 @@ def rank_of_a_story(rank: int, story: str, job: dict[str, Any], port: int, folde
     try:
         with Mesh(env, torch.device("cpu"), config.layout, TIMEOUT_S[story]) as mesh:
             trainer = Trainer(config, mesh, Recorder(), Path(folder))
-            if rank == 1:
+            if rank == num_ranks - 1:
                 trainer.model.get_submodule("blocks.3").register_forward_pre_hook(count)
             trainer.run()
     except Exception as error:  # noqa: BLE001  what it is, is what is tested
@@ -76,20 +77,36 @@ def rank_of_a_story(rank: int, story: str, job: dict[str, Any], port: int, folde
 )
 def test_the_rank_is_named(tmp_path: Path, story: str, reason: FailureReason, says: str) -> None:
     job = document(write_corpus(tmp_path / "corpus"), LLAMA, {"level": "fp32"}, 2, pipeline=2)
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    context = multiprocessing.get_context("forkserver")
-    arguments = (story, job, free_port(), str(tmp_path))
-    processes = [context.Process(target=rank_of_a_story, args=(rank, *arguments)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    processes[0].join(LONG_S)
-    if story == "fails":
-        processes[1].join(LONG_S)
-    for process in processes:
-        process.kill()
-        process.join()
-    kind, found, message = json.loads((tmp_path / "0.json").read_text())
+    endings = endings_of(story, job, tmp_path)
+    kind, found, message = endings[0]
     assert (kind, found) == ("RanksFailed", reason)
     assert re.match(says, message), message
     if story == "fails":
-        assert json.loads((tmp_path / "1.json").read_text()) == [kind, found, message]
+        assert endings[1] == endings[0]
+
+
+def test_a_tensor_rank_of_a_stage_is_named(tmp_path: Path) -> None:
+    """The other ranks wait for it inside a layer, or for a hidden state."""
+    job = document(write_corpus(tmp_path / "corpus"), LLAMA, {"level": "fp32"}, 4, pipeline=2, tensor=2, sequence=True)
+    endings = endings_of("fails", job, tmp_path)
+    kind, found, message = endings[0]
+    assert (kind, found) == ("RanksFailed", FailureReason.WORKER_ERROR)
+    assert message.startswith("rank 3 of 4: ZeroDivisionError: the block is bad\n"), message
+    assert endings == [endings[0]] * 4
+
+
+def endings_of(story: str, job: dict[str, Any], folder: Path) -> list[Any]:
+    """How the ranks of a job end: the first alone, or all where the last one fails."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("forkserver")
+    arguments, num_ranks = (story, job, free_port(), str(folder)), job["resources"]["workers"]
+    processes = [context.Process(target=rank_of_a_story, args=(rank, *arguments)) for rank in range(num_ranks)]
+    for process in processes:
+        process.start()
+    ending = range(num_ranks if story == "fails" else 1)
+    for rank in ending:
+        processes[rank].join(LONG_S)
+    for process in processes:
+        process.kill()
+        process.join()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in ending]
