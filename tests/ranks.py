@@ -7,7 +7,13 @@ from typing import Any
 
 import torch.multiprocessing
 
-PRELOADED = ["torch.distributed.tensor", "worker.train", "worker.parallel", "tests.worker.test_train"]
+PRELOADED = [
+    "torch.distributed.tensor",
+    "worker.train",
+    "worker.parallel",
+    "torch.nn.attention.bias",
+    "tests.worker.test_train",
+]
 """Modules that every rank would load otherwise, the first of them at its first step. None of them starts a thread."""
 
 

@@ -117,20 +117,21 @@ def work(rank: int, ports: list[int], folder: str, cases: list[Case]) -> None:
 def with_tensor(rank: int, ports: list[int], folder: str, cases: list[tuple[Any, ...]]) -> None:
     """Two context ranks of two tensor ranks each, which divide tokens between layers where a case says so.
 
-    Two jobs as well, where there is text for them.
+    All else that there is to find, and two jobs, where there is text for the jobs.
     """
     torch.set_num_threads(1)
     found: Result = {}
-    if Path(folder, "corpus").exists():
-        found["jobs"] = jobs(rank, ports[:2], folder, tensor=2, context=2, sequence=True)
-    with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[2]), torch.device("cpu"), Layout(4, 2, context=2)) as mesh:
+    with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[0]), torch.device("cpu"), Layout(4, 2, context=2)) as mesh:
         axes = Axes.of_mesh(mesh)
         found |= {(*case, sequence): trained(axes, *case, sequence=sequence) for *case, sequence in cases}
-        for sequence in (False, True):
-            found["llama", sequence] = gradients(axes, "llama", of_documents(), sequence=sequence)
-        found |= {"draws": draws(axes), "evaluated": evaluated(axes, of_documents()), "poisoned": poisoned(axes, 1)}
-        found["resumed"] = resumed(axes, mesh.world, "O3-split", 1, Path(folder, "resumed"))
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[3]}", rank=rank, world_size=4)
-    found["own"] = own_loop(1, tensor=2, sequence=True)
-    dist.destroy_process_group()
+        found["llama", True] = gradients(axes, "llama", of_documents(), sequence=True)
+        if Path(folder, "corpus").exists():
+            found["llama", False] = gradients(axes, "llama", of_documents())
+            found |= {"draws": draws(axes), "evaluated": evaluated(axes, of_documents()), "poisoned": poisoned(axes, 1)}
+            found["resumed"] = resumed(axes, mesh.world, "O3-split", 1, Path(folder, "resumed"))
+    if Path(folder, "corpus").exists():
+        found["jobs"] = jobs(rank, ports[1:3], folder, tensor=2, context=2, sequence=True)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[3]}", rank=rank, world_size=4)
+        found["own"] = own_loop(1, tensor=2, sequence=True)
+        dist.destroy_process_group()
     torch.save(found, f"{folder}/{rank}.pt")
