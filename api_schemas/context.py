@@ -21,12 +21,10 @@ def misfit_of_context(
     degree, length = parallelism.context, training.sequence_length
     if degree == 1:
         return None
-    if parallelism.tensor > 1:
-        allowed = f"1 with {_FIELD}, which goes with data ranks and each zero_stage: the two have not been proven together"
-        return Unfit("parallelism.tensor", parallelism.tensor, allowed, f"Set parallelism.tensor or {_FIELD} to 1.")
-    if resources.workers % degree:
+    num_together, degrees = degree * parallelism.tensor, f"parallelism.tensor · {_FIELD}" if parallelism.tensor > 1 else _FIELD
+    if resources.workers % num_together:
         change = f"Change resources.workers or {_FIELD}."
-        return Unfit("resources.workers", resources.workers, f"a multiple of {_FIELD}, {degree}", change)
+        return Unfit("resources.workers", resources.workers, f"a multiple of {degrees}, {num_together}", change)
     if not model.sizes.divides_sequences:
         allowed = f"with {_FIELD}: gpt and llama, whose attention gathers keys and values"
         return Unfit("model", model.title, allowed, f"Change the model, or set {_FIELD} to 1.")
@@ -36,6 +34,9 @@ def misfit_of_context(
     if length % (2 * degree):
         allowed = f"a multiple of 2 · {_FIELD}, {2 * degree}: each rank has two chunks of a sequence"
         return Unfit("training.sequence_length", length, allowed, f"Change training.sequence_length or {_FIELD}.")
+    if parallelism.sequence and length % num_together:
+        allowed = f"a multiple of {degrees}, {num_together}, with parallelism.sequence: each rank has as many tokens in blocks"
+        return Unfit("training.sequence_length", length, allowed, "Change training.sequence_length or a degree.")
     if training.ema_decay is not None:
         allowed = f"none with {_FIELD}: the average is evaluated on whole sequences"
         return Unfit("training.ema_decay", training.ema_decay, allowed, "Remove training.ema_decay.")

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch.multiprocessing
 
-PRELOADED = ["torch.distributed.tensor", "worker.train", "worker.parallel", "worker.parallel.staged", "tests.worker.test_train"]
+PRELOADED = [
+    "torch.distributed.tensor",
+    "worker.train",
+    "worker.parallel",
+    "worker.parallel.staged",
+    "torch.nn.attention.bias",
+    "tests.worker.test_train",
+]
 """Modules that every rank would load otherwise, the first of them at its first step. None of them starts a thread."""
 
 

@@ -21,11 +21,35 @@ def test_data_ranks_are_the_workers_over_the_degree(model: dict[str, Any], zero_
     assert (spec.layout.data, spec.batch.rank_batch_size) == (2, 8)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_it_goes_with_a_tensor_degree(sequence: bool) -> None:
+    parallelism = {"context": 2, "tensor": 2, "sequence": sequence, "zero_stage": 2}
+    training = EXAMPLE["training"] | {"micro_batch_size": 8}
+    degrees = {"parallelism": parallelism, "resources": {"workers": 8}, "training": training}
+    spec = JobSpec.model_validate(EXAMPLE | degrees)
+    assert (spec.layout.data, spec.layout.group("replicas", 1), spec.layout.group("context", 1)) == (2, (1, 3, 5, 7), (1, 3))
+
+
 @pytest.mark.parametrize(
     ("change", "field", "got", "says"),
     [
         (lambda d: d["parallelism"].update(context=3), "parallelism.context", "3", "1, 2, 4, 8"),
-        (lambda d: d["parallelism"].update(tensor=2), "parallelism.tensor", "2", "each zero_stage"),
+        (
+            lambda d: (d["parallelism"].update(tensor=2), d.update(resources={"workers": 6})),
+            "resources.workers",
+            "6",
+            "a multiple of parallelism.tensor · parallelism.context, 4",
+        ),
+        (
+            lambda d: (
+                d["parallelism"].update(tensor=4, sequence=True),
+                d.update(resources={"workers": 8}),
+                d["training"].update(sequence_length=60),
+            ),
+            "training.sequence_length",
+            "60",
+            "a multiple of parallelism.tensor · parallelism.context, 8, with parallelism.sequence",
+        ),
         (lambda d: d.update(resources={"workers": 3}), "resources.workers", "3", "a multiple of parallelism.context, 2"),
         (
             lambda d: d.update(model={"architecture": "qwen3", "config": {"vocab_size": 256}}),

@@ -29,35 +29,28 @@ def next_token_losses(
     sum over the rank's targets by the mean number of the ranks', so that the mean of the ranks' losses is that of all targets.
     """
     targets_BT = batch["targets"] if context is None else context.own(batch["targets"])
-    if vocabulary is not None:
-        assert isinstance(logits_BTV, Tensor)
-        return _losses_of_shards(logits_BTV, batch, vocabulary, with_metrics=with_metrics)
-    if "num_targets" not in batch:
+    if vocabulary is None and "num_targets" not in batch:
         return token_losses(logits_BTV, targets_BT, "token_accuracy" if with_metrics else None)
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
-    num_counted = batch["num_targets"].sum()
-    if context is not None:
-        num_counted = (targets_N != IGNORED).sum() if with_metrics else num_counted / context.axis.size
-    # int() waits for a GPU; the trainer reads this number only while it evaluates.
-    num_targets = int(num_counted) if with_metrics else targets_N.numel()
-    metrics = {}
-    if with_metrics:
-        assert isinstance(logits_NV, Tensor)
-        is_right_N = (logits_NV.argmax(-1) == targets_N) & (targets_N != IGNORED)
-        metrics["token_accuracy"] = is_right_N.sum() / max(num_targets, 1)
-    mean_over = None if context is None else num_counted.clamp(min=1)
-    return Losses(cross_entropy(logits_NV, targets_N, has_ignored=True, num_targets=mean_over), num_targets, metrics)
-
-
-def _losses_of_shards(logits_BTV: Tensor, batch: Mapping[str, Tensor], vocabulary: Axis, *, with_metrics: bool) -> Losses:
-    """`next_token_losses` of logits that no rank has all of."""
-    logits_NV, targets_N = logits_BTV.flatten(0, 1), batch["targets"].flatten()
-    has_ignored = "num_targets" in batch
-    num_targets = int(batch["num_targets"].sum()) if has_ignored and with_metrics else targets_N.numel()
+    num_targets, mean_over, has_ignored = targets_N.numel(), None, "num_targets" in batch
+    if has_ignored:
+        num_counted = batch["num_targets"].sum()
+        if context is not None:
+            num_counted = (targets_N != IGNORED).sum() if with_metrics else num_counted / context.axis.size
+            mean_over = num_counted.clamp(min=1)
+        if with_metrics:  # int() waits for a GPU; the trainer reads this number only while it evaluates
+            num_targets = int(num_counted)
     metrics = {}
     if with_metrics:  # before the loss: its backward pass overwrites the logits
-        metrics["token_accuracy"] = is_largest(logits_NV, targets_N, vocabulary).sum() / num_targets
-    return Losses(vocabulary_cross_entropy(logits_NV, targets_N, vocabulary, has_ignored=has_ignored), num_targets, metrics)
+        assert isinstance(logits_NV, Tensor)
+        top = logits_NV.argmax(-1) == targets_N if vocabulary is None else is_largest(logits_NV, targets_N, vocabulary)
+        metrics["token_accuracy"] = (top & (targets_N != IGNORED)).sum() / max(num_targets, 1)
+    if vocabulary is None:
+        loss = cross_entropy(logits_NV, targets_N, has_ignored=True, num_targets=mean_over)
+    else:
+        assert isinstance(logits_NV, Tensor)
+        loss = vocabulary_cross_entropy(logits_NV, targets_N, vocabulary, has_ignored=has_ignored, num_targets=mean_over)
+    return Losses(loss, num_targets, metrics)
 
 
 def token_losses(logits_BPV: Tensor | LaterLogits, targets_BP: Tensor, accuracy_name: str | None) -> Losses:

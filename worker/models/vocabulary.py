@@ -16,13 +16,16 @@ from worker.mesh import Axis
 from worker.models.cross_entropy import IGNORED, chunks
 
 
-def vocabulary_cross_entropy(logits_NV: Tensor, targets_N: Tensor, axis: Axis, *, has_ignored: bool = False) -> Tensor:
+def vocabulary_cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, axis: Axis, *, has_ignored: bool = False, num_targets: Tensor | None = None
+) -> Tensor:
     """Mean cross entropy in nats over the tokens, the same on each rank. All ranks of the axis call it together.
 
     Backward overwrites the logits, so it runs only once. has_ignored: the mean is over the targets that are not `IGNORED`.
+    num_targets: what the sum over these is divided by instead of their number, ().
     """
     counts_N = targets_N != IGNORED if has_ignored else torch.ones_like(targets_N, dtype=torch.bool)
-    weights_N = counts_N / counts_N.sum()
+    weights_N = counts_N / (counts_N.sum() if num_targets is None else num_targets)
     loss: Tensor = _VocabularyCrossEntropy.apply(logits_NV, targets_N.where(counts_N, 0), weights_N, axis)
     return loss
 

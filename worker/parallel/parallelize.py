@@ -9,7 +9,8 @@
     parallel.clip_grad_norm_(1.0)
     optimizer.step(); optimizer.zero_grad()
 
-Each rank reads its own part of the batch. `Parallel` is also what the trainer of jobs uses.
+Each rank reads its own part of the batch. Ranks that divide layers, or the tokens of long sequences, read the same one, that of
+`parallel.data.rank`: `parallelize(model, optimizer, tensor=2, context=2)`. `Parallel` is also what the trainer of jobs uses.
 """
 
 import math
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 from api_schemas.resources import WideDtype
 from worker.blocks import repeated_blocks
 from worker.mesh import Axis
-from worker.models.model import Losses
+from worker.models.context import divide_sequences
+from worker.models.model import Losses, TrainedModel
 from worker.optim import LowBitOptimizer, clip_grad_norm_
 from worker.parallel.axes import Axes, axes_of
 from worker.parallel.blocks import divisible_parameters
@@ -38,7 +40,7 @@ from worker.parallel.norm import clip_together
 from worker.parallel.plans import Plan, check_heads, plan_of
 from worker.parallel.scales import agree_on_scales, all_finite_on
 from worker.parallel.scaling import share_scaling
-from worker.parallel.tensor import TensorShards, cut_model
+from worker.parallel.tensor import TensorShards, check_model, cut_model
 from worker.parallel.zero import ShardedStates
 from worker.prepare import share_rounding
 
@@ -51,10 +53,11 @@ WIDE_DTYPES: dict[WideDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torc
 
 
 class Degrees(TypedDict, total=False):
-    """How `parallelize` divides a model apart from ZeRO. tensor: 1 by default. sequence: False by default."""
+    """How `parallelize` divides a model apart from ZeRO. tensor, context: 1 by default. sequence: False by default."""
 
     tensor: int
     sequence: bool
+    context: int
 
 
 class Parallel:
@@ -88,18 +91,18 @@ class Parallel:
             )
         self.model, self.optimizer, self.data, self.stage = model, optimizer, axes.data, axes.stage
         self.shards = shards or TensorShards(axes)
-        data, stage = axes.data, axes.stage
-        blocks = _blocks(model) if zero_stage == 3 and data.size > 1 else []
+        self.replicas, stage = axes.replicas, axes.stage
+        blocks = _blocks(model) if zero_stage == 3 and self.replicas.size > 1 else []
         divided = divisible_parameters(model, blocks)
-        self.gradients = GradientBuckets(model, data, max_elements=max_elements, wide_dtype=wide_dtype, blocks=divided)
+        self.gradients = GradientBuckets(model, self.replicas, max_elements=max_elements, wide_dtype=wide_dtype, blocks=divided)
         self._sharded: ShardedStates | None = None
-        if zero_stage and data.size > 1:
+        if zero_stage and self.replicas.size > 1:
             if not isinstance(optimizer, LowBitOptimizer):
                 raise ValueError(
                     f"zero_stage is {zero_stage} and the optimizer a {type(optimizer).__name__}; allowed: AdamW, Adam "
                     "and Lion after initialize. Use one of these, or zero_stage=0."
                 )
-            self._sharded = ShardedStates(optimizer, self.gradients, self.shards, stage if self.shards.cuts else data)
+            self._sharded = ShardedStates(optimizer, self.gradients, self.shards, stage if self.shards.cuts else self.replicas)
             self.gradients.reduces_each_pass = zero_stage >= 2
             if zero_stage == 3:
                 self._sharded.divide_blocks(blocks, divided, wide_dtype)
@@ -153,6 +156,13 @@ class Parallel:
         found: Losses = model.loss(batch)
         return found
 
+    def own_tokens(self, whole: Tensor, dim: int = -1) -> Tensor:
+        """Return what belongs to this rank's tokens, of all tokens of a sequence: those that logits are of. dim: of the tokens.
+
+        Without a context degree these are all tokens.
+        """
+        return self.model.own_tokens(whole, dim) if isinstance(self.model, TrainedModel) else whole
+
     def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state dicts of model and optimizer for `worker.checkpoint.save`. All ranks call it together.
 
@@ -196,11 +206,11 @@ class OwnLoop(Parallel):
         broadcast_parameters(model, axes.stage)
         _broadcast_masters(optimizer, axes.stage)
         if axes.tensor.size > 1:  # `initialize` knows the world alone
-            share_rounding(model, axes.data.rank, axes.data.size)
+            share_rounding(model, axes.replicas.rank, axes.replicas.size)
         shards = cut_model(model, optimizer, axes, plan, sequence=sequence)
         super().__init__(model, optimizer, axes, zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)
-        if axes.data.size > 1:
-            OwnDraws(axes.data).around(model)
+        if axes.replicas.size > 1:
+            OwnDraws(axes.replicas).around(model)
         self.gradients.finishes_itself = True
         self.gradients.after_finish = self._mark_divided
         optimizer.zero_grad = partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]  # it has no hooks
@@ -270,8 +280,12 @@ def parallelize(
     plan: a role for each glob of module names, column, "column of 3", row, embedding or head; by default that of the family, or
     transformers' `base_model_tp_plan`, whose head stays whole. With a head in the plan, logits are of this rank's tokens.
     sequence: with a tensor degree, its ranks also divide the tokens of activations between the layers of a block.
+    context: so many ranks divide the tokens of each sequence of a gpt or llama of ours, and attend to the keys and values of
+    all. They read the same samples, whole; logits and `loss` are of this rank's tokens, which `Parallel.own_tokens` gives of
+    targets. Ranks lie in the order data, context, tensor, the last next to each other, as those of
+    `init_device_mesh(…, mesh_dim_names=("dp", "cp", "tp"))`.
     Raises ValueError without a process group under torchrun, for another stage or dtype, for an optimizer that cannot be
-    sharded, at stage 3 for a model without such blocks, and for a model that has no plan or cannot be divided by it.
+    sharded, at stage 3 for a model without such blocks, and for a model that the tensor or the context degree cannot divide.
     """
     if wide_communication not in WIDE_DTYPES:
         allowed = ", ".join(WIDE_DTYPES)
@@ -282,16 +296,19 @@ def parallelize(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group; allowed: one that is initialized. Call "
             "torch.distributed.init_process_group() before initialize and parallelize."
         )
-    tensor, sequence = _checked_degrees(degrees)
+    tensor, context, sequence = _checked_degrees(degrees)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    axes = axes_of(tensor, device, group)
+    axes = axes_of(tensor, device, group, context)
     roles = plan_of(model, plan) if tensor > 1 else {}
     check_heads(model, tensor)
+    if context > 1:
+        check_model(model, "context")
+        divide_sequences(model, axes.context)
     return OwnLoop(model, optimizer, axes, zero_stage, WIDE_DTYPES[wide_communication], roles, sequence=sequence)
 
 
-def _checked_degrees(degrees: Degrees) -> tuple[int, bool]:
-    """The tensor degree, and whether its ranks divide tokens."""
+def _checked_degrees(degrees: Degrees) -> tuple[int, int, bool]:
+    """The tensor degree, the context degree, and whether the ranks of the tensor degree divide tokens."""
     if unknown := degrees.keys() - Degrees.__annotations__.keys():
         raise TypeError(
             f"parallelize got {sorted(unknown)[0]!r}; allowed: zero_stage, wide_communication, group, plan, "
@@ -303,7 +320,7 @@ def _checked_degrees(degrees: Degrees) -> tuple[int, bool]:
             "sequence is set and tensor is 1; allowed: a tensor degree of 2 or more, whose ranks divide the tokens. Set "
             "tensor, or leave sequence out."
         )
-    return tensor, sequence
+    return tensor, degrees.get("context", 1), sequence
 
 
 def _broadcast_masters(optimizer: torch.optim.Optimizer, axis: Axis) -> None:

@@ -108,7 +108,7 @@ class TensorShards:
             return held
         own = held.detach().reshape(-1)
         place = (0, own.numel())
-        return TensorInPieces(own if self.axes.data.is_first else own[:0], tuple(held.shape), (place,), self.axis.size, cut)
+        return TensorInPieces(own if self.axes.replicas.is_first else own[:0], tuple(held.shape), (place,), self.axis.size, cut)
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def cut_model(
     if axis.size == 1:
         return shards
     check_unused(optimizer)
-    _check_model(model)
+    check_model(model, "tensor")
     roles = _roles(model, plan)
     if sequence:
         check_sequence(model, roles)
@@ -158,15 +158,17 @@ def cut_model(
     return shards
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, degree: str) -> None:
+    """Raise ValueError for a model that is compiled or scales its losses. degree: by which its activations are divided."""
     if any(module._compiled_call_impl is not None for module in model.modules()):
         raise ValueError(
-            "the model, or a part of it, is compiled; allowed with a tensor degree: models that are not, since ranks add up "
-            "inside of each block. Leave compile out."
+            f"the model, or a part of it, is compiled; allowed with a {degree} degree: models that are not, since ranks "
+            "exchange activations inside of each block. Leave compile out."
         )
     if any(name.rpartition(".")[2] == STATE_BUFFER for name, _ in model.named_buffers()):
         raise ValueError(
-            "the model scales its losses (fp16-amp); allowed with a tensor degree: levels without loss scaling. Use bf16-amp."
+            f"the model scales its losses (fp16-amp); allowed with a {degree} degree: levels without loss scaling. "
+            "Use bf16-amp."
         )
 
 

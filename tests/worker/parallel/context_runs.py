@@ -1,39 +1,38 @@
 """Small language models whose sequences ranks of a context axis divide: what each rank finds out, for the tests to compare."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from api_schemas import JobSpec, Layout
-from api_schemas.levels import LEVELS
-from tests.golden.record import document as golden_job
+from api_schemas import Layout
+from tests.worker.parallel.job_runs import jobs
 from tests.worker.parallel.tensor_runs import (
-    STEPS,
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    Case,
     Result,
     batch_of,
-    checkpoint_ref,
+    draws,
+    evaluated,
+    gradients,
     make,
-    make_network,
-    run_job,
-    step_on_ranks,
+    parallel_on,
+    poisoned,
+    resumed,
+    trained,
 )
+from worker import parallelize
 from worker.config import RankEnv
 from worker.mesh import Mesh
-from worker.models.context import divide_sequences
-from worker.parallel import Parallel
+from worker.models.cross_entropy import cross_entropy
 from worker.parallel.axes import Axes
-from worker.prepare import share_rounding
 
-CONTEXT_LEVELS = [name for name, level in LEVELS.items() if not level.loss_scaling and level.engine == "octet"]
-
-
-def parallel_on(mesh: Mesh, family: str, level: str, zero_stage: int) -> Parallel:
-    model, optimizer = make(family, level)
-    share_rounding(model, mesh.replicas.rank, mesh.replicas.size)
-    divide_sequences(model, mesh.context)
-    return Parallel(model, optimizer, Axes.of_mesh(mesh), zero_stage=zero_stage)
+OWN_STEPS, MAX_NORM = 2, 0.5
 
 
 def of_documents() -> dict[str, Tensor]:
@@ -46,72 +45,93 @@ def of_documents() -> dict[str, Tensor]:
     return batch | {"targets": targets, "documents": documents, "num_targets": (targets != -100).sum(1)}
 
 
-def gradients(mesh: Mesh, family: str, batch: dict[str, Tensor]) -> Result:
-    """The mean loss of the ranks, and fp32 gradients of one backward pass."""
-    parallel = parallel_on(mesh, family, "fp32", 0)
-    loss = parallel.model.loss(batch).loss
-    loss.backward()
-    parallel.gradients.finish()
-    found = {name: parameter.grad for name, parameter in parallel.model.named_parameters()}
-    return {"loss": mesh.replicas.sum(float(loss.detach()))[0] / mesh.replicas.size, "gradients": found}
-
-
-def trained(mesh: Mesh, family: str, level: str, stage: int) -> Result:
-    """Mean losses of the ranks, and norms, of some steps. All replicas of a group read the same batches."""
-    parallel = parallel_on(mesh, family, level, stage)
-    parallel.data = mesh.data  # by which `step_on_ranks` chooses the batch
-    losses, norms = [], []
-    for step in range(STEPS):
-        loss, norm = step_on_ranks(parallel, step)
-        losses.append(mesh.replicas.sum(loss)[0] / mesh.replicas.size)
-        norms.append(norm)
-        parallel.optimizer.zero_grad()
-    return {"losses": losses, "norms": norms}
-
-
-def evaluated(mesh: Mesh) -> list[float]:
-    """Mean loss and accuracy over all ranks' targets, and their number."""
-    model: Any = make_network("llama").eval()
-    divide_sequences(model, mesh.context)
-    with torch.no_grad():
-        losses = model.loss(of_documents())
-    sums = mesh.replicas.sum(*(float(value) * losses.num_targets for value in (losses.loss, losses.metrics["token_accuracy"])))
-    (count,) = mesh.replicas.sum(losses.num_targets)
-    return [*(total / count for total in sums), count]
-
-
-def sent(mesh: Mesh) -> dict[tuple[str, str], int]:
+def sent(axes: Axes) -> dict[tuple[str, str], int]:
     """Bytes that a rank sends over the context axis in one micro-batch."""
-    parallel = parallel_on(mesh, "llama", "O2", 0)
-    mesh.context.sent_bytes.clear()
+    parallel = parallel_on(axes, "llama", "O2", 0)
+    axes.context.sent_bytes.clear()
     parallel.model.loss(batch_of(0, 0, 0)).loss.backward()
-    return dict(mesh.context.sent_bytes)
+    return dict(axes.context.sent_bytes)
 
 
-def work_of_two(rank: int, port: int, folder: str) -> None:
+def own_loop(zero_stage: int, **degrees: Any) -> Result:
+    """Losses and norms of somebody's own loop, whose ranks divide each sequence; losses of whole logits, where it has them."""
+    model, optimizer = make("gpt", "O3")
+    parallel = parallelize(model, optimizer, zero_stage=zero_stage, context=2, **degrees)
+    losses, norms = [], []
+    for step in range(OWN_STEPS):
+        batch = batch_of(parallel.data.rank, step, 0)
+        if degrees:
+            loss = model.loss(batch).loss
+        else:
+            loss = cross_entropy(model(batch["tokens"]).flatten(0, 1), parallel.own_tokens(batch["targets"]).flatten())
+        loss.backward()
+        norms.append(float(parallel.clip_grad_norm_(MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "norms": norms, "data": (parallel.data.rank, parallel.data.size)}
+
+
+def check_own_loop(ranks: Sequence[Result]) -> None:
+    """The mean of the ranks' losses, and the norm, are those of one process."""
+    model, optimizer = make("gpt", "O3")
+    losses, norms = [], []
+    for step in range(OWN_STEPS):
+        loss = model.loss(batch_of(0, step, 0)).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    means = [sum(of_ranks) / len(ranks) for of_ranks in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert means == pytest.approx(losses, rel=LOSS_TOLERANCE["fp8"])
+    for rank in ranks:
+        assert rank["norms"] == ranks[0]["norms"] == pytest.approx(norms, rel=NORM_TOLERANCE["fp8"])
+        assert rank["data"] == (0, 1)
+
+
+def work_of_two(rank: int, ports: list[int], folder: str, _cases: list[Case]) -> None:
+    """Two context ranks in a job, and in somebody's own loop."""
     torch.set_num_threads(1)
-    with Mesh(RankEnv(rank=rank, world_size=2, master_port=port), torch.device("cpu"), Layout(2, context=2)) as mesh:
-        found: Result = {"gpt": gradients(mesh, "gpt", batch_of(0, 0, 0)), "O3": trained(mesh, "gpt", "O3", 1)}
-        found |= {"llama": gradients(mesh, "llama", of_documents()), "evaluated": evaluated(mesh), "sent": sent(mesh)}
+    with Mesh(RankEnv(rank=rank, world_size=2, master_port=ports[0]), torch.device("cpu"), Layout(2, context=2)) as mesh:
+        axes = Axes.of_mesh(mesh)
+        found: Result = {"gpt": gradients(axes, "gpt"), "llama": gradients(axes, "llama", of_documents())}
+        found |= {"O3": trained(axes, "gpt", "O3", 1), "evaluated": evaluated(axes, of_documents()), "sent": sent(axes)}
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=2)
+    found["own"] = {zero_stage: own_loop(zero_stage) for zero_stage in (0, 2)}
+    dist.destroy_process_group()
     torch.save(found, f"{folder}/{rank}.pt")
 
 
-def job(corpus: Path, workers: int, context: int) -> JobSpec:
-    document = golden_job({"level": "O3-split"}, corpus, workers)
-    training = {"steps": 2, "micro_batch_size": 1, "checkpoint_every": 1, "schedule": {}, "activation_checkpointing": "full"}
-    parallelism = {"context": context, "zero_stage": 1}
-    return JobSpec.model_validate(document | {"parallelism": parallelism, "training": document["training"] | training})
-
-
-def work(rank: int, ports: list[int], folder: str, cases: list[tuple[str, str, int]]) -> None:
+def work(rank: int, ports: list[int], folder: str, cases: list[Case]) -> None:
     """Two context ranks with two data ranks, and four context ranks."""
     torch.set_num_threads(1)
-    envs = [RankEnv(rank=rank, world_size=4, master_port=port) for port in ports]
-    spec, job_folder = job(Path(folder, "corpus"), 4, 2), Path(folder, "job")
-    first = run_job(spec, envs[0], job_folder)
-    found: Result = {"jobs": [first, run_job(spec, envs[1], job_folder, (checkpoint_ref(job_folder / "checkpoints"),))]}
-    with Mesh(envs[2], torch.device("cpu"), Layout(4, context=2)) as mesh:
-        found |= {case: trained(mesh, *case) for case in cases}
-    with Mesh(envs[3], torch.device("cpu"), Layout(4, context=4)) as mesh:
-        found |= {name: gradients(mesh, name, of_documents()) for name in ("gpt", "llama")}
+    found: Result = {"jobs": jobs(rank, ports[:2], folder, context=2)}
+    with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[2]), torch.device("cpu"), Layout(4, context=2)) as mesh:
+        found |= {case: trained(Axes.of_mesh(mesh), *case) for case in cases}
+        axes = Axes.of_layout(Layout(4, context=4), rank, mesh.device)
+        found |= {family: gradients(axes, family, of_documents()) for family in ("gpt", "llama")}
+    torch.save(found, f"{folder}/{rank}.pt")
+
+
+def with_tensor(rank: int, ports: list[int], folder: str, cases: list[tuple[Any, ...]]) -> None:
+    """Two context ranks of two tensor ranks each, which divide tokens between layers where a case says so.
+
+    All else that there is to find, and two jobs, where there is text for the jobs.
+    """
+    torch.set_num_threads(1)
+    found: Result = {}
+    with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[0]), torch.device("cpu"), Layout(4, 2, context=2)) as mesh:
+        axes = Axes.of_mesh(mesh)
+        found |= {(*case, sequence): trained(axes, *case, sequence=sequence) for *case, sequence in cases}
+        found["llama", True] = gradients(axes, "llama", of_documents(), sequence=True)
+        if Path(folder, "corpus").exists():
+            found["llama", False] = gradients(axes, "llama", of_documents())
+            found |= {"draws": draws(axes), "evaluated": evaluated(axes, of_documents()), "poisoned": poisoned(axes, 1)}
+            found["resumed"] = resumed(axes, mesh.world, "O3-split", 1, Path(folder, "resumed"))
+    if Path(folder, "corpus").exists():
+        found["jobs"] = jobs(rank, ports[1:3], folder, tensor=2, context=2, sequence=True)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[3]}", rank=rank, world_size=4)
+        found["own"] = own_loop(1, tensor=2, sequence=True)
+        dist.destroy_process_group()
     torch.save(found, f"{folder}/{rank}.pt")

@@ -1,24 +1,24 @@
-"""Small language models that ranks of a tensor axis train: what each rank finds out, for `test_tensor.py` to compare."""
+"""Small language models that ranks of a tensor and a context axis train: what each finds out, for tests to compare."""
 
 import copy
-import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from api_schemas import CheckpointRef, GPTSizes, JobSpec, Layout
+from api_schemas import GPTSizes, Layout
 from api_schemas.levels import LEVELS
 from api_schemas.models.llama import LlamaSizes
 from tests.golden.record import digest
-from tests.golden.record import document as golden_job
-from tests.worker.test_train import Recorder
+from tests.worker.parallel.job_runs import checkpoint_ref, jobs
 from worker import checkpoint, initialize
-from worker.config import RankEnv, resolve
+from worker.config import RankEnv
 from worker.fp8.gradient import Float8Gradient
 from worker.fp8.linear import Float8Linear
-from worker.mesh import Axis, Mesh, make_axis
+from worker.mesh import Axis, Mesh
+from worker.models.context import divide_sequences
 from worker.models.gpt import GPT
 from worker.models.llama import Llama
 from worker.parallel import Parallel
@@ -27,17 +27,16 @@ from worker.parallel.plans import plan_of
 from worker.parallel.tensor import cut_model
 from worker.prepare import share_rounding
 from worker.resume import resume
-from worker.train import Trainer
 
 STEPS, MICRO_BATCHES, MAX_NORM = 2, 2, 0.5
-Result = dict[str, Any]
+Result = dict[Any, Any]
+Case = tuple[str, str, int]
+"""A family, a level and a ZeRO stage."""
 LOSS_TOLERANCE = {"fp32": 1e-6, "bf16": 2e-4, "fp8": 6e-4}
 """Relative, after two steps. A tensor shard adds partial sums: fp32 products differ in their last bit, and elsewhere a value
 at the border of two codes may take the other one (measured over both families and all levels: 7e-8, 7e-5, 5e-4)."""
 NORM_TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3, "fp8": 6e-3}
 """Measured: 6e-7, 5e-4, 3e-3."""
-GRADIENT_ERROR = 1e-6
-"""Of the largest element, in fp32; measured 2.4e-7."""
 
 
 def make_network(family: str) -> Any:
@@ -74,7 +73,8 @@ def batch_of(share: int, step: int, micro_batch: int) -> dict[str, Tensor]:
 
 def parallel_on(axes: Axes, family: str, level: str, zero_stage: int, *, sequence: bool = False) -> Parallel:
     model, optimizer = make(family, level)
-    share_rounding(model, axes.data.rank, axes.data.size)
+    share_rounding(model, axes.replicas.rank, axes.replicas.size)
+    divide_sequences(model, axes.context)
     shards = cut_model(model, optimizer, axes, plan_of(model), sequence=sequence)
     return Parallel(model, optimizer, axes, zero_stage=zero_stage, shards=shards)
 
@@ -126,10 +126,11 @@ def trained(axes: Axes, family: str, level: str, stage: int, *, sequence: bool =
     return {"losses": [loss for loss, _ in numbers], "norms": [norm for _, norm in numbers], "scales": scales, "whole": whole}
 
 
-def gradients(axes: Axes, family: str, *, sequence: bool = False) -> dict[str, Tensor]:
-    """fp32 gradients of one backward pass, whole."""
+def gradients(axes: Axes, family: str, batch: Mapping[str, Tensor] | None = None, *, sequence: bool = False) -> Result:
+    """The mean loss of the ranks, and fp32 gradients of one backward pass, whole. batch: by default the data rank's."""
     parallel = parallel_on(axes, family, "fp32", 0, sequence=sequence)
-    parallel.model.loss(batch_of(parallel.data.rank, 0, 0)).loss.backward()
+    loss = parallel.model.loss(batch_of(parallel.data.rank, 0, 0) if batch is None else batch).loss
+    loss.backward()
     parallel.gradients.finish()
     found = {}
     for name, parameter in parallel.model.named_parameters():
@@ -137,7 +138,7 @@ def gradients(axes: Axes, family: str, *, sequence: bool = False) -> dict[str, T
         cut = parallel.shards.cuts.get(parameter)
         parts = axes.tensor.start_gather(parameter.grad).wait()
         found[name] = parts[0] if cut is None else cut.join(list(parts))
-    return found
+    return {"loss": axes.replicas.sum(float(loss.detach()))[0] / axes.replicas.size, "gradients": found}
 
 
 def converted(axes: Axes, family: str, level: str) -> dict[str, bool]:
@@ -207,12 +208,14 @@ def sent(axes: Axes, family: str = "gpt", level: str = "fp32", *, sequence: bool
     return dict(axes.tensor.sent_bytes)
 
 
-def evaluated(axes: Axes, *, sequence: bool = False) -> tuple[float, float]:
-    """Loss and accuracy of an evaluation, in which some targets do not count."""
+def evaluated(axes: Axes, batch: Mapping[str, Tensor], *, sequence: bool = False) -> list[float]:
+    """Mean loss and accuracy over the targets that count, and their number."""
     model = parallel_on(axes, "llama", "fp32", 0, sequence=sequence).model.eval()
     with torch.no_grad():
-        losses = model.loss(partly_ignored())
-    return float(losses.loss), float(losses.metrics["token_accuracy"])
+        losses = model.loss(batch)
+    sums = axes.context.sum(*(float(value) * losses.num_targets for value in (losses.loss, losses.metrics["token_accuracy"])))
+    (count,) = axes.context.sum(losses.num_targets)
+    return [*(total / count for total in sums), count]
 
 
 def partly_ignored() -> dict[str, Tensor]:
@@ -251,67 +254,39 @@ def resumed(axes: Axes, world: Axis, level: str, stage: int, folder: Path) -> Re
     return {"is_first": saved is not None, "states": states, "codes": codes, "losses": losses}
 
 
-def checkpoint_ref(folder: Path) -> CheckpointRef:
-    path = folder / checkpoint.checkpoint_name(1)
-    return CheckpointRef(step=1, name=path.name, sha256=hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest())
-
-
 def digest_of(parallel: Parallel) -> str:
     return digest({"model": parallel.model.state_dict(), "optimizer": parallel.optimizer.state_dict()})
 
 
-def job(corpus: Path, workers: int, tensor: int, *, sequence: bool = False) -> JobSpec:
-    document = golden_job({"level": "O3-split"}, corpus, workers)
-    training = {"steps": 2, "micro_batch_size": 1, "checkpoint_every": 1, "schedule": {}, "activation_checkpointing": "full"}
-    parallelism = {"tensor": tensor, "zero_stage": 1, "sequence": sequence}
-    return JobSpec.model_validate(document | {"parallelism": parallelism, "training": document["training"] | training})
-
-
-def run_job(spec: JobSpec, env: RankEnv, folder: Path, checkpoints: tuple[CheckpointRef, ...] = ()) -> Recorder:
-    recorder, config = Recorder(), resolve(spec, env)
-    with Mesh(env, torch.device("cpu"), config.layout) as mesh:
-        Trainer(config, mesh, recorder, folder).run(checkpoints)
-    return recorder
-
-
-def jobs(rank: int, ports: list[int], folder: Path) -> list[Recorder]:
-    """A job of two tensor and two data ranks, and the same from its older checkpoint."""
-    spec = job(folder / "corpus", 4, 2)
-    envs = [RankEnv(rank=rank, world_size=4, master_port=port) for port in ports]
-    first = run_job(spec, envs[0], folder / "job")
-    return [first, run_job(spec, envs[1], folder / "job", (checkpoint_ref(folder / "job" / "checkpoints"),))]
-
-
-def work_of_two(rank: int, port: int, folder: str) -> None:
+def work_of_two(rank: int, ports: list[int], folder: str, _cases: list[Case]) -> None:
     """Two tensor ranks, without data ranks."""
     torch.set_num_threads(1)
     found: Result = {}
-    with Mesh(RankEnv(rank=rank, world_size=2, master_port=port), torch.device("cpu"), Layout(2, tensor=2)) as mesh:
+    with Mesh(RankEnv(rank=rank, world_size=2, master_port=ports[0]), torch.device("cpu"), Layout(2, tensor=2)) as mesh:
         axes = Axes.of_mesh(mesh)
         found["gpt", "O3", 0] = trained(axes, "gpt", "O3", 0)
         found["gradients"] = {family: gradients(axes, family) for family in ("gpt", "llama")}
         found["converted"] = {"O3-split": converted(axes, "gpt", "O3-split")}
         found["poisoned"] = [poisoned(axes, 0)]
-        found |= {"draws": draws(axes), "sent": sent(axes), "evaluated": evaluated(axes)}
+        found |= {"draws": draws(axes), "sent": sent(axes), "evaluated": evaluated(axes, partly_ignored())}
         found["resumed"] = {("O3-split", 0): resumed(axes, mesh.world, "O3-split", 0, Path(folder, "O3-split 0"))}
     torch.save(found, f"{folder}/{rank}.pt")
 
 
-def work(rank: int, ports: list[int], folder: str, cases: list[tuple[str, str, int]]) -> None:
+def work(rank: int, ports: list[int], folder: str, cases: list[Case]) -> None:
+    """Two tensor ranks with two data ranks, and four tensor ranks."""
     torch.set_num_threads(1)
-    found: Result = {"jobs": jobs(rank, ports[:2], Path(folder))}
+    found: Result = {"jobs": jobs(rank, ports[:2], folder, tensor=2)}
     with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[2]), torch.device("cpu"), Layout(4, tensor=2)) as mesh:
         axes = Axes.of_mesh(mesh)
         found |= {case: trained(axes, *case) for case in cases}
         found["gradients"] = {family: gradients(axes, family) for family in ("gpt", "llama")}
-        found["of 4"] = gradients(
-            Axes(make_axis(Layout(4, tensor=4), "data", rank, mesh.device), mesh.world, mesh.world), "gpt"
-        )
+        found["of 4"] = gradients(Axes.of_layout(Layout(4, tensor=4), rank, mesh.device), "gpt")
         found["converted"] = {level: converted(axes, "gpt", level) for level in ("O3", "O3-split")}
         found["poisoned"] = [poisoned(axes, stage) for stage in (0, 1)]
         found["draws"] = draws(axes)
         found["sent"] = sent(axes)
-        found["evaluated"] = evaluated(axes)
+        found["evaluated"] = evaluated(axes, partly_ignored())
         found["resumed"] = {
             (level, stage): resumed(axes, mesh.world, level, stage, Path(folder, f"{level} {stage}"))
             for level, stage in (("O3", 1), ("O3-split", 0))

@@ -6,20 +6,13 @@
 import pytest
 import torch
 
-from tests.ranks import free_port, run_ranks
-from tests.worker.parallel.context_runs import of_documents, work_of_two
-from tests.worker.parallel.tensor_runs import (
-    GRADIENT_ERROR,
-    LOSS_TOLERANCE,
-    NORM_TOLERANCE,
-    Result,
-    batch_of,
-    make,
-    make_network,
-    reference,
-)
+from tests.worker.parallel.compare import check_gradients, check_training, found_by_ranks
+from tests.worker.parallel.context_runs import check_own_loop, of_documents, work_of_two
+from tests.worker.parallel.tensor_runs import Result, batch_of, make, make_network
+from worker import parallelize
 from worker.mesh import Axis
 from worker.models.context import ContextPart, divide_sequences
+from worker.parallel.tensor import check_model
 
 NUM_RANKS = 2
 
@@ -27,9 +20,7 @@ NUM_RANKS = 2
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("context")
-    run_ranks(work_of_two, (free_port(), str(folder)), NUM_RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+    return found_by_ranks(work_of_two, NUM_RANKS, tmp_path_factory.mktemp("context"), num_worlds=2)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -46,22 +37,20 @@ def test_each_token_is_on_one_rank_and_the_work_is_balanced(num_ranks: int) -> N
 @pytest.mark.parametrize(("name", "has_documents"), [("gpt", False), ("llama", True)])
 def test_gradients_are_those_of_one_process(results: list[Result], name: str, has_documents: bool) -> None:
     """With documents, each row has several, and the ranks have different numbers of targets."""
-    model, _ = make(name, "fp32")
-    loss = model.loss(of_documents() if has_documents else batch_of(0, 0, 0)).loss
-    loss.backward()
     for result in results:
-        assert result[name]["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
-        for parameter_name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            error = (result[name]["gradients"][parameter_name] - parameter.grad).abs().max() / parameter.grad.abs().max()
-            assert float(error) < GRADIENT_ERROR, parameter_name
+        check_gradients(result[name], name, [of_documents() if has_documents else batch_of(0, 0, 0)])
 
 
 def test_ranks_train_as_one_process_does(results: list[Result]) -> None:
-    losses, norms = reference("gpt", "O3", 1)
-    for result in results:
-        assert result["O3"]["losses"] == pytest.approx(losses, rel=LOSS_TOLERANCE["fp8"])
-        assert result["O3"]["norms"] == pytest.approx(norms, rel=NORM_TOLERANCE["fp8"])
+    check_training([result["O3"] for result in results], "gpt", "O3", 1)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_somebodys_own_loop_divides_sequences(results: list[Result], zero_stage: int) -> None:
+    """Its ranks read the same samples, and the mean of their losses is that of one process."""
+    ranks = [result["own"][zero_stage] for result in results]
+    check_own_loop(ranks)
+    assert ranks[0]["losses"] != ranks[1]["losses"]
 
 
 def test_an_evaluation_counts_all_targets(results: list[Result]) -> None:
@@ -86,3 +75,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
         ContextPart(axis).own(torch.arange(6))
     with pytest.raises(ValueError, match="allowed: gpt and llama"):
         divide_sequences(torch.nn.Linear(2, 2), axis)
+    with pytest.raises(ValueError, match="got context 2 with 1 ranks; allowed: 1, or a divisor"):
+        parallelize(*make("gpt", "O2"), context=2)
+    with pytest.raises(ValueError, match="allowed with a context degree: levels without loss scaling"):
+        check_model(make("gpt", "fp16-amp")[0], "context")

@@ -12,8 +12,9 @@ import torch
 
 from api_schemas.levels import LEVELS
 from tests.text import write_corpus
+from tests.worker.parallel.compare import GRADIENT_ERROR
 from tests.worker.parallel.pipeline_runs import LLAMA, MODELS, STEPS, Jobs, Result, document, gradients, precision, saved
-from tests.worker.parallel.tensor_runs import GRADIENT_ERROR, LOSS_TOLERANCE, NORM_TOLERANCE
+from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.worker.parallel.test_kills import undisturbed
 from worker.config import RankEnv
 

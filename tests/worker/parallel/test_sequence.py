@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from api_schemas import Layout
-from tests.ranks import free_port, run_ranks
+from tests.worker.parallel.compare import check_gradients, check_training, found_by_ranks
 from tests.worker.parallel.tensor_runs import (
-    GRADIENT_ERROR,
-    LOSS_TOLERANCE,
-    NORM_TOLERANCE,
+    Case,
     Result,
     batch_of,
     evaluated,
@@ -23,7 +21,6 @@ from tests.worker.parallel.tensor_runs import (
     make_network,
     parallel_on,
     partly_ignored,
-    reference,
     sent,
     trained,
 )
@@ -93,52 +90,37 @@ def dropped(axes: Axes) -> Tensor:
     return torch.cat((found[0].flatten(), torch.rand(1)))
 
 
-def work(rank: int, port: int, folder: str) -> None:
+def work(rank: int, ports: list[int], folder: str, _cases: list[Case]) -> None:
     torch.set_num_threads(1)
-    with Mesh(RankEnv(rank=rank, world_size=2, master_port=port), torch.device("cpu"), Layout(2, tensor=2)) as mesh:
+    with Mesh(RankEnv(rank=rank, world_size=2, master_port=ports[0]), torch.device("cpu"), Layout(2, tensor=2)) as mesh:
         axes = Axes.of_mesh(mesh)
         found: Result = {"O3": trained(axes, "gpt", "O3", 0, sequence=True)}
         found["gradients"] = {family: gradients(axes, family, sequence=True) for family in ("gpt", "llama")}
         found["codes"] = codes_of(parallel_on(axes, "llama", "O2", 0, sequence=True).model)
         found["sent"] = {level: sent(axes, "llama", level, sequence=True) for level in ("O2", "bf16-amp")}
         found["kept"] = [kept_bytes(axes, sequence=sequence) for sequence in (False, True)]
-        found |= {"evaluated": evaluated(axes, sequence=True), "dropped": dropped(axes)}
+        found |= {"evaluated": evaluated(axes, partly_ignored(), sequence=True), "dropped": dropped(axes)}
     torch.save(found, f"{folder}/{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("sequence")
-    run_ranks(work, (free_port(), str(folder)), NUM_RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+    return found_by_ranks(work, NUM_RANKS, tmp_path_factory.mktemp("sequence"))
 
 
 def test_ranks_train_as_one_process_does(results: list[Result]) -> None:
-    losses, norms = reference("gpt", "O3", 1)
+    """Scales of weights stay alike, and norms: each rank has the gradients of its tokens."""
     ranks = [result["O3"] for result in results]
-    assert ranks[0]["losses"] == ranks[1]["losses"] == pytest.approx(losses, rel=LOSS_TOLERANCE["fp8"])
-    assert ranks[0]["norms"] == ranks[1]["norms"] == pytest.approx(norms, rel=NORM_TOLERANCE["fp8"])
-
-
-def test_what_ranks_have_alike_stays_alike(results: list[Result]) -> None:
-    """Scales of weights; norms, whose gradients each rank has of its tokens."""
-    first, second = (result["O3"] for result in results)
-    for kind in ("scales", "whole"):
-        assert first[kind].keys() == second[kind].keys()
-        assert first[kind]
-        assert all(torch.equal(value, first[kind][name]) for name, value in second[kind].items())
+    check_training(ranks, "gpt", "O3", 1)
+    assert ranks[0]["losses"] == ranks[1]["losses"]
+    assert ranks[0]["scales"]
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_gradients_are_those_of_one_process(results: list[Result], name: str) -> None:
     """Also of norms, of a row layer's bias and of positions."""
-    model, _ = make(name, "fp32")
-    model.loss(batch_of(0, 0, 0)).loss.backward()
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        error = (results[0]["gradients"][name][parameter_name] - parameter.grad).abs().max() / parameter.grad.abs().max()
-        assert float(error) < GRADIENT_ERROR, parameter_name
+    check_gradients(results[0]["gradients"][name], name, [batch_of(0, 0, 0)])
 
 
 def test_ranks_hold_the_codes_of_one_process(results: list[Result]) -> None:
@@ -183,7 +165,8 @@ def test_an_evaluation_reads_all_tokens(results: list[Result]) -> None:
     with torch.no_grad():
         losses = model.loss(partly_ignored())
     for result in results:
-        assert result["evaluated"] == pytest.approx((float(losses.loss), float(losses.metrics["token_accuracy"])), rel=1e-6)
+        expected = [float(losses.loss), float(losses.metrics["token_accuracy"]), losses.num_targets]
+        assert result["evaluated"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_ranks_drop_other_elements_of_their_tokens(results: list[Result]) -> None:
