@@ -159,6 +159,7 @@ class JobSummary(Contract):
     num_converted_parameters: int
     memory_bytes: dict[str, int] = Field(description="by class, as worker.memory_report counts them")
     converted_memory_bytes: dict[str, int] = Field(description="as memory_bytes, for the converted layers' weights only")
+    host_memory_bytes: int = Field(default=0, description="states in host memory, by training.offload_optimizer; 0 on cpu")
     peak_memory_bytes: int | None = Field(description="device peak on cuda; null on cpu")
     sent_bytes: dict[str, dict[str, int]] = Field(default_factory=dict, description="by rank 0, by collective and dtype")
     data: dict[str, float] = Field(description="facts of the data: bytes, files, unigram entropy in nats per byte")

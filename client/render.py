@@ -122,6 +122,8 @@ def _results(job: Job) -> Iterable[tuple[str, str]]:
     )
     held = ", ".join(f"{name} {num_bytes(count)}" for name, count in summary.memory_bytes.items() if count)
     yield "memory", f"{num_bytes(sum(summary.memory_bytes.values()))}: {held}"
+    if summary.host_memory_bytes:
+        yield "host memory", num_bytes(summary.host_memory_bytes)
 
 
 def num_steps(job: Job) -> int | None:

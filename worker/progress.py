@@ -54,6 +54,7 @@ class Progress:
     recent_losses: list[float] = field(default_factory=list)
     memory_bytes: dict[str, int] = field(default_factory=dict)
     converted_memory_bytes: dict[str, int] = field(default_factory=dict)
+    host_memory_bytes: int = 0
     first_loss: float | None = None
     num_diverging: int = 0
 

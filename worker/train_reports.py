@@ -15,7 +15,7 @@ from worker.fp8.convert import ConversionReport
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.mesh import Mesh
 from worker.mesh.stragglers import Straggler
-from worker.metrics.memory import memory_report
+from worker.metrics.memory import host_bytes, memory_report
 from worker.moving_average import MovingAverage
 from worker.progress import Progress
 from worker.step_log import FinishedStep
@@ -46,10 +46,11 @@ def started(
 
 
 def count_memory(progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, average: MovingAverage) -> None:
-    """Write into `progress` the bytes that are held, by class; a moving average counts as `other`."""
+    """Write into `progress` the bytes held on the device, by class, and in host memory; a moving average counts as `other`."""
     progress.memory_bytes = memory_report(model, optimizer)
     progress.memory_bytes["other"] += average.num_bytes
     progress.converted_memory_bytes = memory_report(model, optimizer, converted_only=True)
+    progress.host_memory_bytes = host_bytes(model, optimizer)
 
 
 def step_report(step: FinishedStep, tokens: int) -> StepReport:
@@ -114,6 +115,7 @@ def summarize(
         num_converted_parameters=num_converted_parameters(model),
         memory_bytes=progress.memory_bytes,
         converted_memory_bytes=progress.converted_memory_bytes,
+        host_memory_bytes=progress.host_memory_bytes,
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         sent_bytes=_by_collective(sent_bytes),
         data=dict(facts),

@@ -145,8 +145,7 @@ def language_step(
     tokens: sequences of a batch, and tokens of each.
     """
     model, optimizer = prepare(model, way, math.prod(tokens))
-    if way.savings:
-        prepare_steps(model, optimizer, TrainingSpec.model_validate({"steps": 1, "compile": "off", **way.savings}), device)
+    save_memory(model, optimizer, way, device)
     if compiled is not None:
         for block in model.get_submodule("blocks").children():
             block.compile(backend=compiled, dynamic=False)
@@ -166,6 +165,12 @@ def language_step(
     return step_of(model, optimizer, loss_of, clips=clips), (model, optimizer)
 
 
+def save_memory(model: nn.Module, optimizer: torch.optim.Optimizer, way: Way, device: torch.device) -> None:
+    """Do with a converted model and its optimizer what the options of a way say."""
+    if way.savings:
+        prepare_steps(model, optimizer, TrainingSpec.model_validate({"steps": 1, "compile": "off", **way.savings}), device)
+
+
 def vision_step(family: str, way: Way, device: torch.device, *, smoke: bool) -> tuple[Step, Any]:
     """Return the step of Swin-1.0B or ViT-1.2B on random images, and (model, optimizer)."""
     with device:
@@ -175,7 +180,10 @@ def vision_step(family: str, way: Way, device: torch.device, *, smoke: bool) -> 
     labels = torch.randint(0, num_classes, (batch_size,), device=device)
     tokens_per_image = {"Swin": 14 * 14, "ViT": 14 * 14 + 1}[family]  # Swin: tokens of the stage with 18 of its 24 blocks
     converted, optimizer = prepare(model, way, batch_size * tokens_per_image)
-    return step_of(converted, optimizer, lambda: converted(pixel_values=images, labels=labels).loss), (converted, optimizer)
+    save_memory(converted, optimizer, way, device)
+    clips = not way.savings.get("gradient_release")
+    step = step_of(converted, optimizer, lambda: converted(pixel_values=images, labels=labels).loss, clips=clips)
+    return step, (converted, optimizer)
 
 
 def vision_model(family: str, *, smoke: bool) -> nn.Module:

@@ -1,6 +1,6 @@
 """Predict the peak memory of training steps on a GPU without one: `networks.py` and `largest.py` run on fake tensors.
 
-    python -m benchmarks.gpu.predicted_memory [--out FOLDER] [--sections gpt,options,model,loading,vision,largest] [--smoke]
+    python -m benchmarks.gpu.predicted_memory [--out FOLDER] [--sections gpt,options,vision,…] [--smoke]
 
 writes a dated table: peaks, what they consist of, and the ratios that have targets.
 """
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import largest
 from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from benchmarks.gpu.live_bytes import LiveBytes, Snapshot
 from benchmarks.gpu.networks import (
@@ -30,12 +29,12 @@ from benchmarks.gpu.networks import (
     TE,
     Step,
     Way,
-    build_gpt,
     gpt_step,
     vision_step,
 )
+from benchmarks.gpu.predicted_largest import ALL, CHECKPOINTED, WITHOUT, largest_rows
 from benchmarks.gpu.predicted_loading import loading_rows
-from benchmarks.gpu.predicted_savings import OPTIONS, large_rows, option_rows
+from benchmarks.gpu.predicted_savings import VISION_SAVINGS, large_rows, option_rows
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.session import RESULTS
 from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
@@ -43,19 +42,15 @@ from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
 GIB = 1 << 30
 BF16_AMP_OURS, O2_8BIT = Way("bf16-amp, our AdamW", "bf16-amp"), Way("O2-8bit", "O2-8bit")
 WAYS = (BF16_AMP, BF16_AMP_OURS, FP16_AMP, TE, O1, O2, O2_ALL_FP8, O3_SPLIT, O2_8BIT)
-VISION_WAYS = (FP16_AMP, BF16_AMP, TE, O1, O2, O2_ALL_FP8, O3_SPLIT, O2_8BIT)
+SAVING = tuple(
+    Way(f"{level} all in FP8, activations in FP8, gradient release", level, options=O2_ALL_FP8.options, savings=VISION_SAVINGS)
+    for level in ("O2", "O2-8bit")
+)
+VISION_WAYS = (FP16_AMP, BF16_AMP, O2, O2_ALL_FP8, *SAVING)
 SMOKE_WAYS = (FP16_AMP, BF16_AMP, O2)
 PEERS = (BF16_AMP, FP16_AMP)
 WITH_TARGET = ("1.3 B", "tiny")
-CAPACITIES = {"H200": 139 * GIB, "H100": 78 * GIB}
-SMOKE_CAPACITY = {"tiny": 4 << 20}
 NUM_ORIGINS = 4
-ALL_OPTIONS = OPTIONS["the first three"]
-BYTES_WITH_OPTIONS = 6  # per parameter, roughly, including activations; the search starts from it
-LARGEST_WAYS = largest.WAYS | {
-    f"{level}, the first three options of the section above": Way(level, level, savings=ALL_OPTIONS)
-    for level in ("O2", "O2-8bit")
-}
 HEADER = (
     "Predictions, not measurements: no GPU was used. The step of `benchmarks/gpu/networks.py` ran, eager, on torch's fake "
     "tensors, which have sizes and no bytes. Live storages were counted op by op, rounded up to 512 bytes. Not included: "
@@ -103,6 +98,17 @@ def predict(make_step: Callable[[torch.device], tuple[Step, Any]]) -> Prediction
     return Prediction(peak_bytes, snapshots[0])
 
 
+def peak_of(make_step: Callable[[torch.device], tuple[Step, Any]]) -> int:
+    """Return the peak of a step's prediction in bytes, without what is alive there: in two steps."""
+    gc.collect()
+    with fake_gpu() as device, LiveBytes(see_within=see_within, device_type=DEVICE_TYPE) as live:
+        step, _held = make_step(device)
+        step()
+        live.restart()
+        step()
+    return live.peak_bytes
+
+
 def gpt_rows(smoke: bool) -> Iterator[Row]:
     for size in SMALL if smoke else SIZES:
         found: dict[str, Prediction] = {}
@@ -131,29 +137,8 @@ def vision_rows(smoke: bool) -> Iterator[Row]:
                 yield Row(f"{name}, {way.name}", str(predicted), note=predicted.note)
                 continue
             saved = 1 - predicted.peak_bytes / found[FP16_AMP.name].peak_bytes
-            reference, target = f"fp16-amp {found[FP16_AMP.name]}", SAVED[family] if way in (O2, O2_ALL_FP8) else None
+            reference, target = f"fp16-amp {found[FP16_AMP.name]}", SAVED[family] if way not in PEERS else None
             yield Row(f"{name}, {way.name}: saved", str(predicted), reference, saved, target, predicted.note, style=".0%")
-
-
-def largest_rows(smoke: bool) -> Iterator[Row]:
-    """Compare as `largest.py` does: the largest O2 that fits with bf16-amp one layer below the smallest that does not fit."""
-    for card, capacity in SMOKE_CAPACITY.items() if smoke else CAPACITIES.items():
-        reference = 0
-        for level, way in LARGEST_WAYS.items():
-            per_layer = (
-                largest.BYTES_PER_PARAMETER.get(level, BYTES_WITH_OPTIONS) * 12 * largest.sizes(1, smoke=smoke).hidden_size ** 2
-            )
-            start = max(1, capacity // per_layer)
-            fits, fails = largest.search(partial(_try, way, capacity, smoke), start, capacity, lambda: True)
-            num_parameters = _num_parameters(fits, smoke)
-            figure = f"largest GPT of hidden size 4096 within {capacity / GIB:.0f} GiB ({card}), {level}"
-            measured, note = f"{num_parameters / 1e9:.2f} B parameters, {fits} layers", f"{fails} layers did not fit"
-            if level == BF16_AMP.name:
-                reference = _num_parameters(fails - 1, smoke)
-                yield Row(figure, measured, note=note)
-            else:
-                ratio = num_parameters / reference
-                yield Row(figure, measured, f"bf16-amp at most {reference / 1e9:.2f} B", ratio, largest.TARGET, note)
 
 
 SECTIONS = {
@@ -162,23 +147,14 @@ SECTIONS = {
     "Model of 8 B parameters": partial(large_rows, predict),
     "Loading a model of 8 B parameters": loading_rows,
     "Vision models": vision_rows,
-    "Largest GPT": largest_rows,
+    "Largest GPT": partial(largest_rows, peak_of, WITHOUT),
+    "All options: largest GPT": partial(largest_rows, peak_of, ALL),
+    "Checkpointing: largest GPT": partial(largest_rows, peak_of, CHECKPOINTED),
 }
 
 
 def _gpt_step(size: Size, way: Way, device: torch.device) -> tuple[Step, Any]:
     return gpt_step(size.config, way, size.batch_size, device, compiled=None)
-
-
-def _try(way: Way, capacity: int, smoke: bool, num_layers: int) -> int | None:
-    config = largest.sizes(num_layers, smoke=smoke)
-    peak = predict(lambda device: gpt_step(config, way, 1, device, compiled=None)).peak_bytes
-    sys.stderr.write(f"{way.name}, {num_layers} layers: {_gib(peak)} GiB\n")
-    return peak if peak <= capacity else None
-
-
-def _num_parameters(num_layers: int, smoke: bool) -> int:
-    return build_gpt(largest.sizes(num_layers, smoke=smoke), torch.device("meta")).num_parameters
 
 
 def _gib(num_bytes: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import largest, session
+from benchmarks.gpu import largest, predicted_largest, session
 from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
 from benchmarks.gpu.session import Case, Section, Session
 from tests.waiting import LONG_S
@@ -103,6 +103,24 @@ def test_the_search_finds_what_fits(start: int, capacity: int) -> None:
 def test_the_search_keeps_what_it_found_when_time_is_up() -> None:
     tries = iter((True, True, False))
     assert largest.search(lambda layers: 10 * layers, 4, 1000, lambda: next(tries)) == (100, 0)
+
+
+def test_the_largest_predicted_gpt_fits_where_the_peak_has_a_kink() -> None:
+    """Up to 20 layers one moment peaks, then another: between three points, numbers of layers are safe."""
+    tried = []
+
+    def peak(num_layers: int) -> int:
+        tried.append(num_layers)
+        return max(1000 + 10 * num_layers, 800 + 20 * num_layers)
+
+    peaks = predicted_largest.peaks_up_to(peak, 2000)
+    assert tried == [2, 4, 101]
+    assert peaks.points[-1] == (101, 2820)
+    most = {capacity: peaks.most_layers(capacity) for capacity in (1015, 1100, 2000)}
+    assert most == {1015: 1, 1100: 7, 2000: 56}
+    assert all(max(1000 + 10 * num_layers, 800 + 20 * num_layers) <= capacity for capacity, num_layers in most.items())
+    exact = predicted_largest.peaks_up_to(lambda num_layers: 1000 + 10 * num_layers, 2000)
+    assert [exact.most_layers(capacity) for capacity in (1005, 1500, 2000)] == [0, 50, 100]
 
 
 def test_no_folder_of_this_machine_is_shown() -> None:

@@ -127,6 +127,13 @@ def test_results_of_a_job(make_job: MakeJob, make_summary: MakeSummary) -> None:
     assert shown["evaluation"] == "loss 2.0000, perplexity 7.389"
     assert shown["speed"] == "5,120 tokens/s, 25,600 tokens in 1:05"
     assert shown["memory"] == "16 kB: weights 4 kB, gradients 4 kB, exp_avg 4 kB, exp_avg_sq 4 kB"
+    assert "host" not in shown
+
+
+def test_states_in_host_memory_have_a_line_of_their_own(make_job: MakeJob, make_summary: MakeSummary) -> None:
+    shown = facts(make_job(state="succeeded", summary=make_summary(host_memory_bytes=8000)))
+    assert shown["memory"].startswith("16 kB: ")
+    assert shown["host"].split() == ["memory", "8", "kB"]
 
 
 def test_progress_hides_what_is_not_known(make_job: MakeJob) -> None:

@@ -9,10 +9,11 @@ from api_schemas.levels import LEVELS
 from tests.numerics.measure import peak_bytes
 from tests.numerics.oracle.test_live_bytes import ThreeLayers
 from tests.worker.small import spread
-from worker import initialize, memory_report
+from worker import initialize, memory_report, offload_optimizer
 from worker.fp8.operand import OperandScaling
 from worker.kernels import ScaledCodes, ScaleKind, measure, quantize
 from worker.kernels.sampling import SAMPLE_ELEMENTS
+from worker.metrics.memory import host_bytes
 from worker.models.gpt import GPT
 
 FOUR_LAYERS = GPTSizes(hidden_size=128, num_layers=4, num_heads=4, vocab_size=256, max_sequence_length=64)
@@ -81,6 +82,28 @@ def test_classes_of_torchs_own_optimizer() -> None:
     optimizer.step()
     expected = {"weights": 128, "gradients": 128, "exp_avg": 128, "exp_avg_sq": 128, "other": 4}
     assert {kind: size for kind, size in memory_report(model, optimizer).items() if size} == expected
+
+
+def test_states_in_host_memory_are_not_the_devices() -> None:
+    """The device is torch's meta device, of whose tensors only the sizes exist."""
+    model = nn.Linear(8, 4, bias=False, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    moment = {"codes": torch.zeros(4, 8, dtype=torch.int8), "dequant_scale": torch.zeros(1)}
+    optimizer.state[model.weight] = {"exp_avg": moment, "exp_avg_sq": {"codes": torch.zeros(4, 8, device="meta")}}
+    assert {kind: size for kind, size in memory_report(model, optimizer).items() if size} == {"weights": 128, "exp_avg_sq": 128}
+    assert host_bytes(model, optimizer) == 32 + 4
+
+
+def test_a_model_on_the_host_has_its_states_there() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), "O2", convert_heads=True)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    before = memory_report(model, optimizer)
+    offload_optimizer(optimizer)
+    assert memory_report(model, optimizer) == before
+    assert 64 * 64 <= before["exp_avg"] < before["exp_avg_sq"] == 2 * 64 * 64
+    assert host_bytes(model, optimizer) == 0
 
 
 def test_a_sample_costs_a_fixed_amount_of_memory() -> None:

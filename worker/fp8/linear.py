@@ -24,7 +24,7 @@ from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
 from worker.fp8.gradient import RoundingPosition
-from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, zero_gradients
+from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, product_dtype, zero_gradients
 from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import OperandScaling, product
@@ -201,7 +201,7 @@ class Float8Linear(GuardedCodes):
             keep_gradient_in_fp8(self.weight, self.gradient_position)
 
     def _open_port(self) -> None:
-        self._gradient_port = None if self.weight_dequant_scale is None else open_port(self.weight)
+        self._gradient_port = None if self.weight_dequant_scale is None else open_port(self.weight, self.gradient_position)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what a copied or unpickled parameter loses: the dtype of its gradient and the hook."""
@@ -230,8 +230,7 @@ class Float8Products(torch.autograd.Function):
     ) -> Tensor:
         """bias_N: only where the output is computed in bf16. activation: applied to the input."""
         wide, scaling = layer.high_precision, layer.input_scaling
-        # Autograd wants a bf16 gradient for a bf16 parameter: the product rounds to it, which spares a pass over an fp32 one.
-        ctx.grad_weight_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
         ctx.is_empty = input_TK.shape[0] == 0
         if ctx.is_empty:  # nothing to multiply, and nothing that a scale or a window should learn from
             ctx.shapes, ctx.input_dtype = (input_TK.shape, weight.shape), input_TK.dtype

@@ -19,25 +19,40 @@ def memory_report(
 ) -> dict[str, int]:
     """Return bytes by class: weights, master_weights, gradients, exp_avg, exp_avg_sq, scales, other.
 
-    Left out are a converted layer's port for gradients of compiled graphs (4 bytes) and its count of rounded additions (8
-    bytes), and an optimizer's counter (8 bytes).
+    Left out are states that `offload_optimizer` keeps in host memory (see `host_bytes`), a converted layer's port for gradients
+    of compiled graphs (4 bytes) and its count of rounded additions (8 bytes), and an optimizer's counter (8 bytes).
     `scales` are all dequant_scales of weights, gradients and states; `other` is the rest of buffers and states.
     converted_only: count only weights that `initialize` converted and the tensors that belong to them, without biases.
     """
     num_bytes = dict.fromkeys(CLASSES, 0)
+    for kind, storage in _storages(model, optimizer, converted_only=converted_only, on_host=False):
+        num_bytes[kind] += storage.nbytes()
+    return num_bytes
+
+
+def host_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Return the bytes that model and optimizer hold in host memory for parameters on other devices. 0 for a model on a CPU."""
+    return sum(storage.nbytes() for _, storage in _storages(model, optimizer, converted_only=False, on_host=True))
+
+
+def _storages(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, converted_only: bool, on_host: bool
+) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    """Yield each storage once, with its class. on_host: those in host memory while parameters are not; else all others."""
+    trains_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
     seen: set[int] = set()
     for kind, tensor in held_tensors(model, optimizer, converted_only=converted_only):
         storage = tensor.untyped_storage()
-        if storage._cdata not in seen:  # not the address: fake tensors have none
+        is_on_host = not trains_on_host and tensor.device.type == "cpu"
+        if is_on_host == on_host and storage._cdata not in seen:  # not the address: fake tensors have none
             seen.add(storage._cdata)
-            num_bytes[kind] += storage.nbytes()
-    return num_bytes
+            yield kind, storage
 
 
 def held_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, converted_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every plain tensor that model and optimizer hold, with its class, as `memory_report` counts them."""
+    """Yield every plain tensor that model and optimizer hold, with its class, wherever it lies."""
     pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})
     residuals: dict[Tensor, Tensor] = getattr(optimizer, "own_residuals", {})
     parameters, buffers = _converted(model) if converted_only else (model.parameters(), model.named_buffers())

@@ -97,8 +97,8 @@ class HostStates:
 def offload_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Keep the states of `optimizer` in host memory from now on, apart from master weights. Each step reads and writes them.
 
-    Call it after `initialize`, with the model on the device where it trains. `memory_report` counts the states wherever they
-    are. Raises ValueError for an optimizer that is not from `initialize`, or that holds pieces of parameters (ZeRO).
+    Call it after `initialize`, with the model on the device where it trains. `memory_report` counts that device alone.
+    Raises ValueError for an optimizer that is not from `initialize`, or that holds pieces of parameters (ZeRO).
     """
     if not isinstance(optimizer, LowBitOptimizer) or optimizer.pieces:
         what = "that holds pieces of parameters (ZeRO)" if isinstance(optimizer, LowBitOptimizer) else "not from initialize"

@@ -218,8 +218,8 @@ class WideBucket(Bucket):
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype in which autograd accumulates the parameter's gradient."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+    """The dtype of the parameter's gradient, as it presents: one in FP8, which has no `grad_dtype`, is seen as fp32."""
+    return parameter.grad_dtype or torch.float32
 
 
 def _written(gradient: Tensor | None, mean: Tensor) -> Tensor:
