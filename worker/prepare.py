@@ -36,6 +36,7 @@ from worker.fp8.gradient import RoundingPosition
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER, LossScaling, scale_losses
+from worker.fp8.norm_forward import carry_norms
 from worker.fp8.norms import LibraryPrecision, replace_norms, select_norms
 from worker.fp8.recipe import Recipe
 from worker.fp8.recipe_kwargs import is_recipe_kwargs, precision_of
@@ -166,6 +167,7 @@ def prepare(
         )
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens, source=source)
     replace_norms(conversion.model, norms)
+    carry_norms(conversion.model)
     if source is not None:
         source.finish(conversion.model, optimizer)
     if optimizer is not None and type(optimizer) in REPRESENTABLE:

@@ -19,7 +19,18 @@ from triton.compiler import ASTSource
 
 from api_schemas.levels import LEVELS
 from worker.kernels.activations import ACTIVATIONS
-from worker.kernels.cuda import amax, gemm, gradients, measurement, mx, optimizer, quantization, rescale, transpose
+from worker.kernels.cuda import (
+    amax,
+    gemm,
+    gradients,
+    measurement,
+    mx,
+    normalization,
+    optimizer,
+    quantization,
+    rescale,
+    transpose,
+)
 from worker.optim import OPTIMIZERS
 
 TYPES = {  # argument types by name, equal in all kernels
@@ -67,6 +78,7 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
     yield "amax_both", amax._amax_both, {"ACTIVATION": None, "ROWS": 128, "COLUMNS": 128}
     yield "clear_unless_finite", amax._clear_unless_finite, {"SIGNLESS": 0x7FFF, "LIMIT": 0x7F80, "BLOCK": 8192}
     yield from activation_kernels(spread=spread)
+    yield from norm_kernels(spread=spread)
     scaled = {"SCALE_ROWS": 1, "SCALE_COLUMNS": 128, "TILE_M": 64, "TILE_N": 128}
     yield "encode", rescale._rescale_tile, {**scaled, "IN_FORMAT": "values", "OUT_FORMAT": "e5m2"}
     yield "dequantize", rescale._rescale_tile, {**scaled, "IN_FORMAT": "e4m3", "OUT_FORMAT": "values"}
@@ -105,6 +117,16 @@ def activation_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict
         yield f"quantize_rows {name}", quantization._quantize_rows, {**rows, "ACTIVATION": name}
 
 
+def norm_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Both norms of rows of 4096. spread: one of them."""
+    sizes = {"EPS_BITS": 0x3727C5AC, "HAS_WEIGHT": True, "ROWS": 2, "COLUMNS": 4096}
+    layer_norm = {**sizes, "IS_LAYER_NORM": True, "HAS_BIAS": True}
+    yield "layer norm", normalization.normalize_kernel, layer_norm
+    if not spread:
+        rms_norm = {**sizes, "IS_LAYER_NORM": False, "HAS_BIAS": False, "bias": None, "mean": None}
+        yield "RMS norm", normalization.normalize_kernel, rms_norm
+
+
 def optimizer_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Adam with each weight and the codecs of each level; every other rule, by its name, with each weight once.
 
@@ -133,6 +155,8 @@ def types_of(name: str) -> dict[str, str]:
         "encode_flat fp16": {"codes": "*fp16"},
         "clear_unless_finite": {"out": "*u8"},
         "transpose": {"out": "*u8"},
+        "layer norm": {"weight": "*fp32", "bias": "*fp32", "rstd": "*fp32"},
+        "RMS norm": {"weight": "*fp32", "rstd": "*fp32", "out": "*bf16"},
         **{f"matmul {a} {blocks}": {"a": pointer, "out": "*bf16"} for a, pointer in FP8.items() for blocks in (True, False)},
     }
     tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}

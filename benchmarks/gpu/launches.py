@@ -1,4 +1,4 @@
-"""Count the launches of a GPT's MLP, forward and backward, and of clipping, on the fake GPU: nothing is launched.
+"""Count the launches of a GPT's MLP, of blocks, and of clipping, on the fake GPU: nothing is launched.
 
     python -m benchmarks.gpu.launches
 
@@ -17,9 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
+from api_schemas import GPTSizes
+from api_schemas.models.llama import LlamaSizes
 from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from benchmarks.gpu.live_bytes import LiveBytes
 from worker import initialize
+from worker.models import gpt, llama
 from worker.optim import clip_grad_norm_
 
 TOKENS, HIDDEN = 8192, 1024
@@ -86,6 +89,22 @@ def mlp(level: str, recipe: dict[str, object]) -> Launches:
         return count(lambda: model(x).backward(gradient))
 
 
+def block(family: str, level: str, recipe: dict[str, object]) -> Launches:
+    """Count the forward and backward pass of one block of a GPT or a Llama, eagerly; its residual stream is fp32."""
+    sizes = {"hidden_size": HIDDEN, "num_layers": 1, "num_heads": 16, "vocab_size": 64, "max_sequence_length": TOKENS}
+    with fake_gpu(), torch.device(DEVICE_TYPE):
+        if family == "gpt":
+            layers: nn.Module = gpt.Block(GPTSizes.model_validate(sizes))
+        else:
+            sizes |= {"num_key_value_heads": 16, "intermediate_size": 4 * HIDDEN, "rope_theta": 10000, "tie_embeddings": False}
+            layers = llama.Block(LlamaSizes.model_validate(sizes))
+        model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=0, auto_filter=False)
+        x = torch.randn(4, TOKENS // 4, HIDDEN, requires_grad=True)
+        turns = llama.rotation(TOKENS // 4, HIDDEN // 16, 10000, x.device)
+        given = (x,) if family == "gpt" else (x, turns)
+        return count(lambda: model(*given).backward(x.detach()))
+
+
 def clipping(num_layers: int) -> tuple[Launches, int]:
     """Count clipping by the norm of so many layers of 512 × 512 at O2. Also returns the bytes that torch's function takes."""
     with fake_gpu():
@@ -103,6 +122,11 @@ def main() -> None:
         found = mlp(level, recipe)
         moved = f"{found.by_name.total()} launches, {found.num_bytes / 1e9:.3f} GB of activations"
         sys.stdout.write(f"MLP, {level} {recipe or ''}: {moved}\n")
+    for family in ("gpt", "llama"):
+        for level, recipe in CASES:
+            found = block(family, level, recipe)
+            moved = f"{found.by_name.total()} launches, {found.num_bytes / 1e9:.3f} GB of activations"
+            sys.stdout.write(f"block of {family}, {level} {recipe or ''}: {moved}\n")
     for num_layers in NUM_LAYERS:
         found, peak_bytes = clipping(num_layers)
         launched = f"{found.by_name.total()} launches {dict(found.by_name)}"

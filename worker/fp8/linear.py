@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
+from worker.fp8.carried import carried_by
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, product_dtype, zero_gradients
 from worker.fp8.guards import GuardedCodes
@@ -102,6 +103,9 @@ class Float8Linear(GuardedCodes):
                 weight_NK = self.weight.t() if self.is_transposed else self.weight
                 return half_linear(input, weight_NK, self.bias, torch.bfloat16).to(output_dtype)
             input_TK = input.reshape(-1, self.in_features)
+            if activation is None and (carried := carried_by(input)) is not None:
+                columns = "grad_weight" not in wide and self.weight.requires_grad and torch.is_grad_enabled()
+                carried.give_codes(self.input_scaling, input_TK, rows="output" not in wide, columns=columns)
             weight: Tensor = self.weight
             if torch.compiler.is_compiling() and self.weight.requires_grad and self._gradient_port is not None:
                 weight = self._gradient_port
@@ -187,11 +191,7 @@ class Float8Linear(GuardedCodes):
 
     def scalings(self) -> dict[str, OperandScaling]:
         """The scaling of each operand, by the operand's name."""
-        return {
-            "input": self.input_scaling,
-            "weight": self.weight_scaling,
-            "grad_output": self.grad_output_scaling,
-        }
+        return {"input": self.input_scaling, "weight": self.weight_scaling, "grad_output": self.grad_output_scaling}
 
     def _prepare_gradient(self) -> None:
         if self.weight_dequant_scale is not None:

@@ -52,7 +52,7 @@ class HalfNorm(nn.Module):
         self.weight = norm._parameters.get("weight")
         self.bias = norm._parameters.get("bias")
         self.normalized_shape = _shape_of(norm)
-        self.eps = _eps_of(norm)
+        self.eps = eps_of(norm)
         for parameter in self.parameters():
             gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -84,9 +84,8 @@ def select_norms(model: nn.Module) -> tuple[list[str], list[SkippedLayer]]:
 
     Raises ValueError where there is none to convert.
     """
-    named = [(name, module) for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
-    norms = [(name, module) for name, module in named if name and not any(True for _ in module.children())]
-    reasons = {name: _why_kept(norm) for name, norm in norms}
+    norms = [(name, module) for name, module in model.named_modules() if name and is_norm(module)]
+    reasons = {name: why_kept(norm) for name, norm in norms}
     selected = [name for name, reason in reasons.items() if reason is None]
     kept = [SkippedLayer(name, reason) for name, reason in reasons.items() if reason is not None]
     if not selected:
@@ -100,7 +99,13 @@ def replace_norms(model: nn.Module, names: list[str]) -> None:
     put_in_place(model, {norm: HalfNorm(norm) for norm in map(model.get_submodule, names)})
 
 
-def _why_kept(norm: nn.Module) -> str | None:
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module without parts is called a norm."""
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+
+
+def why_kept(norm: nn.Module) -> str | None:
+    """Say why a norm is not a plain LayerNorm or RMSNorm with fp32 weights; None if it is."""
     parameters = dict(norm.named_parameters(recurse=False))
     if any(hooks for attribute, hooks in vars(norm).items() if "_hooks" in attribute and hooks) or "forward" in vars(norm):
         return "it has hooks, or a forward of its own, which would be lost"
@@ -108,7 +113,7 @@ def _why_kept(norm: nn.Module) -> str | None:
         return "its weight is not fp32"
     if type(norm) in (nn.LayerNorm, nn.RMSNorm):
         return None
-    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or dict(norm.named_buffers()) or _eps_of(norm) is None:
+    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or dict(norm.named_buffers()) or eps_of(norm) is None:
         return f"{type(norm).__name__} is neither torch's LayerNorm or RMSNorm nor has a weight and an epsilon alone"
     return None if _is_rms_norm(norm) else f"{type(norm).__name__} computes something else than an RMS norm"
 
@@ -123,7 +128,7 @@ def _is_rms_norm(norm: nn.Module) -> bool:
             output = functional_call(norm, {"weight": weight}, (input,))
     except (RuntimeError, TypeError, ValueError):  # it takes something else than an input
         return False
-    expected = functional.rms_norm(input, (num_features,), weight, _eps_of(norm))
+    expected = functional.rms_norm(input, (num_features,), weight, eps_of(norm))
     return (
         isinstance(output, Tensor) and output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-5, atol=1e-6)
     )
@@ -134,6 +139,7 @@ def _shape_of(norm: nn.Module) -> tuple[int, ...]:
     return tuple(norm.get_parameter("weight").shape if given is None else given)
 
 
-def _eps_of(norm: nn.Module) -> float | None:
+def eps_of(norm: nn.Module) -> float | None:
+    """The number that a norm adds to the mean square; None where it has none of its own."""
     values = [getattr(norm, name) for name in _EPS if isinstance(getattr(norm, name, None), float)]
     return values[0] if values else None

@@ -38,9 +38,9 @@ class OperandScaling(KeepsDtypes):
     amax_history: Tensor
     window_amax: Tensor
     num_finite_steps: Tensor
-    given: tuple[ScaledCodes, ScaledCodes] | None = None
-    """Codes of the next operand, where ranks had some of its tokens each and have gathered them: for products over its rows, of
-    all tokens, and what `quantize` returns for its columns."""
+    given: tuple[ScaledCodes | None, ScaledCodes | None] | None = None
+    """Codes of the next operand that somebody else has made, for products over its rows and over its columns: ranks that had
+    some of its tokens each and have gathered them, or a layer with the same operand (`carried.py`)."""
     regather: Callable[[Tensor], Tensor] | None = None
     """Gathers the codes of all tokens (T, K) once more, of those that this rank has kept (B, t, K)."""
 
@@ -129,10 +129,13 @@ class OperandScaling(KeepsDtypes):
         assert columns is not None
         return columns
 
-    def follow(self, other: "OperandScaling", amax: Tensor) -> None:
-        """Remember and sample what another scaling has quantized, an operand that both layers share. amax: of it, fp32 ()."""
+    def follow(self, other: "OperandScaling", amax: Tensor | None = None) -> None:
+        """Remember and sample what another scaling has quantized, an operand that both layers share.
+
+        amax: of it, fp32 (); without it the largest that the other has seen in this step, in which it was the last.
+        """
         if self.recipe.amax_history_length and self.training:
-            self._remember(amax)
+            self._remember(other.step_amax if amax is None else amax)
         if self.is_sampled and self.training:
             self.sample.copy_(other.sample)
 

@@ -10,6 +10,7 @@ from worker.kernels.formats import finite_or_nan
 from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norms, quantize_gradient
 from worker.kernels.measurement import measure
+from worker.kernels.normalization import normalize, normalize_backward
 from worker.kernels.operands import QuantizedOperand, activate_operand, quantize_operand, requantize
 from worker.kernels.quantization import (
     compute_amax,
@@ -41,6 +42,8 @@ __all__ = [
     "matmul",
     "mean_of_shards",
     "measure",
+    "normalize",
+    "normalize_backward",
     "norms",
     "quantize",
     "quantize_gradient",

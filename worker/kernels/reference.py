@@ -109,6 +109,27 @@ def activate_operand(x_MN: Tensor, activation: str, dtype: torch.dtype, kind: Sc
     return [*quantize_operand(values_MN, dtype, kind, margin, sides, amax), amax]
 
 
+def normalize(
+    x_MN: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (M, 1); and the amax of the output."""
+    wide = norm_dtype(x_MN, weight, dtype)
+    x, weight, bias = (None if part is None else part.to(wide) for part in (x_MN, weight, bias))
+    assert x is not None
+    if is_layer_norm:
+        output, *statistics = torch.native_layer_norm(x, [x.shape[1]], weight, bias, eps)
+    else:
+        output = F.rms_norm(x, (x.shape[1],), weight, eps)
+        statistics = [torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)]
+    output = output.to(dtype)
+    return [output, *(part.float() for part in statistics), compute_amax(output, ScaleKind.TENSOR)]
+
+
+def norm_dtype(x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's norm is computed: that of all operands and the result, or else fp32."""
+    return dtype if x.dtype == dtype and (weight is None or weight.dtype == dtype) else torch.float32
+
+
 def encode(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, dtype: torch.dtype) -> Tensor:
     """Codes of x at a given dequant_scale: nearest even, saturating; non-finite elements become NaN. 1.3 ms (E4M3)."""
     limit = SCALED_FORMATS[dtype].max

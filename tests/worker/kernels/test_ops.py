@@ -51,6 +51,9 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield ops.matmul, (codes, scale, "row", codes, scale, "row", torch.bfloat16, False)
         yield ops.measure, (x, codes, scale, "row", None)
         yield ops.measure, (x, codes, scale, "row", torch.tensor(0.5))
+        for is_layer_norm, bias in ((True, x[0] + 1), (False, None)):
+            yield ops.normalize, (x, x[0], bias, 1e-5, is_layer_norm, torch.float32)
+            yield ops.normalize, (x.t(), x.t()[0].bfloat16(), None, 1e-5, is_layer_norm, torch.bfloat16)
         yield ops.all_finite, (x,)
         yield ops.sqrt, (x.abs() + 1e-20,)
         yield ops.split_dequantize, (codes, torch.ones_like(codes, dtype=torch.int8), torch.tensor(0.5), torch.bfloat16)

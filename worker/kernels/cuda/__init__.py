@@ -9,6 +9,7 @@ from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gemm import matmul
 from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norms
 from worker.kernels.cuda.measurement import measure
+from worker.kernels.cuda.normalization import normalize
 from worker.kernels.cuda.quantization import activate_operand, quantize, quantize_gradient, quantize_operand, requantize
 from worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
 
@@ -22,6 +23,7 @@ __all__ = [
     "matmul",
     "mean_of_shards",
     "measure",
+    "normalize",
     "norms",
     "quantize",
     "quantize_gradient",

@@ -1,0 +1,79 @@
+"""Activations that carry what was found out about them, so that layers in FP8 need not look at them again.
+
+Whoever computes an activation that layers quantize, such as a norm, may know its amax: `carry` ties it to the activation, as an
+attribute of the tensor. The first layer that quantizes the activation leaves its codes there for the other layers that get the
+same tensor: queries, keys and values; the gate and the up layer of an MLP. They then hold one copy of codes together.
+
+A view, a copy or a cast of the activation carries nothing, and what was changed in place since does not count, so nothing that
+happens in between needs attention: a layer that finds nothing quantizes for itself, to the same bits.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.fp8.operand import OperandScaling
+from worker.kernels import ScaledCodes
+
+
+class Carried:
+    """What is known of one activation.
+
+    amax: fp32 (), of the activation, if it is known. version: of the tensor's content, which counts changes in place.
+    """
+
+    def __init__(self, amax: Tensor | None, version: int) -> None:
+        self.amax, self.version = amax, version
+        self.made: list[tuple[OperandScaling, ScaledCodes | None, ScaledCodes | None]] = []
+
+    def give_codes(self, scaling: OperandScaling, input_TK: Tensor, *, rows: bool, columns: bool) -> None:
+        """Give a layer's scaling what it would make of the activation (T, K) next: codes of a layer before, or new ones.
+
+        Layers share codes if they quantize by one recipe, and remember and sample alike. With delayed scaling the scale is then
+        that of the first layer's history, which is the others' too, since they have seen the same activations.
+        """
+        is_given = scaling.given is not None or scaling.regather is not None  # ranks have gathered it
+        if is_given or not (rows or columns) or not input_TK.shape[0]:
+            return
+        for other, row_codes, column_codes in self.made:
+            has_all = (row_codes is not None or not rows) and (column_codes is not None or not columns)
+            if has_all and _alike(scaling, other):
+                scaling.follow(other)
+                scaling.given = (row_codes if rows else None, column_codes if columns else None)
+                return
+        made = scaling.quantize(input_TK, amax=self.amax, rows=rows, columns=columns, transposed_later=True)
+        self.made.append((scaling, *made))
+        scaling.given = made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave nothing of it in the file of an activation that somebody saves."""
+        return OrderedDict, ()
+
+
+def carry(activation: Tensor, amax: Tensor | None) -> Tensor:
+    """Let an activation carry its amax, fp32 (), or the place for codes alone. Returns the activation.
+
+    Tensors of inference mode carry nothing: torch does not say whether they were changed.
+    """
+    if torch.compiler.is_compiling():
+        activation.octet_carried = Carried(amax, 0)
+    elif not activation.is_inference():
+        activation.octet_carried = Carried(amax, activation._version)
+    return activation
+
+
+def carried_by(activation: Tensor) -> Carried | None:
+    """What an activation carries; None if it carries nothing, or has changed since.
+
+    A compiler cannot ask whether it has. Who lets activations carry something within a compiled graph knows that nothing does.
+    """
+    carried = getattr(activation, "octet_carried", None)
+    if not isinstance(carried, Carried):
+        return None
+    return carried if torch.compiler.is_compiling() or carried.version == activation._version else None
+
+
+def _alike(one: OperandScaling, other: OperandScaling) -> bool:
+    return one.recipe is other.recipe and one.training == other.training and one.is_sampled == other.is_sampled

@@ -1,0 +1,123 @@
+"""Norms in front of FP8 layers: what they return carries its amax, found in the pass that normalizes, and a place for codes.
+
+The layers after a norm then read its output once, instead of twice, and quantize it once for all of them (`carried.py`). A norm
+keeps its class, parameters and hooks; only its `forward` is another. On an accelerator LayerNorm and RMSNorm (torch's,
+`HalfNorm`, and those that `norms.py` knows by what they compute) run as one kernel with the amax. Other norms, and all on a
+CPU, run as they are, and their output carries the place for codes alone; so do norms in a compiled graph, where the compiler
+joins a norm to the addition before it, which saves as many bytes as the amax would.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker import kernels
+from worker.fp8.accelerator import is_accelerator
+from worker.fp8.carried import carry
+from worker.fp8.linear import Float8Linear
+from worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
+from worker.kernels.normalization import MOST_FEATURES
+
+PURE_BLOCKS = frozenset(
+    {
+        ("worker.models.gpt", "Block"),
+        ("worker.models.llama", "Block"),
+        ("transformers.models.gpt2.modeling_gpt2", "GPT2Block"),
+        ("transformers.models.vit.modeling_vit", "ViTLayer"),
+        *((f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in ("llama", "mistral")),
+        *((f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in ("qwen2", "qwen3")),
+    }
+)
+"""Module and name of classes that change no norm's output in place, which nobody can ask in a compiled graph (`carried.py`)."""
+
+
+class NormForward:
+    """Takes the place of one norm's `forward`."""
+
+    def __init__(self, norm: nn.Module, *, is_pure: bool) -> None:
+        """is_pure: nothing changes the norm's output in place, so it may carry something within a compiled graph."""
+        self.norm, self.is_pure = norm, is_pure
+        self.is_fused = isinstance(norm, HalfNorm) or why_kept(norm) is None
+        self.is_layer_norm = getattr(norm, "is_layer_norm", type(norm) is nn.LayerNorm)
+        self.eps = eps_of(norm)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and not self.is_pure:
+            return self._as_it_is(input)
+        runs_fused = self.is_fused and is_accelerator(input.device) and not torch.compiler.is_compiling()
+        dtype = self._output_dtype(input) if runs_fused else None
+        if dtype is None:
+            return carry(self._as_it_is(input), None)
+        norm: Any = self.norm
+        bias = norm._parameters.get("bias")
+        output_MN, amax = Normalize.apply(
+            input.reshape(-1, input.shape[-1]), norm.weight, bias, self.eps, self.is_layer_norm, dtype
+        )
+        output: Tensor = torch.ops.aten._unsafe_view(output_MN, input.shape)  # no view, which could not be changed in place
+        return carry(output, amax)
+
+    def _as_it_is(self, input: Tensor) -> Tensor:
+        output: Tensor = type(self.norm).forward(self.norm, input)
+        return output
+
+    def _output_dtype(self, input: Tensor) -> torch.dtype | None:
+        """The dtype that the norm's own forward returns; None where it is the one to compute it."""
+        weight: Any = self.norm.weight
+        is_known = self.eps is not None and weight.shape == input.shape[-1:] and input.shape[-1] <= MOST_FEATURES
+        if not is_known or not input.numel():
+            return None
+        if isinstance(self.norm, HalfNorm):
+            return torch.bfloat16
+        if weight.dtype != torch.float32:
+            return None
+        is_torchs = type(self.norm) in (nn.LayerNorm, nn.RMSNorm)
+        in_autocast = is_torchs and torch.is_autocast_enabled(input.device.type)  # which runs torch's norms in fp32
+        return torch.float32 if in_autocast or input.dtype == torch.float32 else None
+
+
+class Normalize(torch.autograd.Function):
+    """A norm of the rows of a matrix, and the amax of its output. It keeps the input as it came, and the rows' statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MN: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        found = kernels.normalize(x_MN, weight, bias, eps, is_layer_norm=is_layer_norm, dtype=dtype)
+        ctx.save_for_backward(x_MN, weight, bias, found.mean, found.rstd)
+        ctx.mark_non_differentiable(found.amax)
+        ctx.set_materialize_grads(False)  # a launch for the amax, which has no gradient
+        return found.output, found.amax
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_MN: Tensor, _grad_amax: Tensor) -> tuple[Tensor | None, ...]:
+        x_MN, weight, bias, mean, rstd = ctx.saved_tensors
+        with torch.autocast(x_MN.device.type, enabled=False):
+            return *kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd)), None, None, None
+
+
+def carry_norms(model: nn.Module) -> int:
+    """Let the norms that stand before FP8 layers return what carries codes. Returns their number.
+
+    A norm stands before them if the module that owns it holds an FP8 layer of as many inputs as the norm has features, and no
+    list of blocks: these have norms of their own. Where no layer gets the norm's output, nothing but the amax was in vain.
+    """
+    found = list(_norms_before_layers(model))
+    for norm, is_pure in found:
+        norm.forward = NormForward(norm, is_pure=is_pure).__call__
+    return len(found)
+
+
+def _norms_before_layers(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    for owner in model.modules():
+        if isinstance(owner, nn.ModuleList) or any(isinstance(child, nn.ModuleList) for child in owner.children()):
+            continue
+        norms = [child for child in owner.children() if is_norm(child) and "forward" not in vars(child)]
+        widths = {part.in_features for part in owner.modules() if isinstance(part, Float8Linear)} if norms else set()
+        is_pure = (type(owner).__module__, type(owner).__name__) in PURE_BLOCKS
+        for norm in norms:
+            weight = getattr(norm, "weight", None)
+            if isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape[0] in widths:
+                yield norm, is_pure

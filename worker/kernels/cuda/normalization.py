@@ -1,0 +1,78 @@
+"""Normalize rows and find the amax of the result in one pass: the twin of `reference.normalize`.
+
+A program holds whole rows in registers, so x is read once. Sums run over a tree of threads and the inverse root is the device's
+own, so fp32 results differ from the twin's by a few units in the last place; the amax is that of the result as it is written.
+Sizes are for an H200 and fp32 or bf16 rows of a thousand features or more.
+"""
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker.kernels.cuda import language
+from worker.kernels.cuda.launching import Launcher
+
+TILE = 8192  # elements: short rows share a program
+WARPS = 8
+
+
+# fmt: off
+@triton.jit
+def normalize_kernel(
+    x, stride, weight, bias, out, mean, rstd, new_amax, num_rows, num_columns,
+    EPS_BITS: tl.constexpr, IS_LAYER_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    # fmt: on
+    """Write the normalized rows and their statistics, and raise *new_amax to their largest magnitude.
+
+    EPS_BITS: of an fp32. `Launcher` knows a kernel by its integers, and sends one with a float the long way.
+    """
+    eps = tl.full((), EPS_BITS, tl.int32).to(tl.float32, bitcast=True)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_row, is_column = rows < num_rows - first_row, columns < num_columns
+    mask = is_row[:, None] & is_column[None, :]
+    pointers = x + first_row * stride + rows[:, None] * stride + columns[None, :]
+    values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    if IS_LAYER_NORM:
+        center = tl.sum(values, 1) / num_columns
+        tl.store(mean + first_row + rows, center, mask=is_row)
+        values = tl.where(is_column[None, :], values - center[:, None], 0.0)
+    inverse_root = tl.math.rsqrt(tl.sum(values * values, 1) / num_columns + eps)
+    tl.store(rstd + first_row + rows, inverse_root, mask=is_row)
+    values = values * inverse_root[:, None]
+    if HAS_WEIGHT:
+        values = values * tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        values = values + tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    result = language.cast(values, out.dtype.element_ty)
+    outputs = out + first_row * num_columns + rows[:, None] * num_columns + columns[None, :]
+    tl.store(outputs, result, mask=mask)
+    largest = tl.where(mask, result.to(tl.float32), 0.0)
+    language.atomic_amax(new_amax, language.amax(language.amax(largest, 1), 0))
+
+
+_launch = Launcher(normalize_kernel, num_warps=WARPS, enable_fp_fusion=False)
+
+
+def normalize(
+    x_MN: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    """See the reference. Two launches: one clears the amax."""
+    num_rows, num_columns = x_MN.shape
+    x_MN = x_MN if x_MN.stride(1) == 1 else x_MN.contiguous()
+    output = torch.empty(x_MN.shape, dtype=dtype, device=x_MN.device)
+    rstd = torch.empty((num_rows, 1), dtype=torch.float32, device=x_MN.device)
+    mean = torch.empty_like(rstd) if is_layer_norm else None
+    new_amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
+    columns = triton.next_power_of_2(num_columns)
+    rows = max(1, TILE // columns)
+    _launch(
+        language.cdiv(num_rows, rows), x_MN, x_MN.stride(0), weight, bias, output, mean, rstd, new_amax, num_rows, num_columns,
+        struct.unpack("<i", struct.pack("<f", eps))[0], is_layer_norm, weight is not None, bias is not None, rows, columns,
+    )  # fmt: skip
+    return [output, *(() if mean is None else (mean,)), rstd, new_amax]

@@ -1,0 +1,104 @@
+"""Normalize the rows of a matrix and find the amax of what comes out in the same pass: check, op and fake.
+
+LayerNorm (Ba et al. 2016, arXiv 1607.06450) or RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), over the last dimension.
+The backward pass is torch's own, of the statistics that the forward pass returns.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.kernels.library import define
+from worker.kernels.reference import norm_dtype
+
+MOST_FEATURES = 16384
+"""A program of the kernel holds a row in registers."""
+
+aten = torch.ops.aten
+
+
+class Normalized(NamedTuple):
+    """output (M, N). mean: fp32 (M, 1), of LayerNorm. rstd: fp32 (M, 1), the inverse root. amax: of the output, fp32 ()."""
+
+    output: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    amax: Tensor
+
+
+class NormGradients(NamedTuple):
+    """The gradients of input (M, N), weight (N) and bias (N), each in its tensor's dtype; None for what is not there."""
+
+    input: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def _fake_normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    statistics = [x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(1 + is_layer_norm)]
+    return [x.new_empty(x.shape, dtype=dtype), *statistics, x.new_empty((), dtype=torch.float32)]
+
+
+_normalize_op = define(
+    "normalize(Tensor x, Tensor? weight, Tensor? bias, float eps, bool is_layer_norm, ScalarType dtype) -> Tensor[]",
+    _fake_normalize,
+)
+
+
+def normalize(
+    x_MN: Tensor, weight_N: Tensor | None, bias_N: Tensor | None, eps: float, *, is_layer_norm: bool, dtype: torch.dtype
+) -> Normalized:
+    """The rows of x, contiguous, normalized, times weight, plus bias, rounded once to dtype. Autograd does not follow it.
+
+    bias: of LayerNorm. On a CPU these are the bits of torch's own norm, in the dtype that all operands have, or else in fp32.
+    The kernel of CUDA devices adds in another order: its fp32 results are within a few units in the last place, so that less
+    than one E4M3 code in a thousand becomes its neighbour.
+    """
+    if x_MN.ndim != 2 or not 0 < x_MN.shape[1] <= MOST_FEATURES:
+        raise ValueError(f"x has shape {tuple(x_MN.shape)}; allowed: (M, N) with N up to {MOST_FEATURES}. Use torch's norm.")
+    if bias_N is not None and not is_layer_norm:
+        raise ValueError("an RMSNorm has no bias, and got one. Leave it out, or set is_layer_norm.")
+    weight_N, bias_N = (None if part is None else part.detach() for part in (weight_N, bias_N))
+    parts = _normalize_op(x_MN.detach(), weight_N, bias_N, eps, is_layer_norm, dtype)
+    return Normalized(parts[0], parts[1] if is_layer_norm else None, parts[-2], parts[-1])
+
+
+def normalize_backward(
+    grad_MN: Tensor, x_MN: Tensor, weight_N: Tensor | None, bias_N: Tensor | None, found: tuple[Tensor | None, Tensor]
+) -> NormGradients:
+    """The gradients of a norm, as torch computes them. grad (M, N): of the output, in its dtype. found: mean and rstd."""
+    mean, rstd = found
+    dtype = norm_dtype(x_MN, weight_N, grad_MN.dtype)
+    grad, x, weight, bias = (None if part is None else part.to(dtype) for part in (grad_MN, x_MN, weight_N, bias_N))
+    assert grad is not None
+    assert x is not None
+    shape, has_weight = [x.shape[1]], weight is not None
+    grad_bias = None
+    if mean is not None:
+        if x.device.type == "cpu":
+            mean, rstd = mean.to(dtype), rstd.to(dtype)
+        mask = [True, has_weight, bias is not None]
+        grad_x, grad_weight, grad_bias = aten.native_layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, mask)
+    elif x.device.type == "cpu":  # torch has no such kernel there
+        grad_x, grad_weight = _rms_norm_backward(grad, x, rstd, weight)
+    else:
+        grad_x, grad_weight = aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, [True, has_weight])
+    return NormGradients(
+        grad_x.to(x_MN.dtype),
+        None if weight_N is None or grad_weight is None else grad_weight.to(weight_N.dtype),
+        None if bias_N is None or grad_bias is None else grad_bias.to(bias_N.dtype),
+    )
+
+
+def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What autograd computes of the ops that torch's rms_norm consists of on a CPU, in their order: the same bits."""
+    grad, wide = grad.float(), x.float()
+    grad_weight = None if weight is None else (grad * (wide * rstd)).sum(0)
+    if weight is not None:
+        grad = grad * weight
+    grad_rstd = (grad * wide).sum(-1, keepdim=True)
+    grad_mean = -0.5 * grad_rstd * rstd.pow(3) / x.shape[1]
+    return (grad * rstd + grad_mean * (wide * 2.0)).to(x.dtype), grad_weight
