@@ -146,7 +146,13 @@ def _engine(url: str, lock_timeout_s: float) -> Engine:
     if parsed.get_backend_name() == "sqlite":
         connect_args: dict[str, Any] = {"check_same_thread": False, "timeout": lock_timeout_s}
         options = {_SQLITE_WAIT_MS: int(1000 * lock_timeout_s)}
-        engine = create_engine(parsed, connect_args=connect_args, pool_timeout=lock_timeout_s, execution_options=options)
+        engine = create_engine(
+            parsed,
+            connect_args=connect_args,
+            pool_timeout=lock_timeout_s,
+            pool_use_lifo=True,  # the connection used last has the newest pages in its cache
+            execution_options=options,
+        )
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
