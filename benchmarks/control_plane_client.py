@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 Make = Callable[[int], bytes]
 """Makes the next request of a connection, given the connection's number."""
+MakeUntilNoneIsLeft = Callable[[int], bytes | None]
+"""As `Make`, or returns None once the connection has sent all of its requests."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class _Connection:
         return len(received) >= end + 4 + int(received[begin : received.find(b"\r", begin)])
 
 
-def closed_loop(port: int, make: Make, num_connections: int, duration_s: float, *, status: int = 200) -> Load:
-    """Let each connection send a request as soon as it has its answer."""
+def closed_loop(port: int, make: MakeUntilNoneIsLeft, num_connections: int, duration_s: float, *, status: int = 200) -> Load:
+    """Let each connection send a request as soon as it has its answer, until the time is over or it has no more."""
     connections = [_Connection(port, number, status) for number in range(num_connections)]
     latencies_ms: list[float] = []
     cpu_s, began = time.thread_time(), time.perf_counter()
@@ -77,7 +79,9 @@ def closed_loop(port: int, make: Make, num_connections: int, duration_s: float, 
     with selectors.EpollSelector() as selector:
         for connection in connections:
             selector.register(connection.socket, selectors.EVENT_READ, connection)
-            connection.send(make(connection.number), time.perf_counter())
+            first = make(connection.number)
+            assert first is not None, "each connection has at least one request"
+            connection.send(first, time.perf_counter())
         num_open = num_connections
         while num_open:
             for key, _ in selector.select():
@@ -86,8 +90,9 @@ def closed_loop(port: int, make: Make, num_connections: int, duration_s: float, 
                     continue
                 now = time.perf_counter()
                 latencies_ms.append((now - connection.due_at) * 1000)
-                if now < ends_at:
-                    connection.send(make(connection.number), now)
+                request = make(connection.number) if now < ends_at else None
+                if request is not None:
+                    connection.send(request, now)
                 else:
                     num_open -= 1
                     selector.unregister(connection.socket)

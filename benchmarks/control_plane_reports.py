@@ -3,14 +3,16 @@
     python -m benchmarks.control_plane_reports --tree . --tree ../before --write
 
 The servers are those of `benchmarks.control_plane`: SQLite with synchronous=FULL, the cluster in memory. Each attempt reports
-over a keep-alive connection of its own. The lag of an event is the time from its report's first byte to the subscriber's
-last, in a client on the same machine that reads all streams in one thread.
+over a keep-alive connection of its own, and a client of one thread sends what was made before, so that it is not what
+limits a rate; its CPU time is in the table, because it shares the cores with the server. The lag of an event is the time from
+its report's first byte to the subscriber's last, in a client on the same machine that reads all streams in one thread.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import random
 import selectors
 import socket
 import sqlite3
@@ -19,18 +21,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.control_plane import Connection, Server, running, submission
+from benchmarks.control_plane_client import closed_loop
 
 TOKEN = "token-of-the-benchmark"
 NUM_ATTEMPTS = 8
 START_S = 60.0
 SETTINGS = {"OCTET_MAX_CONNECTIONS_PER_ADDRESS": "0"}
 EVENT_INTERVAL_S = 0.5
+MOST_PER_S = {0: 10_000, 20: 5000, 1000: 300}
+"""Requests that are made for each second of a load, by the number of their steps; a load ends when all are sent."""
 
 
 class Rank:
@@ -41,18 +46,39 @@ class Rank:
         self._connection = Connection(self._port)
         self._path = f"/internal/v1/attempts/{attempt_id}/reports"
         self._epoch = epoch
-        self._num_sent = 0
-        self.num_steps = 0
+        self._num_made = 0
+        self._num_steps = 0
 
-    def send(self, *bodies: dict[str, Any]) -> None:
-        """Send one batch of reports; an empty one is a heartbeat."""
+    def request(self, *bodies: str) -> bytes:
+        """Make the request with the next reports; one without reports is a heartbeat. The bodies are JSON."""
         at = datetime.now(UTC).isoformat()
-        reports = [{"seq": self._num_sent + number, "at": at, "body": body} for number, body in enumerate(bodies, start=1)]
-        self._num_sent += len(bodies)
-        content = json.dumps({"epoch": self._epoch, "rank": 0, "reports": reports}).encode()
+        numbered = enumerate(bodies, start=self._num_made + 1)
+        reports = ",".join([f'{{"seq":{seq},"at":"{at}","body":{body}}}' for seq, body in numbered])
+        self._num_made += len(bodies)
+        content = f'{{"epoch":{self._epoch},"rank":0,"reports":[{reports}]}}'
         head = f"POST {self._path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        self._connection.ask(head.encode() + content)
+        return (head + content).encode()
+
+    def requests(self, num_requests: int, num_steps: int) -> list[bytes]:
+        """Make the next requests with so many steps each. The values have as many digits as measured ones."""
+        made = []
+        for _ in range(num_requests):
+            steps = range(self._num_steps + 1, self._num_steps + num_steps + 1)
+            self._num_steps += num_steps
+            made.append(
+                self.request(*[f'{{"kind":"step","step":{step},{_MEASURED[step % len(_MEASURED)]}}}' for step in steps])
+            )
+        return made
+
+    def forget(self, num_unsent: int, num_steps: int) -> None:
+        """Make again, next time, what the last so many requests with so many steps each said."""
+        self._num_made -= num_unsent * num_steps
+        self._num_steps -= num_unsent * num_steps
+
+    def send(self, body: dict[str, Any]) -> None:
+        """Send one report and wait for the answer."""
+        self._connection.ask(self.request(json.dumps(body)))
 
     def reconnect(self) -> None:
         """Connect again: the server closes a connection that was idle for some seconds."""
@@ -64,18 +90,14 @@ class Rank:
         fields = {"kind": "started", "node": "here", "device": "none", "world_size": 1, "num_parameters": 1}
         self.send(fields | dict.fromkeys(names, 0))
 
-    def send_steps(self, num_steps: int) -> None:
-        values = {
-            "loss": 1.0,
-            "gradient_norm": 1.0,
-            "learning_rate": 1e-3,
-            "tokens": 1000,
-            "step_time_s": 0.1,
-            "data_wait_s": 0.0,
-        }
-        steps = range(self.num_steps + 1, self.num_steps + num_steps + 1)
-        self.num_steps += num_steps
-        self.send(*({"kind": "step", "step": step, **values} for step in steps))
+
+def _measured(seed: int) -> str:
+    draw = random.Random(seed).random
+    values = {"loss": 2 + draw(), "gradient_norm": draw(), "learning_rate": draw() / 1000, "tokens": 4096}
+    return json.dumps({**values, "step_time_s": 0.1 + draw() / 100, "data_wait_s": draw() / 1000})[1:-1]
+
+
+_MEASURED = [_measured(seed) for seed in range(997)]
 
 
 def ranks_of(server: Server, corpus: Path) -> tuple[list[Rank], list[str]]:
@@ -101,25 +123,25 @@ def ranks_of(server: Server, corpus: Path) -> tuple[list[Rank], list[str]]:
     return ranks, ids
 
 
-def per_second(server: Server, ranks: list[Rank], duration_s: float, act: Callable[[Rank], None]) -> tuple[float, float]:
-    """Let all ranks act again and again at once; return how often they acted per second, and the server's CPU ms for each."""
+def report_load(server: Server, ranks: list[Rank], duration_s: float, name: str, num_steps: int) -> dict[str, float]:
+    """Let all ranks report at once, each over a connection of its own. All requests are made before.
+
+    num_steps: in each batch; 0 for heartbeats. Returns batches or samples per second, and the CPU ms of each batch.
+    """
+    num_requests = int(MOST_PER_S[num_steps] * duration_s / len(ranks)) + 1
+    waiting = [deque(rank.requests(num_requests, num_steps)) for rank in ranks]
     cpu_s = server.cpu_s()
-    counts = [0] * len(ranks)
-    ends_at = time.monotonic() + duration_s
-
-    def run(number: int) -> None:
-        while time.monotonic() < ends_at:
-            act(ranks[number])
-            counts[number] += 1
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(ranks))]
-    began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    total, elapsed_s = sum(counts), time.monotonic() - began
-    return total / elapsed_s, (server.cpu_s() - cpu_s) / total * 1000
+    load = closed_loop(
+        server.port, lambda number: waiting[number].popleft() if waiting[number] else None, len(ranks), duration_s
+    )
+    num_batches = len(load.latencies_ms)
+    for rank, unsent in zip(ranks, waiting, strict=True):
+        rank.forget(len(unsent), num_steps)
+    return {
+        f"{name} (1/s)": load.per_s * (num_steps or 1),
+        f"{name}: CPU of each, server (ms)": (server.cpu_s() - cpu_s) / num_batches * 1000,
+        f"{name}: CPU of each, client (ms)": load.client_cpu_ms,
+    }
 
 
 def event_lags(server: Server, rank: Rank, job_id: str, num_streams: int, num_events: int) -> tuple[list[float], list[float]]:
@@ -168,12 +190,9 @@ def event_lags(server: Server, rank: Rank, job_id: str, num_streams: int, num_ev
 def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[str, float]:
     """Measure one server once. The keys name figure and unit."""
     ranks, job_ids = ranks_of(server, corpus)
-    beats, cpu_ms = per_second(server, ranks, options.seconds, Rank.send)
-    figures = {f"heartbeats, {NUM_ATTEMPTS} connections (1/s)": beats, "heartbeat: CPU of each (ms)": cpu_ms}
+    figures = report_load(server, ranks, options.seconds, f"heartbeats, {NUM_ATTEMPTS} connections", 0)
     for size in (20, 1000):
-        batches, cpu_ms = per_second(server, ranks, options.seconds, lambda rank, size=size: rank.send_steps(size))
-        figures[f"metric samples, batches of {size} (1/s)"] = batches * size
-        figures[f"batch of {size} samples: CPU of each (ms)"] = cpu_ms
+        figures |= report_load(server, ranks, options.seconds, f"metric samples, batches of {size}", size)
     if not options.streams:
         return figures
     lags_ms, reports_ms = event_lags(server, ranks[0], job_ids[0], options.streams, options.events)

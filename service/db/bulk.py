@@ -1,41 +1,64 @@
 """Statements that are executed often and with many rows.
 
-SQLAlchemy finds again for each execution, and for each row of it, how the parameters are converted. Here that is found once
-for each kind of database, and the statement's text is kept.
+SQLAlchemy finds again for each execution, and for each row of it, how the parameters are converted, and describes the columns
+of each result. Here that is found once for each kind of database, the statement's text is kept, and the driver executes it.
+
+Many rows are one statement. With a statement for each row, Python's driver of SQLite gives up the interpreter's lock once for
+each row, which another thread may then hold for milliseconds.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from sqlalchemy import BindParameter, Delete, Dialect, Select, Table, Update, bindparam
+from sqlalchemy import BindParameter, Column, Connection, Delete, Dialect, Select, Table, Update, bindparam
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 Statement = Update | Delete
 Row = Mapping[str, Any]
+Transaction = Session | Connection
+"""A transaction that has begun: of a session, or without one."""
 _Convert = Callable[[Any], Any] | None
 
 _MOST_ROWS = 128
-"""Rows of one statement on SQLite. With one row each, Python's driver takes as long as SQLite, and gives up the
-interpreter's lock once for each row, which another thread may then hold for milliseconds."""
+"""Rows of one statement on SQLite."""
 
 
-class Bulk:
-    """A statement with named parameters (`bindparam`), for many rows at once. Its parameters must have types."""
+class Changes:
+    """Changes columns of rows, each to values of its own."""
 
-    def __init__(self, statement: Statement) -> None:
-        self._statement = statement
-        self._compiled: dict[str, _Compiled] = {}
+    def __init__(self, table: Table, key: str, columns: Sequence[str]) -> None:
+        """key: the name of the column that finds a row. columns: the names of those that change."""
+        self._table, self._key, self._names = table, key, [key, *columns]
+        self._converts: dict[str, list[_Convert]] = {}
 
-    def execute(self, session: Session, rows: Sequence[Row]) -> None:
-        """Execute the statement once for each row. A row has a value for each parameter."""
+    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Change rows. Each has its key, and then the values of the columns. No key comes twice."""
         if not rows:
             return
-        connection = session.connection()
-        compiled = self._compiled.get(connection.dialect.name)
-        if compiled is None:
-            compiled = self._compiled[connection.dialect.name] = _Compiled(self._statement, connection.dialect)
-        connection.exec_driver_sql(compiled.sql, [compiled.parameters(row) for row in rows])
+        connection = connection_of(transaction)
+        dialect = connection.dialect
+        if dialect.name not in self._converts:
+            types = [self._table.columns[name].type for name in self._names]
+            self._converts[dialect.name] = [type_.dialect_impl(dialect).bind_processor(dialect) for type_ in types]
+        pairs = zip(self._converts[dialect.name], zip(*rows, strict=True), strict=True)
+        columns = [
+            [None if value is None else convert(value) for value in column] if convert else column for convert, column in pairs
+        ]
+        if dialect.name == "sqlite":
+            converted = list(zip(*columns, strict=True))
+            for begin, end in _parts(len(converted)):
+                _run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
+        else:
+            _run(connection, self._text(dialect, 0), tuple([list(column) for column in columns]))
+
+    def _text(self, dialect: Dialect, num_rows: int) -> str:
+        changed = ", ".join(f"{name} = given.{name}" for name in self._names[1:])
+        given = _given(dialect, [self._table.columns[name] for name in self._names], num_rows)
+        where = f"{self._table.name}.{self._key} = given.{self._key}"
+        update = f"UPDATE {self._table.name} SET {changed} FROM given WHERE {where}"
+        return f"WITH given({', '.join(self._names)}) AS ({given}) {update}"
 
 
 class ForIds:
@@ -46,17 +69,16 @@ class ForIds:
         self._build = build
         self._compiled: dict[tuple[str, int], _Compiled] = {}
 
-    def execute(self, session: Session, ids: Sequence[str], **others: Any) -> Sequence[tuple[Any, ...]]:
+    def execute(self, transaction: Transaction, ids: Sequence[str], **others: Any) -> Sequence[tuple[Any, ...]]:
         """Execute the statement; returns a query's rows as the driver gives them. ids: at least one."""
-        connection = session.connection()
+        connection = connection_of(transaction)
         key = connection.dialect.name, len(ids)
         names = [f"id_{number}" for number in range(len(ids))]
         if key not in self._compiled:
             statement = self._build([bindparam(name) for name in names])
             self._compiled[key] = _Compiled(statement, connection.dialect)
         compiled = self._compiled[key]
-        result = connection.exec_driver_sql(compiled.sql, compiled.parameters(dict(zip(names, ids, strict=True)) | others))
-        return result.cursor.fetchall() if result.returns_rows and result.cursor is not None else []
+        return _run(connection, compiled.sql, compiled.parameters(dict(zip(names, ids, strict=True)) | others))
 
 
 class Rows:
@@ -74,21 +96,20 @@ class Rows:
         self._converts: dict[str, list[tuple[int, Callable[[Any], Any]]]] = {}
         self._sql: dict[tuple[str, int], str] = {}
 
-    def execute(self, session: Session, rows: Sequence[tuple[Any, ...]]) -> None:
+    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> None:
         """Write rows. A row has the values of all columns, in the order of the table."""
         if not rows:
             return
-        connection = session.connection()
+        connection = connection_of(transaction)
         dialect = connection.dialect
         if dialect.name == "sqlite":
             converted = list(zip(*self._columns(rows, dialect), strict=True))
             for begin, end in _parts(len(converted)):
-                values = tuple(chain.from_iterable(converted[begin:end]))
-                connection.exec_driver_sql(self._text(dialect, end - begin), values)
+                _run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
         else:
             if self._replaces:  # a statement of PostgreSQL writes a row once
                 rows = list({tuple([row[number] for number in self._keys]): row for row in rows}.values())
-            connection.exec_driver_sql(self._text(dialect, 0), tuple(self._columns(rows, dialect)))
+            _run(connection, self._text(dialect, 0), tuple(self._columns(rows, dialect)))
 
     def _columns(self, rows: Sequence[tuple[Any, ...]], dialect: Dialect) -> list[Sequence[Any]]:
         """Return the values of each column as the driver takes them. None is NULL in a column of any type."""
@@ -108,12 +129,7 @@ class Rows:
         key = dialect.name, num_rows
         if key not in self._sql:
             columns = list(self._table.columns)
-            if dialect.name == "sqlite":
-                row = f"({', '.join('?' * len(columns))})"
-                values = f"VALUES {', '.join([row] * num_rows)}"
-            else:
-                arrays = (f"%s::{column.type.compile(dialect)}[]" for column in columns)
-                values = f"SELECT * FROM unnest({', '.join(arrays)})"
+            values = _given(dialect, columns, num_rows)
             sql = f"INSERT INTO {self._table.name} ({', '.join(column.name for column in columns)}) {values}"
             if self._replaces:
                 others = (f"{column.name} = excluded.{column.name}" for column in columns if not column.primary_key)
@@ -143,6 +159,39 @@ class _Compiled:
         if self._is_positional:
             return tuple([convert(value) if convert else value for _, value, convert in found])
         return {name: convert(value) if convert else value for name, value, convert in found}
+
+
+def connection_of(transaction: Transaction) -> Connection:
+    """Return the connection of a transaction."""
+    return transaction if isinstance(transaction, Connection) else transaction.connection()
+
+
+def _run(connection: Connection, sql: str, parameters: Any) -> Sequence[tuple[Any, ...]]:
+    """Let the driver execute a statement; returns a query's rows. Raises the driver's errors as SQLAlchemy does."""
+    dialect = connection.dialect
+    cursor = connection.connection.cursor()
+    try:
+        for observe in connection.dispatch.before_cursor_execute:
+            observe(connection, cursor, sql, parameters, None, False)
+        cursor.execute(sql, parameters)
+        return cursor.fetchall() if cursor.description else []
+    except dialect.loaded_dbapi.Error as error:
+        went_away = dialect.is_disconnect(error, connection.connection, cursor)
+        if went_away:
+            connection.invalidate(error)
+        raise DBAPIError.instance(
+            sql, parameters, error, dialect.loaded_dbapi.Error, connection_invalidated=went_away, dialect=dialect
+        ) from error
+    finally:
+        cursor.close()
+
+
+def _given(dialect: Dialect, columns: Sequence[Column[Any]], num_rows: int) -> str:
+    """Write a query of rows that are parameters: on SQLite a list of values, on PostgreSQL an array for each column."""
+    if dialect.name == "sqlite":
+        row = f"({', '.join('?' * len(columns))})"
+        return f"VALUES {', '.join([row] * num_rows)}"
+    return f"SELECT * FROM unnest({', '.join(f'%s::{column.type.compile(dialect)}[]' for column in columns)})"
 
 
 def _parts(num_rows: int) -> Iterable[tuple[int, int]]:

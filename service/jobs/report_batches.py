@@ -9,6 +9,9 @@ import hmac
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from datetime import datetime
+
+from sqlalchemy.orm import Session
 
 from service import store
 from service.db.engine import Database
@@ -64,22 +67,26 @@ class ReportBatches:
 
     def _apply_all(self, together: Sequence[SentBatch]) -> "list[Applied | Exception]":
         answers: dict[int, Applied | Exception] = {}
-        with self._database.write() as session:
+        with self._database.write_rows() as connection:
             # Two processes that lock the same jobs lock them in this order.
-            store.reporting.lock_jobs(session, sorted({sent.attempt_id for sent in together}))
-            now = self._database.now(session)
-            answers |= apply_usual(session, together, self._lease_s, now)
-            for number, sent in enumerate(together):
-                if number in answers:
-                    continue
-                batch = sent.batch.as_contract() if isinstance(sent.batch, StepBatch) else sent.batch
-                try:
-                    # An empty batch is refused before it changes anything; another may be refused in the middle.
-                    with session.begin_nested() if batch.reports else nullcontext():
-                        answers[number] = reports.apply(session, sent.attempt_id, sent.token, batch, self._lease_s, now)
-                except ServiceError as error:
-                    answers[number] = error
+            store.reporting.lock_jobs(connection, sorted({sent.attempt_id for sent in together}))
+            now = self._database.now(connection)
+            answers |= apply_usual(connection, together, self._lease_s, now)
+            if len(answers) < len(together):
+                with Session(connection, expire_on_commit=False) as session, session.begin():
+                    for number, sent in enumerate(together):
+                        if number not in answers:
+                            answers[number] = self._decide(session, sent, now)
         return [answers[number] for number in range(len(together))]
+
+    def _decide(self, session: Session, sent: SentBatch, now: datetime) -> Applied | ServiceError:
+        batch = sent.batch.as_contract() if isinstance(sent.batch, StepBatch) else sent.batch
+        try:
+            # An empty batch is refused before it changes anything; another may be refused in the middle.
+            with session.begin_nested() if batch.reports else nullcontext():
+                return reports.apply(session, sent.attempt_id, sent.token, batch, self._lease_s, now)
+        except ServiceError as error:
+            return error
 
 
 def _hash(token: str) -> bytes:

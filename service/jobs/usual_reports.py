@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy.orm import Session
-
 from api_schemas import AttemptState, ReportBatch, ReportReply, StepReport
 from service import store
+from service.db.bulk import Transaction
 from service.jobs.reports import Applied, is_hash_of, point, progress
 from service.jobs.step_batches import StepBatch
 from service.store.reporting import Point, Standing
@@ -31,7 +30,7 @@ class SentBatch:
     batch: ReportBatch | StepBatch
 
 
-def apply_usual(session: Session, together: Sequence[SentBatch], lease_s: float, now: datetime) -> dict[int, Applied]:
+def apply_usual(transaction: Transaction, together: Sequence[SentBatch], lease_s: float, now: datetime) -> dict[int, Applied]:
     """Apply the usual batches and renew their leases; returns what each did, by its number. The jobs must be locked."""
     num_batches = Counter(sent.attempt_id for sent in together)
     by_rank: dict[int, dict[str, int]] = {}
@@ -40,13 +39,13 @@ def apply_usual(session: Session, together: Sequence[SentBatch], lease_s: float,
             by_rank.setdefault(sent.batch.rank, {})[sent.attempt_id] = number
     applied: dict[int, Applied] = {}
     for rank, numbers in by_rank.items():
-        standings = store.reporting.standings(session, list(numbers), rank)
+        standings = store.reporting.standings(transaction, list(numbers), rank)
         usual = {number: standings[id_] for id_, number in numbers.items() if id_ in standings}
         usual = {number: standing for number, standing in usual.items() if _is_usual(together[number], standing)}
         if usual:
             until = now + timedelta(seconds=lease_s) if rank == 0 else None
-            store.reporting.note_reports(session, [standing.attempt_id for standing in usual.values()], now, until)
-            _write_steps(session, [(standing, together[number].batch) for number, standing in usual.items()], now)
+            store.reporting.note_reports(transaction, [standing.attempt_id for standing in usual.values()], now, until)
+            _write_steps(transaction, [(standing, together[number].batch) for number, standing in usual.items()], now)
         for number, standing in usual.items():
             reports = together[number].batch.reports
             acknowledged = reports[-1].seq if reports else standing.last_seq
@@ -77,9 +76,9 @@ def _is_usual(sent: SentBatch, standing: Standing) -> bool:
     )
 
 
-def _write_steps(session: Session, batches: Sequence[tuple[Standing, ReportBatch | StepBatch]], now: datetime) -> None:
-    attempts: list[dict[str, Any]] = []
-    jobs: list[dict[str, Any]] = []
+def _write_steps(transaction: Transaction, batches: Sequence[tuple[Standing, ReportBatch | StepBatch]], now: datetime) -> None:
+    attempts: list[tuple[Any, ...]] = []
+    jobs: list[tuple[Any, ...]] = []
     sequences: list[tuple[str, int, int]] = []
     points: list[Point] = []
     for standing, batch in batches:
@@ -87,11 +86,12 @@ def _write_steps(session: Session, batches: Sequence[tuple[Standing, ReportBatch
             continue
         last = batch.reports[-1]
         step: Any = last.body  # of a `StepReport` or a `SentStep`: other reports are not usual
-        attempts.append({"of_attempt": standing.attempt_id, "last_step": step.step, "last_progress_at": now})
-        jobs.append({"of_job": standing.job_id, "reported_at": now, **progress(step, standing.num_steps)})
+        attempts.append((standing.attempt_id, step.step, now))
+        # In the order of the columns of `store.reporting.note_steps`.
+        jobs.append((standing.job_id, *progress(step, standing.num_steps).values(), now))
         sequences.append((standing.attempt_id, batch.rank, last.seq))
         steps: list[tuple[datetime, Any]] = [(report.at, report.body) for report in batch.reports]
         points += [point(standing.job_id, standing.attempt_id, at, body) for at, body in steps]
-    store.reporting.note_steps(session, attempts, jobs)
-    store.reporting.put_sequences(session, sequences)
-    store.reporting.put_metrics(session, points)
+    store.reporting.note_steps(transaction, attempts, jobs)
+    store.reporting.put_sequences(transaction, sequences)
+    store.reporting.put_metrics(transaction, points)

@@ -8,10 +8,9 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from sqlalchemy import BigInteger, BindParameter, Select, Update, bindparam, cast, func, select, update
-from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, DesiredState
-from service.db.bulk import Bulk, ForIds, Rows
+from service.db.bulk import Changes, ForIds, Rows, Transaction, connection_of
 from service.db.tables import AttemptRow, Base, JobRow, MetricRow, ReportStreamRow
 
 _ATTEMPTS, _JOBS = Base.metadata.tables[AttemptRow.__tablename__], Base.metadata.tables[JobRow.__tablename__]
@@ -74,30 +73,22 @@ def _renewed(ids: Sequence[BindParameter[str]]) -> Update:
 
 
 _LOCK, _STANDINGS, _OF_OTHERS, _OF_RANK_0 = ForIds(_lock), ForIds(_standings), ForIds(_heard), ForIds(_renewed)
-_ATTEMPT_STEPS = Bulk(
-    update(_ATTEMPTS)
-    .where(_ATTEMPTS.c.id == bindparam("of_attempt"))
-    .values({name: bindparam(name) for name in ("last_step", "last_progress_at")})
-)
-_JOB_STEPS = Bulk(
-    update(_JOBS)
-    .where(_JOBS.c.id == bindparam("of_job"))
-    .values({name: bindparam(name) for name in ("step", "loss", "tokens_per_s", "remaining_s", "reported_at")})
-)
+_ATTEMPT_STEPS = Changes(_ATTEMPTS, "id", ["last_step", "last_progress_at"])
+_JOB_STEPS = Changes(_JOBS, "id", ["step", "loss", "tokens_per_s", "remaining_s", "reported_at"])
 _SEQUENCES, _CURVES = Rows(_STREAMS, replaces=True), Rows(_METRICS, replaces=True)
 
 
-def lock_jobs(session: Session, attempt_ids: Sequence[str]) -> None:
+def lock_jobs(transaction: Transaction, attempt_ids: Sequence[str]) -> None:
     """Lock the jobs of attempts, in the order of the attempts' ids. On SQLite a writer is alone already."""
-    if session.get_bind().dialect.name != "sqlite":
-        _LOCK.execute(session, attempt_ids)
+    if connection_of(transaction).dialect.name != "sqlite":
+        _LOCK.execute(transaction, attempt_ids)
 
 
-def standings(session: Session, attempt_ids: Sequence[str], rank: int) -> dict[str, Standing]:
+def standings(transaction: Transaction, attempt_ids: Sequence[str], rank: int) -> dict[str, Standing]:
     """Find how attempts stand with their rank of this number; by attempt id. Their jobs must be locked."""
     found = {}
     for attempt_id, job_id, epoch, state, workers, token_hash, was_heard, desired, *numbers in _STANDINGS.execute(
-        session, attempt_ids, rank=rank
+        transaction, attempt_ids, rank=rank
     ):
         states = AttemptState(state), DesiredState(desired)
         found[attempt_id] = Standing(
@@ -106,25 +97,27 @@ def standings(session: Session, attempt_ids: Sequence[str], rank: int) -> dict[s
     return found
 
 
-def note_reports(session: Session, attempt_ids: Sequence[str], now: datetime, lease_expires_at: datetime | None) -> None:
+def note_reports(
+    transaction: Transaction, attempt_ids: Sequence[str], now: datetime, lease_expires_at: datetime | None
+) -> None:
     """Note that attempts were heard now, and renew their leases if the moment when they end is given."""
     if lease_expires_at is None:
-        _OF_OTHERS.execute(session, attempt_ids, now=now)
+        _OF_OTHERS.execute(transaction, attempt_ids, now=now)
     else:
-        _OF_RANK_0.execute(session, attempt_ids, now=now, until=lease_expires_at)
+        _OF_RANK_0.execute(transaction, attempt_ids, now=now, until=lease_expires_at)
 
 
-def note_steps(session: Session, attempts: Sequence[dict[str, Any]], jobs: Sequence[dict[str, Any]]) -> None:
-    """Write how far attempts and jobs are. Rows have the columns of the statements above."""
-    _ATTEMPT_STEPS.execute(session, attempts)
-    _JOB_STEPS.execute(session, jobs)
+def note_steps(transaction: Transaction, attempts: Sequence[tuple[Any, ...]], jobs: Sequence[tuple[Any, ...]]) -> None:
+    """Write how far attempts and jobs are. Rows have an id, and then the columns of the statements above."""
+    _ATTEMPT_STEPS.execute(transaction, attempts)
+    _JOB_STEPS.execute(transaction, jobs)
 
 
-def put_sequences(session: Session, rows: Sequence[tuple[str, int, int]]) -> None:
+def put_sequences(transaction: Transaction, rows: Sequence[tuple[str, int, int]]) -> None:
     """Write the sequence numbers of the last reports that were applied. Rows have the columns of the table, in its order."""
-    _SEQUENCES.execute(session, rows)
+    _SEQUENCES.execute(transaction, rows)
 
 
-def put_metrics(session: Session, rows: Sequence[Point]) -> None:
+def put_metrics(transaction: Transaction, rows: Sequence[Point]) -> None:
     """Add steps to curves. A step that is there already is replaced, together with its evaluation."""
-    _CURVES.execute(session, rows)
+    _CURVES.execute(transaction, rows)

@@ -24,7 +24,7 @@ class Gate:
 
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.let_go, self.num_transactions = threading.Event(), threading.Event(), 0
-        write = world.database.write
+        write = world.database.write_rows
 
         def held() -> Any:
             self.num_transactions += 1
@@ -32,7 +32,7 @@ class Gate:
             assert self.let_go.wait(LONG_S)
             return write()
 
-        monkeypatch.setattr(world.database, "write", held)
+        monkeypatch.setattr(world.database, "write_rows", held)
 
 
 def sent(rank: Rank, *bodies: Any, token: str | None = None) -> SentBatch:
