@@ -161,6 +161,21 @@ def test_new_ids_sort_after_each_other_and_after_the_last() -> None:
     assert new_ids("evt", now, 0) == []
 
 
+def test_a_second_group_reads_no_queue(client: TestClient, world: World, spec_document: dict[str, Any]) -> None:
+    """What the group before it knew still holds, unless something else has happened to the queue."""
+    client.post("/v1/jobs", json=spec_document)
+    writes = 4 if world.database.is_sqlite else 2
+    labelled = spec_document | {"labels": {"team": "research"}}
+    with counted(world) as counts:
+        client.post("/v1/jobs", json=labelled)
+    assert counts == {"statements": writes, "commits": 1}
+    world.submit(priority=90)
+    with counted(world) as counts:
+        answer = client.post("/v1/jobs", json=labelled)
+    assert counts["statements"] > writes
+    assert answer.json()["queue"]["position"] == 4
+
+
 @pytest.mark.parametrize("num_workers", [1, 2], ids=["all-start", "one-waits"])
 def test_new_jobs_learn_what_a_reader_of_the_whole_queue_learns(
     client: TestClient, world: World, spec_document: dict[str, Any], num_workers: int
