@@ -33,7 +33,7 @@ def read(session: Session) -> Tallies:
     return _of(session.connection().exec_driver_sql(_ALL).fetchall())
 
 
-def _of(rows: "Iterable[Row[Any]]") -> Tallies:
+def _of(rows: "Iterable[Row[*tuple[Any, ...]]]") -> Tallies:
     version = 0
     jobs: dict[tuple[str, JobState], int] = {}
     attempts: dict[tuple[AttemptState, FailureReason | None], int] = {}
