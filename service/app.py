@@ -25,8 +25,10 @@ from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Shown, Submissions
 from service.routes import catalog, files, jobs, operations, prometheus, records, reports, usual
 from service.routes.shown import shown_submissions
+from service.scheduling.arrivals import Arrivals
 from service.scheduling.places import QueuePlaces
 from service.settings import Settings
+from service.store.tallies import Before
 from service.telemetry.control_plane import Telemetry, TimeRequests
 from service.telemetry.loops import LoopHealth
 
@@ -66,12 +68,15 @@ def create_app(
         responses=answers(421, 503),
     )
 
-    def show(session: Session, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
-        return shown_submissions(session, context, pairs)
+    def show(session: Session, pairs: Sequence[tuple[Request, Submission]], before: Before) -> list[Shown]:
+        return shown_submissions(session, context, pairs, before)
 
     batches = ReportBatches(database, settings.lease_s)
     places = QueuePlaces(database, settings)
-    context = AppContext(settings, database, wake, Admission(settings), Submissions(database, show), batches, places)
+    submissions = Submissions(database, show)
+    context = AppContext(
+        settings, database, wake, Admission(settings), submissions, batches, places, Arrivals(settings, places)
+    )
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams

@@ -18,6 +18,7 @@ from service.errors import NotFound, Unauthenticated
 from service.jobs.admission import Admission
 from service.jobs.report_batches import ReportBatches
 from service.jobs.submissions import Submissions
+from service.scheduling.arrivals import Arrivals
 from service.scheduling.places import QueuePlaces
 from service.settings import DEFAULT_TENANT, Settings
 from service.store.ids import is_id
@@ -30,8 +31,8 @@ class AppContext:
     """What one app is made of.
 
     `admission` checks new jobs, `submissions` stores them, `reports` applies what ranks report, `places` finds places in the
-    queue; `wake` tells a dispatcher in this process that it has something to do. `report_threads` are for ranks alone, whose
-    token is checked there: however many people read, a rank can renew its lease.
+    queue and `arrivals` those of new jobs; `wake` tells a dispatcher in this process that it has something to do.
+    `report_threads` are for ranks alone, whose token is checked there: however many people read, a rank can renew its lease.
     """
 
     settings: Settings
@@ -41,6 +42,7 @@ class AppContext:
     submissions: Submissions
     reports: ReportBatches
     places: QueuePlaces
+    arrivals: Arrivals
     report_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_REPORT_THREADS))
 
 

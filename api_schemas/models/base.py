@@ -6,6 +6,7 @@ write. Both are in the family's own module in this folder; the module of the sam
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -145,6 +146,9 @@ class SizedSpec(FamilySpec):
         return self
 
     def _merged(self) -> dict[str, Any]:
+        return _merged_sizes(self)
+
+    def _merge(self) -> dict[str, Any]:
         preset = dict(self.presets[self.preset]) if self.preset else {}
         own = dict(self)
         merged = {name: preset.get(name) if own[name] is None else own[name] for name in self.sizes_type.model_fields}
@@ -158,6 +162,12 @@ class SizedSpec(FamilySpec):
 
     def _resolved(self) -> FamilySizes:
         return self.sizes_type.model_validate(self._merged())
+
+
+@lru_cache(maxsize=256)
+def _merged_sizes(spec: SizedSpec) -> dict[str, Any]:
+    """Merge the sizes of a spec, which nobody may change. They are asked for three times while a job is checked."""
+    return spec._merge()
 
 
 def divisors(number: int) -> str:

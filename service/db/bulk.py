@@ -121,7 +121,11 @@ class Rows:
             self._converts[dialect.name] = [(number, convert) for number, convert in enumerate(found) if convert]
         columns: list[Sequence[Any]] = [list(column) for column in zip(*rows, strict=True)]
         for number, convert in self._converts[dialect.name]:
-            columns[number] = [None if value is None else convert(value) for value in columns[number]]
+            values = columns[number]
+            if values.count(values[0]) == len(values):  # as the time of all rows that are added together
+                columns[number] = [None if values[0] is None else convert(values[0])] * len(values)
+            else:
+                columns[number] = [None if value is None else convert(value) for value in values]
         return columns
 
     def _text(self, dialect: Dialect, num_rows: int) -> str:
@@ -137,6 +141,20 @@ class Rows:
                 sql += f" ON CONFLICT ({keys}) DO UPDATE SET {', '.join(others)}"
             self._sql[key] = sql
         return self._sql[key]
+
+
+def add_together(session: Session, parts: Sequence[tuple[Rows, Sequence[tuple[Any, ...]]]]) -> None:
+    """Add rows to several tables, which may refer to rows that are added before them: on PostgreSQL by one statement."""
+    connection = session.connection()
+    filled = [(rows, values) for rows, values in parts if values]
+    if connection.dialect.name == "sqlite":
+        for rows, values in filled:
+            rows.execute(connection, values)
+    elif filled:
+        statements = [rows._text(connection.dialect, 0) for rows, _ in filled]
+        others = ", ".join(f"part_{number} AS ({statement})" for number, statement in enumerate(statements[:-1]))
+        columns = [column for rows, values in filled for column in rows._columns(values, connection.dialect)]
+        _run(connection, f"WITH {others} {statements[-1]}" if others else statements[-1], tuple(columns))
 
 
 class _Compiled:

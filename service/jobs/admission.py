@@ -6,7 +6,9 @@ here. Raises InvalidRequest with one violation; returns nothing.
 """
 
 import difflib
+import math
 import os
+import time
 from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -18,6 +20,9 @@ from service.jobs.check_threads import CheckThreads, Overdue
 from service.settings import Settings
 
 CHECKS_AT_ONCE = 4
+PASSED_S = 0.1
+"""How long after a check began its success holds for jobs with the same inputs, as those of a sweep."""
+_MOST_PASSED = 256
 FILES_TO_READ = "files that the service can read"
 UNKNOWN_VOCAB_SIZE = 1 << 32
 """The vocabulary of a model whose configuration does not say it: any data fits, and the rank checks."""
@@ -29,18 +34,28 @@ class Admission:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._threads = CheckThreads(CHECKS_AT_ONCE)
+        self._passed_at_s: dict[Hashable, float] = {}
 
     async def check(self, spec: JobSpec) -> None:
-        """Check as `check` does. Raises NotReady if no thread is free in the time that a check may take."""
+        """Check as `check` does. Raises NotReady if no thread is free in the time that a check may take.
+
+        Files that have just passed for a job with the same inputs are not read again: they may change after any check.
+        """
         check_options(spec, self._settings)
         longest_wait_s = self._settings.data_check_timeout_s
         inputs = inputs_of(spec)
+        key, began_s = inputs.key, time.monotonic()
+        if began_s - self._passed_at_s.get(key, -math.inf) < PASSED_S:
+            return
         try:
-            await self._threads.run(inputs.key, lambda: check_files(inputs, self._settings), longest_wait_s)
+            await self._threads.run(key, lambda: check_files(inputs, self._settings), longest_wait_s)
         except Overdue:
             raise NotReady(
                 f"{CHECKS_AT_ONCE} jobs are being checked and no turn came in {longest_wait_s:g} s; try again"
             ) from None
+        if len(self._passed_at_s) >= _MOST_PASSED:
+            self._passed_at_s.clear()
+        self._passed_at_s[key] = began_s
 
 
 class Inputs(NamedTuple):

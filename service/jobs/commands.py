@@ -15,62 +15,58 @@ from service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
 from service.jobs.requests import Request, Submission, earlier, hash_of
 from service.settings import DEFAULT_TENANT
 from service.store.ids import new_ids
+from service.store.jobs import NewJob
 
 
 def submit(
     session: Session, spec: JobSpec, idempotency_key: str | None, now: datetime, tenant: str = DEFAULT_TENANT
 ) -> Submission:
     """Store a job, its first event and its place in the queue; or find the job that the tenant used this key for."""
-    (submission,) = submit_all(session, [Request(spec, idempotency_key, tenant)], now)
+    after = store.jobs.last_job_id(session)
+    (submission,) = submit_all(session, [Request(spec, idempotency_key, tenant)], now, after)
     if isinstance(submission, IdempotencyMismatch):
         raise submission
     return submission
 
 
-def submit_all(session: Session, requests: Sequence[Request], now: datetime) -> list[Submission | IdempotencyMismatch]:
-    """Submit several jobs in one transaction. A request with a mismatched key changes nothing and gets the error."""
+def submit_all(
+    session: Session, requests: Sequence[Request], now: datetime, after: str | None
+) -> list[Submission | IdempotencyMismatch]:
+    """Submit several jobs in one transaction. A request with a mismatched key changes nothing and gets the error.
+
+    after: the id that sorts last of all jobs; the new ids sort after it.
+    """
     results: list[Submission | IdempotencyMismatch] = []
-    new: dict[str, tuple[JobRow, dict[str, str]]] = {}
-    job_ids = new_ids("job", now, len(requests), after=store.jobs.last_job_id(session))
+    new: dict[str, NewJob] = {}
+    job_ids = new_ids("job", now, len(requests), after)
     for request, job_id in zip(requests, job_ids, strict=True):
         key = request.idempotency_key
         if key is None or store.jobs.take_idempotency_key(session, request.tenant, key, hash_of(request.spec), job_id, now):
-            job = _queued(request, job_id, now)
-            new[job_id] = job, request.spec.labels
-            results.append(Submission(job, replayed=False))
+            new[job_id] = _new_job(request, job_id, now)
+            results.append(Submission(new[job_id], replayed=False))
             continue
         try:
-            results.append(earlier(session, request, key, now, {job.id: job for job, _ in new.values()}))
+            results.append(earlier(session, request, key, now, new))
         except IdempotencyMismatch as mismatch:
             results.append(mismatch)
     store.jobs.add_jobs(session, list(new.values()), now)
     return results
 
 
-def _queued(request: Request, job_id: str, now: datetime) -> JobRow:
-    """Make the row of a new job, filled as by a query that asks for the spec as text: nobody follows its changes."""
-    spec, row = request.spec, JobRow()
-    row.__dict__.update(
-        dict.fromkeys(store.jobs.JOB_COLUMNS),
+def _new_job(request: Request, job_id: str, now: datetime) -> NewJob:
+    spec, wanted = request.spec, request.spec.resources
+    return NewJob(
         id=job_id,
         name=spec.name,
         tenant=request.tenant,
-        state=JobState.QUEUED,
-        desired=DesiredState.RUN,
-        pool=spec.resources.pool,
-        workers=spec.resources.workers,
-        min_workers=spec.resources.min_workers,
+        pool=wanted.pool,
+        workers=wanted.workers,
+        min_workers=wanted.min_workers,
         priority=spec.priority,
         spec_text=request.spec_text,
+        labels=spec.labels,
         created_at=now,
-        queued_at=now,
-        num_attempts=0,
-        num_failures=0,
-        num_platform_failures=0,
-        last_event_seq=0,
-        last_log_seq=0,
     )
-    return row
 
 
 def cancel(session: Session, job_id: str, now: datetime) -> JobRow:

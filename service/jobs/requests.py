@@ -1,6 +1,7 @@
 """Requests for jobs, and the idempotency keys that make a repeated request the same job."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -12,6 +13,7 @@ from service import store
 from service.db.tables import JobRow
 from service.errors import IdempotencyMismatch
 from service.settings import DEFAULT_TENANT
+from service.store.jobs import NewJob
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,11 @@ class Request:
 class Submission:
     """A submitted job. `replayed` is true if an earlier submission with the same idempotency key stored it."""
 
-    job: JobRow
+    job: JobRow | NewJob
     replayed: bool
 
 
-def earlier(session: Session, request: Request, key: str, now: datetime, new: dict[str, JobRow]) -> Submission:
+def earlier(session: Session, request: Request, key: str, now: datetime, new: Mapping[str, NewJob]) -> Submission:
     """Find the job of a key that is taken. It may be one of this transaction, which is not in the database yet."""
     job_id = _used_for(session, request.spec, key, now, request.tenant)
     assert job_id is not None, "a key that is taken has a job"

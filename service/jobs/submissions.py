@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from sqlalchemy.orm import Session
 
+from service import store
 from service.db.engine import Database
 from service.db.together import Together
 from service.jobs import commands
 from service.jobs.requests import Request, Submission
+from service.store.tallies import Before
 
 
 class Shown(NamedTuple):
@@ -20,8 +22,8 @@ class Shown(NamedTuple):
     starts_soon: bool
 
 
-Show = Callable[[Session, Sequence[tuple[Request, Submission]]], list[Shown]]
-"""Shows the submitted jobs, in the transaction that stores them."""
+Show = Callable[[Session, Sequence[tuple[Request, Submission]], Before], list[Shown]]
+"""Shows the submitted jobs, in the transaction that stores them, given what it found before."""
 
 
 class Stored(NamedTuple):
@@ -49,8 +51,9 @@ class Submissions:
 
     def _store(self, requests: Sequence[Request]) -> "list[Stored | Exception]":
         with self._database.write() as session:
-            results = commands.submit_all(session, requests, self._database.now(session))
+            before = store.tallies.read_before_adding(session)
+            results = commands.submit_all(session, requests, self._database.now(session), before.last_job_id)
             pairs = zip(requests, results, strict=True)
             stored = [(request, result) for request, result in pairs if isinstance(result, Submission)]
-            shown = iter(self._show(session, stored))
+            shown = iter(self._show(session, stored, before))
         return [Stored(next(shown), result.replayed) if isinstance(result, Submission) else result for result in results]

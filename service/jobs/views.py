@@ -11,9 +11,11 @@ import msgspec
 from api_schemas import (
     Attempt,
     Checkpoint,
+    DesiredState,
     Event,
     Job,
     JobSpec,
+    JobState,
     JobSummary,
     LogLine,
     MetricPoint,
@@ -22,7 +24,9 @@ from api_schemas import (
     StartTimes,
     rfc3339,
 )
+from api_schemas.recipe import RecipeSpec
 from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow, MetricRow
+from service.store.jobs import NewJob
 from service.store.shown import ShownRow
 
 
@@ -123,21 +127,18 @@ def _render_job(row: ShownRow, queue: QueuePlace | None) -> str:
     return f"{shown.model_dump_json(exclude=_OF_SPEC)[:-1]},{spec.rendered}"
 
 
-def new_job_json(row: JobRow, queue: QueuePlace, spec: JobSpec, spec_text: str) -> str:
-    """Render a job that was just submitted as `job_json` would. Most of the fields can have one value only.
-
-    spec_text: the spec as JSON.
-    """
-    values, accepted_at = row.__dict__, rfc3339(row.created_at)
+def new_job_json(job: NewJob, queue: QueuePlace, spec: JobSpec) -> str:
+    """Render a job that was just submitted as `job_json` would. Most of the fields can have one value only."""
+    accepted_at = rfc3339(job.created_at)
     shown = {
         "object": "job",
-        "id": values["id"],
-        "name": values["name"],
-        "tenant": values["tenant"],
-        "state": values["state"],
-        "desired_state": values["desired"],
-        "priority": values["priority"],
-        "labels": spec.labels,
+        "id": job.id,
+        "name": job.name,
+        "tenant": job.tenant,
+        "state": JobState.QUEUED,
+        "desired_state": DesiredState.RUN,
+        "priority": job.priority,
+        "labels": job.labels,
         "created_at": accepted_at,
         **_NOT_YET,
         "queue": {"position": queue.position, "why": queue.why},
@@ -146,8 +147,13 @@ def new_job_json(row: JobRow, queue: QueuePlace, spec: JobSpec, spec_text: str) 
         "summary": None,
     }
     recipe = spec.precision.resolved_recipe
-    of_recipe = "null" if recipe is None else recipe.model_dump_json()
-    return f'{msgspec.json.encode(shown).decode()[:-1]},"recipe":{of_recipe},"spec":{spec_text}}}'
+    of_recipe = "null" if recipe is None else _recipe_json(recipe)
+    return f'{msgspec.json.encode(shown).decode()[:-1]},"recipe":{of_recipe},"spec":{job.spec_text}}}'
+
+
+@lru_cache(maxsize=256)
+def _recipe_json(recipe: RecipeSpec) -> str:
+    return recipe.model_dump_json()
 
 
 _NOT_YET = {

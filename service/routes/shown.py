@@ -12,7 +12,9 @@ from service.jobs import views
 from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Shown
 from service.scheduling.places import STARTS_SOON
+from service.store.jobs import NewJob
 from service.store.shown import ShownRow
+from service.store.tallies import Before
 
 
 def rendered_jobs(session: Session, context: AppContext, rows: Sequence[ShownRow]) -> list[str]:
@@ -29,20 +31,22 @@ def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
     return views.job(row, store.jobs.current_attempts(session, [row]).get(row.id), places.get(row.id))
 
 
-def shown_submissions(session: Session, context: AppContext, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
+def shown_submissions(
+    session: Session, context: AppContext, pairs: Sequence[tuple[Request, Submission]], before: Before
+) -> list[Shown]:
     """Show submitted jobs, with the specs that were asked for, so that the stored ones are not parsed again."""
-    new = {submission.job.id: submission.job for _, submission in pairs if not submission.replayed}
-    known = {submission.job.id: submission.job for _, submission in pairs if submission.job.id not in new}
-    session.flush()
+    jobs = [submission.job for _, submission in pairs]
+    new = {job.id: job for job in jobs if isinstance(job, NewJob)}
+    known = {job.id: job for job in jobs if isinstance(job, JobRow)}
     current = store.jobs.current_attempts(session, list(known.values()))
     queued = [row for row in known.values() if row.state is JobState.QUEUED]
-    places = context.places.read_while_writing(session, queued, list(new.values()))
+    places = context.arrivals.places(session, list(new.values()), before) | context.places.read_while_writing(session, queued)
     asked = {submission.job.id: request for request, submission in pairs}
     shown: dict[str, Shown] = {}
     for id_, request in asked.items():
         place = places.get(id_)
         if id_ in new:
-            text = views.new_job_json(new[id_], places[id_], request.spec, request.spec_text)
+            text = views.new_job_json(new[id_], places[id_], request.spec)
         else:
             text = views.job(known[id_], current.get(id_), place, request.spec).model_dump_json()
         shown[id_] = Shown(id_, text, place is not None and place.why == STARTS_SOON)

@@ -4,16 +4,14 @@ Far back in the queue only the number counts. What was found is kept until the q
 version of the tallies tells, so that many readers of a long queue read it once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from sqlalchemy.orm import Session
 
 from api_schemas import FailureReason, JobState, QueuePlace
 from service import store
 from service.db.engine import Database
-from service.db.tables import JobRow
 from service.scheduling.decide import Decision, PoolState, decide, pool_states
 from service.scheduling.space import space_for
 from service.settings import Settings
@@ -22,8 +20,6 @@ from service.store.tallies import Tallies
 
 STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
 _MOST_POSITIONS = 10_000
-_FIRST = 8
-"""Jobs of the queue among which the one that holds back all others nearly always is."""
 
 
 @dataclass
@@ -60,38 +56,17 @@ class QueuePlaces:
             known = self._known = _Known.of(tallies)
         return self._places(session, jobs, known)
 
-    def read_while_writing(self, session: Session, jobs: Sequence[Place], new: Sequence[JobRow] = ()) -> dict[str, QueuePlace]:
-        """Find the places in a transaction that writes. Nobody else may see them, because it may come to nothing.
+    def read_while_writing(self, session: Session, jobs: Sequence[Place]) -> dict[str, QueuePlace]:
+        """Find the places in a transaction that writes. Nobody else may see them, because it may come to nothing."""
+        return self._places(session, jobs, _Known.of(store.tallies.read(session))) if jobs else {}
 
-        new: more jobs, which never had an attempt, so that none has a reason of its own to wait.
-        """
-        if not jobs and not new:
-            return {}
-        return self._places(session, [*jobs, *new], _Known.of(store.tallies.read(session)), {job.id: job for job in new})
-
-    def _places(
-        self, session: Session, jobs: Sequence[Place], known: _Known, new: Mapping[str, JobRow] = MappingProxyType({})
-    ) -> dict[str, QueuePlace]:
+    def _places(self, session: Session, jobs: Sequence[Place], known: _Known) -> dict[str, QueuePlace]:
         unknown = [job for job in jobs if job.id not in known.positions]
         known.positions |= store.queue.positions(session, unknown, known.num_queued)
         decided: dict[str, Decision] = {}
-        near = [job for job in jobs if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE]
-        for pool in {job.pool for job in near}:
-            of_pool = [job.id for job in near if job.pool == pool]
-            is_new = all(id_ in new for id_ in of_pool)
-            behind = self._decide_behind(session, pool, [new[id_] for id_ in of_pool], known) if is_new else None
-            decided |= behind or known.places.get(pool) or self._decide(session, pool, known)
-        return {job.id: _place(job, decided.get(job.id), known.positions[job.id]) for job in jobs}
-
-    def _decide_behind(self, session: Session, pool: str, new: Sequence[JobRow], known: _Known) -> dict[str, Decision] | None:
-        """Decide about new jobs from the first few of the queue. Returns None unless one of those holds back the others."""
-        first = store.queue.head_of_queue(session, pool, _FIRST)
-        ids = {job.id for job in first}
-        others = store.queue.as_queued(session, new)
-        decided = self._decided(session, [*first, *(job for job in others if job.id not in ids)], known)
-        if len(first) < _FIRST or any(each.holds_back and each.job_id in ids for each in decided):
-            return {each.job_id: each for each in decided}
-        return None
+        for pool in {job.pool for job in jobs if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE}:
+            decided |= known.places.get(pool) or self._decide(session, pool, known)
+        return {job.id: place_of(job, decided.get(job.id), known.positions[job.id]) for job in jobs}
 
     def _decide(self, session: Session, pool: str, known: _Known) -> dict[str, Decision]:
         """Decide about the head of a pool's queue. It is kept unless it changes with time or with space on the disk."""
@@ -116,7 +91,7 @@ def _changes_by_itself(job: QueuedJob) -> bool:
     return job.not_before is not None or job.former_attempt_at_large or waits_for_space
 
 
-def _place(job: Place, decision: Decision | None, position: int) -> QueuePlace:
+def place_of(job: Place, decision: Decision | None, position: int) -> QueuePlace:
     """Say where a job stands. Jobs far back are not decided about."""
     if decision is None:
         return QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {job.pool!r}")

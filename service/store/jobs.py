@@ -7,14 +7,15 @@ order: event numbers have no gaps, and two transitions never race.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, bindparam, delete, func, literal_column, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from api_schemas import FailureReason, JsonScalar
-from service.db.bulk import Rows
+from api_schemas import DesiredState, FailureReason, JobState, JsonScalar
+from service.db.bulk import Rows, add_together
 from service.db.tables import AttemptRow, Base, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
 from service.store.ids import new_id, new_ids
 
@@ -66,26 +67,47 @@ def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow]
     return job, attempt
 
 
-def add_jobs(session: Session, jobs: Sequence[tuple[JobRow, dict[str, str]]], now: datetime) -> None:
-    """Add new jobs with their labels and first events. The rows have `spec_text` and stay outside the session."""
+class NewJob(NamedTuple):
+    """A job to add to the queue. spec_text: its spec as JSON."""
+
+    id: str
+    name: str
+    tenant: str
+    pool: str
+    workers: int
+    min_workers: int | None
+    priority: int
+    spec_text: str
+    labels: dict[str, str]
+    created_at: datetime
+
+
+def add_jobs(session: Session, jobs: Sequence[NewJob], now: datetime) -> None:
+    """Add new jobs with their labels and first events."""
     events: list[tuple[Any, ...]] = []
     rows: list[tuple[Any, ...]] = []
-    for (job, _), event_id in zip(jobs, new_ids("evt", now, len(jobs)), strict=True):
-        job.__dict__["last_event_seq"] = 1
-        values = job.__dict__
-        rows.append(tuple([values[name] for name in _STORED_AS]))
-        message = f"accepted into pool {values['pool']!r} with priority {values['priority']}"
-        events.append((event_id, values["id"], 1, now, "job.accepted", None, message, {}))
-    _JOBS.execute(session, rows)
-    _LABELS.execute(session, [(job.id, key, value) for job, pairs in jobs for key, value in pairs.items()])
-    _EVENTS.execute(session, events)
+    for job, event_id in zip(jobs, new_ids("evt", now, len(jobs)), strict=True):
+        rows.append(_in_order_of_columns(_OF_ALL_NEW | job._asdict() | {"queued_at": job.created_at}))
+        message = f"accepted into pool {job.pool!r} with priority {job.priority}"
+        events.append((event_id, job.id, 1, now, "job.accepted", None, message, {}))
+    labels = [(job.id, key, value) for job in jobs for key, value in job.labels.items()]
+    add_together(session, [(_JOBS, rows), (_LABELS, labels), (_EVENTS, events)])
 
 
 _TABLES = Base.metadata.tables
 _JOBS = Rows(_TABLES[JobRow.__tablename__], as_text=["spec"])
 _LABELS, _EVENTS = Rows(_TABLES[JobLabelRow.__tablename__]), Rows(_TABLES[EventRow.__tablename__])
-JOB_COLUMNS = [column.key for column in _TABLES[JobRow.__tablename__].columns if column.key != "spec"]
 _STORED_AS = [{"spec": "spec_text"}.get(column.key, column.key) for column in _TABLES[JobRow.__tablename__].columns]
+_in_order_of_columns = itemgetter(*_STORED_AS)
+_OF_ALL_NEW: dict[str, Any] = dict.fromkeys(_STORED_AS) | {
+    "state": JobState.QUEUED,
+    "desired": DesiredState.RUN,
+    "num_attempts": 0,
+    "num_failures": 0,
+    "num_platform_failures": 0,
+    "last_event_seq": 1,
+    "last_log_seq": 0,
+}
 
 
 def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:

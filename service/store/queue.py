@@ -29,6 +29,7 @@ from sqlalchemy.orm import Session, aliased, load_only
 from api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, JobSpec
 from api_schemas.elastic import counts_of
 from service.db.tables import AttemptRow, CheckpointRow, JobRow, LeaseRow, PoolCapacityRow
+from service.store.jobs import NewJob
 
 LEADER = "dispatcher"
 HEAD_OF_QUEUE = 200
@@ -88,7 +89,7 @@ def head_of_queue(session: Session, pool: str, length: int | None = None) -> lis
     return [QueuedJob(*row[:-1], counts.get(row[0], (row[2],))) for row in rows]
 
 
-def as_queued(session: Session, new: Sequence[JobRow]) -> list[QueuedJob]:
+def as_queued(session: Session, new: Sequence[NewJob]) -> list[QueuedJob]:
     """Show jobs that were submitted in this transaction as the queue does."""
     counts = _counts_of(session, [job.id for job in new if job.min_workers is not None])
     return [
@@ -183,6 +184,19 @@ def positions(session: Session, jobs: Iterable[Place], num_queued: Mapping[str, 
             num_ahead = connection.execute(_NUM_AHEAD, part).scalar_one()
         found |= {job_id: num_ahead + number for job_id, number in rows}
     return {job_id: found[job_id] for ids in together.values() for job_id in ids}
+
+
+def num_behind(session: Session, pool: str, priority: int, num_queued: int) -> int:
+    """Count the jobs of a pool's queue that are behind all of this priority. Those are counted, or the others if they are few.
+
+    num_queued: the jobs of the pool's queue.
+    """
+    connection, last = session.connection(), "~"  # which sorts behind all ids
+    part = {"pool": pool, "priority": priority, "first": last, "last": last, "few": FEW_BEHIND + 1}
+    behind: int = connection.execute(_NUM_BEHIND, part).scalar_one()
+    if behind > FEW_BEHIND:
+        behind = num_queued - connection.execute(_NUM_AHEAD, part).scalar_one()
+    return behind
 
 
 def _counted(*conditions: ColumnElement[bool]) -> ScalarSelect[int]:

@@ -3,12 +3,15 @@
 Triggers keep them; see `service/db/migrations/versions/0007_tallies.py`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from sqlalchemy import text
+from sqlalchemy import Row, text
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, FailureReason, JobState
+from service.db.tables import JobRow
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,14 @@ class Tallies:
 
 def read(session: Session) -> Tallies:
     """Read all tallies."""
+    return _of(session.connection().exec_driver_sql(_ALL).fetchall())
+
+
+def _of(rows: "Iterable[Row[*tuple[Any, ...]]]") -> Tallies:
     version = 0
     jobs: dict[tuple[str, JobState], int] = {}
     attempts: dict[tuple[AttemptState, FailureReason | None], int] = {}
-    for subject, pool, state, reason, num_rows, num_changes in session.connection().exec_driver_sql(_ALL):
+    for subject, pool, state, reason, num_rows, num_changes in rows:
         version += int(num_changes)
         if subject == "job" and num_rows:
             jobs[pool, JobState(state)] = int(num_rows)
@@ -39,7 +46,23 @@ def read(session: Session) -> Tallies:
     return Tallies(version, jobs, attempts)
 
 
+class Before(NamedTuple):
+    """What a transaction that adds jobs finds: the tallies, and the id that sorts last of all jobs, if there is one."""
+
+    tallies: Tallies
+    last_job_id: str | None
+
+
+def read_before_adding(session: Session) -> Before:
+    """Read what has to be known to add jobs, in one statement."""
+    rows = session.connection().exec_driver_sql(_BEFORE_ADDING).fetchall()
+    (last_job_id,) = [row[1] for row in rows if row[0] == _LAST_JOB]
+    return Before(_of([row for row in rows if row[0] != _LAST_JOB]), last_job_id)
+
+
 _ALL = "SELECT subject, pool, state, reason, SUM(num_rows), SUM(num_changes) FROM tallies GROUP BY subject, pool, state, reason"
+_LAST_JOB = "last job"
+_BEFORE_ADDING = f"{_ALL} UNION ALL SELECT '{_LAST_JOB}', max(id), '', '', 0, 0 FROM {JobRow.__tablename__}"
 
 
 def gather(session: Session) -> None:
