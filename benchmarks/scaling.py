@@ -10,12 +10,12 @@ Shape suffixes: M tokens of a micro-batch on one GPU, H hidden size, D data para
 """
 
 import argparse
+import gc
 import platform
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from itertools import product
 from math import ceil, log2
 from pathlib import Path
@@ -25,10 +25,12 @@ import torch
 from api_schemas.levels import LEVELS
 from api_schemas.models.gpt import GPTSizes, gpt_sizes
 from api_schemas.resources import WideDtype
-from benchmarks.gpu.networks import Way, gpt_step, in_fp8
-from benchmarks.gpu.predicted_memory import predict
+from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
+from benchmarks.gpu.live_bytes import LiveBytes
+from benchmarks.gpu.networks import Way, build_gpt, in_fp8, prepare
 from benchmarks.gpu.roofline import COPY_BYTES_PER_S, GEMM_FLOPS_PER_S, bf16_work, fp8_work
-from benchmarks.wire_bytes import Traffic, count
+from benchmarks.wire_bytes import Traffic, count, encoded_whole
+from worker.models import TrainedModel
 
 RESULTS = Path(__file__).parent / "results"
 COUNTED_RANKS, NODE = 8, 8
@@ -55,6 +57,8 @@ GPT_6_7B = gpt_sizes(4096, 32, 32, VOCABULARY, SEQUENCE_LENGTH)
 GPT_175B = gpt_sizes(12288, 96, 96, VOCABULARY, SEQUENCE_LENGTH)
 TENSOR, PIPELINE, SEQUENCES_PER_STEP = 8, 4, 512
 """GPT-175B of the FP8-LM paper (arXiv 2310.18313): 32 GPUs, a million tokens."""
+PAPER_HELD, PAPER_S = 1 - 0.39, 0.73
+"""That paper's GPT-175B: memory to bf16's, and a step's time to that of Transformer Engine at a quarter of its micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -232,44 +236,100 @@ def large_model_s(run: Run, sequences: int) -> float:
     return (num_micro_batches + PIPELINE - 1) * stage_s(run, sequences) + update_s
 
 
-def activation_bytes(level: str, hidden_size: int) -> float:
-    """Bytes that one block keeps for the backward pass of one sequence, by count on a fake GPU."""
-    peaks = [_predict(level, hidden_size, layers) for layers in (2, 3)]
-    return peaks[1] - peaks[0]
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a block of a level keeps for the backward pass: of each sequence, and once, such as weights in bf16."""
+
+    sequence: float
+    once: float
 
 
-def _predict(level: str, hidden_size: int, num_layers: int) -> int:
-    """The peak of a step less what model and optimizer hold, in bytes."""
-    sizes = gpt_sizes(hidden_size, num_layers, hidden_size // 128, 256, SEQUENCE_LENGTH)
-    found = predict(partial(gpt_step, sizes, Way(level, level, options=in_fp8(level)), 1, compiled=None))
-    return found.at_peak.by_class["activations"]
+def kept_by_block(level: str, sizes: GPTSizes) -> Kept:
+    """Count on a fake GPU what one more block keeps, with one sequence and with two."""
+    one, two = (_kept_bytes(level, sizes, 3, batch) - _kept_bytes(level, sizes, 2, batch) for batch in (1, 2))
+    return Kept(two - one, 2 * one - two)
 
 
-def large_model_table() -> list[str]:
-    """GPT-175B as in the papers' table: what a GPU would hold, and how long a step would take."""
-    rows, first_bytes, te_s = [], 0.0, large_model_s(Run("te", 0), 1)
+def _kept_bytes(level: str, sizes: GPTSizes, num_layers: int, batch_size: int) -> int:
+    """What a forward pass adds to the live bytes. The vocabulary is small, since the head is not asked about."""
+    config = sizes.model_copy(update={"num_layers": num_layers, "vocab_size": 256})
+    gc.collect()
+    with fake_gpu() as device, LiveBytes(see_within=see_within, device_type=DEVICE_TYPE) as live, encoded_whole():
+        model, _ = prepare(build_gpt(config, device), Way(level, level, options=in_fp8(level)))
+        tokens_BT = torch.zeros(batch_size, sizes.max_sequence_length, dtype=torch.int64, device=device)
+        assert isinstance(model, TrainedModel)
+        before = live.num_bytes
+        loss = model.loss({"tokens": tokens_BT, "targets": tokens_BT}).loss
+        kept_bytes = live.num_bytes - before
+        del loss
+    return kept_bytes
+
+
+@dataclass(frozen=True)
+class LargeModel:
+    """What a GPU holds of GPT-175B at a level, in bytes, and the seconds of a step. kept: by block, over all GPUs."""
+
+    level: str
+    sequences: int
+    states: float
+    kept: Kept
+    step_s: float
+
+    @property
+    def activations(self) -> float:
+        """The first stage holds as many micro-batches as there are stages."""
+        blocks_of_a_gpu = GPT_175B.num_layers / PIPELINE / TENSOR
+        return (self.sequences * PIPELINE * self.kept.sequence + self.kept.once) * blocks_of_a_gpu
+
+    @property
+    def held(self) -> float:
+        return self.states + self.activations
+
+
+def large_models() -> list[LargeModel]:
+    """GPT-175B as in the papers' table, at each level with micro-batches of one sequence and of four."""
+    found = []
     for level in ("bf16-amp", "te", "O2", "O3-split", "O3-split-8bit"):
-        kept = activation_bytes(level, GPT_175B.hidden_size)
-        states = sum(count(GPT_175B, level, 0, COUNTED_RANKS).held.values()) / (TENSOR * PIPELINE)
-        for sequences in (1, 4):
-            # The first stage holds as many micro-batches as there are stages
-            activations = sequences * PIPELINE * kept * GPT_175B.num_layers / PIPELINE / TENSOR
-            held = states + activations
-            first_bytes = first_bytes or held
-            seconds = large_model_s(Run(level, 0), sequences)
-            memory = (
-                *(f"{num_bytes / 1e9:.1f}" for num_bytes in (states, activations, held)),
-                f"{held / first_bytes - 1:+.0%}",
-            )
-            rows.append((level, str(sequences), *memory, f"{seconds:.1f}", f"{seconds / te_s:.2f}"))
+        kept = kept_by_block(level, GPT_175B)
+        states = sum(count(GPT_175B, level, 0, COUNTED_RANKS, RUNS[1].wide).held.values()) / (TENSOR * PIPELINE)
+        found += [LargeModel(level, each, states, kept, large_model_s(Run(level, 0), each)) for each in (1, 4)]
+    return found
+
+
+def large_model_table(models: Sequence[LargeModel]) -> list[str]:
+    """What a GPU would hold, and how long a step would take."""
+    first, te = models[0], next(each for each in models if each.level == "te")
+    rows = []
+    for each in models:
+        gigabytes = (f"{num_bytes / 1e9:.1f}" for num_bytes in (each.states, each.activations, each.held))
+        ratios = f"{each.held / first.held - 1:+.0%}", f"{each.step_s:.1f}", f"{each.step_s / te.step_s:.2f}"
+        rows.append((each.level, str(each.sequences), *gigabytes, *ratios))
     columns = (
         "level, sequences of a micro-batch, states (GB of a GPU), activations (GB), all (GB), to bf16-amp, step (s), to te at 1"
     )
     return table(columns, rows)
 
 
+def needed_table(models: Sequence[LargeModel]) -> list[str]:
+    """What each level would have to keep and take for PAPER_HELD of bf16-amp's bytes and PAPER_S of te's time."""
+    first, te = models[0], next(each for each in models if each.level == "te")
+    elements = SEQUENCE_LENGTH * GPT_175B.hidden_size * GPT_175B.num_layers / TENSOR  # of a micro-batch in each block of a GPU
+    rows = []
+    for each in (each for each in models if LEVELS[each.level].has_own_fp8):
+        may_keep = (PAPER_HELD * first.held - each.states) / (elements * each.sequences)
+        kept = each.activations / (elements * each.sequences)
+        times = f"{each.step_s:.1f}", f"{PAPER_S * te.step_s:.1f}", f"{1 - PAPER_S * te.step_s / each.step_s:.0%}"
+        rows.append((each.level, str(each.sequences), f"{kept:.1f}", f"{may_keep:.1f}", *times))
+    columns = (
+        "level, sequences of a micro-batch, activations kept (bytes for a token and hidden element of a block), allowed, "
+        "step (s), allowed, to be saved"
+    )
+    return table(columns, rows)
+
+
 def report(command: str) -> str:
     """The whole document."""
+    models = large_models()
     rates = {"NVLink, one direction": NVLINK_BYTES_PER_S, "a port": PORT_BYTES_PER_S, "copies": COPY_BYTES_PER_S}
     flops = GEMM_FLOPS_PER_S | {"attention": ATTENTION_FLOPS_PER_S}
     lines = [
@@ -291,7 +351,12 @@ def report(command: str) -> str:
         *scaling_table(GPT_6_7B, is_weak=False),
         f"## GPT-175B on {TENSOR * PIPELINE} GPUs: tensor {TENSOR} with sequence parallelism, pipeline {PIPELINE}, "
         f"{SEQUENCES_PER_STEP} sequences a step",
-        *large_model_table(),
+        *large_model_table(models),
+        "States are those of one rank divided by the GPUs. Activations are counted block by block on a fake GPU, and none is "
+        "computed again. With 1F1B the first stage keeps those of as many micro-batches as there are stages; what a block "
+        "keeps once, such as weights cast to bf16, it keeps once. Embedding, head and buffers of communication are left out.",
+        f"## What the papers' figures would need: {PAPER_HELD - 1:+.0%} of bf16-amp's memory, {PAPER_S} of te's time",
+        *needed_table(models),
     ]
     return "\n".join(line if line.startswith("|") else f"\n{line}\n" for line in lines).strip() + "\n"
 

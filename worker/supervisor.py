@@ -29,7 +29,7 @@ _RANK_START_TIMEOUT_S = 120.0
 _OTHER_RANKS_GRACE_S = 5.0
 _LINGER_S = 900.0
 _TOO_SMALL_S = 30.0
-"""A pool that grows by itself has this long until a node that is too small for a tensor group counts as its largest."""
+"""A pool that grows, or Ray that has not yet missed a node, has this long until the ranks have to fit on the nodes."""
 _PRIVATE_UMASK = 0o077  # checkpoints and spools are their owner's alone
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,8 @@ class Supervisor:
             if self._stopping.is_set():
                 raise RankFailed(FailureReason.LAUNCH_FAILED, "stopped before it was placed")
             nodes: Any = ray.nodes  # Ray's own annotations lack it
-            if self._num_together > 1 and time.monotonic() > give_up_at:
-                check_room(self._pool, self._num_together, nodes())
+            if time.monotonic() > give_up_at:
+                check_room(self._pool, self._num_workers, self._num_together, nodes())
         self._placed_at = datetime.now(UTC)
 
     def _take_rank_here(self) -> RankActor | None:
@@ -299,17 +299,29 @@ def reserve(pool: PoolConfig, num_workers: int, num_together: int) -> PlacementG
     return placement_group(bundles, strategy="PACK", bundle_label_selector=[{key: value}] * len(bundles))
 
 
-def check_room(pool: PoolConfig, num_together: int, nodes: list[dict[str, Any]]) -> None:
-    """Raise RankFailed if no node of the pool will ever have slots for a tensor group. nodes: as `ray.nodes` lists them."""
+def check_room(pool: PoolConfig, num_workers: int, num_together: int, nodes: list[dict[str, Any]]) -> None:
+    """Raise RankFailed if the pool's nodes cannot hold all tensor groups at once. nodes: as `ray.nodes` lists them.
+
+    The dispatcher counts the slots of all nodes, those too that Ray has not yet missed, and not how groups lie on them.
+    """
     key, value = pool.node_label
     ours = [node for node in nodes if node["Alive"] and node["Labels"].get(key) == value]
-    largest = max((int(node["Resources"].get(pool.slot_resource, 0)) for node in ours), default=0)
-    if largest < num_together:
-        raise RankFailed(
-            FailureReason.LAUNCH_FAILED,
-            f"parallelism.tensor is {num_together}, and ranks that divide a layer share a node; the largest node of pool "
-            f"{pool.name} has {largest} slots. Lower parallelism.tensor or choose another pool.",
-        )
+    slots_of_nodes = sorted((int(node["Resources"].get(pool.slot_resource, 0)) for node in ours), reverse=True)
+    num_groups, num_fitting = num_workers // num_together, sum(each // num_together for each in slots_of_nodes)
+    if num_fitting >= num_groups:
+        return
+    there = f"the nodes of pool {pool.name} have {_listed(slots_of_nodes)} slots, room for {num_fitting} of {num_groups}"
+    if num_together == 1:
+        raise RankFailed(FailureReason.LAUNCH_FAILED, f"{there} ranks: nodes have gone since the attempt was placed")
+    raise RankFailed(
+        FailureReason.LAUNCH_FAILED,
+        f"parallelism.tensor is {num_together}, and ranks that divide a layer share a node; {there} groups. Lower "
+        "parallelism.tensor or resources.workers, or choose another pool.",
+    )
+
+
+def _listed(slots_of_nodes: list[int]) -> str:
+    return ", ".join(map(str, slots_of_nodes[:8])) + (", …" if len(slots_of_nodes) > 8 else "") if slots_of_nodes else "no"
 
 
 def _failure_of(reference: Any, rank: str) -> tuple[FailureReason, str] | None:

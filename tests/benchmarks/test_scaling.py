@@ -1,6 +1,9 @@
 """What is counted on ranks that do not exist is what ranks that exist send, and predictions follow the network."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from api_schemas.models.gpt import gpt_sizes
+from api_schemas.resources import WideDtype
 from benchmarks import scaling, wire_bytes
 from benchmarks.gpu.networks import build_gpt
 from tests.ranks import free_port, run_ranks
@@ -34,6 +38,36 @@ def test_fake_ranks_send_and_hold_what_real_ones_do(level: str, zero_stage: int,
     counted = wire_bytes.count_whole(SMALL, level, zero_stage, 2)
     assert [[*key, num_bytes] for key, num_bytes in sorted(counted.sent.items())] == sent
     assert counted.held == held
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("level", "zero_stage", "wide"), [("bf16-amp", 1, "bf16"), ("bf16-amp", 1, "fp32"), ("O3-split", 3, "fp32")]
+)
+def test_what_two_and_three_layers_say_of_five_in_bf16_is_what_five_say(level: str, zero_stage: int, wide: WideDtype) -> None:
+    """But for the last bucket, which is filled up to a multiple that all ranks divide: here it is 1 % of what is sent."""
+    sizes = SMALL.model_copy(update={"num_layers": 5})
+    whole, found = (function(sizes, level, zero_stage, 8, wide) for function in (wire_bytes.count_whole, wire_bytes.count))
+    assert found.num_parameters == whole.num_parameters
+    assert found.held == pytest.approx(whole.held, rel=0.01)
+    assert found.sent == pytest.approx(whole.sent, rel=0.01)
+
+
+@pytest.mark.system
+def test_a_block_keeps_more_in_bf16_and_the_cast_weights_once() -> None:
+    """In a process of its own: the fake GPU stays registered for the rest of a process."""
+    code = (
+        "from benchmarks.scaling import kept_by_block, gpt_sizes\n"
+        "sizes = gpt_sizes(256, 2, 2, 256, 128)\n"
+        "bf16, te = (kept_by_block(level, sizes) for level in ('bf16-amp', 'te'))\n"
+        "print(bf16.sequence / te.sequence, bf16.once / (2 * 12 * 256**2), te.once / 256**2)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    more, weights, nothing = map(float, run.stdout.split())
+    assert more > 1.2
+    assert weights == pytest.approx(1, rel=0.03), "weights cast to bf16"
+    assert nothing < 0.1
 
 
 @pytest.mark.system

@@ -50,7 +50,6 @@ class Server:
 
     def spawn(self) -> None:
         """Start the server's process. It may be killed before it listens."""
-        command = [sys.executable, "-m", "client.cli", "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
         self.data_dir.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ) | self._variables
         if self._counts_validations:
@@ -58,8 +57,12 @@ class Server:
             environment |= {"PYTHONPATH": search_path, "VALIDATIONS_FILE": str(self._validations_file)}
         with (self.data_dir / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, umask=self._umask
+                self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, umask=self._umask
             )
+
+    def command(self) -> list[str]:
+        """The command line of the server."""
+        return [sys.executable, "-m", "client.cli", "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
 
     def kill(self) -> None:
         """End the server with SIGKILL, so that it cannot clean up."""

@@ -22,10 +22,22 @@ def test_a_bundle_holds_the_ranks_of_one_tensor_group() -> None:
     assert bundles_of(GPUS, 8, 8) == [{"octet_slot_h100": 8.0, "GPU": 8.0}]
 
 
-def test_a_tensor_group_that_no_node_has_slots_for_is_refused_with_the_largest_node() -> None:
-    check_room(POOL, 4, [node(2), node(4)])
-    with pytest.raises(RankFailed, match="the largest node of pool cpu has 2 slots") as refused:
-        check_room(POOL, 4, [node(2), node(8, "other"), node(8, is_alive=False)])
+def test_tensor_groups_that_the_nodes_have_no_slots_for_are_refused_with_what_there_is() -> None:
+    check_room(POOL, 4, 4, [node(2), node(4)])
+    with pytest.raises(RankFailed, match="have 2 slots, room for 0 of 1 groups") as refused:
+        check_room(POOL, 4, 4, [node(2), node(8, "other"), node(8, is_alive=False)])
     assert refused.value.reason is FailureReason.LAUNCH_FAILED
-    with pytest.raises(RankFailed, match="has 0 slots"):
-        check_room(POOL, 2, [])
+    with pytest.raises(RankFailed, match="have no slots, room for 0 of 2 groups"):
+        check_room(POOL, 4, 2, [])
+
+
+def test_slots_that_straddle_nodes_are_room_for_no_group() -> None:
+    check_room(POOL, 4, 2, [node(3), node(3)])
+    with pytest.raises(RankFailed, match="have 3, 3 slots, room for 2 of 3 groups"):
+        check_room(POOL, 6, 2, [node(3), node(3)])
+
+
+def test_ranks_whose_node_has_gone_are_given_back() -> None:
+    """So that an elastic job goes on with fewer ranks, and does not wait for the node until its start times out."""
+    with pytest.raises(RankFailed, match="have 2 slots, room for 2 of 4 ranks: nodes have gone"):
+        check_room(POOL, 4, 1, [node(2), node(2, is_alive=False)])

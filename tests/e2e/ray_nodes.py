@@ -1,0 +1,142 @@
+"""A Ray cluster of several nodes on this machine, each with a raylet of its own, and Octet on it.
+
+The head has no slots. A node that dies takes all its processes with it, as a machine does that loses its power.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+from api_schemas import PoolConfig
+from service.cluster.ray.embedded import ray_environment
+from tests.e2e.octet_server import Server
+
+POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=4)
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # see service/cluster/ray/embedded.py
+_RAYLET = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
+_FEW_PROCESSES = ("--disable-usage-stats", "--include-log-monitor=false", "--num-cpus=0", "--object-store-memory=100000000")
+_ANY_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--node-ip-address=127.0.0.1")
+
+
+class Node:
+    """One `ray start`: a raylet, its agents and the ranks on it."""
+
+    def __init__(self, module: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+        command = [sys.executable, "-m", module, "start", "--block", *_FEW_PROCESSES, *_ANY_PORTS, *arguments]
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
+
+    @property
+    def raylet(self) -> psutil.Process | None:
+        """The raylet; None until it runs."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                if process.name() == "raylet":
+                    return process
+        return None
+
+    def processes(self) -> list[psutil.Process]:
+        """All that would end with the machine: what `ray start` started, and the template of ranks with its forks."""
+        raylet = self.raylet
+        roots = [psutil.Process(self._process.pid)] if self._process.poll() is None else []
+        if raylet is not None:
+            owner = ["--owner", str(raylet.pid)]
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    command = process.cmdline()
+                    if "worker.warm.template" in command and owner[1] in command and owner[0] in command:
+                        roots.append(process)
+        found = {}
+        for root in roots:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= {process.pid: process for process in (root, *root.children(recursive=True))}
+        return list(found.values())
+
+    def kill(self) -> None:
+        """SIGKILL everything: the raylet first, as if all ended at once."""
+        raylet, processes = self.raylet, self.processes()
+        processes.sort(key=lambda process: raylet is None or process.pid != raylet.pid)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        psutil.wait_procs(processes)
+
+
+class Nodes:
+    """A head without slots, and nodes of the pool."""
+
+    def __init__(self, data_dir: Path, stack: ExitStack) -> None:
+        token = data_dir / "ray" / "token"
+        token.parent.mkdir(parents=True, mode=0o700)
+        data_dir.chmod(0o700)
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        self._logs, self._stack, self._num_nodes = data_dir.with_name("logs"), stack, 0
+        self._logs.mkdir()
+        # The path of a socket has 107 characters at most, so the folder's name is short.
+        self._temp_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="oc-", ignore_cleanup_errors=True)))
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OCTET_", "RAY_"))}
+        self._environment = inherited | ray_environment(token) | _LOOPBACK | _RAYLET
+        self._start(
+            "ray.scripts.scripts",
+            ["--head", "--port=0", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self._temp_dir}/ray"],
+        )
+
+    @property
+    def address(self) -> str:
+        """Where the head answers; empty until it is up. Ray writes it last."""
+        with contextlib.suppress(OSError):
+            return (self._temp_dir / "ray" / "ray_current_cluster").read_text().strip()
+        return ""
+
+    def add(self, slots: int = 2) -> Node:
+        """Start another node of the pool. It takes some seconds to join."""
+        key, value = POOL.node_label
+        resources = json.dumps({POOL.slot_resource: slots})
+        return self._start(
+            "tests.e2e.join_on_loopback", [f"--address={self.address}", f"--resources={resources}", f"--labels={key}={value}"]
+        )
+
+    def _start(self, module: str, arguments: list[str]) -> Node:
+        self._num_nodes += 1
+        node = Node(module, arguments, self._environment, self._logs / f"node-{self._num_nodes}.log")
+        self._stack.callback(node.kill)
+        return node
+
+
+class ServerOnNodes(Server):
+    """`octet serve` on the nodes."""
+
+    def __init__(self, data_dir: Path, nodes: Nodes) -> None:
+        super().__init__(data_dir, variables={"OCTET_ELASTIC_GROW_AFTER_S": "1", "OCTET_LEASE_S": "60"})
+        self._nodes, self._pools_file = nodes, data_dir.with_name("pools.json")
+        self._pools_file.write_text(json.dumps({"pools": [POOL.model_dump(mode="json")]}))
+
+    def command(self) -> list[str]:
+        arguments = [self._nodes.address, str(self.port), str(self.data_dir), str(self._pools_file)]
+        return [sys.executable, "-m", "tests.e2e.serve_on_nodes", *arguments]
+
+
+@contextmanager
+def served_on_nodes(folder: Path) -> Iterator[tuple[Nodes, ServerOnNodes]]:
+    """Octet on a cluster whose pool has no node yet. Nothing is left afterwards."""
+    with ExitStack() as stack:
+        nodes = Nodes(folder / "octet", stack)
+        server = ServerOnNodes(folder / "octet", nodes)
+        server.wait_for(lambda: nodes.address)
+        server.spawn()
+        stack.callback(server.stop)
+        server.wait_for(server.client.is_ready)
+        yield nodes, server
