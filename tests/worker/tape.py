@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from worker.kernels.cuda import optimizer_tables as tables
 from worker.optim import LowBitOptimizer
 from worker.optim import fused as fused_step
 
@@ -49,9 +50,19 @@ class Tape(TorchDispatchMode):
         self.entries.append(("launch", launch_unseen, arguments, {}, None))
 
     def host_values(self) -> list[tuple[str, list[str]]]:
-        """Return each entry's name with what the host gave: its arguments but for tensors, and tensors that the host made."""
+        """Return each entry's name with what the host gave: its arguments but for tensors, and tensors that the host made.
+
+        Of a table of addresses, which differ from one recording to the next, only the numbers.
+        """
         return [
-            (name, [str(leaf) for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor) or name == "lift_fresh"])
+            (
+                name,
+                [
+                    str(_without_addresses(leaf) if isinstance(leaf, Tensor) else leaf)
+                    for leaf in tree_leaves((args, kwargs))
+                    if not isinstance(leaf, Tensor) or name == "lift_fresh"
+                ],
+            )
             for name, _, args, kwargs, _ in self.entries
         ]
 
@@ -64,6 +75,15 @@ class Tape(TorchDispatchMode):
                 for was, now in zip(tree_leaves(recorded), tree_leaves(found), strict=True):
                     if isinstance(was, Tensor) and was.untyped_storage()._cdata not in given:
                         was.untyped_storage().copy_(now.untyped_storage())
+
+
+def _without_addresses(table: Tensor) -> Tensor:
+    """The columns of the optimizer's table of parameters that are numbers, and any other tensor as it is."""
+    if table.dtype != torch.int64 or table.ndim != 2 or table.shape[1] != tables.NUM_PARAMETER_COLUMNS.value:
+        return table
+    numbers = (tables.NUM_ELEMENTS, tables.FIRST_ELEMENT, tables.STREAM, tables.GROUP)
+    with _disable_current_modes():
+        return table[:, [column.value for column in numbers]]
 
 
 class TapeRecorder:

@@ -74,10 +74,18 @@ def trained(
             trainer.step()
             if records_each_step:
                 trainer.graph._recordings.clear()
+                forget_addresses(trainer.optimizer)
         trainer.batches.close()
         steps = list(trainer.log.flush().steps)
         saved = (trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.average.state_dict())
     return steps, tree_flatten(saved)[0], trainer
+
+
+def forget_addresses(optimizer: torch.optim.Optimizer) -> None:
+    """Let the next recording send its table of addresses, which belongs to it, whether or not memory was reused."""
+    for step in getattr(optimizer, "_fused_steps", {}).values():
+        for name in [name for name in step.sent if name[0] != "groups"]:
+            del step.sent[name]
 
 
 def are_equal(one: Any, other: Any) -> bool:

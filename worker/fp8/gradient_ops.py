@@ -5,7 +5,7 @@ An op that writes into a gradient, or into a view of one, works on decoded value
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,20 +198,17 @@ def _clip(func: Any) -> Handler:
 
 def norms_of(gradients: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     """In one op for FP8 and fp32 gradients, if any is in FP8; by another order than 2, FP8 ones are decoded one at a time."""
-    in_codes = [gradient for gradient in gradients if _is_normed_in_codes(gradient, order)]
+    encoded = [gradient for gradient in gradients if isinstance(gradient, Float8Gradient)]
     plain = [gradient for gradient in gradients if not isinstance(gradient, Float8Gradient)]
+    in_codes = encoded if order == 2 else []
     with_codes = [gradient for gradient in plain if in_codes and gradient.dtype == torch.float32]
-    apart = [gradient for gradient in plain if not in_codes or gradient.dtype != torch.float32]
+    apart = plain if not in_codes else [gradient for gradient in plain if gradient.dtype != torch.float32]
     found = kernels.norms([(gradient.codes, gradient.dequant_scale) for gradient in in_codes], with_codes)
     found += torch._foreach_norm(apart, order) if apart else ()
-    norms = {id(gradient): norm for gradient, norm in zip((*in_codes, *with_codes, *apart), found, strict=True)}
-    return [
-        norms[id(gradient)] if id(gradient) in norms else torch.linalg.vector_norm(gradient, order) for gradient in gradients
-    ]
-
-
-def _is_normed_in_codes(gradient: Tensor, order: float) -> TypeGuard["Float8Gradient"]:
-    return isinstance(gradient, Float8Gradient) and order == 2
+    norms = dict(zip(map(id, (*in_codes, *with_codes, *apart)), found, strict=True))
+    if not in_codes:
+        norms.update({id(gradient): torch.linalg.vector_norm(gradient, order) for gradient in encoded})
+    return [norms[id(gradient)] for gradient in gradients]
 
 
 _CLIPS = (

@@ -30,6 +30,7 @@ from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
+from worker.fp8.usual import UsualProducts, is_usual_layer, is_usual_pass
 from worker.fp8.weights import EncodedWeight
 from worker.kernels import ScaledCodes, ScaleKind
 
@@ -73,7 +74,8 @@ class Float8Linear(GuardedCodes):
         assert layout is not None
         self.in_features, self.out_features, self.is_transposed = layout
         self.weight, self.bias = linear.get_parameter("weight"), linear.bias  # type: ignore[assignment]
-        self.recipe = recipe
+        self.recipe, shape = recipe, (self.in_features, self.out_features)
+        self.is_usual = is_usual_layer(recipe, *shape, is_transposed=self.is_transposed)
         device = self.weight.device
         self.input_scaling = OperandScaling(recipe, recipe.input, device)
         self.weight_scaling = OperandScaling(recipe, recipe.weight, device)
@@ -109,8 +111,10 @@ class Float8Linear(GuardedCodes):
             weight: Tensor = self.weight
             if torch.compiler.is_compiling() and self.weight.requires_grad and self._gradient_port is not None:
                 weight = self._gradient_port
-            bias_N = self.bias if "output" in wide else None  # a bf16 product adds it on the way out
-            output_TN = Float8Products.apply(input_TK, weight, bias_N, output_dtype, self, activation)
+            is_usual = not wide and is_usual_pass(self, input_TK)
+            bias_N = self.bias if is_usual or "output" in wide else None  # added on the way out
+            apply = UsualProducts.apply if is_usual else Float8Products.apply
+            output_TN = apply(input_TK, weight, bias_N, output_dtype, self, activation)
         if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.

@@ -9,6 +9,7 @@ from worker.kernels.elementwise import activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norms, quantize_gradient
+from worker.kernels.linear import linear_gradients, linear_output
 from worker.kernels.measurement import measure
 from worker.kernels.normalization import normalize, normalize_backward
 from worker.kernels.operands import QuantizedOperand, activate_operand, quantize_operand, requantize
@@ -39,6 +40,8 @@ __all__ = [
     "dequantize",
     "encode",
     "finite_or_nan",
+    "linear_gradients",
+    "linear_output",
     "matmul",
     "mean_of_shards",
     "measure",

@@ -51,6 +51,8 @@ def count_flops() -> None:
 
     if torch.ops.octet.matmul not in flop_registry:
         register_flop_formula(torch.ops.octet.matmul)(_matmul_flops)
+        register_flop_formula(torch.ops.octet.linear_output)(_linear_flops)
+        register_flop_formula(torch.ops.octet.linear_gradients)(_linear_gradients_flops)
 
 
 def _matmul_flops(
@@ -64,6 +66,23 @@ def _matmul_flops(
 ) -> int:
     """2 · M · N · K, whatever is added to them."""
     return 2 * a_shape[0] * b_shape[0] * a_shape[1]
+
+
+def _linear_flops(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_args: Any, **_options: Any) -> int:
+    """2 · T · N · K."""
+    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+def _linear_gradients_flops(
+    grad_output_shape: tuple[int, int],
+    _input: Any,
+    _input_scale: Any,
+    weight_shape: tuple[int, int],
+    *args: Any,
+    **_options: Any,
+) -> int:
+    """As much for each of the gradients."""
+    return _linear_flops(grad_output_shape, weight_shape) * (2 if "both" in args else 1)
 
 
 def matmul(

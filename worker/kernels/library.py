@@ -24,6 +24,8 @@ Function = Callable[..., Any]
 _OURS = frozenset({"Kind", "ScaledCodes"})
 _KINDS = {kind.value: kind for kind in ScaleKind}
 _LIBRARY = torch.library.Library("octet", "FRAGMENT")
+_num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _is_grad_enabled = torch._C._functorch.peek_interpreter_stack, torch.is_grad_enabled
 DIRECT_DEVICES = {"cuda"}
 """Types of devices on which eager code calls our implementations without torch's dispatcher."""
 _ON_DEVICE: dict[str, Function] = {}
@@ -52,21 +54,24 @@ def define(signature: str, fake: Function, around: Callable[[Function], Function
     _LIBRARY.impl(name, _ON_DEVICE[name], "CUDA")
 
     def call_directly(*arguments: Any) -> Any:
-        return on_device(*arguments) if not torch.compiler.is_compiling() and _is_plain(arguments[0]) else call(*arguments)
+        if not torch.compiler.is_compiling() and _is_plain(arguments[0]):
+            return implementation()(*arguments)
+        return call(*arguments)
 
     return call_directly
 
 
 def _is_plain(argument: Any) -> bool:
     """Whether torch's dispatcher would do nothing but call the implementation of CUDA devices, at the cost of a launch."""
-    tensor = argument[0] if type(argument) in (ScaledCodes, list) and argument else argument
+    if type(argument) is not Tensor and isinstance(argument, (ScaledCodes, list)) and argument:
+        argument = argument[0]
     return (
-        type(tensor) is Tensor
-        and tensor.device.type in DIRECT_DEVICES
-        and not (tensor.requires_grad and torch.is_grad_enabled())
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        type(argument) is Tensor
+        and argument.device.type in DIRECT_DEVICES
+        and not (argument.requires_grad and _is_grad_enabled())
+        and not _num_dispatch_modes()
+        and not _num_function_modes()
+        and _transform() is None
     )
 
 

@@ -193,6 +193,62 @@ def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_ac
     return out_MN.to(out_dtype)
 
 
+def _weight_operand(
+    weight_NK: Tensor, unit: Tensor | None, amax: Tensor | None, dtype: torch.dtype, margin: int, side: str
+) -> ScaledCodes:
+    """The weight's codes over its rows, (N, K), or over its columns, (K, N): as they are held, or made of what is held."""
+    if unit is None:
+        parts = quantize_operand(weight_NK, dtype, ScaleKind.TENSOR, margin, side, amax)
+    elif weight_NK.dtype != torch.float16:
+        stored = ScaledCodes(weight_NK, unit, ScaleKind.TENSOR)
+        return stored if side == "rows" else stored.t()
+    else:
+        assert amax is not None
+        parts = requantize(ScaledCodes(weight_NK, unit, ScaleKind.TENSOR), amax, dtype, margin, side)
+    return ScaledCodes(parts[0], parts[1], ScaleKind.TENSOR)
+
+
+def linear_output(
+    x_TK: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
+) -> list[Tensor]:
+    """The output (T, N), and what waits for the backward pass: the input's codes (K, T) and scale, or the activation's amax."""
+    input_dtype, weight_dtype, margin, activation, sides, out_dtype = formats
+    how = (input_dtype, ScaleKind.TENSOR, margin, sides, None, None)
+    if activation is None:
+        codes, scale, *kept = quantize_operand(x_TK, *how)
+    else:
+        codes, scale, *kept = activate_operand(x_TK, activation, *how, None)
+    weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "rows")
+    return [matmul(ScaledCodes(codes, scale, ScaleKind.TENSOR), weight, out_dtype, True), *kept]
+
+
+def linear_gradients(
+    grad_output_TN: Tensor,
+    input: Tensor | None,
+    input_scale: Tensor | None,
+    weight_NK: Tensor,
+    unit: Tensor | None,
+    weight_amax: Tensor | None,
+    *formats: Any,
+) -> list[Tensor]:
+    """The gradients of input (T, K) and weight (N, K), as `sides` asks for them, of what `linear_output` has kept."""
+    input_dtype, weight_dtype, grad_dtype, margin, activation, sides, grad_input_dtype, grad_weight_dtype = formats
+    parts = quantize_operand(grad_output_TN, grad_dtype, ScaleKind.TENSOR, margin, sides, None, None)
+    gradients = []
+    if sides != "columns":
+        weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "columns")
+        gradients.append(matmul(ScaledCodes(parts[0], parts[1], ScaleKind.TENSOR), weight, grad_input_dtype, False))
+    if sides != "rows":
+        assert input is not None
+        assert input_scale is not None
+        if activation is not None:
+            how = (input_dtype, ScaleKind.TENSOR, margin, "columns", input_scale, None, None)
+            input, input_scale = activate_operand(input, activation, *how)
+        left, right = (ScaledCodes(*side, ScaleKind.TENSOR) for side in ((parts[-2], parts[-1]), (input, input_scale)))
+        gradients.append(matmul(left, right, grad_weight_dtype, False))
+    return gradients
+
+
 def _quantize_rows(x_MN: Tensor, dtype: torch.dtype, kind: ScaleKind, margin: int) -> tuple[Tensor, Tensor]:
     codes, dequant_scale = quantize(x_MN, dtype, kind, margin, None)
     return codes, empty_operand_scale(x_MN.shape, kind, x_MN.device).copy_(dequant_scale)

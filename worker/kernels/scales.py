@@ -109,6 +109,8 @@ def scale_shape(shape: torch.Size, kind: ScaleKind) -> tuple[int, ...]:
 
 def check_scale(dequant_scale: Tensor, shape: torch.Size, kind: ScaleKind, name: str = "dequant_scale") -> None:
     """ValueError where a scale of that kind would have another shape for codes of the given one."""
+    if kind is ScaleKind.TENSOR and not dequant_scale.ndim:
+        return
     allowed = scale_shape(shape, kind)
     if dequant_scale.shape != allowed:
         got = f"{name} is {tuple(dequant_scale.shape)} for codes {tuple(shape)}"

@@ -22,8 +22,10 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
-    dtypes = list(dict.fromkeys(gradient.dtype for gradient in gradients))
-    gradients.sort(key=lambda gradient: dtypes.index(gradient.dtype))  # torch adds the squares in this order
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    gradients = [gradient for group in by_dtype.values() for gradient in group]  # torch adds the squares in this order
     norm = torch.linalg.vector_norm(torch.stack(norms_of(gradients)))
     clip_by(gradients, norm, max_norm)
     return norm

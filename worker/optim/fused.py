@@ -6,6 +6,7 @@ from pinned memory and without waiting.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,6 @@ _REFINEMENT, _MASTER_SCALE = tables.REFINEMENT.value, tables.MASTER_SCALE.value
 _GRADIENT, _GRADIENT_SCALE, _STEP = tables.GRADIENT.value, tables.GRADIENT_SCALE.value, tables.STEP.value
 _NUM_ELEMENTS, _FIRST_ELEMENT, _STREAM = tables.NUM_ELEMENTS.value, tables.FIRST_ELEMENT.value, tables.STREAM.value
 _GROUP, _STATES, _NUM_STATE_COLUMNS = tables.GROUP.value, tables.STATES.value, tables.NUM_STATE_COLUMNS.value
-_WIDE = (_WEIGHT, _REFINEMENT, _GRADIENT, _NUM_ELEMENTS)
-"""What kernels read in wide accesses, the states apart."""
 
 
 class Update(NamedTuple):
@@ -49,13 +48,9 @@ class Update(NamedTuple):
 
 @dataclass
 class FusedStep:
-    """Steps parameters by a rule. Keeps the tables last sent to the device.
-
-    rows: each parameter's row of the last step, with what else decides its formats, and the formats.
-    """
+    """Steps parameters by a rule. Keeps the tables last sent to the device."""
 
     rule: Rule
-    rows: dict[Tensor, tuple[tuple[int, ...], torch.dtype, bool, tuple[str, ...], kernel.Formats]] = field(default_factory=dict)
     sent: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
 
     def run(self, updates: Iterable[Update], groups: list[Group], finite: Tensor, seed: int) -> None:
@@ -64,14 +59,14 @@ class FusedStep:
         gradients = [(update, _contiguous(update.parameter)) for update in updates]  # a copy has to outlive the launch
         decays = [bool(self.rule.decays(group)[1]) for group in groups]
         for update, gradient in gradients:
-            row, adds_decay = _addresses(update, gradient, self.rule), decays[update.group_index]
-            known = self.rows.get(update.parameter)
-            if known is None or known[:4] != (row, gradient.dtype, adds_decay, update.codecs):
-                formats = _formats(update, gradient, self.rule, adds_decay=adds_decay, row=row)
-                known = self.rows[update.parameter] = (row, gradient.dtype, adds_decay, update.codecs, formats)
-            launches.setdefault((known[4], update.parameter.device), []).append(row)
+            row = _addresses(update, gradient, self.rule)
+            formats = _formats(
+                self.rule.name, _held(update, row), _arriving(gradient), update.codecs, decays[update.group_index],
+                _is_aligned(row),
+            )  # fmt: skip
+            launches.setdefault((formats, update.parameter.device), []).append(row)
         for (formats, device), rows in launches.items():
-            sizes = [row[tables.NUM_ELEMENTS.value] for row in rows]
+            sizes = [row[_NUM_ELEMENTS] for row in rows]
             on_device = kernel.Tables(
                 self._send((formats, "parameters"), rows, device, lambda rows: rows, torch.int64),
                 self._send_groups(groups, device),
@@ -130,11 +125,12 @@ def _addresses(update: Update, gradient: Tensor, rule: Rule) -> tuple[int, ...]:
     row[_WEIGHT] = parameter.data_ptr()
     if weight is not None:
         row[_WEIGHT_SCALE], row[_AMAX] = weight.dequant_scale.data_ptr(), weight.amax.data_ptr()
-        if weight.needs_master:
+        residual = None if parameter.dtype == torch.float16 else weight.residual
+        if residual is not None:
+            row[_REFINEMENT] = residual.data_ptr()
+        elif parameter.dtype != torch.float16:  # the codes alone are too coarse
             master = state["master_weights"]
             row[_REFINEMENT], row[_MASTER_SCALE] = master["codes"].data_ptr(), master["dequant_scale"].data_ptr()
-        elif (residual := weight.residual) is not None:
-            row[_REFINEMENT] = residual.data_ptr()
     column = _STATES
     for name in rule.state_codecs:
         parts = state[name]
@@ -151,17 +147,29 @@ def _addresses(update: Update, gradient: Tensor, rule: Rule) -> tuple[int, ...]:
     return tuple(row)
 
 
-def _formats(update: Update, gradient: Tensor, rule: Rule, *, adds_decay: bool, row: tuple[int, ...]) -> kernel.Formats:
-    weight = update.weight
-    held = _PLAIN[update.parameter.dtype] if weight is None else "fp16-scaled"
-    if weight is not None and weight.codes.dtype != torch.float16:
-        held = "master" if weight.needs_master else "split"
-    arrives = "fp8" if isinstance(gradient, Float8Gradient) else _PLAIN[gradient.dtype]
-    aligned = not any(row[column] % kernel.ALIGNMENT for column in _WIDE)
-    aligned = aligned and not any(
-        row[_STATES + _NUM_STATE_COLUMNS * index] % kernel.ALIGNMENT for index in range(len(rule.state_codecs))
-    )
-    return kernel.Formats(rule.name, held, arrives, " ".join(update.codecs), adds_decay, aligned)
+@cache
+def _formats(rule: str, held: str, arriving: str, codecs: tuple[str, ...], adds_decay: bool, aligned: bool) -> kernel.Formats:
+    """One object for parameters of the same formats."""
+    return kernel.Formats(rule, held, arriving, " ".join(codecs), adds_decay, aligned)
+
+
+def _held(update: Update, row: tuple[int, ...]) -> str:
+    """How the weight is held."""
+    if update.weight is None:
+        return _PLAIN[update.parameter.dtype]
+    return "master" if row[_MASTER_SCALE] else "split" if row[_REFINEMENT] else "fp16-scaled"
+
+
+def _arriving(gradient: Tensor) -> str:
+    return "fp8" if isinstance(gradient, Float8Gradient) else _PLAIN[gradient.dtype]
+
+
+def _is_aligned(row: tuple[int, ...]) -> bool:
+    """Whether all that kernels read in wide accesses is aligned."""
+    wide = row[_WEIGHT] | row[_REFINEMENT] | row[_GRADIENT] | row[_NUM_ELEMENTS]
+    for column in range(_STATES, len(row), _NUM_STATE_COLUMNS):
+        wide |= row[column]
+    return not wide % kernel.ALIGNMENT
 
 
 def _chunks(sizes: list[int]) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """How the optimizer reads gradients: fp32 values by the run, and whether all are finite, without a wide copy of FP8 codes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,12 @@ class GradientReader:
         return kernels.dequantize(run, self.dequant_scale)
 
 
+def _stacked(numbers: Sequence[Tensor]) -> Tensor:
+    """The numbers on the first one's device."""
+    device = numbers[0].device
+    return torch.stack([number if number.device == device else number.to(device) for number in numbers])
+
+
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Whether every element of every gradient is finite, as a 0-dim bool on the first one's device; no host waits.
 
@@ -43,10 +49,10 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
             wide.append(GradientReader(gradient).flat)
     flags = []
     if scales:
-        flags.append(torch.stack([scale.to(scales[0].device) for scale in scales]).isfinite().all())
+        flags.append(_stacked(scales).isfinite().all())
     if wide and wide[0].is_cuda:
         norms = torch._foreach_norm(wide, torch.inf, torch.float32)
-        flags.append(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
+        flags.append(_stacked(norms).isfinite().all())
     else:
         flags += [kernels.all_finite(gradient) for gradient in wide]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else torch.ones((), dtype=torch.bool)

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from api_schemas.formats import MIN_QUANTIZED_ELEMENTS
 from worker import kernels
 from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.kernels.rounding import NUMBERS_PER_DRAW
 from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
 from worker.optim.gradients import GradientReader, all_finite
-from worker.optim.origin import Origin
+from worker.optim.origin import Origin, is_small
 from worker.optim.rule import Defaults, Group, Rule
 from worker.optim.saved_states import check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
 from worker.optim.weights import (
@@ -262,32 +261,34 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self, updates: list[tuple[Tensor, Group]], finite: Tensor, alone: Tensor | None
     ) -> list[tuple[Tensor, Group]]:
         """Step the parameters that the kernels take; returns the others."""
-        fused = [(parameter, group) for parameter, group in updates if self.is_fused(parameter)]
+        fused: list[tuple[Tensor, Group]] = []
+        plain: list[tuple[Tensor, Group]] = []
+        for update in updates:
+            (fused if self.is_fused(update[0]) else plain).append(update)
         if not fused:
-            return updates
+            return plain
         from worker.optim.fused import FusedStep, Update  # loads Triton
 
         if alone not in self._fused_steps:
             self._fused_steps[alone] = FusedStep(self.rule)
-        group_indices = {id(group): index for index, group in enumerate(self.param_groups)}
-        self._fused_steps[alone].run(
-            [
+        num_states = len(self.rule.state_codecs)
+        of_group = {id(group): (index, self._codec_names(group)) for index, group in enumerate(self.param_groups)}
+        described = []
+        for parameter, group in fused:
+            origin, (index, codecs) = self._origins[parameter], of_group[id(group)]
+            described.append(
                 Update(
                     parameter,
                     self.state[parameter] or self._allocate(parameter, group),
                     self._quantized.get(parameter),
-                    tuple(self._codec_name(parameter, group, name) for name in self.rule.state_codecs),
-                    group_indices[id(group)],
-                    self._first_stream(parameter),
-                    self._origins[parameter].first_draw,
+                    ("fp32",) * num_states if is_small(origin) else codecs,
+                    index,
+                    origin.parameter_index * (1 + num_states),
+                    origin.first_draw,
                 )
-                for parameter, group in fused
-            ],
-            self.param_groups,
-            finite,
-            self.seed,
-        )
-        return [(parameter, group) for parameter, group in updates if not self.is_fused(parameter)]
+            )
+        self._fused_steps[alone].run(described, self.param_groups, finite, self.seed)
+        return plain
 
     def is_fused(self, parameter: Tensor) -> bool:
         """Whether kernels step the parameter, for which the host does not wait."""
@@ -376,14 +377,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
         stream = self._first_stream(parameter) + 1 + list(self.rule.state_codecs).index(name)
         return StoredState(self._codec(parameter, group, name), self.state[parameter][name], self._draw(parameter, stream))
 
-    def _codec_name(self, parameter: Tensor, group: Group, state: str) -> str:
-        """The codec of a parameter's state; a group of torch's own optimizers names none and has fp32."""
-        origin = self._origins[parameter]
-        is_small = origin.num_elements * origin.num_shards < MIN_QUANTIZED_ELEMENTS  # of the whole, however it is divided
-        return str("fp32" if is_small else group.get(f"{state}_codec", "fp32"))
+    def _codec_names(self, group: Group) -> tuple[str, ...]:
+        """The codecs of the rule's states, in order, of large parameters; a group of torch's optimizers names none: fp32."""
+        return tuple(str(group.get(f"{state}_codec", "fp32")) for state in self.rule.state_codecs)
 
     def _codec(self, parameter: Tensor, group: Group, state: str) -> Codec:
-        return CODECS[self._codec_name(parameter, group, state)]
+        return CODECS["fp32" if is_small(self._origins[parameter]) else str(group.get(f"{state}_codec", "fp32"))]
 
     def _first_stream(self, parameter: Tensor) -> int:
         """The random stream of the weight; each state of the rule has one of the next."""

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from api_schemas.formats import MIN_QUANTIZED_ELEMENTS
+
 
 class Origin(NamedTuple):
     """The elements that a parameter of the optimizer holds: all of a model's parameter, or a piece of it.
@@ -20,3 +22,8 @@ class Origin(NamedTuple):
     def first_draw(self) -> int:
         """The number of the first element in the random stream. A shard counts as consecutive elements: none draws twice."""
         return self.shard * self.num_elements + self.first_element
+
+
+def is_small(origin: Origin) -> bool:
+    """Whether a parameter's states are fp32 because it is small, as a whole, however ranks divide it."""
+    return origin.num_elements * origin.num_shards < MIN_QUANTIZED_ELEMENTS

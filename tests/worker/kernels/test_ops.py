@@ -49,6 +49,8 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             yield ops.quantize_gradient, (gradient, E4M3)
         codes, scale = ops.quantize(x, E4M3, "row", 0, None)
         yield ops.matmul, (codes, scale, "row", codes, scale, "row", torch.bfloat16, False)
+        for sides in ("rows", "columns", "both"):
+            yield from linear_calls(x, sides)
         yield ops.measure, (x, codes, scale, "row", None)
         yield ops.measure, (x, codes, scale, "row", torch.tensor(0.5))
         for is_layer_norm, bias in ((True, x[0] + 1), (False, None)):
@@ -61,6 +63,25 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield ops.norms, ([codes, codes[1:]], [scale, scale / 2], [x])
         yield ops.mean_of_shards, (codes, torch.ones(len(codes)))
         yield ops.accumulate_, (codes, scale, x, 0.5, [3, 4, 5])
+
+
+def linear_calls(x_TK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """A layer's passes of a weight held in fp32, FP16 and FP8, with an activation before it and without."""
+    num_tokens, num_in = x_TK.shape
+    weight_NK = torch.linspace(-2, 3, 48 * num_in).view(48, num_in)
+    grad_output_TN = torch.linspace(-1, 1, num_tokens * 48).view(num_tokens, 48).sin()
+    held = [(weight_NK, None, None)]
+    for dtype in (torch.float16, E4M3):
+        held.append((*ops.quantize(weight_NK, dtype, "tensor", 0, None), torch.tensor(3.0)))
+    for weight in held:
+        if sides != "columns":
+            yield ops.linear_output, (x_TK, *weight, E4M3, E4M3, 1, None, sides, torch.bfloat16)
+            yield ops.linear_output, (x_TK, *weight, E4M3, E4M3, 0, "relu", "rows", torch.float16)
+        kept = ops.quantize_operand(x_TK, E4M3, "tensor", 0, "columns", None, None)
+        formats = (sides, torch.bfloat16, torch.float32)
+        yield ops.linear_gradients, (grad_output_TN, *kept, *weight, E4M3, E4M3, E5M2, 0, None, *formats)
+        amax = torch.tensor(2.0)
+        yield ops.linear_gradients, (grad_output_TN, x_TK, amax, *weight, E4M3, E4M3, E5M2, 0, "relu", *formats)
 
 
 def test_every_op_is_called() -> None:
@@ -104,7 +125,7 @@ def test_cuda_tensors_get_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(language.triton.runtime.interpreter.InterpretedFunction, "run", note)
     on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     for op, arguments in calls((16, 130)):
-        if op in (ops.matmul, ops.sqrt):  # cuBLAS's and torch's own
+        if op in (ops.matmul, ops.linear_output, ops.linear_gradients, ops.sqrt):  # cuBLAS's and torch's own
             continue
         launched.clear()
         twin = tree_map_only(Tensor, Tensor.clone, arguments)

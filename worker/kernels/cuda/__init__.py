@@ -8,9 +8,10 @@ from torch import sqrt  # which is IEEE's on a CUDA device
 from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gemm import matmul
 from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norms
+from worker.kernels.cuda.linear import linear_gradients, linear_output, quantize_gradient
 from worker.kernels.cuda.measurement import measure
 from worker.kernels.cuda.normalization import normalize
-from worker.kernels.cuda.quantization import activate_operand, quantize, quantize_gradient, quantize_operand, requantize
+from worker.kernels.cuda.quantization import activate_operand, quantize, quantize_operand, requantize
 from worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "compute_amax",
     "dequantize",
     "encode",
+    "linear_gradients",
+    "linear_output",
     "matmul",
     "mean_of_shards",
     "measure",

@@ -106,18 +106,24 @@ def _clear_unless_finite(bits, out, num_elements, SIGNLESS: tl.constexpr, LIMIT:
     tl.store(out, 0, mask=tl.max(codes, 0) >= LIMIT)
 
 
-_launch_flat = Launcher(_amax_flat, num_warps=FLAT_WARPS)
+launch_flat = Launcher(_amax_flat, num_warps=FLAT_WARPS)
+_launch_rows = Launcher(_amax_rows)
+_launch_tiles = Launcher(_amax_tiles, num_warps=TILE_WARPS)
+_launch_both = Launcher(_amax_both, num_warps=TILE_WARPS)
+_launch_finite = Launcher(_clear_unless_finite, num_warps=FLAT_WARPS)
 
 
 def as_matrix(x: Tensor) -> Tensor:
     """x as (rows, columns) with adjacent columns: a view where the strides allow one, else a copy."""
+    if x.ndim == 2 and x.stride(1) == 1:
+        return x
     matrix = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def as_flat(x: Tensor) -> Tensor:
     """All elements in some order; a view where memory has no gaps between them."""
-    if x.ndim == 2 and x.t().is_contiguous():
+    if not x.is_contiguous() and x.ndim == 2 and x.t().is_contiguous():
         return x.t().view(-1)
     return x.contiguous().view(-1)
 
@@ -134,24 +140,24 @@ def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
     if kind is ScaleKind.ROW:
         columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
         rows = max(1, ROW_TILE // columns)
-        _amax_rows[(language.cdiv(num_rows, rows),)](x_MN, x_MN.stride(0), out, num_rows, num_columns, rows, columns)
+        _launch_rows(language.cdiv(num_rows, rows), x_MN, x_MN.stride(0), out, num_rows, num_columns, rows, columns)
         return out
     is_square = kind is ScaleKind.BLOCK_128X128
     columns = kind.block[1]
     rows = BLOCK if is_square else ROWS_OF_BLOCKS * BLOCK // columns
-    grid = (language.cdiv(num_rows, rows) * language.cdiv(num_columns, columns),)
-    _amax_tiles[grid](x_MN, x_MN.stride(0), out, num_rows, num_columns, is_square, rows, columns, num_warps=TILE_WARPS)
+    num_programs = language.cdiv(num_rows, rows) * language.cdiv(num_columns, columns)
+    _launch_tiles(num_programs, x_MN, x_MN.stride(0), out, num_rows, num_columns, is_square, rows, columns)
     return out
 
 
 def tensor_amax(x: Tensor, unless: Tensor | None = None, activation: str | None = None) -> Tensor:
     """The amax of x, or of an activation of x; 0, without reading x, where the bool `unless` is set: decided on the device."""
     out = torch.zeros((), dtype=torch.float32, device=x.device)
-    flat = as_flat(x)
-    num_elements = flat.numel()
+    flat = x if x.is_contiguous() else as_flat(x)
+    num_elements = x.numel()
     num_programs = language.cdiv(num_elements, FLAT_BLOCK * FLAT_BLOCKS_PER_PROGRAM)
     constants = (unless is not None, activation, FLAT_BLOCK, FLAT_BLOCKS_PER_PROGRAM)
-    _launch_flat(num_programs, flat, out, unless, num_elements, *constants)
+    launch_flat(num_programs, flat, out, unless, num_elements, *constants)
     return out
 
 
@@ -160,10 +166,8 @@ def row_and_column_amax(x_MN: Tensor, activation: str | None = None) -> tuple[Te
     num_rows, num_columns = x_MN.shape
     bits = torch.zeros(num_rows + num_columns, dtype=torch.int32, device=x_MN.device)
     by_row, by_column = bits[:num_rows], bits[num_rows:]
-    grid = (language.cdiv(num_rows, BLOCK) * triton.cdiv(num_columns, BLOCK),)
-    _amax_both[grid](
-        x_MN, x_MN.stride(0), by_row, by_column, num_rows, num_columns, activation, BLOCK, BLOCK, num_warps=TILE_WARPS
-    )
+    num_programs = language.cdiv(num_rows, BLOCK) * language.cdiv(num_columns, BLOCK)
+    _launch_both(num_programs, x_MN, x_MN.stride(0), by_row, by_column, num_rows, num_columns, activation, BLOCK, BLOCK)
     return by_row.view(torch.float32), by_column.view(torch.float32)
 
 
@@ -176,6 +180,6 @@ def all_finite(x: Tensor) -> Tensor:
     bits = as_flat(x).view(integer)
     signless = (1 << (8 * x.dtype.itemsize - 1)) - 1
     limit = 0x7F if x.dtype == torch.float8_e4m3fn else int(torch.tensor(torch.inf, dtype=x.dtype).view(integer))
-    grid = (language.cdiv(bits.numel(), FLAT_BLOCK),)
-    _clear_unless_finite[grid](bits, out.view(torch.uint8), bits.numel(), signless, limit, FLAT_BLOCK, num_warps=FLAT_WARPS)
+    num_programs = language.cdiv(bits.numel(), FLAT_BLOCK)
+    _launch_finite(num_programs, bits, out.view(torch.uint8), bits.numel(), signless, limit, FLAT_BLOCK)
     return out

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from worker.kernels.cuda import language, mx
+from worker.kernels.cuda.launching import Launcher
 from worker.kernels.cuda.rescale import FORMAT_NAMES
 from worker.kernels.cuda.transpose import transpose
 from worker.kernels.formats import BLOCK, MX_BLOCK
@@ -71,11 +72,13 @@ def plan(
 
 def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """See the reference."""
-    if 0 in (*a_MK.codes.shape, *b_NK.codes.shape):
+    if not (a_MK.codes.numel() and b_NK.codes.numel()):
         return torch.zeros(a_MK.codes.shape[0], b_NK.codes.shape[0], dtype=out_dtype, device=a_MK.codes.device)
     a_MK, b_NK = with_matching_scales(a_MK, b_NK)
     a_MK = ScaledCodes(with_adjacent_columns(a_MK.codes), a_MK.dequant_scale, a_MK.kind)
     b_NK = ScaledCodes(with_adjacent_columns(b_NK.codes), b_NK.dequant_scale, b_NK.kind)
+    if a_MK.kind is b_NK.kind is ScaleKind.TENSOR:  # by `plan`, on every device
+        return cublas_matmul(a_MK, b_NK, out_dtype, fast_accumulation)
     capability, cuda_version = platform(a_MK.codes.device)
     chosen = plan((a_MK.kind, b_NK.kind), (a_MK.codes.dtype, b_NK.codes.dtype), capability, cuda_version, out_dtype)
     if chosen.backend == "triton":
@@ -94,9 +97,7 @@ def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
 def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The product of contiguous codes with scales that match."""
     if a_MK.kind is b_NK.kind is ScaleKind.TENSOR:
-        # F.scaled_mm, which takes every kind, spends on its arguments what five launches take.
-        scales = a_MK.dequant_scale, b_NK.dequant_scale
-        return torch._scaled_mm(a_MK.codes, b_NK.codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+        return product_of_tensors(*a_MK[:2], *b_NK[:2], out_dtype, fast_accumulation)
     if a_MK.kind is ScaleKind.BLOCK_1X32:
         return _mx_matmul(a_MK, b_NK, out_dtype)
     a_codes, a_dequant_scale, a_kind = a_MK
@@ -114,6 +115,14 @@ def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, 
     return out_MN[:num_rows]
 
 
+def product_of_tensors(
+    a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
+) -> Tensor:
+    """a @ b.T of contiguous codes with one scale () each, on every device."""
+    # F.scaled_mm, which takes every kind of scale, spends on its arguments what five launches take.
+    return torch._scaled_mm(a_MK, b_NK.t(), a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+
+
 def _mx_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype) -> Tensor:
     """The product of blocks 1×32; the summed dimension is padded to whole blocks with zero codes."""
     padding = (0, -a_MK.codes.shape[1] % MX_BLOCK)
@@ -127,8 +136,7 @@ def _mx_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype) -> 
 
 def with_matching_scales(a_MK: ScaledCodes, b_NK: ScaledCodes) -> tuple[ScaledCodes, ScaledCodes]:
     """Bring both scales to the same family: block, tensor or row. Over one block of K a block's scale is one of the row."""
-    has_blocks_of_k = a_MK.kind.is_blockwise and a_MK.codes.shape[1] > a_MK.kind.block[1]
-    if has_blocks_of_k or a_MK.kind is b_NK.kind is ScaleKind.TENSOR:
+    if a_MK.kind is b_NK.kind is ScaleKind.TENSOR or (a_MK.kind.is_blockwise and a_MK.codes.shape[1] > a_MK.kind.block[1]):
         return a_MK, b_NK
     return _scaled_by_row(a_MK), _scaled_by_row(b_NK)
 
@@ -237,6 +245,11 @@ def _matmul(
     tl.store(outputs, language.cast(total, out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
+@cache
+def _launcher(num_stages: int) -> Launcher:
+    return Launcher(_matmul, reads_fp8=True, num_warps=WARPS, num_stages=num_stages)
+
+
 def triton_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, num_stages: int) -> Tensor:
     """The product of contiguous codes of any formats with scales of any kinds that match."""
     (num_rows, num_summed), num_columns = a_MK.codes.shape, b_NK.codes.shape[0]
@@ -247,10 +260,10 @@ def triton_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, 
         (0, 0) if kind is ScaleKind.TENSOR else (scale.stride(0), scale.stride(1) if is_blockwise else 0)
         for _, scale, kind in (a_MK, b_NK)
     ]
-    grid = (language.cdiv(num_rows, TILE_M) * language.cdiv(num_columns, TILE_N),)
-    _matmul[grid](
+    _launcher(num_stages)(
+        language.cdiv(num_rows, TILE_M) * language.cdiv(num_columns, TILE_N),
         a_MK.codes, a_MK.dequant_scale, *strides[0], b_NK.codes, b_NK.dequant_scale, *strides[1],
         out_MN, num_rows, num_columns, num_summed, FORMAT_NAMES[a_MK.codes.dtype], FORMAT_NAMES[b_NK.codes.dtype],
-        *scale_rows, is_blockwise, TILE_M, TILE_N, a_MK.kind.block[1], TILE_GROUP, num_warps=WARPS, num_stages=num_stages,
+        *scale_rows, is_blockwise, TILE_M, TILE_N, a_MK.kind.block[1], TILE_GROUP,
     )  # fmt: skip
     return out_MN

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.kernels.cuda import language
+from worker.kernels.cuda.launching import Launcher
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.held import hold
 
@@ -67,6 +68,7 @@ def norms_kernel(table, partial, out, SUMS: tl.constexpr):
     tl.store(out + tl.program_id(0), norm)
 
 
+_launch_squares, _launch_norms = Launcher(sums_of_squares_kernel), Launcher(norms_kernel)
 _SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
 """By name and device, what was last sent there and from what it was made: it is sent again only when that has changed."""
 
@@ -84,8 +86,8 @@ def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Seq
     chunks = _sent("chunks", num_sums, device, torch.int32, _chunks)
     is_aligned = all(address % 16 == size % 16 == 0 for address, size in zip(addresses, sizes, strict=True))
     partial, out = chunks.new_empty(len(chunks), dtype=torch.float32), chunks.new_empty(len(rows), dtype=torch.float32)
-    sums_of_squares_kernel[(len(chunks),)](table, chunks, partial, is_aligned, CHUNK)
-    norms_kernel[(len(rows),)](table, partial, out, SUMS)
+    _launch_squares(len(chunks), table, chunks, partial, is_aligned, CHUNK)
+    _launch_norms(len(rows), table, partial, out, SUMS)
     return out
 
 
@@ -143,6 +145,10 @@ def accumulate_kernel(
     tl.store(codes + at, rounded.to(tl.uint8), mask=at < num_elements)
 
 
+_launch_accumulated_amax = Launcher(accumulated_amax_kernel, **_EXACT)
+_launch_accumulate = Launcher(accumulate_kernel, **_EXACT)
+
+
 def accumulate_(
     codes: Tensor,
     dequant_scale: Tensor,
@@ -153,11 +159,12 @@ def accumulate_(
     stride: int = 1,
 ) -> None:
     """See the reference. Two passes over both; the host knows no count, so a CUDA graph draws new numbers in each replay."""
-    flat, addend = codes.view(torch.uint8).view(-1), other.contiguous().view(-1)
-    amax, grid = torch.zeros((), device=codes.device), (language.cdiv(flat.numel(), CHUNK),)
-    accumulated_amax_kernel[grid](flat, dequant_scale, addend, alpha, amax, flat.numel(), count, CHUNK, **_EXACT)
+    addend, num_elements = other.contiguous(), codes.numel()
+    amax, num_programs = torch.zeros((), device=codes.device), language.cdiv(num_elements, CHUNK)
+    _launch_accumulated_amax(num_programs, codes, dequant_scale, addend, alpha, amax, num_elements, count, CHUNK)
     new_scale = finite_or_nan(amax, torch.float8_e4m3fn)
-    accumulate_kernel[grid](flat, dequant_scale, addend, alpha, new_scale, flat.numel(), *draw, count, stride, CHUNK, **_EXACT)
+    numbers = (num_elements, *draw, count, stride, CHUNK)
+    _launch_accumulate(num_programs, codes, dequant_scale, addend, alpha, new_scale, *numbers)
     dequant_scale.copy_(new_scale)
 
 

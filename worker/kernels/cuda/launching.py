@@ -5,63 +5,121 @@ compiled kernel up. Here the key is the arguments themselves: dtypes of tensors 
 else. What no key describes (a float, a tensor of another class, an unaligned one, a profiler's hook) goes through Triton.
 """
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor, nn
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 COMPILED: dict[tuple[Any, ...], Any] = {}
-"""By device, launcher and what the arguments are: the kernel that Triton compiled for them."""
+"""By launcher, device and what the arguments are: the kernel that Triton compiled for them."""
 MOST_KNOWN = 4096
 """Kernels to remember; shapes that change in each step would fill the memory."""
 
 _ALIGNMENT = 16  # bytes; what Triton specializes on
-_TENSORS = (Tensor, nn.Parameter)
+_TENSORS = frozenset((Tensor, nn.Parameter))
 _VALUES = frozenset((int, bool, str, type(None)))
+_FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+
+
+class _Places:
+    """Where arguments of certain types are tensors, and where values. It stands for launcher and types in a key."""
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        self.are_known = all(kind in _TENSORS or kind in _VALUES for kind in kinds)
+        self.tensors_of = _getter([place for place, kind in enumerate(kinds) if kind in _TENSORS])
+        self.values_of = _getter([place for place, kind in enumerate(kinds) if kind not in _TENSORS])
 
 
 class Launcher:
     """Launches one kernel with fixed options of the compiler, such as `num_warps`."""
 
-    def __init__(self, kernel: Any, **options: Any) -> None:
-        """kernel: a function of triton.jit without `do_not_specialize`."""
-        self.kernel, self.options = kernel, options
+    def __init__(self, kernel: Any, *, reads_fp8: bool = False, **options: Any) -> None:
+        """kernel: a function of triton.jit. reads_fp8: it reads FP8 codes as such; others are given them as uint8."""
+        self.kernel, self.reads_fp8, self.options = kernel, reads_fp8, options
         self.is_compiled = isinstance(kernel, JITFunction)  # else the interpreter runs it
+        self._places: dict[tuple[type, ...], _Places] = {}
 
     def __call__(self, num_programs: int, *arguments: Any) -> None:
         """Launch so many programs on the present device and stream. arguments: all of the kernel's, in its order."""
-        key = self._key(arguments) if self.is_compiled else None
+        runtime = triton.knobs.runtime
+        on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
+        key = self.key(arguments) if self.is_compiled and not on_enter.calls and not on_exit.calls else None
         compiled = None if key is None else COMPILED.get(key)
         if key is None or compiled is None:
-            compiled = self.kernel[(num_programs,)](*arguments, **self.options)
-            if key is not None and compiled is not None:
-                if len(COMPILED) >= MOST_KNOWN:
-                    COMPILED.clear()
-                COMPILED[key] = compiled
+            self._launch_by_triton(num_programs, arguments, key)
             return
-        stream = driver.active.get_current_stream(key[0])
-        hooks = triton.knobs.runtime
+        stream = driver.active.get_current_stream(key[1])
         compiled.run(
-            num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None,
-            hooks.launch_enter_hook, hooks.launch_exit_hook, *arguments,
+            num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, on_enter, on_exit, *arguments
+        )
+
+    def _launch_by_triton(self, num_programs: int, arguments: tuple[Any, ...], key: tuple[Any, ...] | None) -> None:
+        if not self.reads_fp8:
+            arguments = tuple(_as_integers(argument) for argument in arguments)
+        compiled = self.kernel[(num_programs,)](*arguments, **self.options)
+        if key is not None and compiled is not None:
+            if len(COMPILED) >= MOST_KNOWN:
+                COMPILED.clear()
+            COMPILED[key] = compiled
+
+    def key(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """What Triton may specialize on. None where only Triton can tell."""
+        kinds = tuple(map(type, arguments))
+        places = self._places.get(kinds)
+        if places is None:
+            places = self._places[kinds] = _Places(kinds)
+        if not places.are_known:
+            return None
+        addresses, dtypes = 0, []
+        for tensor in places.tensors_of(arguments):
+            addresses |= tensor.data_ptr()
+            dtypes.append(tensor.dtype)
+        if addresses % _ALIGNMENT:
+            return None
+        return (places, driver.active.get_current_device(), places.values_of(arguments), *dtypes)
+
+
+class PreparedLaunch:
+    """A launch whose numbers are settled: only tensors are given, with the dtypes, and the Nones, of the first call."""
+
+    def __init__(self, launcher: Launcher, num_programs: int, *values: Any) -> None:
+        """values: the arguments of the kernel that follow its tensors."""
+        self.launcher, self.num_programs, self.values = launcher, num_programs, values
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on the present device and stream. tensors: the kernel's first arguments."""
+        runtime = triton.knobs.runtime
+        on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
+        addresses = 0
+        for tensor in tensors:
+            if tensor is not None:
+                addresses |= tensor.data_ptr()
+        gpu = driver.active if self.launcher.is_compiled and type(tensors[0]) in _TENSORS else None
+        key = None if gpu is None else (self, gpu.get_current_device())
+        compiled = COMPILED.get(key) if key else None
+        if gpu is None or key is None or compiled is None or addresses % _ALIGNMENT or on_enter.calls or on_exit.calls:
+            self.launcher(self.num_programs, *tensors, *self.values)
+            if key and (known := COMPILED.get(self.launcher.key(tensors + self.values) or ())):
+                COMPILED[key] = known
+            return
+        compiled.run(
+            self.num_programs, 1, 1, gpu.get_current_stream(key[1]), compiled.function, compiled.packed_metadata,
+            None, on_enter, on_exit, *tensors, *self.values,
         )  # fmt: skip
 
-    def _key(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """What Triton may specialize on. None where only Triton can tell, or where a hook wants to know of launches."""
-        hooks = triton.knobs.runtime
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            return None
-        addresses = 0
-        key: list[Any] = [self]
-        for argument in arguments:
-            kind = type(argument)
-            if kind in _TENSORS:
-                addresses |= argument.data_ptr()
-                key.append(argument.dtype)
-            elif kind in _VALUES:
-                key.append(argument)
-            else:
-                return None
-        return None if addresses % _ALIGNMENT else (driver.active.get_current_device(), *key)
+
+def _getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return what takes the arguments at these places, always as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda arguments: tuple(arguments[place] for place in places)
+
+
+def _as_integers(argument: Any) -> Any:
+    """FP8 codes as uint8, which is how kernels read and write them; all else as it is."""
+    return argument.view(torch.uint8) if isinstance(argument, Tensor) and argument.dtype in _FP8 else argument

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.kernels import reference
 from worker.kernels.cuda import language
-from worker.kernels.cuda.rescale import FORMAT_NAMES, as_integers
+from worker.kernels.cuda.rescale import FORMAT_NAMES
 from worker.kernels.formats import SCALED_FORMATS
 from worker.kernels.sampling import MOST_DECIBELS, NUM_MEASURES, sampled_rows
 from worker.kernels.scales import ScaledCodes, ScaleKind
@@ -93,7 +93,16 @@ def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor
         scale_strides = (dequant_scale.stride(0), dequant_scale.stride(1))
     columns = min(triton.next_power_of_2(num_columns), MAX_COLUMNS)
     out = torch.empty(NUM_MEASURES, dtype=torch.float32, device=x_MN.device)
-    given = (x_MN, *x_MN.stride(), as_integers(codes), *codes.stride(), dequant_scale, *scale_strides, unit, out)
+    given = (
+        x_MN,
+        *x_MN.stride(),
+        codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes,
+        *codes.stride(),
+        dequant_scale,
+        *scale_strides,
+        unit,
+        out,
+    )
     _measure_sample[(1,)](
         *given, len(rows), num_columns, rows.step, *kind.block, FORMAT_NAMES[codes.dtype],
         SCALED_FORMATS[codes.dtype].max, unit is not None, max(1, TILE // columns), columns,

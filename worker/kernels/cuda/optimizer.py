@@ -17,6 +17,7 @@ from worker.kernels.cuda import language
 from worker.kernels.cuda import optimizer_rules as rules
 from worker.kernels.cuda import optimizer_storage as storage
 from worker.kernels.cuda import optimizer_tables as tables
+from worker.kernels.cuda.launching import Launcher
 from worker.kernels.formats import BLOCK
 
 CHUNK = 64 * BLOCK
@@ -187,6 +188,10 @@ def _update(
     return bits
 
 
+_launch_prepare = Launcher(prepare_kernel, num_warps=1, enable_fp_fusion=False)
+_launch_update = Launcher(update_kernel, num_warps=NUM_WARPS, enable_fp_fusion=False)
+
+
 class Formats(NamedTuple):
     """What the kernels are compiled for: the rule, and the formats of weight, gradient and states (optimizer_storage.py).
 
@@ -215,19 +220,6 @@ def launch(formats: Formats, on_device: Tables, finite: Tensor, seed: int) -> No
     parameters, groups, chunks = on_device
     num_parameters = len(parameters)
     constants = torch.empty(num_parameters, tables.NUM_CONSTANT_COLUMNS.value, device=parameters.device)
-    prepare_kernel[(num_parameters,)](
-        parameters, groups, constants, finite, formats.rule, formats.weight, formats.gradient,
-        num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
-    update_kernel[(len(chunks),)](
-        parameters,
-        chunks,
-        constants,
-        finite,
-        seed,
-        *formats,
-        NUM_BLOCKS,
-        NUM_TURNS,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+    rule, weight, gradient, *_ = formats
+    _launch_prepare(num_parameters, parameters, groups, constants, finite, rule, weight, gradient)
+    _launch_update(len(chunks), parameters, chunks, constants, finite, seed, *formats, NUM_BLOCKS, NUM_TURNS)

@@ -22,7 +22,7 @@ from worker.kernels.cuda.amax import (
     tensor_amax,
 )
 from worker.kernels.cuda.launching import Launcher
-from worker.kernels.cuda.rescale import FORMAT_NAMES, as_integers, encode
+from worker.kernels.cuda.rescale import FORMAT_NAMES, encode
 from worker.kernels.formats import BLOCK
 from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
@@ -124,9 +124,8 @@ def _quantize_rows(
 # fmt: off
 @triton.jit
 def _quantize_tile(
-    x, stride, num_rows, num_columns, row_amax, column_amax, unit, new_amax,
-    codes, row_scale, row_scale_stride_m, row_scale_stride_n,
-    codes_t, column_scale, column_scale_stride_n, column_scale_stride_m,
+    x, row_amax, column_amax, unit, new_amax, codes, row_scale, codes_t, column_scale, stride, num_rows, num_columns,
+    row_scale_stride_m, row_scale_stride_n, column_scale_stride_n, column_scale_stride_m,
     KIND: tl.constexpr, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, MARGIN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_UNIT: tl.constexpr, TRACKS_AMAX: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -196,8 +195,10 @@ def _quantize_tile(
         language.atomic_amax(new_amax, language.amax(language.amax(values, 1), 0))
 
 
-_launch_flat = Launcher(_encode_flat, num_warps=FLAT_WARPS, enable_fp_fusion=False)
-_launch_tile = Launcher(_quantize_tile, num_warps=TILE_WARPS, maxnreg=TILE_REGISTERS, enable_fp_fusion=False)
+launch_flat = Launcher(_encode_flat, num_warps=FLAT_WARPS, enable_fp_fusion=False)
+_launch_of_rows = Launcher(_quantize_rows, num_warps=ROW_WARPS, enable_fp_fusion=False)
+_launch_mx = Launcher(mx.quantize_tile, num_warps=mx.WARPS, enable_fp_fusion=False)
+launch_tile = Launcher(_quantize_tile, num_warps=TILE_WARPS, maxnreg=TILE_REGISTERS, enable_fp_fusion=False)
 
 
 def quantize(x: Tensor, dtype: torch.dtype, kind: ScaleKind, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -248,8 +249,7 @@ def quantize_operand(
         parts = [*_quantize_flat(x_MN, dtype, margin, amax, new_amax, activation)]
         return parts if new_amax is None else [*parts, new_amax]
     x_MN = as_matrix(x_MN)
-    rows = _empty_operand(x_MN, dtype, kind) if sides != "columns" else None
-    columns = _empty_operand(x_MN.t(), dtype, kind) if sides != "rows" else None
+    rows, columns = _empty_operands(x_MN, dtype, kind, sides)
     if kind is ScaleKind.ROW and columns is None:
         assert rows is not None
         _launch_rows(x_MN, rows.codes, rows.dequant_scale, margin, activation)
@@ -267,18 +267,9 @@ def requantize(stored: ScaledCodes, amax: Tensor, dtype: torch.dtype, margin: in
     if sides == "rows" and x_MN.is_contiguous():
         return [*_quantize_flat(x_MN, dtype, margin, amax, unit=unit)]
     x_MN = as_matrix(x_MN)
-    rows = _empty_operand(x_MN, dtype, kind) if sides != "columns" else None
-    columns = _empty_operand(x_MN.t(), dtype, kind) if sides != "rows" else None
+    rows, columns = _empty_operands(x_MN, dtype, kind, sides)
     _launch_tiles(x_MN, margin, rows, columns, (amax, None), unit=unit)
     return [*(rows or ())[:2], *(columns or ())[:2]]
-
-
-def quantize_gradient(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See the reference. Two launches."""
-    if x.numel() == 0:
-        return reference.quantize_gradient(x, dtype)
-    flat = x.contiguous()
-    return _quantize_flat(flat, dtype, 0, tensor_amax(flat), marks_nonfinite=True)
 
 
 def activate_operand(
@@ -299,9 +290,21 @@ def activate_operand(
     return [*quantize_operand(x_MN, dtype, kind, margin, sides, amax, None, activation), amax]
 
 
-def _empty_operand(like: Tensor, dtype: torch.dtype, kind: ScaleKind) -> ScaledCodes:
-    codes = torch.empty(like.shape, dtype=dtype, device=like.device)
-    return ScaledCodes(codes, empty_operand_scale(like.shape, kind, like.device), kind)
+def _empty_operands(
+    x_MN: Tensor, dtype: torch.dtype, kind: ScaleKind, sides: str
+) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+    """Memory for codes and scales of x (M, N) and of its transpose; None for a side that is not wanted."""
+    num_rows, num_columns = x_MN.shape
+    rows = None if sides == "columns" else _empty_operand((num_rows, num_columns), x_MN.device, dtype, kind)
+    columns = None if sides == "rows" else _empty_operand((num_columns, num_rows), x_MN.device, dtype, kind)
+    return rows, columns
+
+
+def _empty_operand(shape: tuple[int, int], device: torch.device, dtype: torch.dtype, kind: ScaleKind) -> ScaledCodes:
+    codes = torch.empty(shape, dtype=dtype, device=device)
+    if kind is ScaleKind.TENSOR:
+        return ScaledCodes(codes, torch.empty((), dtype=torch.float32, device=device), kind)
+    return ScaledCodes(codes, empty_operand_scale(codes.shape, kind, device), kind)
 
 
 def _quantize_flat(
@@ -319,8 +322,8 @@ def _quantize_flat(
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     dequant_scale = torch.empty((), dtype=torch.float32, device=x.device)
     num_elements = x.numel()
-    _launch_flat(
-        language.cdiv(num_elements, FLAT_BLOCK), x, amax, unit, as_integers(codes), dequant_scale, new_amax, num_elements,
+    launch_flat(
+        language.cdiv(num_elements, FLAT_BLOCK), x, amax, unit, codes, dequant_scale, new_amax, num_elements,
         FORMAT_NAMES[dtype], activation, margin, unit is not None, marks_nonfinite, new_amax is not None, FLAT_BLOCK,
     )  # fmt: skip
     return codes, dequant_scale
@@ -330,9 +333,9 @@ def _launch_rows(x_MN: Tensor, codes: Tensor, dequant_scale: Tensor, margin: int
     num_rows, num_columns = x_MN.shape
     columns = min(triton.next_power_of_2(num_columns), MAX_ROW_BLOCK)
     rows = max(1, ROW_TILE // columns)
-    _quantize_rows[(language.cdiv(num_rows, rows),)](
-        x_MN, x_MN.stride(0), as_integers(codes), dequant_scale, num_rows, num_columns, FORMAT_NAMES[codes.dtype], activation,
-        margin, num_columns <= columns, rows, columns, num_warps=ROW_WARPS, enable_fp_fusion=False,
+    _launch_of_rows(
+        language.cdiv(num_rows, rows), x_MN, x_MN.stride(0), codes, dequant_scale, num_rows, num_columns,
+        FORMAT_NAMES[codes.dtype], activation, margin, num_columns <= columns, rows, columns,
     )  # fmt: skip
 
 
@@ -354,18 +357,19 @@ def _launch_tiles(
     assert wanted is not None
     num_rows, num_columns = x_MN.shape
     if wanted.kind is ScaleKind.BLOCK_1X32:
-        grid = (language.cdiv(num_rows, mx.TILE[0]) * language.cdiv(num_columns, mx.TILE[1]),)
-        mx.quantize_tile[grid](
+        _launch_mx(
+            language.cdiv(num_rows, mx.TILE[0]) * language.cdiv(num_columns, mx.TILE[1]),
             x_MN, x_MN.stride(0), num_rows, num_columns, *_pointers(rows), *_pointers(columns),
             FORMAT_NAMES[wanted.codes.dtype], activation, margin, rows is not None, columns is not None, *mx.TILE,
-            num_warps=mx.WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         return
     tile_m, tile_n = _tile(wanted.kind, columns is not None)
-    _launch_tile(
+    codes, row_scale, *row_strides = _pointers(rows)
+    codes_t, column_scale, *column_strides = _pointers(columns)
+    launch_tile(
         language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
-        x_MN, x_MN.stride(0), num_rows, num_columns, *amaxes, unit, new_amax, *_pointers(rows), *_pointers(columns),
-        wanted.kind.value, FORMAT_NAMES[wanted.codes.dtype], activation, margin,
+        x_MN, *amaxes, unit, new_amax, codes, row_scale, codes_t, column_scale, x_MN.stride(0), num_rows, num_columns,
+        *row_strides, *column_strides, wanted.kind.value, FORMAT_NAMES[wanted.codes.dtype], activation, margin,
         rows is not None, columns is not None, unit is not None, new_amax is not None, tile_m, tile_n,
     )  # fmt: skip
 
@@ -379,6 +383,6 @@ def _tile(kind: ScaleKind, has_columns: bool) -> tuple[int, int]:
 def _pointers(operand: ScaledCodes | None) -> tuple[Tensor | None, Tensor | None, int, int]:
     if operand is None:
         return None, None, 0, 0
-    codes, dequant_scale, _ = operand
-    stride_0, stride_1 = dequant_scale.stride() if dequant_scale.ndim else (0, 0)
-    return as_integers(codes), dequant_scale, stride_0, stride_1
+    codes, dequant_scale, kind = operand
+    stride_0, stride_1 = (0, 0) if kind is ScaleKind.TENSOR else dequant_scale.stride()
+    return codes, dequant_scale, stride_0, stride_1

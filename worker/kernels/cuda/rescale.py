@@ -8,6 +8,7 @@ from torch import Tensor
 from worker.kernels import reference
 from worker.kernels.cuda import language
 from worker.kernels.cuda.amax import as_matrix
+from worker.kernels.cuda.launching import Launcher
 from worker.kernels.formats import BLOCK
 from worker.kernels.scales import ScaledCodes, ScaleKind
 
@@ -63,12 +64,16 @@ def _decode_split(codes, residual, dequant_scale, out, num_elements, BLOCK: tl.c
     tl.store(out + start + offsets, language.cast(values * tl.load(dequant_scale), out.dtype.element_ty), mask=mask)
 
 
+_launch_rescale = Launcher(_rescale_tile, num_warps=WARPS, enable_fp_fusion=False)
+_launch_split = Launcher(_decode_split, num_warps=WARPS)
+
+
 def encode(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, dtype: torch.dtype) -> Tensor:
     """See the reference."""
     if x.numel() == 0:
         return reference.encode(x, dequant_scale, kind, dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _rescale(x, dequant_scale, kind, as_integers(out), "values", FORMAT_NAMES[dtype])
+    _rescale(x, dequant_scale, kind, out, "values", FORMAT_NAMES[dtype])
     return out
 
 
@@ -78,7 +83,7 @@ def dequantize(quantized: ScaledCodes, dtype: torch.dtype) -> Tensor:
     if codes.numel() == 0:
         return reference.dequantize(quantized, dtype)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    _rescale(as_integers(codes), dequant_scale, kind, out, FORMAT_NAMES[codes.dtype], "values")
+    _rescale(codes, dequant_scale, kind, out, FORMAT_NAMES[codes.dtype], "values")
     return out
 
 
@@ -87,14 +92,8 @@ def split_dequantize(codes: Tensor, residual: Tensor, dequant_scale: Tensor, dty
     if codes.numel() == 0:
         return reference.split_dequantize(codes, residual, dequant_scale, dtype)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    grid = (language.cdiv(codes.numel(), TILE),)
-    _decode_split[grid](as_integers(codes), residual, dequant_scale, out, codes.numel(), TILE, num_warps=WARPS)
+    _launch_split(language.cdiv(codes.numel(), TILE), codes, residual, dequant_scale, out, codes.numel(), TILE)
     return out
-
-
-def as_integers(codes: Tensor) -> Tensor:
-    """FP8 codes as uint8, which is how kernels read and write them; other formats as they are."""
-    return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
 
 
 def _rescale(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, out: Tensor, in_format: str, out_format: str) -> None:
@@ -107,10 +106,7 @@ def _rescale(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, out: Tensor, in_
     strides = (scales.stride(0), scales.stride(1) if kind.is_blockwise else 0)
     columns = kind.block[1] if kind.is_blockwise else min(triton.next_power_of_2(num_columns), TILE)
     rows = min(triton.next_power_of_2(num_rows), max(1, TILE // columns))
-    grid = (language.cdiv(num_rows, rows) * language.cdiv(num_columns, columns),)
+    num_programs = language.cdiv(num_rows, rows) * language.cdiv(num_columns, columns)
     scale_rows = BLOCK if kind is ScaleKind.BLOCK_128X128 else 1
     shape = (num_rows, num_columns, scale_rows, kind.block[1])
-    _rescale_tile[grid](
-        x_MN, x_MN.stride(0), scales, *strides, out, *shape, in_format, out_format, rows, columns,
-        num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    _launch_rescale(num_programs, x_MN, x_MN.stride(0), scales, *strides, out, *shape, in_format, out_format, rows, columns)

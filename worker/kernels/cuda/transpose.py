@@ -36,8 +36,8 @@ def transpose(codes_MN: Tensor) -> Tensor:
     num_rows, num_columns = codes_MN.shape
     out_NM = torch.empty(num_columns, num_rows, dtype=codes_MN.dtype, device=codes_MN.device)
     if codes_MN.numel():
-        codes = as_matrix(codes_MN.view(torch.uint8))
+        codes = as_matrix(codes_MN)
         num_programs = language.cdiv(num_rows, TILE_M) * language.cdiv(num_columns, TILE_N)
         shape = (num_rows, num_columns, TILE_M, TILE_N)
-        _launch(num_programs, codes, codes.stride(0), out_NM.view(torch.uint8), *shape)
+        _launch(num_programs, codes, codes.stride(0), out_NM, *shape)
     return out_NM

@@ -1,0 +1,159 @@
+"""The passes of a linear layer whose operands have one scale each, found now: twins of the reference's `linear_*`.
+
+The launches are those of `quantize_operand`, `requantize` and `matmul`. What they need besides tensors is settled once for
+each shape (`_plan`), so the host does little in a step. Shape suffixes as in worker/fp8/linear.py.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.kernels import reference
+from worker.kernels.cuda import language
+from worker.kernels.cuda.amax import FLAT_BLOCK as AMAX_BLOCK
+from worker.kernels.cuda.amax import FLAT_BLOCKS_PER_PROGRAM
+from worker.kernels.cuda.amax import launch_flat as launch_amax
+from worker.kernels.cuda.gemm import product_of_tensors
+from worker.kernels.cuda.launching import MOST_KNOWN, PreparedLaunch
+from worker.kernels.cuda.quantization import FLAT_BLOCK, SHARED_SCALE_TILE, launch_flat, launch_tile
+from worker.kernels.cuda.rescale import FORMAT_NAMES
+from worker.kernels.cuda.transpose import transpose
+from worker.kernels.formats import E4M3
+from worker.kernels.scales import ScaleKind
+
+_FP32 = torch.float32
+
+
+class _Plan(NamedTuple):
+    """How to quantize a contiguous matrix of one shape and dtype.
+
+    sides: see `quantize_operand`. shape, shape_t: of the codes for its rows and its columns.
+    """
+
+    find_amax: PreparedLaunch
+    encode: PreparedLaunch
+    sides: str
+    shape: tuple[int, ...]
+    shape_t: tuple[int, ...]
+
+
+@lru_cache(MOST_KNOWN)
+def _plan(
+    shape: torch.Size,
+    _dtype: torch.dtype,
+    codes_dtype: torch.dtype,
+    margin: int,
+    sides: str,
+    activation: str | None,
+    has_unit: bool,
+    marks_nonfinite: bool = False,
+) -> _Plan:
+    num_elements = shape.numel()
+    find_amax = PreparedLaunch(
+        launch_amax, language.cdiv(num_elements, AMAX_BLOCK * FLAT_BLOCKS_PER_PROGRAM),
+        num_elements, False, activation, AMAX_BLOCK, FLAT_BLOCKS_PER_PROGRAM,
+    )  # fmt: skip
+    name = FORMAT_NAMES[codes_dtype]
+    if sides == "rows":
+        encode = PreparedLaunch(
+            launch_flat, language.cdiv(num_elements, FLAT_BLOCK),
+            num_elements, name, activation, margin, has_unit, marks_nonfinite, False, FLAT_BLOCK,
+        )  # fmt: skip
+        return _Plan(find_amax, encode, sides, shape, shape[::-1])
+    (num_rows, num_columns), (tile_m, tile_n) = shape, SHARED_SCALE_TILE
+    encode = PreparedLaunch(
+        launch_tile, language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
+        num_columns, num_rows, num_columns, 0, 0, 0, 0, ScaleKind.TENSOR.value, name, activation, margin,
+        sides == "both", True, has_unit, False, tile_m, tile_n,
+    )  # fmt: skip
+    return _Plan(find_amax, encode, sides, (num_rows, num_columns), (num_columns, num_rows))
+
+
+def _find_amax(x: Tensor, plan: _Plan) -> Tensor:
+    amax = torch.zeros((), dtype=_FP32, device=x.device)
+    plan.find_amax(x, amax, None)
+    return amax
+
+
+def _encode(x: Tensor, plan: _Plan, dtype: torch.dtype, amax: Tensor, unit: Tensor | None = None) -> list[Tensor]:
+    """The codes that the plan makes, for products over rows before those over columns, and the scale () that they share."""
+    device, sides = x.device, plan.sides
+    scale, made = torch.empty((), dtype=_FP32, device=device), []
+    if sides != "columns":
+        made.append(torch.empty(plan.shape, dtype=dtype, device=device))
+    if sides != "rows":
+        made.append(torch.empty(plan.shape_t, dtype=dtype, device=device))
+        plan.encode(x, amax, None, unit, None, made[0] if sides == "both" else None, scale, made[-1], scale)
+    else:
+        plan.encode(x, amax, unit, made[0], scale, None)
+    made.append(scale)
+    return made
+
+
+def _weight_operand(
+    weight_NK: Tensor, unit: Tensor | None, amax: Tensor | None, dtype: torch.dtype, margin: int, side: str
+) -> list[Tensor]:
+    """Codes (N, K), or for the "columns" (K, N), and their scale."""
+    if unit is not None and weight_NK.dtype == E4M3.dtype:
+        return [weight_NK if side == "rows" else transpose(weight_NK), unit]
+    plan = _plan(weight_NK.shape, weight_NK.dtype, dtype, margin, side, None, unit is not None)
+    return _encode(weight_NK, plan, dtype, _find_amax(weight_NK, plan) if amax is None else amax, unit)
+
+
+def linear_output(
+    x_TK: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
+) -> list[Tensor]:
+    """See the reference. Three launches and a product; two, where the weight is held in FP8."""
+    input_dtype, weight_dtype, margin, activation, sides, out_dtype = formats
+    x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
+    plan = _plan(x_TK.shape, x_TK.dtype, input_dtype, margin, sides, activation, False)
+    amax = _find_amax(x_TK, plan)
+    codes, *kept, scale = _encode(x_TK, plan, input_dtype, amax)
+    weight, weight_scale = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "rows")
+    output_TN = product_of_tensors(codes, scale, weight, weight_scale, out_dtype, True)
+    if activation is not None:
+        return [output_TN, amax]
+    return [output_TN, *kept, scale] if kept else [output_TN]
+
+
+def linear_gradients(
+    grad_output_TN: Tensor,
+    input: Tensor | None,
+    input_scale: Tensor | None,
+    weight_NK: Tensor,
+    unit: Tensor | None,
+    weight_amax: Tensor | None,
+    *formats: Any,
+) -> list[Tensor]:
+    """See the reference. Three launches and two products; one more where the input was that of an activation."""
+    input_dtype, weight_dtype, grad_dtype, margin, activation, sides, grad_input_dtype, grad_weight_dtype = formats
+    grad_output_TN, weight_NK = grad_output_TN.contiguous(), weight_NK.contiguous()
+    plan = _plan(grad_output_TN.shape, grad_output_TN.dtype, grad_dtype, margin, sides, None, False)
+    *codes, scale = _encode(grad_output_TN, plan, grad_dtype, _find_amax(grad_output_TN, plan))
+    gradients = []
+    if sides != "columns":
+        weight, weight_scale = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "columns")
+        gradients.append(product_of_tensors(codes[0], scale, weight, weight_scale, grad_input_dtype, False))
+    if sides != "rows":
+        assert input is not None
+        assert input_scale is not None
+        if activation is not None:  # what was kept with the activation's input is its amax
+            input = input.contiguous()
+            again = _plan(input.shape, input.dtype, input_dtype, margin, "columns", activation, False)
+            input, input_scale = _encode(input, again, input_dtype, input_scale)
+        gradients.append(product_of_tensors(codes[-1], scale, input, input_scale, grad_weight_dtype, False))
+    return gradients
+
+
+def quantize_gradient(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See the reference. Two launches."""
+    if x.numel() == 0:
+        return reference.quantize_gradient(x, dtype)
+    flat = x.contiguous()
+    plan = _plan(flat.shape, flat.dtype, dtype, 0, "rows", None, False, True)
+    codes = torch.empty(flat.shape, dtype=dtype, device=flat.device)
+    dequant_scale = torch.empty((), dtype=_FP32, device=flat.device)
+    plan.encode(flat, _find_amax(flat, plan), None, codes, dequant_scale, None)
+    return codes, dequant_scale
