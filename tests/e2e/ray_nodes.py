@@ -13,8 +13,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from api_schemas import PoolConfig
 from service.cluster.ray.embedded import ray_environment
@@ -127,6 +129,21 @@ class ServerOnNodes(Server):
     def command(self) -> list[str]:
         arguments = [self._nodes.address, str(self.port), str(self.data_dir), str(self._pools_file)]
         return [sys.executable, "-m", "tests.e2e.serve_on_nodes", *arguments]
+
+    def wait_for_slots(self, number: int) -> None:
+        """Wait until nodes with so many slots have joined the pool."""
+        self.wait_for(lambda: self._slots_present() == number)
+
+    def _slots_present(self) -> float:
+        with urlopen(f"http://127.0.0.1:{self.port}/metrics") as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        samples = {
+            tuple(sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "octet_pool_slots"
+        }
+        return samples[POOL.name, "present"]
 
 
 @contextmanager

@@ -189,11 +189,21 @@ def test_another_address_than_loopback_needs_a_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.matrix  # tests/docs runs the README's job so
-def test_the_same_spec_runs_under_torchrun_without_a_service(tmp_path: Path, spec_document: dict[str, Any]) -> None:
-    (tmp_path / "job.json").write_text(json.dumps(spec_document | {"resources": {"workers": 2}}))
+def test_the_same_spec_under_torchrun_has_the_losses_of_the_service(
+    server: Server, tmp_path: Path, spec_document: dict[str, Any]
+) -> None:
+    changes: dict[str, Any] = {"resources": {"workers": 2}, "precision": {"level": "O2"}, "parallelism": {"zero_stage": 1}}
+    spec = spec_document | changes
+    (tmp_path / "job.json").write_text(json.dumps(spec))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "worker.main"]
     command += [str(tmp_path / "job.json"), "--job-dir", str(tmp_path / "run")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    logged = [(int(step), float(loss)) for step, loss in re.findall(r" step step=(\d+) loss=(\S+) ", result.stderr)]
+    job = server.finish(server.client.submit(spec).id)
+    assert job.state is JobState.SUCCEEDED, job
+    assert job.summary is not None
+    assert logged == [(step, loss) for step, loss, _ in losses(server, job)]
+    assert len(logged) == summary["steps"] == 4
+    assert summary["evaluation_loss"] == job.summary.evaluation_loss

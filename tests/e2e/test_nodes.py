@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from api_schemas import JobState
+from api_schemas import FailureReason, JobState
 from tests.e2e.octet_server import losses
 from tests.e2e.ray_nodes import Nodes, ServerOnNodes, served_on_nodes
 from tests.e2e.test_chaos import assert_gapless_and_each_attempt_after_the_other, attempts_of, train_undisturbed
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, ServerOnNodes]]:
     """Octet on a cluster whose pool has no node yet."""
     with served_on_nodes(tmp_path_factory.mktemp("nodes")) as both:
@@ -51,3 +51,72 @@ def test_two_nodes_die_one_after_the_other_and_every_loss_is_that_of_an_undistur
     assert len(attempts) >= 3
     assert losses(server, finished) == expected
     assert_gapless_and_each_attempt_after_the_other(server, finished)
+
+
+@pytest.fixture
+def elastic_job(long_job: dict[str, Any]) -> dict[str, Any]:
+    """Two to four ranks with one batch for all, far longer than the test needs it."""
+    training = long_job["training"] | {"steps": 100_000, "checkpoint_every": 5, "eval_every": 0}
+    resources = {"pool": "cpu", "workers": {"min": 2, "max": 4}}
+    return long_job | {
+        "training": training,
+        "resources": resources,
+        "precision": {"level": "O2"},
+        "parallelism": {"zero_stage": 1},
+    }
+
+
+@pytest.mark.system
+def test_an_elastic_job_goes_on_without_a_dead_node_and_grows_when_another_joins(
+    cluster: tuple[Nodes, ServerOnNodes], elastic_job: dict[str, Any]
+) -> None:
+    nodes, server = cluster
+    _, second = nodes.add(), nodes.add()
+    server.wait_for_slots(4)
+    job = server.client.submit(elastic_job | {"retry": {"max_failures": 3}})
+    server.wait_for_step(job.id, 12)
+    second.kill()
+    server.wait_for_attempt(job.id, 2)
+    (shrunk_at,) = [attempt.resumed_from_step for attempt in server.client.attempts(job.id) if attempt.epoch == 2]
+    assert shrunk_at is not None
+    server.wait_for_step(job.id, shrunk_at + 12)
+    nodes.add()
+    server.wait_for_attempt(job.id, 3)
+    (grown_at,) = [attempt.resumed_from_step for attempt in server.client.attempts(job.id) if attempt.epoch == 3]
+    assert grown_at is not None
+    server.wait_for_step(job.id, grown_at + 12)
+    server.client.cancel(job.id)
+    cancelled = server.finish(job.id)
+    assert cancelled.state is JobState.CANCELLED
+    assert [attempt.workers for attempt in attempts_of(server, cancelled)] == [4, 2, 4]
+    resized = [event.message for event in server.client.events(job.id) if event.type == "job.resized"]
+    assert [message.partition(",")[0] for message in resized] == [
+        "goes on with 2 ranks after 4",
+        "goes on with 4 ranks after 2",
+    ]
+    curve = losses(server, cancelled)
+    assert [step for step, _, _ in curve] == list(range(1, len(curve) + 1)), "each step counts once"
+    assert len(curve) >= grown_at + 12
+    assert_gapless_and_each_attempt_after_the_other(server, cancelled)
+
+
+@pytest.mark.system
+def test_tensor_groups_wait_for_nodes_that_hold_them_whole(
+    cluster: tuple[Nodes, ServerOnNodes], wide_job: dict[str, Any]
+) -> None:
+    """Nodes of three slots and of one have slots for two groups of two ranks, and room for one."""
+    nodes, server = cluster
+    nodes.add(slots=3)
+    small = nodes.add(slots=1)
+    server.wait_for_slots(4)
+    job = server.client.submit(wide_job)
+    server.wait_for(lambda: any(attempt.finished_at for attempt in server.client.attempts(job.id)))
+    first = attempts_of(server, server.client.job(job.id))[0]
+    assert first.reason is FailureReason.LAUNCH_FAILED
+    assert first.message is not None
+    assert "the nodes of pool cpu have 3, 1 slots, room for 1 of 2 groups" in first.message
+    assert "Lower parallelism.tensor" in first.message
+    small.kill()
+    nodes.add(slots=2)
+    finished = server.finish(job.id)
+    assert finished.state is JobState.SUCCEEDED, finished

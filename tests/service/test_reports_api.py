@@ -291,6 +291,7 @@ def test_the_summary_is_the_job_s_result(client: TestClient, world: World) -> No
         "num_converted_parameters": 800,
         "memory_bytes": {"weights": 4000},
         "converted_memory_bytes": {"weights": 3200},
+        "host_memory_bytes": 0,
         "peak_memory_bytes": None,
         "data": {"unigram_entropy_nats": 3.0},
     }
