@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=4)
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # see service/cluster/ray/embedded.py
 _RAYLET = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 _FEW_PROCESSES = ("--disable-usage-stats", "--include-log-monitor=false", "--num-cpus=0", "--object-store-memory=100000000")
+_POLL_S = 0.1
+_MOST_STARTS = 5
 _ANY_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--node-ip-address=127.0.0.1")
 
 
@@ -34,10 +37,19 @@ class Node:
 
     def __init__(self, module: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
         command = [sys.executable, "-m", module, "start", "--block", *_FEW_PROCESSES, *_ANY_PORTS, *arguments]
+        self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
             )
+
+    def joins(self) -> bool:
+        """Wait until the node has joined the cluster, or has given up, as Ray does where an answer takes half a minute."""
+        while self._process.poll() is None:
+            if b"Ray runtime started" in self._log.read_bytes():
+                return True
+            time.sleep(_POLL_S)
+        return False
 
     @property
     def raylet(self) -> psutil.Process | None:
@@ -104,12 +116,15 @@ class Nodes:
         return ""
 
     def add(self, slots: int = 2) -> Node:
-        """Start another node of the pool. It takes some seconds to join."""
+        """Start another node of the pool and wait until it has joined. One that gives up is started again."""
         key, value = POOL.node_label
         resources = json.dumps({POOL.slot_resource: slots})
-        return self._start(
-            "tests.e2e.join_on_loopback", [f"--address={self.address}", f"--resources={resources}", f"--labels={key}={value}"]
-        )
+        arguments = [f"--address={self.address}", f"--resources={resources}", f"--labels={key}={value}"]
+        for _ in range(_MOST_STARTS):
+            node = self._start("tests.e2e.join_on_loopback", arguments)
+            if node.joins():
+                return node
+        raise RuntimeError(f"a node did not join in {_MOST_STARTS} starts; the logs are in {self._logs}")
 
     def _start(self, module: str, arguments: list[str]) -> Node:
         self._num_nodes += 1
@@ -137,13 +152,14 @@ class ServerOnNodes(Server):
     def _slots_present(self) -> float:
         with urlopen(f"http://127.0.0.1:{self.port}/metrics") as answer:
             families = text_string_to_metric_families(answer.read().decode())
-        samples = {
-            tuple(sample.labels.values()): sample.value
+        wanted = {"pool": POOL.name, "kind": "present"}
+        (number,) = (
+            sample.value
             for family in families
             for sample in family.samples
-            if sample.name == "octet_pool_slots"
-        }
-        return samples[POOL.name, "present"]
+            if sample.name == "octet_pool_slots" and sample.labels == wanted
+        )
+        return number
 
 
 @contextmanager
