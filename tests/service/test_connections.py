@@ -86,7 +86,7 @@ def test_a_body_that_does_not_come_has_a_deadline(serve: Serve) -> None:
 
 
 def test_healthz_answers_while_one_address_holds_more_connections_than_it_may(serve: Serve) -> None:
-    with serve(max_connections_per_address=20) as port, ExitStack() as stack:
+    with serve(max_connections_per_address=20, request_head_timeout_s=LONG_S) as port, ExitStack() as stack:
         held = [stack.enter_context(connect(port, b"GET /he")) for _ in range(60)]
         assert status(port) == 200
         with pytest.raises(ConnectionResetError):  # the oldest made room
