@@ -50,6 +50,7 @@ class OperandScaling(KeepsDtypes):
         self.recipe = recipe
         self.format = format
         self.is_sampled = False  # whether to measure what is quantized next
+        self.given = None  # here, not of the class: a compiled graph guards on what the instance holds itself
         # What was measured since the last optimizer step, NaN if nothing was. Written in place, as a compiled graph can.
         self.register_buffer("sample", torch.full((NUM_MEASURES,), torch.nan, device=device), persistent=False)
         if recipe.amax_history_length:
