@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.fp8.operand import OperandScaling
-from worker.kernels import ScaledCodes
+from worker.fp8.operand import Codes, OperandScaling
 
 
 class Carried:
@@ -26,26 +25,26 @@ class Carried:
 
     def __init__(self, amax: Tensor | None, version: int) -> None:
         self.amax, self.version = amax, version
-        self.made: list[tuple[OperandScaling, ScaledCodes | None, ScaledCodes | None]] = []
+        self.made: list[tuple[OperandScaling, Codes]] = []
 
-    def give_codes(self, scaling: OperandScaling, input_TK: Tensor, *, rows: bool, columns: bool) -> None:
-        """Give a layer's scaling what it would make of the activation (T, K) next: codes of a layer before, or new ones.
+    def codes_for(self, scaling: OperandScaling, input_TK: Tensor, *, rows: bool, columns: bool) -> Codes | None:
+        """What a layer's scaling would make of the activation (T, K) next: codes of a layer before, or new ones.
 
-        Layers share codes if they quantize by one recipe, and remember and sample alike. With delayed scaling the scale is then
-        that of the first layer's history, which is the others' too, since they have seen the same activations.
+        None if there is nothing to make, or ranks have given it codes that they have gathered. Layers share codes if they
+        quantize by one recipe, and remember and sample alike. With delayed scaling the scale is then that of the first layer's
+        history, which is the others' too, since they have seen the same activations.
         """
-        is_given = scaling.given is not None or scaling.regather is not None  # ranks have gathered it
+        is_given = scaling.given is not None or scaling.regather is not None
         if is_given or not (rows or columns) or not input_TK.shape[0]:
-            return
-        for other, row_codes, column_codes in self.made:
+            return None
+        for other, (row_codes, column_codes) in self.made:
             has_all = (row_codes is not None or not rows) and (column_codes is not None or not columns)
             if has_all and _alike(scaling, other):
                 scaling.follow(other)
-                scaling.given = (row_codes if rows else None, column_codes if columns else None)
-                return
+                return row_codes if rows else None, column_codes if columns else None
         made = scaling.quantize(input_TK, amax=self.amax, rows=rows, columns=columns, transposed_later=True)
-        self.made.append((scaling, *made))
-        scaling.given = made
+        self.made.append((scaling, made))
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave nothing of it in the file of an activation that somebody saves."""

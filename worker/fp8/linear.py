@@ -28,7 +28,7 @@ from worker.fp8.gradient import RoundingPosition
 from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, product_dtype, zero_gradients
 from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
-from worker.fp8.operand import OperandScaling, product
+from worker.fp8.operand import Codes, OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 from worker.fp8.usual import UsualProducts, is_usual_layer, is_usual_pass
 from worker.fp8.weights import EncodedWeight
@@ -104,17 +104,17 @@ class Float8Linear(GuardedCodes):
                     input = kernels.ACTIVATIONS[activation].forward(input)
                 weight_NK = self.weight.t() if self.is_transposed else self.weight
                 return half_linear(input, weight_NK, self.bias, torch.bfloat16).to(output_dtype)
-            input_TK = input.reshape(-1, self.in_features)
+            input_TK, codes = input.reshape(-1, self.in_features), None
             if activation is None and (carried := carried_by(input)) is not None:
                 columns = "grad_weight" not in wide and self.weight.requires_grad and torch.is_grad_enabled()
-                carried.give_codes(self.input_scaling, input_TK, rows="output" not in wide, columns=columns)
+                codes = carried.codes_for(self.input_scaling, input_TK, rows="output" not in wide, columns=columns)
             weight: Tensor = self.weight
             if torch.compiler.is_compiling() and self.weight.requires_grad and self._gradient_port is not None:
                 weight = self._gradient_port
             is_usual = not wide and is_usual_pass(self, input_TK)
             bias_N = self.bias if is_usual or "output" in wide else None  # added on the way out
             apply = UsualProducts.apply if is_usual else Float8Products.apply
-            output_TN = apply(input_TK, weight, bias_N, output_dtype, self, activation)
+            output_TN = apply(input_TK, weight, bias_N, output_dtype, self, activation, codes)
         if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
@@ -231,8 +231,9 @@ class Float8Products(torch.autograd.Function):
         output_dtype: torch.dtype,
         layer: Float8Linear,
         activation: str | None,
+        codes: Codes | None,
     ) -> Tensor:
-        """bias_N: only where the output is computed in bf16. activation: applied to the input."""
+        """bias_N: only where the output is computed in bf16. activation: applied to the input. codes: of the input, as made."""
         wide, scaling = layer.high_precision, layer.input_scaling
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
         ctx.is_empty = input_TK.shape[0] == 0
@@ -248,7 +249,8 @@ class Float8Products(torch.autograd.Function):
             input_half = kernels.ACTIVATIONS[activation].forward(input_TK).to(torch.bfloat16)
         else:
             rows, columns = "output" not in wide, "grad_weight" not in wide and ctx.needs_input_grad[1]
-            input_rows, input_columns = scaling.quantize(input_TK, rows=rows, columns=columns, transposed_later=True)
+            made = codes or scaling.quantize(input_TK, rows=rows, columns=columns, transposed_later=True)
+            input_rows, input_columns = made
             input_half = input_TK.to(torch.bfloat16) if wide & {"output", "grad_weight"} else None
             saved = (input_half, None) if "grad_weight" in wide else (input_columns or (None, None))[:2]
         ctx.save_for_backward(*saved, weight, layer.weight_dequant_scale)
@@ -291,4 +293,4 @@ class Float8Products(torch.autograd.Function):
         if activation is not None and grad_input_TK is not None:
             grad_input_TK = kernels.ACTIVATIONS[activation].backward(grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
-        return grad_input_TK, grad_weight, grad_bias_N, None, None, None
+        return grad_input_TK, grad_weight, grad_bias_N, None, None, None, None

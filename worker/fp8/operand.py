@@ -26,6 +26,9 @@ def product(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fas
     return kernels.matmul(a_MK, b_NK, out_dtype, fast_accumulation=fast_accumulation and has_tensor_scales)
 
 
+Codes = tuple[ScaledCodes | None, ScaledCodes | None]
+"""Of one operand, for products over its rows and over its columns; None where these are not wanted."""
+
 REMEMBERED = ("step_amax", "amax_history", "window_amax", "num_finite_steps")
 """The buffers of delayed scaling."""
 
@@ -38,9 +41,8 @@ class OperandScaling(KeepsDtypes):
     amax_history: Tensor
     window_amax: Tensor
     num_finite_steps: Tensor
-    given: tuple[ScaledCodes | None, ScaledCodes | None] | None = None
-    """Codes of the next operand that somebody else has made, for products over its rows and over its columns: ranks that had
-    some of its tokens each and have gathered them, or a layer with the same operand (`carried.py`)."""
+    given: Codes | None = None
+    """Codes of the next operand that ranks have gathered, each of which had some of its tokens."""
     regather: Callable[[Tensor], Tensor] | None = None
     """Gathers the codes of all tokens (T, K) once more, of those that this rank has kept (B, t, K)."""
 
@@ -50,7 +52,6 @@ class OperandScaling(KeepsDtypes):
         self.recipe = recipe
         self.format = format
         self.is_sampled = False  # whether to measure what is quantized next
-        self.given = None  # here, not of the class: a compiled graph guards on what the instance holds itself
         # What was measured since the last optimizer step, NaN if nothing was. Written in place, as a compiled graph can.
         self.register_buffer("sample", torch.full((NUM_MEASURES,), torch.nan, device=device), persistent=False)
         if recipe.amax_history_length:
@@ -69,7 +70,7 @@ class OperandScaling(KeepsDtypes):
         columns: bool = True,
         transposed_later: bool = False,
         is_again: bool = False,
-    ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+    ) -> Codes:
         """Codes of x for products over its rows, and codes of x.T for products over its columns; None if not wanted.
 
         One read of x makes both. unit: what is quantized is x * unit, where x are themselves codes and unit (), a power of

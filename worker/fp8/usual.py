@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.gradient_hooks import product_dtype
-from worker.fp8.operand import product
+from worker.fp8.operand import Codes, product
 from worker.fp8.recipe import Recipe
 from worker.kernels import ScaleKind
 from worker.kernels.gemm import ALIGNMENT
@@ -55,6 +55,7 @@ class UsualProducts(torch.autograd.Function):
         output_dtype: torch.dtype,
         layer: "Float8Linear",
         activation: str | None,
+        codes: Codes | None,
     ) -> Tensor:
         """Arguments as for Float8Products, bias_N of any product."""
         recipe, unit = layer.recipe, layer.weight_dequant_scale
@@ -63,8 +64,8 @@ class UsualProducts(torch.autograd.Function):
         ctx.layer, ctx.activation, ctx.input_dtype = layer, activation, input_TK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         needs_weight = ctx.needs_input_grad[1]
-        if layer.input_scaling.given is not None:  # codes that another layer made of the same input
-            rows, columns = layer.input_scaling.quantize(input_TK, rows=True, columns=needs_weight)
+        if codes is not None:
+            rows, columns = codes
             assert rows is not None
             output_TN = product(rows, layer.weight_operand(), output_dtype, fast_accumulation=True)
             kept = [] if columns is None else [columns.codes, columns.dequant_scale]
@@ -99,4 +100,4 @@ class UsualProducts(torch.autograd.Function):
             if activation is not None and grad_input_TK is not None:
                 grad_input_TK = kernels.ACTIVATIONS[activation].backward(grad_input_TK, input_saved)
         grad_bias_N = grad_output_TN.sum(0).to(ctx.bias_dtype) if needs_bias else None
-        return grad_input_TK, grad_weight, grad_bias_N, None, None, None
+        return grad_input_TK, grad_weight, grad_bias_N, None, None, None, None
