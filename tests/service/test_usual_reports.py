@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from api_schemas import EvaluationReport, FinishedReport, LogReport, ReportBatch
 from service import store
-from service.db.tables import AttemptRow, JobRow, MetricRow, ReportStreamRow
+from service.db.tables import AttemptRow, JobRow, ReportStreamRow
 from service.errors import ServiceError
 from service.jobs.report_batches import ReportBatches
 from service.jobs.usual_reports import SentBatch, apply_usual
@@ -33,13 +33,16 @@ def stored(world: World, rank: Rank) -> Any:
     with world.database.read() as session:
         attempt = session.get(AttemptRow, rank.order.attempt_id)
         job = session.get(JobRow, rank.order.job_id)
-        points = session.scalars(select(MetricRow).where(MetricRow.job_id == rank.order.job_id).order_by(MetricRow.step))
+        points = [
+            point._replace(attempt_id="")._asdict()
+            for point in store.curves.points_after(session, rank.order.job_id, 0, 10_000)
+        ]
         streams = session.scalars(select(ReportStreamRow).where(ReportStreamRow.attempt_id == rank.order.attempt_id))
-        rows = [attempt, job, *points, *sorted(streams, key=lambda row: row.rank)]
+        rows = [attempt, job, *sorted(streams, key=lambda row: row.rank)]
         return [
             {column.name: getattr(row, column.name) for column in row.__table__.columns if column.name not in _OWN}
             for row in rows
-        ]
+        ] + points
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
