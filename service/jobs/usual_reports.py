@@ -51,7 +51,7 @@ def apply_usual(transaction: Transaction, together: Sequence[SentBatch], lease_s
         for number, standing in usual.items():
             reports = together[number].batch.reports
             acknowledged = reports[-1].seq if reports else standing.last_seq
-            reply = ReportReply(desired=standing.desired, lease_s=lease_s, acknowledged_seq=acknowledged)
+            reply = ReportReply.model_construct(desired=standing.desired, lease_s=lease_s, acknowledged_seq=acknowledged)
             applied[number] = Applied(reply, finished=False)
     return applied
 

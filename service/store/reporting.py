@@ -74,6 +74,7 @@ _LOCK, _STANDINGS, _OF_OTHERS, _OF_RANK_0 = ForIds(_lock), ForIds(_standings), F
 _ATTEMPT_STEPS = Changes(_ATTEMPTS, "id", ["last_step", "last_progress_at"])
 _JOB_STEPS = Changes(_JOBS, "id", ["step", "loss", "tokens_per_s", "remaining_s", "reported_at"])
 _SEQUENCES = Rows(_STREAMS, replaces=True)
+_STATES, _DESIRED = {state.value: state for state in AttemptState}, {desired.value: desired for desired in DesiredState}
 
 
 def lock_jobs(transaction: Transaction, attempt_ids: Sequence[str]) -> None:
@@ -88,7 +89,7 @@ def standings(transaction: Transaction, attempt_ids: Sequence[str], rank: int) -
     for attempt_id, job_id, epoch, state, workers, token_hash, was_heard, desired, *numbers in _STANDINGS.execute(
         transaction, attempt_ids, rank=rank
     ):
-        states = AttemptState(state), DesiredState(desired)
+        states = _STATES[state], _DESIRED[desired]
         found[attempt_id] = Standing(
             attempt_id, job_id, epoch, states[0], workers, token_hash, bool(was_heard), states[1], *numbers
         )
