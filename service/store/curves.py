@@ -227,9 +227,18 @@ def _point(part: Part, place: int) -> Point:
 
 
 def _as_point(attempt_id: str, values: Sequence[Any]) -> Point:
-    step, at, tokens, loss, gradient_norm, *others = values
-    norms = [None if isnan(value) else value for value in (loss, gradient_norm)]
-    return Point(step, _EPOCH + timedelta(microseconds=at), attempt_id, *norms, others[0], tokens, *others[1:])
+    step, at, tokens, loss, gradient_norm, learning_rate, step_time_s, data_wait_s = values
+    return Point(
+        step,
+        _EPOCH + timedelta(microseconds=at),
+        attempt_id,
+        None if isnan(loss) else loss,
+        None if isnan(gradient_norm) else gradient_norm,
+        learning_rate,
+        tokens,
+        step_time_s,
+        data_wait_s,
+    )
 
 
 def _place(part: Part, step: int) -> int | None:

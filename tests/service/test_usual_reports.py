@@ -58,7 +58,18 @@ def test_many_attempts_take_a_few_statements_and_one_commit(world: World, num_st
 
 
 SHIFTS = {"gap": 1, "again": -2, "overlapping": -1}
-KINDS = ["heartbeat", "steps", *SHIFTS, "evaluated", "log", "old epoch", "no such rank", "not finite"]
+KINDS = [
+    "heartbeat",
+    "steps",
+    *SHIFTS,
+    "evaluated",
+    "log",
+    "old epoch",
+    "no such rank",
+    "not finite",
+    "backwards",
+    "in the curve",
+]
 
 
 def made(kind: str, rank: Rank, first_step: int) -> ReportBatch:
@@ -72,6 +83,10 @@ def made(kind: str, rank: Rank, first_step: int) -> ReportBatch:
         bodies = [LogReport(level="INFO", message="a line")]
     elif kind == "not finite":
         bodies[1] = bodies[1].model_copy(update={"loss": None, "step_time_s": 0.0})
+    elif kind == "backwards":
+        bodies.reverse()
+    elif kind == "in the curve":
+        bodies = [step(1, loss=first_step), step(first_step)]
     before = rank.seq
     batch = rank.batch(*bodies)
     if kind in SHIFTS:
@@ -101,7 +116,7 @@ def test_the_result_is_that_of_reports_applied_alone(world: World) -> None:
 
 
 def test_what_has_to_be_decided_is_left_alone(world: World) -> None:
-    for why in ("token", "workers", "over", "twice", "not heard", "another kind"):
+    for why in ("token", "workers", "over", "twice", "not heard", "another kind", "backwards", "again"):
         batches = to_decide(world, why)
         with world.database.write() as session:
             assert apply_usual(session, batches, 60.0, world.clock.now()) == {}, why
@@ -111,7 +126,10 @@ def to_decide(world: World, why: str) -> list[SentBatch]:
     """What an attempt of its own sent that may not be applied unseen."""
     _, rank = world.start(name=why.replace(" ", "-"), pool="h100")
     one = sent(rank, LogReport(level="INFO", message="a line")) if why == "another kind" else sent(rank)
-    if why == "token":
+    if why in {"backwards", "again"}:
+        rank.train(1, 2)
+        one = sent(rank, *map(step, (4, 3) if why == "backwards" else (2, 3)))
+    elif why == "token":
         one = replace(one, token="wrong")
     elif why == "workers":
         one = replace(one, batch=ReportBatch(epoch=1, rank=1))
