@@ -200,8 +200,7 @@ class _Batch:
     def _evaluation(self, body: EvaluationReport) -> None:
         self.attempt.last_progress_at = self.now
         if body.step in self.steps:
-            evaluation = {"evaluation_loss": body.loss, "evaluation_metrics": body.metrics}
-            self.steps[body.step] = self.steps[body.step]._replace(**evaluation)
+            self.steps[body.step] = self.steps[body.step]._replace(evaluation_loss=body.loss, evaluation_metrics=body.metrics)
         elif not store.curves.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
             self._event("evaluation.without_step", f"step {body.step} was evaluated and is not in the curve", loss=body.loss)
 

@@ -75,8 +75,13 @@ def _is_usual(sent: SentBatch, standing: Standing) -> bool:
         and (not batch.reports or standing.state is AttemptState.RUNNING)
         and [report.seq for report in batch.reports]
         == list(range(standing.last_seq + 1, standing.last_seq + 1 + len(batch.reports)))
-        and _rise_from(standing.last_step, [report.body.step for report in batch.reports])
+        and _rise_from(standing.last_step, [step.step for step in _steps(batch)])
     )
+
+
+def _steps(batch: ReportBatch | StepBatch) -> list[Any]:
+    """Return the steps of a usual batch, as `StepReport` or `SentStep`."""
+    return [report.body for report in batch.reports]
 
 
 def _rise_from(last: int, steps: Sequence[int]) -> bool:
@@ -91,13 +96,11 @@ def _write_steps(transaction: Transaction, batches: Sequence[tuple[Standing, Rep
     for standing, batch in batches:
         if not batch.reports:
             continue
-        last = batch.reports[-1]
-        step: Any = last.body  # of a `StepReport` or a `SentStep`: other reports are not usual
-        attempts.append((standing.attempt_id, step.step, now))
+        moments, steps = [report.at for report in batch.reports], _steps(batch)
+        attempts.append((standing.attempt_id, steps[-1].step, now))
         # In the order of the columns of `store.reporting.note_steps`.
-        jobs.append((standing.job_id, *progress(step, standing.num_steps).values(), now))
-        sequences.append((standing.attempt_id, batch.rank, last.seq))
-        moments, steps = [report.at for report in batch.reports], [report.body for report in batch.reports]
+        jobs.append((standing.job_id, *progress(steps[-1], standing.num_steps).values(), now))
+        sequences.append((standing.attempt_id, batch.rank, batch.reports[-1].seq))
         parts.append(part_of(standing.job_id, standing.attempt_id, moments, steps))
     store.reporting.note_steps(transaction, attempts, jobs)
     store.reporting.put_sequences(transaction, sequences)
