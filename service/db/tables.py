@@ -186,21 +186,28 @@ class EventRow(Base):
     data: Mapped[dict[str, Any]]
 
 
-class MetricRow(Base):
-    __tablename__ = "metrics"
+class CurvePartRow(Base):
+    """Steps of a job's curve that one attempt reported together. `store.curves` says what is packed."""
+
+    __tablename__ = "curve_parts"
+
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"), primary_key=True)
+    last_step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    first_step: Mapped[int] = mapped_column(BigInteger)
+    num_steps: Mapped[int]
+    attempt_id: Mapped[str] = mapped_column(id_column())
+    packed: Mapped[bytes]
+
+
+class EvaluationRow(Base):
+    """An evaluation after a step of a job's curve."""
+
+    __tablename__ = "evaluations"
 
     job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"), primary_key=True)
     step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
-    at: Mapped[datetime]
-    attempt_id: Mapped[str] = mapped_column(id_column())
     loss: Mapped[float | None]
-    gradient_norm: Mapped[float | None]
-    learning_rate: Mapped[float]
-    tokens: Mapped[int] = mapped_column(BigInteger)
-    step_time_s: Mapped[float]
-    data_wait_s: Mapped[float]
-    evaluation_loss: Mapped[float | None]
-    evaluation_metrics: Mapped[dict[str, Any] | None]
+    metrics: Mapped[dict[str, Any]]
 
 
 class CheckpointRow(Base):

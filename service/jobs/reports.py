@@ -37,8 +37,8 @@ from service.jobs import attempts
 from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent
 from service.jobs.step_batches import SentStep
+from service.store.curves import Point
 from service.store.ids import new_id
-from service.store.reporting import Point
 
 MAX_LOG_LINES = 100_000
 START_PHASES = ("placed", "process_up", "torch_imported", "model_built", "first_step", "warmed_up")
@@ -183,14 +183,14 @@ class _Batch:
         self.attempt.last_progress_at = self.now
         attempts.started(self.session, self.job, self.attempt, self.now, body.resumed_from_step)
         store.records.drop_after(self.session, self.job.id, body.resumed_from_step)
-        last = store.records.last_metric(self.session, self.job.id)
-        self.job.steps = body.steps
-        self.job.step, self.job.loss = body.resumed_from_step, last.loss if last else None
+        # Also where the spec says it: to read it there for each batch of steps takes as long as the rest of the query.
+        self.job.steps = body.steps or self.job.spec["training"]["steps"]
+        self.job.step, self.job.loss = body.resumed_from_step, store.curves.last_loss(self.session, self.job.id)
         self.job.tokens_per_s = self.job.remaining_s = None
         self.job.reported_at = self.now
 
     def _step(self, body: StepReport, at: datetime) -> None:
-        self.steps[body.step] = point(self.job.id, self.attempt.id, at, body)
+        self.steps[body.step] = point(self.attempt.id, at, body)
         for name, value in progress(body, self.job.num_steps).items():
             setattr(self.job, name, value)
         self.job.reported_at = self.now
@@ -200,8 +200,8 @@ class _Batch:
     def _evaluation(self, body: EvaluationReport) -> None:
         self.attempt.last_progress_at = self.now
         if body.step in self.steps:
-            self.steps[body.step] = (*self.steps[body.step][:-2], body.loss, body.metrics)
-        elif not store.records.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
+            self.steps[body.step] = self.steps[body.step]._replace(evaluation_loss=body.loss, evaluation_metrics=body.metrics)
+        elif not store.curves.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
             self._event("evaluation.without_step", f"step {body.step} was evaluated and is not in the curve", loss=body.loss)
 
     def _checkpoint(self, body: CheckpointReport, at: datetime) -> None:
@@ -241,7 +241,7 @@ class _Batch:
         store.jobs.add_event(self.session, self.job, self.now, type_, message, attempt_id=self.attempt.id, data=data)
 
     def _write_gathered(self) -> None:
-        store.reporting.put_metrics(self.session, list(self.steps.values()))
+        store.curves.put_points(self.session, self.job.id, self.steps.values())
         store.records.add_log_lines(self.session, self.log_lines)
         self.steps, self.log_lines = {}, []
 
@@ -256,19 +256,6 @@ def progress(step: StepReport | SentStep, num_steps: int | None) -> dict[str, An
     }
 
 
-def point(job_id: str, attempt_id: str, at: datetime, step: StepReport | SentStep) -> Point:
-    """Make the row of a step's curve, before it is evaluated."""
-    return (
-        job_id,
-        step.step,
-        at,
-        attempt_id,
-        step.loss,
-        step.gradient_norm,
-        step.learning_rate,
-        step.tokens,
-        step.step_time_s,
-        step.data_wait_s,
-        None,
-        None,
-    )
+def point(attempt_id: str, at: datetime, step: StepReport) -> Point:
+    """Make the point of a step, before it is evaluated."""
+    return Point(attempt_id=attempt_id, at=at, **step.model_dump(exclude={"kind"}))

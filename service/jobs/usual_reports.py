@@ -1,22 +1,24 @@
 """Applies heartbeats and steps, which are nearly all that ranks report, for many attempts with a few statements.
 
 Only batches about which there is nothing to decide are applied here: the attempt trains or starts and was heard before, the
-token and the epoch are right, no report is missing or comes twice. For them the result is that of `reports.apply`, which
-decides about all others.
+token and the epoch are right, no report is missing or comes twice, and the steps continue the curve. For them the result is
+that of `reports.apply`, which decides about all others.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from operator import lt
 from typing import Any
 
 from api_schemas import AttemptState, ReportBatch, ReportReply, StepReport
 from service import store
 from service.db.bulk import Transaction
-from service.jobs.reports import Applied, is_hash_of, point, progress
+from service.jobs.reports import Applied, is_hash_of, progress
 from service.jobs.step_batches import StepBatch
-from service.store.reporting import Point, Standing
+from service.store.curves import Part, part_of
+from service.store.reporting import Standing
 
 _HEARD_BEFORE = {AttemptState.STARTING, AttemptState.RUNNING}
 
@@ -49,7 +51,7 @@ def apply_usual(transaction: Transaction, together: Sequence[SentBatch], lease_s
         for number, standing in usual.items():
             reports = together[number].batch.reports
             acknowledged = reports[-1].seq if reports else standing.last_seq
-            reply = ReportReply(desired=standing.desired, lease_s=lease_s, acknowledged_seq=acknowledged)
+            reply = ReportReply.model_construct(desired=standing.desired, lease_s=lease_s, acknowledged_seq=acknowledged)
             applied[number] = Applied(reply, finished=False)
     return applied
 
@@ -73,25 +75,33 @@ def _is_usual(sent: SentBatch, standing: Standing) -> bool:
         and (not batch.reports or standing.state is AttemptState.RUNNING)
         and [report.seq for report in batch.reports]
         == list(range(standing.last_seq + 1, standing.last_seq + 1 + len(batch.reports)))
+        and _rise_from(standing.last_step, [step.step for step in _steps(batch)])
     )
+
+
+def _steps(batch: ReportBatch | StepBatch) -> list[Any]:
+    """Return the steps of a usual batch, as `StepReport` or `SentStep`."""
+    return [report.body for report in batch.reports]
+
+
+def _rise_from(last: int, steps: Sequence[int]) -> bool:
+    return not steps or (steps[0] > last and all(map(lt, steps, steps[1:])))
 
 
 def _write_steps(transaction: Transaction, batches: Sequence[tuple[Standing, ReportBatch | StepBatch]], now: datetime) -> None:
     attempts: list[tuple[Any, ...]] = []
     jobs: list[tuple[Any, ...]] = []
     sequences: list[tuple[str, int, int]] = []
-    points: list[Point] = []
+    parts: list[Part] = []
     for standing, batch in batches:
         if not batch.reports:
             continue
-        last = batch.reports[-1]
-        step: Any = last.body  # of a `StepReport` or a `SentStep`: other reports are not usual
-        attempts.append((standing.attempt_id, step.step, now))
+        moments, steps = [report.at for report in batch.reports], _steps(batch)
+        attempts.append((standing.attempt_id, steps[-1].step, now))
         # In the order of the columns of `store.reporting.note_steps`.
-        jobs.append((standing.job_id, *progress(step, standing.num_steps).values(), now))
-        sequences.append((standing.attempt_id, batch.rank, last.seq))
-        steps: list[tuple[datetime, Any]] = [(report.at, report.body) for report in batch.reports]
-        points += [point(standing.job_id, standing.attempt_id, at, body) for at, body in steps]
+        jobs.append((standing.job_id, *progress(steps[-1], standing.num_steps).values(), now))
+        sequences.append((standing.attempt_id, batch.rank, batch.reports[-1].seq))
+        parts.append(part_of(standing.job_id, standing.attempt_id, moments, steps))
     store.reporting.note_steps(transaction, attempts, jobs)
     store.reporting.put_sequences(transaction, sequences)
-    store.reporting.put_metrics(transaction, points)
+    store.curves.add_parts(transaction, parts)

@@ -25,7 +25,8 @@ from api_schemas import (
     rfc3339,
 )
 from api_schemas.recipe import RecipeSpec
-from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow, MetricRow
+from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow
+from service.store.curves import Point
 from service.store.jobs import NewJob
 from service.store.shown import ShownRow
 
@@ -192,7 +193,7 @@ def log_line(row: LogLineRow) -> LogLine:
     return LogLine(seq=row.seq, at=row.at, attempt_id=row.attempt_id, rank=row.rank, level=row.level, message=row.message)
 
 
-def metric_point(row: MetricRow) -> MetricPoint:
+def metric_point(row: Point) -> MetricPoint:
     return MetricPoint(
         step=row.step,
         at=row.at,
@@ -206,7 +207,7 @@ def metric_point(row: MetricRow) -> MetricPoint:
         tokens_per_s=row.tokens / row.step_time_s if row.step_time_s > 0 else 0.0,
         evaluation_loss=row.evaluation_loss,
         evaluation_perplexity=perplexity(row.evaluation_loss),
-        evaluation_metrics=row.evaluation_metrics or {},
+        evaluation_metrics=dict(row.evaluation_metrics or {}),
     )
 
 

@@ -68,7 +68,7 @@ def metrics(job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 1000, 
     """The job's curve. Every step is in it once, from the last attempt that trained it."""
     with context.database.read() as session:
         _require_job(session, job_id)
-        points = [views.metric_point(row) for row in store.records.metrics_after(session, job_id, after, limit + 1)]
+        points = [views.metric_point(row) for row in store.curves.points_after(session, job_id, after, limit + 1)]
     return page_of(points, limit, lambda point: str(point.step))
 
 

@@ -1,12 +1,13 @@
 """Shortcuts to the routes that are asked most: to report, to submit a job, to read one or a page. See `http/shortcuts.py`."""
 
 import re
+from functools import lru_cache
 
 from anyio.to_thread import run_sync
 from fastapi import Response
 from pydantic import ValidationError
 
-from api_schemas import JobSpec, ReportBatch
+from api_schemas import JobSpec, ReportBatch, ReportReply
 from service.deps import IDEMPOTENCY_KEY, IDEMPOTENCY_KEY_MAX_LENGTH, AppContext, tenant_of
 from service.http.pages import as_json
 from service.http.shortcuts import Shortcut, Usual, route_of
@@ -29,7 +30,7 @@ def shortcuts(context: AppContext, telemetry: Telemetry) -> list[Shortcut]:
             batch = read_step_batch(usual.body) or ReportBatch.model_validate_json(usual.body)
         except ValidationError:
             return None
-        return as_json(await reports.apply(SentBatch(attempt_id, token, batch), context, telemetry))
+        return _answer(await reports.apply(SentBatch(attempt_id, token, batch), context, telemetry))
 
     async def submit(usual: Usual) -> Response | None:
         key = usual.header(b"idempotency-key")
@@ -65,6 +66,12 @@ def shortcuts(context: AppContext, telemetry: Telemetry) -> list[Shortcut]:
         Shortcut(route_of(jobs.router, "get_job"), read),
         Shortcut(route_of(jobs.router, "list_jobs"), read_page, takes_query=True),
     ]
+
+
+@lru_cache(maxsize=1024)
+def _answer(reply: ReportReply) -> Response:
+    """Render a reply. A heartbeat is mostly answered as the one before it, and an answer may be sent any number of times."""
+    return as_json(reply)
 
 
 def _is_idempotency_key(key: str) -> bool:

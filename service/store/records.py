@@ -1,13 +1,14 @@
-"""SQL about the records of a running job: its curve, checkpoints, log lines, report streams and exporters."""
+"""SQL about the records of a running job, but for its curve: checkpoints, log lines, report streams and exporters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import delete, func, insert, or_, select, update
+from sqlalchemy import delete, func, insert, or_, select
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState
-from service.db.tables import AttemptRow, CheckpointRow, ExporterRow, JobRow, LogLineRow, MetricRow, ReportStreamRow
+from service.db.tables import AttemptRow, CheckpointRow, ExporterRow, JobRow, LogLineRow, ReportStreamRow
+from service.store import curves
 
 
 def last_sequence(session: Session, attempt_id: str, rank: int) -> int:
@@ -37,46 +38,10 @@ def live_exporters(session: Session) -> list[tuple[ExporterRow, AttemptRow, JobR
     return [(exporter, attempt, job) for exporter, attempt, job in session.execute(query)]
 
 
-def metrics_after(session: Session, job_id: str, step: int, limit: int) -> list[MetricRow]:
-    query = select(MetricRow).where(MetricRow.job_id == job_id, MetricRow.step > step).order_by(MetricRow.step).limit(limit)
-    return list(session.scalars(query))
-
-
-def put_evaluation(session: Session, job_id: str, step: int, loss: float | None, metrics: Mapping[str, float | None]) -> bool:
-    """Write an evaluation into its step. Returns False if the curve has no such step."""
-    where = (MetricRow.job_id == job_id, MetricRow.step == step)
-    values = {"evaluation_loss": loss, "evaluation_metrics": dict(metrics)}
-    found = session.execute(update(MetricRow).where(*where).values(values).returning(MetricRow.step))
-    return found.first() is not None
-
-
 def drop_after(session: Session, job_id: str, step: int) -> None:
     """Delete the curve and the checkpoints after `step`, because an attempt trains those steps again."""
-    session.execute(delete(MetricRow).where(MetricRow.job_id == job_id, MetricRow.step > step))
+    curves.drop_after(session, job_id, step)
     session.execute(delete(CheckpointRow).where(CheckpointRow.job_id == job_id, CheckpointRow.step > step))
-
-
-def last_metric(session: Session, job_id: str) -> MetricRow | None:
-    query = select(MetricRow).where(MetricRow.job_id == job_id).order_by(MetricRow.step.desc()).limit(1)
-    return session.scalar(query)
-
-
-def last_metrics(session: Session, job_ids: Sequence[str]) -> dict[str, MetricRow]:
-    """Find the last step of each job's curve; by job id."""
-    query = select(MetricRow).join(JobRow, (JobRow.id == MetricRow.job_id) & (JobRow.step == MetricRow.step))
-    return {row.job_id: row for row in session.scalars(query.where(MetricRow.job_id.in_(job_ids)))}
-
-
-def last_evaluations(session: Session, job_ids: Sequence[str]) -> dict[str, MetricRow]:
-    """Find the step of each job's last evaluation; by job id."""
-    newest = (
-        select(MetricRow.job_id, func.max(MetricRow.step).label("step"))
-        .where(MetricRow.job_id.in_(job_ids), MetricRow.evaluation_loss.is_not(None))
-        .group_by(MetricRow.job_id)
-        .subquery()
-    )
-    rows = select(MetricRow).join(newest, (newest.c.job_id == MetricRow.job_id) & (newest.c.step == MetricRow.step))
-    return {row.job_id: row for row in session.scalars(rows)}
 
 
 def last_checkpoints(session: Session, job_ids: Sequence[str]) -> dict[str, CheckpointRow]:

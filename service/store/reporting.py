@@ -11,20 +11,14 @@ from sqlalchemy import BigInteger, BindParameter, Select, Update, bindparam, cas
 
 from api_schemas import AttemptState, DesiredState
 from service.db.bulk import Changes, ForIds, Rows, Transaction, connection_of
-from service.db.tables import AttemptRow, Base, JobRow, MetricRow, ReportStreamRow
+from service.db.tables import AttemptRow, Base, CurvePartRow, JobRow, ReportStreamRow
 
 _ATTEMPTS, _JOBS = Base.metadata.tables[AttemptRow.__tablename__], Base.metadata.tables[JobRow.__tablename__]
-_STREAMS, _METRICS = Base.metadata.tables[ReportStreamRow.__tablename__], Base.metadata.tables[MetricRow.__tablename__]
-
-
-Point = tuple[
-    str, int, datetime, str, float | None, float | None, float, int, float, float, float | None, dict[str, float | None] | None
-]
-"""A row of a job's curve: the columns of `MetricRow`, in the order of the table."""
+_STREAMS = Base.metadata.tables[ReportStreamRow.__tablename__]
 
 
 class Standing(NamedTuple):
-    """How an attempt stands with one of its ranks, as far as it decides about reports."""
+    """How an attempt stands with one of its ranks, as far as it decides about reports. last_step: of the job's curve."""
 
     attempt_id: str
     job_id: str
@@ -36,6 +30,7 @@ class Standing(NamedTuple):
     desired: DesiredState
     num_steps: int | None
     last_seq: int
+    last_step: int
 
 
 def _lock(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
@@ -45,6 +40,8 @@ def _lock(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
 
 def _standings(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
     is_rank = ReportStreamRow.rank == bindparam("rank")
+    is_of_job = CurvePartRow.job_id == AttemptRow.job_id
+    end_of_curve = select(func.max(CurvePartRow.last_step)).where(is_of_job).correlate(AttemptRow).scalar_subquery()
     return (
         select(
             AttemptRow.id,
@@ -57,6 +54,7 @@ def _standings(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
             JobRow.desired,
             func.coalesce(JobRow.steps, cast(JobRow.spec[("training", "steps")].as_string(), BigInteger)),
             func.coalesce(ReportStreamRow.last_seq, 0),
+            func.coalesce(end_of_curve, 0),
         )
         .join(JobRow, JobRow.id == AttemptRow.job_id)
         .outerjoin(ReportStreamRow, (ReportStreamRow.attempt_id == AttemptRow.id) & is_rank)
@@ -75,7 +73,8 @@ def _renewed(ids: Sequence[BindParameter[str]]) -> Update:
 _LOCK, _STANDINGS, _OF_OTHERS, _OF_RANK_0 = ForIds(_lock), ForIds(_standings), ForIds(_heard), ForIds(_renewed)
 _ATTEMPT_STEPS = Changes(_ATTEMPTS, "id", ["last_step", "last_progress_at"])
 _JOB_STEPS = Changes(_JOBS, "id", ["step", "loss", "tokens_per_s", "remaining_s", "reported_at"])
-_SEQUENCES, _CURVES = Rows(_STREAMS, replaces=True), Rows(_METRICS, replaces=True)
+_SEQUENCES = Rows(_STREAMS, replaces=True)
+_STATES, _DESIRED = {state.value: state for state in AttemptState}, {desired.value: desired for desired in DesiredState}
 
 
 def lock_jobs(transaction: Transaction, attempt_ids: Sequence[str]) -> None:
@@ -90,7 +89,7 @@ def standings(transaction: Transaction, attempt_ids: Sequence[str], rank: int) -
     for attempt_id, job_id, epoch, state, workers, token_hash, was_heard, desired, *numbers in _STANDINGS.execute(
         transaction, attempt_ids, rank=rank
     ):
-        states = AttemptState(state), DesiredState(desired)
+        states = _STATES[state], _DESIRED[desired]
         found[attempt_id] = Standing(
             attempt_id, job_id, epoch, states[0], workers, token_hash, bool(was_heard), states[1], *numbers
         )
@@ -116,8 +115,3 @@ def note_steps(transaction: Transaction, attempts: Sequence[tuple[Any, ...]], jo
 def put_sequences(transaction: Transaction, rows: Sequence[tuple[str, int, int]]) -> None:
     """Write the sequence numbers of the last reports that were applied. Rows have the columns of the table, in its order."""
     _SEQUENCES.execute(transaction, rows)
-
-
-def put_metrics(transaction: Transaction, rows: Sequence[Point]) -> None:
-    """Add steps to curves. A step that is there already is replaced, together with its evaluation."""
-    _CURVES.execute(transaction, rows)

@@ -17,8 +17,9 @@ from sqlalchemy.orm import Session
 
 from service import store
 from service.db.engine import Database
-from service.db.tables import AttemptRow, CheckpointRow, JobRow, MetricRow
+from service.db.tables import AttemptRow, CheckpointRow, EvaluationRow, JobRow
 from service.jobs import reports, views
+from service.store.curves import Point
 
 MAX_JOBS = 200
 MAX_SERIES = 44
@@ -66,8 +67,8 @@ class Reported(NamedTuple):
 
     job: JobRow
     attempt: AttemptRow | None
-    metric: MetricRow | None
-    evaluation: MetricRow | None
+    metric: Point | None
+    evaluation: EvaluationRow | None
     checkpoint: CheckpointRow | None
 
 
@@ -162,8 +163,8 @@ def _reported(session: Session, jobs: Sequence[JobRow]) -> Iterator[Reported]:
         return
     attempts = store.jobs.current_attempts(session, jobs)
     ids = [job.id for job in jobs]
-    metrics = store.records.last_metrics(session, ids)
-    evaluations = store.records.last_evaluations(session, ids)
+    metrics = store.curves.current_points(session, ids)
+    evaluations = store.curves.last_evaluations(session, ids)
     checkpoints = store.records.last_checkpoints(session, ids)
     for job in jobs:
         found = (attempts.get(job.id), metrics.get(job.id), evaluations.get(job.id), checkpoints.get(job.id))
@@ -200,10 +201,10 @@ def _values(reported: Reported) -> Iterator[Value]:
         yield "octet_job_memory_bytes", num_bytes, (kind,)
 
 
-def _values_of_evaluation(evaluation: MetricRow) -> Iterator[Value]:
-    yield "octet_job_evaluation_loss", evaluation.evaluation_loss, ()
-    yield "octet_job_evaluation_perplexity", views.perplexity(evaluation.evaluation_loss), ()
-    for name, value in (evaluation.evaluation_metrics or {}).items():
+def _values_of_evaluation(evaluation: EvaluationRow) -> Iterator[Value]:
+    yield "octet_job_evaluation_loss", evaluation.loss, ()
+    yield "octet_job_evaluation_perplexity", views.perplexity(evaluation.loss), ()
+    for name, value in evaluation.metrics.items():
         yield "octet_job_evaluation_metric", value, (name,)
 
 

@@ -10,11 +10,14 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api_schemas import JobState
-from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow, MetricRow
+from service import store
+from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
 from service.jobs.attempts import MAX_PLATFORM_FAILURES
+from service.store.curves import Point
 
 Curve = list[tuple[int, float | None, float | None]]
 """Step, training loss and evaluation loss, in the order of steps."""
+_MOST_STEPS = 100_000
 
 
 @dataclass
@@ -49,7 +52,7 @@ def audit(session: Session, accepted: Mapping[str, str], expected: Mapping[int, 
     findings = Findings()
     jobs = {job.id: job for job in session.scalars(select(JobRow))}
     attempts = _by_job(session.scalars(select(AttemptRow).order_by(AttemptRow.epoch)))
-    metrics = _by_job(session.scalars(select(MetricRow).order_by(MetricRow.step)))
+    curves = {job_id: store.curves.points_after(session, job_id, 0, _MOST_STEPS) for job_id in jobs}
     events = _by_job(session.scalars(select(EventRow).order_by(EventRow.seq)))
     lines = _by_job(session.scalars(select(LogLineRow).order_by(LogLineRow.seq)))
     findings.lost += [f"{key}: {job_id}" for key, job_id in accepted.items() if job_id not in jobs]
@@ -61,13 +64,13 @@ def audit(session: Session, accepted: Mapping[str, str], expected: Mapping[int, 
         if not _is_numbered(lines[job.id], job.last_log_seq):
             findings.gaps_in_logs.append(job.id)
         findings.overlapping_attempts += [f"{job.id}: {words}" for words in _overlaps(job, attempts[job.id])]
-        findings.steps_counted_twice += [f"{job.id}: {words}" for words in _counted_twice(attempts[job.id], metrics[job.id])]
-        _check_end(findings, job, attempts[job.id], metrics[job.id], expected)
+        findings.steps_counted_twice += [f"{job.id}: {words}" for words in _counted_twice(attempts[job.id], curves[job.id])]
+        _check_end(findings, job, attempts[job.id], curves[job.id], expected)
     return findings
 
 
 def _check_end(
-    findings: Findings, job: JobRow, attempts: list[AttemptRow], metrics: list[MetricRow], expected: Mapping[int, Curve]
+    findings: Findings, job: JobRow, attempts: list[AttemptRow], metrics: list[Point], expected: Mapping[int, Curve]
 ) -> None:
     if not job.state.is_terminal:
         findings.stuck.append(f"{job.id}: {job.state.value}")
@@ -92,7 +95,7 @@ def _overlaps(job: JobRow, attempts: list[AttemptRow]) -> Iterator[str]:
             yield f"attempt {before.epoch} was over at {over_at}, attempt {after.epoch} placed at {after.created_at}"
 
 
-def _counted_twice(attempts: list[AttemptRow], metrics: list[MetricRow]) -> Iterator[str]:
+def _counted_twice(attempts: list[AttemptRow], metrics: list[Point]) -> Iterator[str]:
     """Find points of an attempt that lie before its start, or after the step that a later attempt resumed from."""
     starts = {attempt.id: attempt.resumed_from_step for attempt in attempts}
     following: int | None = None

@@ -8,7 +8,9 @@ from sqlalchemy import create_engine, select
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, DesiredState, FailureReason, JobState
-from service.db.tables import AttemptRow, Base, EventRow, JobRow, LogLineRow, MetricRow
+from service import store
+from service.db.tables import AttemptRow, Base, EventRow, JobRow, LogLineRow
+from service.store.curves import Point
 from tests.chaos.ledger import Curve, Findings, audit
 
 BEGAN = datetime(2026, 1, 31, 12, tzinfo=UTC)
@@ -26,7 +28,7 @@ def session() -> Iterator[Session]:
         session.flush()
         session.add_all([attempt(1, 0, AttemptState.FAILED), attempt(2, 1, AttemptState.SUCCEEDED)])
         session.flush()
-        session.add_all([point(1, 1), point(2, 2), point(3, 2)])
+        store.curves.put_points(session, "job_0", [point(1, 1), point(2, 2), point(3, 2)])
         session.add_all(
             EventRow(id=f"evt_{seq}", job_id="job_0", seq=seq, at=BEGAN, type="x", message="", data={}) for seq in (1, 2)
         )
@@ -71,19 +73,20 @@ def attempt(epoch: int, resumed_from_step: int, state: AttemptState) -> AttemptR
     )
 
 
-def point(step: int, epoch: int) -> MetricRow:
+def point(step: int, epoch: int) -> Point:
     _, loss, evaluation_loss = CURVE[step - 1]
-    return MetricRow(
-        job_id="job_0",
+    return Point(
         step=step,
         at=BEGAN,
         attempt_id=f"att_{epoch}",
         loss=loss,
-        evaluation_loss=evaluation_loss,
+        gradient_norm=None,
         learning_rate=1e-3,
         tokens=64,
         step_time_s=0.1,
         data_wait_s=0.0,
+        evaluation_loss=evaluation_loss,
+        evaluation_metrics=None if evaluation_loss is None else {},
     )
 
 
@@ -93,10 +96,6 @@ def the_job(session: Session) -> JobRow:
 
 def the_attempt(session: Session, epoch: int) -> AttemptRow:
     return session.scalars(select(AttemptRow).where(AttemptRow.epoch == epoch)).one()
-
-
-def the_point(session: Session, step: int) -> MetricRow:
-    return session.scalars(select(MetricRow).where(MetricRow.step == step)).one()
 
 
 def test_a_clean_database_has_no_findings(session: Session) -> None:
@@ -124,15 +123,16 @@ def forget_an_attempt(session: Session) -> None:
 
 
 def keep_a_step_of_the_first_attempt(session: Session) -> None:
-    the_point(session, 2).attempt_id = "att_1"
+    store.curves.put_points(session, "job_0", [point(2, 1)])
 
 
 def credit_a_step_to_the_later_attempt(session: Session) -> None:
-    the_point(session, 1).attempt_id = "att_2"
+    store.curves.put_points(session, "job_0", [point(1, 2)])
 
 
 def drop_a_step(session: Session) -> None:
-    session.delete(the_point(session, 2))
+    store.curves.drop_after(session, "job_0", 1)
+    store.curves.put_points(session, "job_0", [point(3, 2)])
 
 
 def skip_an_event(session: Session) -> None:
@@ -144,7 +144,7 @@ def lose_a_log_line(session: Session) -> None:
 
 
 def change_a_loss(session: Session) -> None:
-    the_point(session, 3).loss = 1.4999
+    store.curves.put_points(session, "job_0", [point(3, 2)._replace(loss=1.4999)])
 
 
 def fail_within_the_budgets(session: Session) -> None:

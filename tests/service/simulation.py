@@ -27,7 +27,7 @@ from api_schemas import (
 from service import store
 from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
-from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow, MetricRow
+from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
 from service.errors import ServiceError
 from tests.service.world import Rank, World, started, step
 
@@ -266,4 +266,4 @@ def is_alive(world: World, attempt: AttemptRow) -> bool:
 
 def curve(world: World, job_id: str) -> list[int]:
     with world.database.read() as session:
-        return list(session.scalars(select(MetricRow.step).where(MetricRow.job_id == job_id).order_by(MetricRow.step)))
+        return [point.step for point in store.curves.points_after(session, job_id, 0, 10_000)]

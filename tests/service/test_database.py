@@ -63,6 +63,7 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         connection.execute(text("ALTER TABLE attempts DROP COLUMN warmed_up_at"))
         connection.execute(text("ALTER TABLE jobs DROP COLUMN steps"))
         connection.execute(text("ALTER TABLE jobs DROP COLUMN min_workers"))
+        without_curve_parts(connection)
         connection.execute(text("ALTER TABLE metrics DROP COLUMN evaluation_metrics"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0003'"))
     database.migrate()
@@ -74,6 +75,29 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         assert found is not None
         assert found.job_id == job_id
         assert store.jobs.take_idempotency_key(session, "other", "used", "hash", job_id, now)
+
+
+def without_curve_parts(connection: Connection) -> None:
+    """Undo migration 0010, as far as the table goes."""
+    for table in ("curve_parts", "evaluations"):
+        connection.execute(text(f"DROP TABLE {table}"))
+    moment, number = ("TIMESTAMPTZ", "FLOAT8") if connection.dialect.name == "postgresql" else ("DATETIME", "DOUBLE")
+    numbers = (
+        "loss",
+        "gradient_norm",
+        "learning_rate NOT NULL",
+        "step_time_s NOT NULL",
+        "data_wait_s NOT NULL",
+        "evaluation_loss",
+    )
+    typed = [f"{name} {number} {rest}".strip() for name, _, rest in (each.partition(" ") for each in numbers)]
+    connection.execute(
+        text(
+            "CREATE TABLE metrics (job_id VARCHAR(31) NOT NULL REFERENCES jobs (id), step BIGINT NOT NULL, "
+            f"at {moment} NOT NULL, attempt_id VARCHAR(31) NOT NULL, tokens BIGINT NOT NULL, {', '.join(typed)}, "
+            "evaluation_metrics JSON, CONSTRAINT pk_metrics PRIMARY KEY (job_id, step))"
+        )
+    )
 
 
 def without_tallies(connection: Connection) -> None:

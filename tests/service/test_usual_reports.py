@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from api_schemas import EvaluationReport, FinishedReport, LogReport, ReportBatch
 from service import store
-from service.db.tables import AttemptRow, JobRow, MetricRow, ReportStreamRow
+from service.db.tables import AttemptRow, JobRow, ReportStreamRow
 from service.errors import ServiceError
 from service.jobs.report_batches import ReportBatches
 from service.jobs.usual_reports import SentBatch, apply_usual
@@ -33,13 +33,16 @@ def stored(world: World, rank: Rank) -> Any:
     with world.database.read() as session:
         attempt = session.get(AttemptRow, rank.order.attempt_id)
         job = session.get(JobRow, rank.order.job_id)
-        points = session.scalars(select(MetricRow).where(MetricRow.job_id == rank.order.job_id).order_by(MetricRow.step))
+        points = [
+            point._replace(attempt_id="")._asdict()
+            for point in store.curves.points_after(session, rank.order.job_id, 0, 10_000)
+        ]
         streams = session.scalars(select(ReportStreamRow).where(ReportStreamRow.attempt_id == rank.order.attempt_id))
-        rows = [attempt, job, *points, *sorted(streams, key=lambda row: row.rank)]
+        rows = [attempt, job, *sorted(streams, key=lambda row: row.rank)]
         return [
             {column.name: getattr(row, column.name) for column in row.__table__.columns if column.name not in _OWN}
             for row in rows
-        ]
+        ] + points
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
@@ -55,7 +58,18 @@ def test_many_attempts_take_a_few_statements_and_one_commit(world: World, num_st
 
 
 SHIFTS = {"gap": 1, "again": -2, "overlapping": -1}
-KINDS = ["heartbeat", "steps", *SHIFTS, "evaluated", "log", "old epoch", "no such rank", "not finite"]
+KINDS = [
+    "heartbeat",
+    "steps",
+    *SHIFTS,
+    "evaluated",
+    "log",
+    "old epoch",
+    "no such rank",
+    "not finite",
+    "backwards",
+    "in the curve",
+]
 
 
 def made(kind: str, rank: Rank, first_step: int) -> ReportBatch:
@@ -69,6 +83,10 @@ def made(kind: str, rank: Rank, first_step: int) -> ReportBatch:
         bodies = [LogReport(level="INFO", message="a line")]
     elif kind == "not finite":
         bodies[1] = bodies[1].model_copy(update={"loss": None, "step_time_s": 0.0})
+    elif kind == "backwards":
+        bodies.reverse()
+    elif kind == "in the curve":
+        bodies = [step(1, loss=first_step), step(first_step)]
     before = rank.seq
     batch = rank.batch(*bodies)
     if kind in SHIFTS:
@@ -98,7 +116,7 @@ def test_the_result_is_that_of_reports_applied_alone(world: World) -> None:
 
 
 def test_what_has_to_be_decided_is_left_alone(world: World) -> None:
-    for why in ("token", "workers", "over", "twice", "not heard", "another kind"):
+    for why in ("token", "workers", "over", "twice", "not heard", "another kind", "backwards", "again"):
         batches = to_decide(world, why)
         with world.database.write() as session:
             assert apply_usual(session, batches, 60.0, world.clock.now()) == {}, why
@@ -108,7 +126,10 @@ def to_decide(world: World, why: str) -> list[SentBatch]:
     """What an attempt of its own sent that may not be applied unseen."""
     _, rank = world.start(name=why.replace(" ", "-"), pool="h100")
     one = sent(rank, LogReport(level="INFO", message="a line")) if why == "another kind" else sent(rank)
-    if why == "token":
+    if why in {"backwards", "again"}:
+        rank.train(1, 2)
+        one = sent(rank, *map(step, (4, 3) if why == "backwards" else (2, 3)))
+    elif why == "token":
         one = replace(one, token="wrong")
     elif why == "workers":
         one = replace(one, batch=ReportBatch(epoch=1, rank=1))
