@@ -59,9 +59,7 @@ def _autocast_of(module: nn.Module) -> AutocastForward | None:
     return forward if isinstance(forward, AutocastForward) else None
 
 
-def _enter(
-    block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _enter(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A hook that casts the hidden state that a block is given."""
     hidden = arguments[0] if arguments else options.get("hidden_states")
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point():

@@ -92,7 +92,9 @@ def test_a_cpu_computes_the_dtypes_and_values_of_an_accelerator(family: str) -> 
         assert torch.equal(gradient, found[1][1][name]), name
 
 
-@pytest.mark.parametrize(("family", "level"), [("gpt", "O2"), ("llama", "O2"), ("transformers-llama", "O2"), ("gpt", "bf16-amp")])
+@pytest.mark.parametrize(
+    ("family", "level"), [("gpt", "O2"), ("llama", "O2"), ("transformers-llama", "O2"), ("gpt", "bf16-amp")]
+)
 def test_gradients_stay_and_blocks_keep_half_of_their_sums(family: str, level: str) -> None:
     found = []
     for is_bf16 in (False, True):
@@ -100,8 +102,9 @@ def test_gradients_stay_and_blocks_keep_half_of_their_sums(family: str, level: s
         with cuda_dtypes():
             with LiveBytes(granule=1) as live:
                 loss = model.loss(batch_of(family)).loss
+            num_bytes = live.num_bytes
             loss.backward()
-        found.append((live.num_bytes, loss.detach(), gradients_of(model)))
+        found.append((num_bytes, loss.detach(), gradients_of(model)))
     (num_bytes, loss, gradients), (num_bf16_bytes, bf16_loss, bf16_gradients) = found
     num_hidden = 2 * 16 * 32
     assert num_bytes - num_bf16_bytes >= 2 * 2 * num_hidden  # two sums of one block, each in 2 bytes less
@@ -183,7 +186,9 @@ class Blocks(nn.Module):
 def test_blocks_that_return_something_else_are_refused_at_the_first_call() -> None:
     model, _ = initialize(Blocks(), opt_level="bf16-amp")
     keep_residual_in_bf16(model)
-    with pytest.raises(InvalidConfig, match=r"training.residual_stream: Wide was given bf16 and returns torch.float32; allowed"):
+    with pytest.raises(
+        InvalidConfig, match=r"training.residual_stream: Wide was given bf16 and returns torch.float32; allowed"
+    ):
         model(torch.randn(4, 32))
     with pytest.raises(InvalidConfig, match="Wide got a int where bf16 needs the hidden state"):
         model(3)
