@@ -43,13 +43,7 @@ WITHOUT = Options("without options", {}, {})
 ALL = Options(
     "fused loss, activations in FP8, gradient release", {}, {"fused_loss": True, "saved_activations": "fp8", **RELEASE}
 )
-ALL_AND_RESIDUAL = Options(f"{ALL.said}, residual stream in bf16", {}, ALL.of_levels | {"residual_stream": "bf16"})
 CHECKPOINTED = Options("checkpointing and fused loss, as bf16-amp; gradient release", CHECKPOINTS, CHECKPOINTS | RELEASE)
-CHECKPOINTED_AND_RESIDUAL = Options(
-    f"{CHECKPOINTED.said}; residual stream in bf16",
-    CHECKPOINTS | {"residual_stream": "bf16"},
-    CHECKPOINTED.of_levels | {"residual_stream": "bf16"},
-)
 
 PeakOf = Callable[[Callable[[torch.device], tuple[Step, Any]]], int]
 

@@ -22,7 +22,9 @@ def clip_together(gradients: Mapping[Tensor, Tensor], max_norm: float, counts: C
     gradients: this rank's, by parameter of the model. counts: whether this rank's copy of a parameter counts; of one that is
     the same on several ranks, one does.
     """
-    norm = axis.sum_(_sum_of_squares([gradients[parameter] for parameter in gradients if counts(parameter)], axis)).sqrt().float()
+    norm = (
+        axis.sum_(_sum_of_squares([gradients[parameter] for parameter in gradients if counts(parameter)], axis)).sqrt().float()
+    )
     if gradients:
         torch._foreach_mul_(scales_of(list(gradients.values())), clip_factor(norm, max_norm))
     return norm

@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 def gradients_of(number: int) -> dict[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     values = [torch.randn(5, 7, generator=draw) * 10.0 ** (index % 3) for index in range(number)]
-    found: list[Tensor] = [Float8Gradient.quantize(value, RoundingPosition(0, index)) if index % 2 else value for index, value in enumerate(values)]
+    found: list[Tensor] = [
+        Float8Gradient.quantize(value, RoundingPosition(0, index)) if index % 2 else value for index, value in enumerate(values)
+    ]
     return {nn.Parameter(torch.zeros(5, 7)): gradient for gradient in found} | {nn.Parameter(torch.zeros(0)): torch.zeros(0)}
 
 
@@ -32,20 +34,20 @@ def test_one_op_reads_all_gradients_and_one_multiplies_them(monkeypatch: pytest.
     counted = []
     for number in (2, 12):
         gradients = gradients_of(number)
-        first = next(iter(gradients))
+        counted_here = set(list(gradients)[1:])
         twins = {parameter: copy.deepcopy(gradient) for parameter, gradient in gradients.items()}
         axis = Axis("data", 1, 0, CPU)
-        expected = clip_together(twins, 0.5, lambda parameter: parameter is not first, axis)
+        expected = clip_together(twins, 0.5, counted_here.__contains__, axis)
         with monkeypatch.context() as patch, cpu_as_accelerator(), Ops() as ops:
             patch.setattr(Float8Gradient, "dequantize", None)
-            norm = clip_together(gradients, 0.5, lambda parameter: parameter is not first, axis)
+            norm = clip_together(gradients, 0.5, counted_here.__contains__, axis)
         torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0.0)  # fp32 and float64
         assert norm > 0.5
         for gradient, twin in zip(gradients.values(), twins.values(), strict=True):
             torch.testing.assert_close(gradient + 0, twin + 0, rtol=1e-6, atol=0.0)
-        counted.append(ops.found)
+        counted.append({name: times for name, times in ops.found.items() if name != "detach"})  # a view, no launch
     assert counted[0] == counted[1]
-    assert {name: counted[1][name] for name in ("norms", "_foreach_mul_", "mul_", "linalg_vector_norm")} == {
+    assert {name: counted[1].get(name, 0) for name in ("norms", "_foreach_mul_", "mul_", "linalg_vector_norm")} == {
         "norms": 1, "_foreach_mul_": 1, "mul_": 0, "linalg_vector_norm": 0,
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.worker.parallel.pipeline_runs import LLAMA, STEPS, Jobs, Result, document, precision
-from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE
+from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE
 
 TO_THE_BIT: dict[str, dict[str, Any]] = {
     "stages": {"pipeline": 2, "schedule": "interleaved"},
@@ -19,7 +19,9 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "sequences": {"context": 2},
 }
 BF16_LOSS_TOLERANCE = LOSS_TOLERANCE["fp8"] + 2.0**-10
-"""Ranks round their partial sums to bf16, and add up to a stream whose last bit is 2^-8 (measured: 3e-4)."""
+"""Ranks round their partial sums to bf16, and add up to a stream whose last bit is 2^-8."""
+BF16_NORM_TOLERANCE = 2e-2
+"""Measured with sequences that ranks divide, whose FP8 gradients draw other numbers: 1.3e-2, and 6e-3 with a stream in fp32."""
 
 
 def with_residual(jobs: Jobs, level: str, workers: int = 1, **parallelism: Any) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def test_stages_and_divided_weights_change_no_bit(jobs: Jobs, name: str, other: 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_divided_layers_and_tokens_train_as_one_process_does(jobs: Jobs, name: str) -> None:
     assert first(jobs, name)["losses"] == pytest.approx(first(jobs, "alone")["losses"], rel=BF16_LOSS_TOLERANCE)
-    assert first(jobs, name)["norms"] == pytest.approx(first(jobs, "alone")["norms"], rel=2 * NORM_TOLERANCE["fp8"])
+    assert first(jobs, name)["norms"] == pytest.approx(first(jobs, "alone")["norms"], rel=BF16_NORM_TOLERANCE)
 
 
 def test_hidden_states_and_their_gradients_travel_in_bf16(jobs: Jobs) -> None:
