@@ -60,10 +60,10 @@ def option_rows(predict: Predict, smoke: bool) -> Iterator[Row]:
     peer_kept = (kept_bytes(peer.at_peak.by_origin) - weight_copies) / per
     note = f"blocks keep {peer_kept:.1f} bytes per token and hidden element, without copies of weights"
     yield Row(f"GPT {size.name}, bf16-amp", str(peer), note=note)
-    for level, names in {"O2": tuple(OPTIONS), "O2-8bit": (*OFF_AND_ON, *WITH_RESIDUAL), "bf16-amp": WITH_RESIDUAL}.items():
+    for level, names in {"O2": tuple(OPTIONS), "O2-8bit": (*OFF_AND_ON, *WITH_RESIDUAL)}.items():
         for name in names:
             found = predict(partial(step, Way(level, level, savings=OPTIONS[name])))
-            figure, all_on = f"GPT {size.name}, {level}, {name}", level in TARGETS and name == "the first three"
+            figure, all_on = f"GPT {size.name}, {level}, {name}", name == "the first three"
             ratio = found.peak_bytes / peer.peak_bytes
             yield Row(figure, str(found), f"bf16-amp {peer}", ratio, TARGETS[level] if all_on else None, found.note)
             kept = kept_bytes(found.at_peak.by_origin) / per
