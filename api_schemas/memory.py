@@ -12,11 +12,20 @@ def misfit_of_memory(
 ) -> Unfit | None:
     """Return the first rule that an option to save memory breaks, or None."""
     return (
-        _misfit_of_saved_activations(training, zero_stage)
+        _misfit_of_residual_stream(training, precision)
+        or _misfit_of_saved_activations(training, zero_stage)
         or _misfit_of_fused_loss(training, model, precision)
         or _misfit_of_gradient_release(training, precision, batch)
         or _misfit_of_offload(training, zero_stage)
     )
+
+
+def _misfit_of_residual_stream(training: TrainingSpec, precision: PrecisionSpec) -> Unfit | None:
+    if training.residual_stream == "fp32" or precision.storage.gemm in ("bf16", "fp8"):
+        return None
+    allowed = f"fp32 at level {precision.level}, whose layers return {precision.storage.gemm}"
+    change = "Remove training.residual_stream, or choose another precision.level, such as bf16-amp or O2."
+    return Unfit("training.residual_stream", "bf16", allowed, change)
 
 
 def _misfit_of_saved_activations(training: TrainingSpec, zero_stage: int) -> Unfit | None:

@@ -68,6 +68,11 @@ class TrainingSpec(Contract):
         description="what repeated blocks keep for the backward pass; fp8: E4M3 codes with a scale for each row, for half the "
         "bytes; the forward pass stays exact, and blocks are not compiled",
     )
+    residual_stream: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="dtype of the hidden states that repeated blocks add to and pass on; bf16: half their bytes, each sum is "
+        "rounded, and norms between them return bf16",
+    )
     fused_loss: bool = Field(
         default=False,
         description="compute the loss of a model that predicts tokens from pieces of its logits, which never exist as a whole; "

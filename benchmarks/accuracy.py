@@ -15,6 +15,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -29,6 +30,7 @@ from api_schemas.recipe import RecipeSpec
 from benchmarks.curves import Run, Setting, draw, gap, load_source_text, mean_curve, train_curve
 from benchmarks.paired import MAX_VALUES, Interval, gaps, moved_by_chance, why_not_calm
 from worker.data.windows import TokenWindows
+from worker.fp8.accelerator import cpu_as_accelerator
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT, LIMIT_OF_FEWER_BITS = 0.0025, 0.004
@@ -46,11 +48,16 @@ def small_llama(hidden_size: int = 128, num_layers: int = 3, **changes: Any) -> 
 
 @dataclass(frozen=True)
 class Variant:
-    """A level, with options of `PrecisionSpec` that change one ingredient, or with what blocks keep in FP8."""
+    """A level, with options of `PrecisionSpec` that change one ingredient, or with an option that saves memory.
+
+    as_accelerator: layers return 16 bits, and sums between them are fp32, as on an accelerator.
+    """
 
     level: str
     options: Mapping[str, Any] = field(default_factory=dict)
     saves_in_fp8: bool = False
+    residual_in_bf16: bool = False
+    as_accelerator: bool = False
 
 
 def _te(**recipe: Any) -> Variant:
@@ -67,6 +74,8 @@ VARIANTS: Mapping[str, Variant] = {name: Variant(name) for name in LEVELS} | {
     "O2-wide-gradient": Variant("O2", {"gradient_accumulation": "fp32"}),
     "O3-split-wide-gradient": Variant("O3-split", {"gradient_accumulation": "fp32"}),
     "O2-saved-fp8": Variant("O2", saves_in_fp8=True),
+    "O2-accelerator": Variant("O2", as_accelerator=True),
+    "O2-residual-bf16": Variant("O2", residual_in_bf16=True, as_accelerator=True),
 }
 CONTRASTS = (
     ("bf16-amp", "te", "FP8 products"),
@@ -80,6 +89,8 @@ CONTRASTS = (
     ("O1", "O2", "moments in FP8 and FP16"),
     ("O2", "O2-wide-gradient", "gradients in fp32"),
     ("O2", "O2-saved-fp8", "what blocks keep for the backward pass in FP8"),
+    ("O2", "O2-accelerator", "activations in bf16, as on an accelerator"),
+    ("O2-accelerator", "O2-residual-bf16", "the residual stream, and what norms return, in bf16"),
     ("O2", "O3", "E4M3 weights with an FP16 master"),
     ("O2", "O3-split", "E4M3 weights with an INT8 residual"),
     ("O3", "O3-split", "an INT8 residual instead of an FP16 master"),
@@ -104,8 +115,9 @@ class Runs:
         if kept.exists():
             return Run(**json.loads(kept.read_text()))
         trained = VARIANTS[variant]
-        options = {"saves_in_fp8": trained.saves_in_fp8, **trained.options}
-        run = replace(train_curve(trained.level, setting, self.data, **options), level=variant)
+        savings = {"saves_in_fp8": trained.saves_in_fp8, "residual_in_bf16": trained.residual_in_bf16}
+        with cpu_as_accelerator() if trained.as_accelerator else nullcontext():
+            run = replace(train_curve(trained.level, setting, self.data, **savings, **trained.options), level=variant)
         kept.write_text(json.dumps(asdict(run)))
         return run
 

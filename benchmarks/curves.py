@@ -13,7 +13,7 @@ from torch import nn
 
 from api_schemas import GPTSizes, TextSpec
 from api_schemas.models.llama import LlamaSizes
-from worker import initialize, keep_activations_in_fp8, memory_report
+from worker import initialize, keep_activations_in_fp8, keep_residual_in_bf16, memory_report
 from worker.data.text import open_source
 from worker.data.windows import TokenWindows
 from worker.models.gpt import GPT
@@ -79,13 +79,26 @@ def load_source_text(sequence_length: int) -> TokenWindows:
     return open_source(spec, sequence_length, seed=0)
 
 
-def train_curve(level: str, setting: Setting, data: TokenWindows, *, saves_in_fp8: bool = False, **options: Any) -> Run:
-    """Train one level and return its losses. saves_in_fp8: what blocks keep is in FP8. options: of `initialize`."""
+def train_curve(
+    level: str,
+    setting: Setting,
+    data: TokenWindows,
+    *,
+    saves_in_fp8: bool = False,
+    residual_in_bf16: bool = False,
+    **options: Any,
+) -> Run:
+    """Train one level and return its losses.
+
+    saves_in_fp8: what blocks keep is in FP8. residual_in_bf16: what they pass on is in bf16. options: of `initialize`.
+    """
     model = setting.build_model()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay
     )
     model, optimizer = initialize(model, optimizer, opt_level=level, seed=setting.seed, **options)
+    if residual_in_bf16:
+        keep_residual_in_bf16(model)
     if saves_in_fp8:
         keep_activations_in_fp8(model)
     losses: list[float] = []

@@ -18,6 +18,7 @@ def test_the_public_names() -> None:
         "fuse_loss",
         "initialize",
         "keep_activations_in_fp8",
+        "keep_residual_in_bf16",
         "load_pretrained",
         "memory_report",
         "offload_optimizer",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from worker.plain import plain_state_dict
     from worker.prepare import fp8_statistics, initialize
     from worker.pretrained import export, load_pretrained
+    from worker.residual_stream import keep_residual_in_bf16
     from worker.saved_activations import keep_activations_in_fp8
     from worker.savings import fuse_loss
 
@@ -28,6 +29,7 @@ __all__ = [
     "fuse_loss",
     "initialize",
     "keep_activations_in_fp8",
+    "keep_residual_in_bf16",
     "load_pretrained",
     "memory_report",
     "offload_optimizer",
@@ -46,6 +48,7 @@ _HOME = {
     "fuse_loss": "worker.savings",
     "initialize": "worker.prepare",
     "keep_activations_in_fp8": "worker.saved_activations",
+    "keep_residual_in_bf16": "worker.residual_stream",
     "load_pretrained": "worker.pretrained",
     "memory_report": "worker.metrics.memory",
     "offload_optimizer": "worker.optim.offload",

@@ -15,6 +15,7 @@ from worker.fp8.bf16 import HalfLinear, half_linear
 from worker.fp8.loss_scaling import STATE_BUFFER
 from worker.models.linear_cross_entropy import LaterLogits
 from worker.optim import offload_optimizer, release_gradients
+from worker.residual_stream import keep_residual_in_bf16
 from worker.saved_activations import keep_activations_in_fp8
 
 
@@ -27,6 +28,8 @@ def prepare_steps(
     """
     saves_in_fp8 = training.saved_activations == "fp8"
     try:
+        if training.residual_stream == "bf16":
+            keep_residual_in_bf16(model)
         if training.fused_loss:
             fuse_loss(model)
         if saves_in_fp8:

@@ -25,10 +25,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gradient release": RELEASE,
     "states in host memory": {"offload_optimizer": True},
     "the first three": {"fused_loss": True, "saved_activations": "fp8", **RELEASE},
+    "residual stream in bf16": {"residual_stream": "bf16"},
+    "the first three, residual stream in bf16": {
+        "fused_loss": True,
+        "saved_activations": "fp8",
+        "residual_stream": "bf16",
+        **RELEASE,
+    },
 }
 VISION_SAVINGS: dict[str, Any] = {"saved_activations": "fp8", **RELEASE}
 """What a classifier can take of the first three: its loss has no logits of tokens."""
 OFF_AND_ON = ("without options", "the first three")
+WITH_RESIDUAL = ("residual stream in bf16", "the first three, residual stream in bf16")
 TARGETS = {"O2": Target(0.56, 0.49, lower_is_better=True), "O2-8bit": Target(0.52, 0.42, lower_is_better=True)}
 """Peak of the 1.3 B step over bf16-amp's: without options, and the goal."""
 KEPT_TARGET = Target(0.59, 0.40, lower_is_better=True)
@@ -52,7 +60,7 @@ def option_rows(predict: Predict, smoke: bool) -> Iterator[Row]:
     peer_kept = (kept_bytes(peer.at_peak.by_origin) - weight_copies) / per
     note = f"blocks keep {peer_kept:.1f} bytes per token and hidden element, without copies of weights"
     yield Row(f"GPT {size.name}, bf16-amp", str(peer), note=note)
-    for level, names in {"O2": tuple(OPTIONS), "O2-8bit": OFF_AND_ON}.items():
+    for level, names in {"O2": tuple(OPTIONS), "O2-8bit": (*OFF_AND_ON, *WITH_RESIDUAL)}.items():
         for name in names:
             found = predict(partial(step, Way(level, level, savings=OPTIONS[name])))
             figure, all_on = f"GPT {size.name}, {level}, {name}", name == "the first three"
@@ -74,7 +82,7 @@ def large_rows(predict: Predict, smoke: bool) -> Iterator[Row]:
         return language_step(build_llama(sizes, device), way, (1, num_tokens), sizes.vocab_size, device)
 
     for level in LARGE_LEVELS:
-        for name in OFF_AND_ON[: 1 if level == BF16_AMP.level else 2]:
+        for name in OFF_AND_ON[:1] if level == BF16_AMP.level else (*OFF_AND_ON, *WITH_RESIDUAL):
             found = predict(partial(step, Way(level, level, own_optimizer=level != BF16_AMP.level, savings=OPTIONS[name])))
             fits = "fits" if found.peak_bytes <= CARD_BYTES else "does not fit"
             figure = f"Llama {'tiny' if smoke else '8 B'}, 1 × {num_tokens} tokens, {level}, {name}"

@@ -4,7 +4,7 @@ On an accelerator FP8 and 16-bit layers return 16 bits, while norms, embeddings 
 LayerNorm of bf16 with fp32 weights, and attention of two dtypes. `torch.autocast` brings such operands together, so a converted
 model runs inside it: each module that holds a converted layer enters autocast when it is called, unless it is on already. A
 user's own autocast wins, and a part of the model that is called by itself behaves as it does inside the model.
-On CPU nothing enters autocast, and layers return the dtype of their input.
+On CPU nothing enters autocast, and layers return the dtype of their input, unless the residual stream is in bf16.
 """
 
 import inspect
@@ -35,7 +35,12 @@ def cpu_as_accelerator() -> Iterator[None]:
 
 
 class AutocastForward:
-    """Takes the place of one module's `forward`: calls it under autocast, if its device is an accelerator."""
+    """Takes the place of one module's `forward`: calls it under autocast, if its device is an accelerator.
+
+    is_on_cpu_too: on any device, for a model with hidden states in bf16 (`residual_stream.py`).
+    """
+
+    is_on_cpu_too = False
 
     def __init__(self, module: nn.Module, layer: nn.Module, dtype: torch.dtype) -> None:
         """layer: a converted layer inside the module; its weight tells the device, wherever the model is moved."""
@@ -44,7 +49,7 @@ class AutocastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device: Any = self.layer.weight.device
-        if not is_accelerator(device) or torch.is_autocast_enabled(device.type):
+        if not (self.is_on_cpu_too or is_accelerator(device)) or torch.is_autocast_enabled(device.type):
             return self._run(*args, **kwargs)
         with torch.autocast(device.type, dtype=self.dtype):
             return self._run(*args, **kwargs)

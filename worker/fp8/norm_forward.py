@@ -4,10 +4,11 @@ The layers after a norm then read its output once, instead of twice, and quantiz
 keeps its class, parameters and hooks; only its `forward` is another. On an accelerator LayerNorm and RMSNorm (torch's,
 `HalfNorm`, and those that `norms.py` knows by what they compute) run as one kernel with the amax. Other norms, and all on a
 CPU, run as they are, and their output carries the place for codes alone; so do norms in a compiled graph, where the compiler
-joins a norm to the addition before it, which saves as many bytes as the amax would.
+joins a norm to the addition before it, which saves as many bytes as the amax would. Where the residual stream is in bf16
+(`residual_stream.py`), norms return bf16 for bf16, and run as one kernel on a CPU too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class NormForward:
 
     def __init__(self, norm: nn.Module, *, is_pure: bool) -> None:
         """is_pure: nothing changes the norm's output in place, so it may carry something within a compiled graph."""
-        self.norm, self.is_pure = norm, is_pure
+        self.norm, self.is_pure, self.returns_dtype_of_input = norm, is_pure, False
         self.is_fused = isinstance(norm, HalfNorm) or why_kept(norm) is None
         self.is_layer_norm = getattr(norm, "is_layer_norm", type(norm) is nn.LayerNorm)
         self.eps = eps_of(norm)
@@ -46,7 +47,8 @@ class NormForward:
     def __call__(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and not self.is_pure:
             return self._as_it_is(input)
-        runs_fused = self.is_fused and is_accelerator(input.device) and not torch.compiler.is_compiling()
+        has_kernel = is_accelerator(input.device) or self._keeps_bf16(input)
+        runs_fused = self.is_fused and has_kernel and not torch.compiler.is_compiling()
         dtype = self._output_dtype(input) if runs_fused else None
         if dtype is None:
             return carry(self._as_it_is(input), None)
@@ -60,7 +62,10 @@ class NormForward:
 
     def _as_it_is(self, input: Tensor) -> Tensor:
         output: Tensor = type(self.norm).forward(self.norm, input)
-        return output
+        return output.to(input.dtype) if self._keeps_bf16(input) else output
+
+    def _keeps_bf16(self, input: Tensor) -> bool:
+        return self.returns_dtype_of_input and input.dtype == torch.bfloat16
 
     def _output_dtype(self, input: Tensor) -> torch.dtype | None:
         """The dtype that the norm's own forward returns; None where it is the one to compute it."""
@@ -68,7 +73,7 @@ class NormForward:
         is_known = self.eps is not None and weight.shape == input.shape[-1:] and input.shape[-1] <= MOST_FEATURES
         if not is_known or not input.numel():
             return None
-        if isinstance(self.norm, HalfNorm):
+        if isinstance(self.norm, HalfNorm) or self._keeps_bf16(input):
             return torch.bfloat16
         if weight.dtype != torch.float32:
             return None
@@ -108,6 +113,21 @@ def carry_norms(model: nn.Module) -> int:
     for norm, is_pure in found:
         norm.forward = NormForward(norm, is_pure=is_pure).__call__
     return len(found)
+
+
+def return_dtype_of_input(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Let the norms of a model that are given bf16 return bf16: LayerNorms, RMSNorms, and whatever norms blocks have."""
+    of_blocks = {part for block in blocks for part in block.modules()}
+    for norm in model.modules():
+        forward: Any = getattr(vars(norm).get("forward"), "__self__", None)
+        if not isinstance(forward, NormForward):
+            if not is_norm(norm) or "forward" in vars(norm):
+                continue
+            forward = NormForward(norm, is_pure=False)
+            if not forward.is_fused and norm not in of_blocks:
+                continue
+            norm.forward = forward.__call__
+        forward.returns_dtype_of_input = True
 
 
 def _norms_before_layers(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from worker.mesh import Axis
@@ -40,11 +41,13 @@ class TrainedModel(nn.Module):
 
     Calling the model returns logits, and `loss` calls it: hooks of the whole model, as fp16's loss scaling, see both passes.
     vocabulary: the ranks that each have the logits of some tokens, where the model is divided like this. context: this rank's
-    tokens of each sequence, where ranks divide them; logits and losses are then of these.
+    tokens of each sequence, where ranks divide them; logits and losses are then of these. residual_dtype: of the hidden state
+    that blocks pass on where layers return 16 bits (`residual_stream.py`).
     """
 
     vocabulary: Axis | None = None
     context: ContextPart | None = None
+    residual_dtype: torch.dtype = torch.float32
     num_parameters_elsewhere = 0
     """Parameters of the whole model that other ranks of a pipeline hold."""
 

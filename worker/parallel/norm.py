@@ -1,11 +1,17 @@
-"""The norm of gradients that ranks hold in parts, and clipping by it."""
+"""The norm of gradients that ranks hold in parts, and clipping by it.
+
+On an accelerator one op reads all gradients, codes and fp32 alike, and one multiplies them, however many there are. On a CPU
+each is read in float64, so that the norm hardly depends on how gradients are divided.
+"""
 
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from worker.fp8.accelerator import is_accelerator
 from worker.fp8.gradient import Float8Gradient
+from worker.fp8.gradient_ops import norms_of, scales_of
 from worker.mesh import Axis
 
 
@@ -14,17 +20,25 @@ def clip_together(gradients: Mapping[Tensor, Tensor], max_norm: float, counts: C
     """Scale gradients so that their norm over the axis is at most max_norm. Returns the norm before, fp32 ().
 
     gradients: this rank's, by parameter of the model. counts: whether this rank's copy of a parameter counts; of one that is
-    the same on several ranks, one does. Squares are summed in float64, so that the norm hardly depends on how gradients are
-    divided.
+    the same on several ranks, one does.
     """
-    squares = torch.zeros((), dtype=torch.float64, device=axis.device)
-    for parameter, gradient in gradients.items():
-        if counts(parameter):
-            squares += squared_norm(gradient)
-    norm = axis.sum_(squares).sqrt().float()
-    for gradient in gradients.values():
-        gradient.mul_(clip_factor(norm, max_norm))
+    norm = (
+        axis.sum_(_sum_of_squares([gradients[parameter] for parameter in gradients if counts(parameter)], axis)).sqrt().float()
+    )
+    if gradients:
+        torch._foreach_mul_(scales_of(list(gradients.values())), clip_factor(norm, max_norm))
     return norm
+
+
+def _sum_of_squares(gradients: list[Tensor], axis: Axis) -> Tensor:
+    """float64 (), of all gradients."""
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if gradients and is_accelerator(axis.device):
+        return torch.stack(norms_of(gradients)).double().square().sum()
+    squares = torch.zeros((), dtype=torch.float64, device=axis.device)
+    for gradient in gradients:
+        squares += squared_norm(gradient)
+    return squares
 
 
 def squared_norm(gradient: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class PipelineRun:
         self.token_shares = token_shares
         self.model, self.stages, self.axis, self.layout = model, stages, stages.pipeline, layout
         self.hidden_size: int = model.sizes.hidden_size
+        self.hidden_dtype: torch.dtype = model.residual_dtype
         self.batches: Sequence[Batch] = ()
         self.divisors: Sequence[float] = ()
         self.metrics = Metrics()
@@ -63,7 +64,7 @@ class PipelineRun:
         for part in self.stages.parts.values():
             hidden_BTD = None
             if not part.is_first:
-                hidden_BTD = receive(self.axis, torch.empty(shape, device=self.axis.device), (rank - 1) % size)
+                hidden_BTD = receive(self.axis, self._empty_hidden(shape), (rank - 1) % size)
             if part.is_last:
                 found: Losses = self.model.loss(batch, part=part, hidden_BTD=hidden_BTD)
                 return found
@@ -77,8 +78,11 @@ class PipelineRun:
         num_sequences, num_tokens = shape
         return num_sequences, num_tokens // self.token_shares, self.hidden_size
 
+    def _empty_hidden(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(tuple(shape), dtype=self.hidden_dtype, device=self.axis.device)
+
     def _make_schedule(self, num_micro_batches: int, shape: Sequence[int]) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        hidden_BTD = torch.empty(self._hidden_shape(shape), device=self.axis.device).requires_grad_()
+        hidden_BTD = self._empty_hidden(self._hidden_shape(shape)).requires_grad_()
         loss = torch.empty((), device=self.axis.device).requires_grad_()
         made: list[Any] = [
             _Stage(
