@@ -3,15 +3,16 @@
     python -m benchmarks.job_overhead [--levels bf16-amp,O2] [--rounds 5] [--steps 40] [--profile] [--write]
 
 The job is a spec that runs through `worker.main`: batches read by a thread, losses, norms, reports, metrics. Alone it writes
-its reports to its log; as a rank it sends them to a control plane, in another process, and serves metrics. The bare loop is what
-a user writes around `octet.initialize`, with batches of the same source. The two take turns step by step, in one process, so
-that other load affects both equally. A step's time is the CPU time of the main thread; what the job's other threads use is
+its reports to its log; as a rank it sends them to a control plane, in another process, and serves metrics. The bare loop is
+what a user writes around `octet.initialize`, with batches of the same source. The two take turns step by step, in one process,
+so that other load affects both equally. A step's time is the CPU time of the main thread; what the job's other threads use is
 counted as the job's. The limit: a job has at least 0.97 of the bare loop's throughput, by the mean of rounds of a whole job.
 """
 
 import argparse
 import cProfile
 import json
+import logging
 import multiprocessing
 import os
 import platform
@@ -187,7 +188,8 @@ def run_as_rank(spec: dict[str, Any], folder: Path) -> None:
             lease_s=600,
             heartbeat_s=5,
         )
-        outcome = job.run_rank(order, RankEnv(), datetime.now(UTC))
+        with mock.patch.object(logging.getLogger(), "handlers", []):  # without the one that a job alone has set up
+            outcome = job.run_rank(order, RankEnv(), datetime.now(UTC))
         heard = httpx.get(url, trust_env=False).json()
     if not outcome.succeeded or heard != list(range(1, spec["training"]["steps"] + 1)):
         raise RuntimeError(f"the job ended with {outcome.message!r}, and the control plane heard of the steps {heard}")
