@@ -62,8 +62,8 @@ class UsualProducts(torch.autograd.Function):
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
         ctx.layer, ctx.activation, ctx.input_dtype = layer, activation, input_TK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        needs_weight = ctx.needs_input_grad[1]
-        if layer.input_scaling.given is not None:  # codes that another layer made of the same input
+        needs_weight, is_given = ctx.needs_input_grad[1], layer.input_scaling.given is not None
+        if is_given:  # codes that another layer made of the same input
             rows, columns = layer.input_scaling.quantize(input_TK, rows=True, columns=needs_weight)
             assert rows is not None
             output_TN = product(rows, layer.weight_operand(), output_dtype, fast_accumulation=True)
@@ -75,7 +75,11 @@ class UsualProducts(torch.autograd.Function):
             )  # fmt: skip
         saved = (None, None) if not kept else (input_TK, kept[0]) if activation is not None else (kept[0], kept[1])
         ctx.save_for_backward(*saved, weight, unit)
-        return output_TN if bias_N is None else output_TN.add_(bias_N.to(output_dtype))
+        if bias_N is None:
+            return output_TN
+        bias_N = bias_N.to(output_dtype)
+        # Selective checkpointing keeps what `product` returns, and raises if it is changed in place
+        return output_TN + bias_N if is_given else output_TN.add_(bias_N)
 
     @staticmethod
     @once_differentiable
