@@ -3,7 +3,8 @@
     python -m benchmarks.checkpoint_stall --write
 
 One job trains a GPT on the CPU. Its checkpoints take turns: every other one is finished before the next step, as all were
-before. So other load on the machine affects both equally. The first of each kind is left out: it gets its memory.
+before. So other load on the machine affects both equally. The first of each kind is left out: it gets its memory. The share of
+CPU time is that of the training thread, and of all threads where the step waits for them; other load does not lengthen it.
 """
 
 import argparse
@@ -34,18 +35,23 @@ class TimedTrainer(Trainer):
 
     stalls_s: dict[str, list[float]]
     intervals_s: dict[str, list[float]]
+    cpu_shares: dict[str, list[float]]
     num_bytes: int
 
     def run(self, checkpoints: Any = ()) -> Any:
         """Train, and measure."""
         self.stalls_s, self.intervals_s = {IN_STEP: [], IN_THREAD: []}, {IN_STEP: [], IN_THREAD: []}
-        self.num_bytes, self._number, self._began_s = 0, 0, time.perf_counter()
+        self.cpu_shares = {IN_STEP: [], IN_THREAD: []}
+        self.num_bytes, self._number, self._began_s, self._stall_cpu_s = 0, 0, time.perf_counter(), 0.0
+        self._cpu_began_s = time.thread_time()
         return super().run(checkpoints)
 
     def save(self) -> None:
         """Save, and finish it if it is its turn. A save in a thread has waited for the one before, if that was not done."""
         kind = (IN_STEP, IN_THREAD)[self._number % 2]
-        started_s = time.perf_counter()
+        started_s, cpu_started_s = time.perf_counter(), time.thread_time()
+        clock = time.process_time if kind == IN_STEP else time.thread_time
+        stall_started_s = clock()
         super().save()
         if kind == IN_STEP:
             saved = self.writer.finish()
@@ -54,6 +60,9 @@ class TimedTrainer(Trainer):
         self.stalls_s[kind].append(ended_s - started_s)
         previous = (IN_STEP, IN_THREAD)[(self._number + 1) % 2]  # the checkpoint that began this interval
         self.intervals_s[previous].append(started_s - self._began_s)
+        if self._number:
+            self.cpu_shares[previous].append(self._stall_cpu_s / (cpu_started_s - self._cpu_began_s))
+        self._stall_cpu_s, self._cpu_began_s = clock() - stall_started_s, time.thread_time()
         self._number, self._began_s = self._number + 1, ended_s
 
 
@@ -95,13 +104,16 @@ def main() -> int:
         f"GPT of {num_parameters(trainer.model):,} parameters at {options.level}, {trainer.num_bytes:,} bytes a checkpoint, "
         f"one every {options.every} steps; medians of {options.checkpoints - 1}.",
         "",
-        "| checkpoint written | a step waits (s) | longest (s) | steps until the next (s) | share of the interval |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| checkpoint written | a step waits (s) | longest (s) | steps until the next (s) | share | share of CPU time |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for kind in (IN_STEP, IN_THREAD):
         stalls_s, intervals_s = trainer.stalls_s[kind][1:], trainer.intervals_s[kind][1:]
         stall_s, interval_s = statistics.median(stalls_s), statistics.median(intervals_s)
-        lines.append(f"| {kind} | {stall_s:.4f} | {max(stalls_s):.4f} | {interval_s:.3f} | {stall_s / interval_s:.1%} |")
+        share = statistics.median(trainer.cpu_shares[kind])
+        lines.append(
+            f"| {kind} | {stall_s:.4f} | {max(stalls_s):.4f} | {interval_s:.3f} | {stall_s / interval_s:.1%} | {share:.2%} |"
+        )
     report = "\n".join(lines) + "\n"
     sys.stdout.write(report)
     if options.write:

@@ -57,6 +57,15 @@ class Reading:
     all_written: bool = False
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """An interval on its way to the host: its losses, its norms and, unless a rank is alone, what the ranks have told."""
+
+    steps: list[TakenStep]
+    copy: HostCopy
+    told: list[float] | None = None
+
+
 class StepLog:
     """All ranks use it alike: they add the same steps, and end intervals at the same steps."""
 
@@ -67,7 +76,7 @@ class StepLog:
         """The length of the interval that is open."""
         self._mesh, self._is_writing = mesh, is_writing
         self._open: list[tuple[TakenStep, Tensor, Tensor]] = []
-        self._under_way: list[tuple[list[TakenStep], HostCopy]] = []
+        self._under_way: list[_UnderWay] = []
         self._spans: dict[int, list[tuple[Mark, Mark]]] = {}
         if mesh.world.size > 1:
             mesh.waits.device = mesh.device
@@ -98,16 +107,20 @@ class StepLog:
     @torch.no_grad()
     def _send(self, wants_to_stop: bool) -> None:
         steps = [step for step, _, _ in self._open]
-        losses = torch.stack([loss for _, loss, _ in self._open]).double()
-        norms = torch.stack([norm for _, _, norm in self._open]).double().to(losses.device)
-        if not self._mesh.owns_loss:
-            losses.zero_()
+        losses = torch.stack([loss for _, loss, _ in self._open])
+        norms = torch.stack([norm for _, _, norm in self._open]).to(losses.device)
         proposal = self._proposed_num_steps if self._mesh.world.is_first else 0.0
         told = [float(wants_to_stop), float(self._is_writing()), proposal]
-        agreed = torch.tensor(told, dtype=torch.float64, pin_memory=losses.is_cuda)
-        summed = self._mesh.world.sum_(torch.cat((losses, agreed.to(losses.device, non_blocking=True))))
-        self._under_way.append((steps, HostCopy(torch.cat((summed, norms)))))
         self._open = []
+        if self._mesh.world.size == 1:  # nobody to agree with: what this rank says stays on the host
+            self._under_way.append(_UnderWay(steps, HostCopy(torch.cat((losses, norms))), told))
+            return
+        losses = losses.double()
+        if not self._mesh.owns_loss:
+            losses.zero_()
+        agreed = torch.tensor(told, dtype=torch.float64, pin_memory=losses.is_cuda).to(losses.device, non_blocking=True)
+        summed = self._mesh.world.sum_(torch.cat((losses, agreed)))
+        self._under_way.append(_UnderWay(steps, HostCopy(torch.cat((summed[: len(steps)], norms.double(), summed[-3:])))))
 
     def _read(self, num_kept: int) -> Reading:
         """Read all that is under way but the last `num_kept` intervals."""
@@ -115,11 +128,12 @@ class StepLog:
         num_stopping, all_written = 0, False
         taken: list[TakenStep] = []
         while len(self._under_way) > num_kept:
-            steps, copy = self._under_way.pop(0)
+            sent = self._under_way.pop(0)
+            steps = sent.steps
             with self._mesh.waits.call("reading of the losses", DEVICE):
-                numbers = copy.read()
-            losses, (stopping, writing, proposal) = numbers[: len(steps)], numbers[len(steps) :][:3]
-            norms = numbers[len(steps) + 3 :]
+                numbers = sent.copy.read()
+            stopping, writing, proposal = sent.told or numbers[-3:]
+            losses, norms = numbers[: len(steps)], numbers[len(steps) :][: len(steps)]
             taken += steps
             num_stopping += round(stopping)
             all_written = writing == 0

@@ -40,6 +40,7 @@ from worker.moving_average import MovingAverage
 from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
 from worker.parallel import Parallel, on_mesh
+from worker.parallel.draws import seed_draws
 from worker.prepare import prepare
 from worker.pretrained.load import FileSource
 from worker.pretrained.start import start_model
@@ -197,7 +198,7 @@ class Trainer:
             with self.metrics.timed("data_wait") as wait:
                 samples = self.batches.take(self.progress.position, index)
             data_wait_s += wait.seconds
-            torch.manual_seed(seed_of("draws of the model", self.config.seed, first))  # for drop path, on any number of ranks
+            seed_draws(self.mesh.device, seed_of("draws of the model", self.config.seed, first))  # drop path, on any ranks
             divisor = loss_divisor(self.source, batch, self.progress.position, first)
             with self.parallel.no_sync(index < batch.num_micro_batches - 1):
                 losses.append(self.graph.forward_backward(samples, divisor, self.metrics, is_first=index == 0))

@@ -19,6 +19,22 @@ from worker.optim import LowBitOptimizer
 from worker.optim import fused as fused_step
 
 WAITING_OPS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "allclose", "_unique2"}
+"""Ops for which a host waits."""
+FACTORIES = {
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tril_indices",
+    "zeros",
+}
+"""Ops that make tensors of nothing, on the host unless told otherwise."""
 
 _launch = fused_step.kernel.launch
 
@@ -64,6 +80,15 @@ class Tape(TorchDispatchMode):
                 ],
             )
             for name, _, args, kwargs, _ in self.entries
+        ]
+
+    def made_on_the_host(self) -> list[str]:
+        """Return what makes a tensor of more than one number without naming a device: CUDA refuses to capture its copy."""
+        return [
+            f"{name} {tuple(made.shape)}"
+            for name, _, args, kwargs, made in self.entries
+            if name == "lift_fresh" or (name in FACTORIES and kwargs.get("device") is None)
+            if isinstance(made, Tensor) and made.dim()
         ]
 
     def replay(self) -> None:

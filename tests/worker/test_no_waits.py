@@ -3,19 +3,25 @@
 The CPU behaves as an accelerator here. The optimizer takes its kernels' path, in Triton's interpreter.
 """
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from api_schemas import EventReport, JobSpec, PhaseReport, StepReport
 from api_schemas.levels import LEVELS
+from api_schemas.models.huggingface import HuggingFaceSpec
 from tests.ranks import free_port, run_ranks
+from tests.worker.models.test_architectures import CONFIGS, batch_of
+from tests.worker.tape import WAITING_OPS, optimizer_by_kernels
 from tests.worker.test_train import Recorder, with_training
 from worker import fp8_statistics, initialize
 from worker.config import RankEnv, resolve
@@ -24,14 +30,14 @@ from worker.fp8.accelerator import cpu_as_accelerator
 from worker.fp8.health import STEPS_LATE, LayerDemoted
 from worker.mesh import Mesh
 from worker.metrics.readback import HostCopy
-from worker.optim import LowBitOptimizer
-from worker.optim import fused as fused_step
+from worker.models import build_model
 from worker.step_log import StepLog
 from worker.train import Trainer
 
-WAITING_OPS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "allclose", "_unique2"}
 WAITING_METHODS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"}
 IN_EVERY_RUN = ("O2",)
+REFUSED = {(name, "fp16-amp") for name in ("fused loss", "gradient release", "tensor")} | {("tensor", "ao"), ("pipeline", "ao")}
+"""Savings and divisions that a level refuses."""
 
 
 class WaitingOps(TorchDispatchMode):
@@ -67,21 +73,8 @@ def accelerator() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def kernels_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step by the kernels, as on CUDA. Triton's interpreter reads the tensors that a GPU would read."""
-    launch = fused_step.kernel.launch
-
-    def launch_unseen(*args: Any) -> None:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            launch(*args)
-
-    monkeypatch.setattr(LowBitOptimizer, "is_fused", lambda _optimizer, parameter: parameter.is_contiguous())
-    monkeypatch.setattr(fused_step.kernel, "launch", launch_unseen)
-
-
-@pytest.fixture
-def reads_of_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def reads_of_what_has_arrived_left_out() -> Iterator[None]:
     """Leave out the reads of copies on the host, which are made steps later; whatever else reads is counted."""
     read = HostCopy.read
 
@@ -89,7 +82,8 @@ def reads_of_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch._C.DisableTorchFunction():
             return read(copy)
 
-    monkeypatch.setattr(HostCopy, "read", read_unseen)
+    with mock.patch.object(HostCopy, "read", read_unseen):
+        yield
 
 
 def make(document: dict[str, Any], folder: Path, mesh: Mesh, recorder: Recorder) -> Trainer:
@@ -101,19 +95,38 @@ def run(document: dict[str, Any], folder: Path, recorder: Recorder, *checkpoints
         return make(document, folder, mesh, recorder).run(checkpoints)
 
 
-@pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
-@pytest.mark.parametrize(
-    "level", [level if level in IN_EVERY_RUN else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS]
-)
-@pytest.mark.usefixtures("kernels_of_the_optimizer", "reads_of_what_has_arrived")
-def test_no_step_between_two_reports_waits(tmp_path: Path, spec_document: dict[str, Any], level: str) -> None:
-    """With accumulation, clipping, and statistics: the last of the steps is sampled."""
-    document = with_training(spec_document, level, steps=100, global_batch_size=2, micro_batch_size=1, gradient_clip=0.1)
+SAVINGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "selective checkpointing": {"activation_checkpointing": "selective"},
+    "full checkpointing": {"activation_checkpointing": "full"},
+    "activations in FP8": {"saved_activations": "fp8"},
+    "fused loss": {"fused_loss": True},
+    "gradient release": {"gradient_release": True, "gradient_clip": None, "micro_batch_size": 2},
+}
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "ZeRO 1": {"zero_stage": 1},
+    "ZeRO 2": {"zero_stage": 2},
+    "ZeRO 3": {"zero_stage": 3},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+}
+
+
+def sampled_job(document: dict[str, Any], level: str, **training: Any) -> dict[str, Any]:
+    """A job with two micro-batches, clipping, and statistics in every other step."""
+    options = {"steps": 100, "global_batch_size": 2, "micro_batch_size": 1, "gradient_clip": 0.1, **training}
+    document = with_training(document, level, **options)
     document["model"] = document["model"] | {"hidden_size": 16}
     if LEVELS[level].has_own_fp8:
         document["precision"] = {"level": level, "statistics_every": 2, "demotion": {"patience": 2}}
-    with Mesh(RankEnv(), torch.device("cpu")) as mesh:
-        trainer = make(document, tmp_path, mesh, recorder := Recorder())
+    return document
+
+
+def waits_in_two_steps(make_trainer: Callable[[Recorder], Trainer]) -> tuple[dict[str, int], list[int]]:
+    """Count the waits of two steps between reports, the last of them sampled. Returns them and the steps read later."""
+    with optimizer_by_kernels(), reads_of_what_has_arrived_left_out():
+        trainer = make_trainer(recorder := Recorder())
         trainer.step()
         trainer.log.num_steps = 100  # no report until then
         num_reported = len(recorder.of(StepReport))
@@ -121,9 +134,82 @@ def test_no_step_between_two_reports_waits(tmp_path: Path, spec_document: dict[s
             trainer.step()
             trainer.step()
         trainer.batches.close()
-    assert len(recorder.of(StepReport)) == num_reported
+        assert len(recorder.of(StepReport)) == num_reported
+        return dict(ops.found + methods.found), [step.step for step in trainer.log.flush().steps][-2:]
+
+
+def is_refused(document: dict[str, Any]) -> bool:
+    """Whether the contract refuses a job, with reasons that tests of its own check."""
+    try:
+        resolve(JobSpec.model_validate(document), RankEnv(world_size=document.get("resources", {}).get("workers", 1)))
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
+@pytest.mark.parametrize("saving", SAVINGS)
+@pytest.mark.parametrize(
+    "level", [level if level in IN_EVERY_RUN else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS]
+)
+def test_no_step_between_two_reports_waits(tmp_path: Path, spec_document: dict[str, Any], level: str, saving: str) -> None:
+    """With accumulation, clipping, and statistics."""
+    document = sampled_job(spec_document, level, **SAVINGS[saving])
+    if is_refused(document):
+        assert (saving, level) in REFUSED
+        return
+    with Mesh(RankEnv(), torch.device("cpu")) as mesh:
+        found, read = waits_in_two_steps(lambda recorder: make(document, tmp_path, mesh, recorder))
+    assert (found, read) == ({}, [2, 3])
+
+
+def count_on_two_ranks(rank: int, port: int, document: dict[str, Any], folder: str) -> None:
+    torch.set_num_threads(1)
+    env = RankEnv(rank=rank, world_size=2, master_port=port)
+    config = resolve(JobSpec.model_validate(document), env)
+    with cpu_as_accelerator(), Mesh(env, torch.device("cpu"), config.layout) as mesh:
+        found = waits_in_two_steps(lambda recorder: Trainer(config, mesh, recorder, Path(folder)))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_step_of_several_ranks_waits_for_values(
+    tmp_path: Path, spec_document: dict[str, Any], level: str, division: str
+) -> None:
+    """Of the device: gloo's collectives themselves wait for other ranks, as NCCL's do not."""
+    document = sampled_job(spec_document, level, global_batch_size=4)
+    document["model"] = document["model"] | {"hidden_size": 32, "num_layers": 2}
+    document |= {"resources": {"workers": 2}, "parallelism": DIVISIONS[division]}
+    if is_refused(document):
+        assert (division, level) in REFUSED
+        return
+    run_ranks(count_on_two_ranks, (free_port(), document, str(tmp_path)), 2)
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [{}, [2, 3]]
+
+
+KNOWN_TO_WAIT = {"opt": "which makes a mask of ones for itself, and looks whether it is one"}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers' DeBERTa, when it is imported
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=() if name in ("llama", "deberta-v2") else pytest.mark.matrix)
+        for name in CONFIGS
+        if name not in KNOWN_TO_WAIT
+    ],
+)
+def test_no_pass_of_a_network_of_transformers_waits(architecture: str) -> None:
+    spec = HuggingFaceSpec(family="huggingface", architecture=architecture, config=CONFIGS[architecture])
+    model, _ = initialize(build_model(spec, 0), None, "bf16-amp")
+    batch = batch_of(architecture)
+    with WaitingMethods() as methods, WaitingOps() as ops:
+        model.loss(batch).loss.backward()
     assert (ops.found, methods.found) == (Counter(), Counter())
-    assert [step.step for step in trainer.log.flush().steps][-2:] == [2, 3]
 
 
 def test_waits_are_seen() -> None:

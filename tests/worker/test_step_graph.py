@@ -10,14 +10,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from api_schemas import JobSpec
+from api_schemas.cuda_graph import GRAPHED_FAMILIES, why_not_recorded
 from api_schemas.levels import LEVELS
-from tests.worker.tape import TapeRecorder, optimizer_by_kernels
+from tests.worker.tape import Tape, TapeRecorder, optimizer_by_kernels
 from tests.worker.test_train import Recorder, with_training
 from worker import initialize, kernels, step_graph, train
 from worker.blocks import WARM_UP_STEPS
@@ -201,15 +203,64 @@ def test_a_kind_of_step_not_met_before_drops_all_recordings() -> None:
     assert run(2) == (2, 2, 1)
 
 
+def document_of(family: str, document: dict[str, Any], level: str, folder: Path) -> dict[str, Any]:
+    """A small job of a family; those of images get a file of them."""
+    tiny_document = tiny(document, level)
+    if family in ("gpt", "llama"):
+        llama = {"family": "llama", "intermediate_size": 32, "num_key_value_heads": 1}
+        return tiny_document | {"model": tiny_document["model"] | (llama if family == "llama" else {})}
+    if family == "roberta":
+        return tiny_document | {"model": {"preset": "roberta-tiny", "hidden_size": 32, "num_layers": 1, "num_heads": 2}}
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (32, 16, 16, 3), dtype=np.uint8)
+    np.savez(folder / "images.npz", images=images, labels=np.arange(32) % 4)
+    model = {"deit": {"preset": "deit-tiny", "hidden_size": 32, "num_layers": 2, "num_heads": 2}, "swin": {"depths": [1, 1]}}
+    sizes = {"preset": f"{family}-tiny", "image_size": 16, "patch_size": 2, "num_classes": 4, "drop_path_rate": 0.5}
+    training = {name: value for name, value in tiny_document["training"].items() if name != "sequence_length"}
+    data = {"source": "images", "path": str(folder / "images.npz")}
+    return tiny_document | {"model": sizes | model[family], "data": data, "training": training}
+
+
 @pytest.mark.matrix
-def test_a_llama_is_replayed(tmp_path: Path, spec_document: dict[str, Any]) -> None:
-    document = tiny(spec_document, "bf16-amp")
-    document["model"] = document["model"] | {"family": "llama", "intermediate_size": 32, "num_key_value_heads": 1}
+@pytest.mark.parametrize("level", ["bf16-amp", "O2"])
+@pytest.mark.parametrize("family", [family for family in GRAPHED_FAMILIES if family != "gpt"])
+def test_each_family_that_is_recorded_is_replayed(
+    tmp_path: Path, spec_document: dict[str, Any], family: str, level: str
+) -> None:
+    """With drop path in those of images, and dropout in RoBERTa. A capture refuses tensors that come from the host."""
+    document = document_of(family, spec_document, level, tmp_path)
     expected, expected_state, _ = trained(document, tmp_path / "launched", None, 5)
-    steps, state, _ = trained(document, tmp_path / "replayed", recorder := TapeRecorder(), 5)
+    steps, state, trainer = trained(document, tmp_path / "replayed", recorder := TapeRecorder(), 5)
+    assert why_not_recorded(trainer.config.training, trainer.config.model, 1) is None
     assert recorder.num_replays == 3
     assert numbers(steps) == numbers(expected)
     assert all(map(are_equal, state, expected_state))
+    first_pass, further_pass, _ = recorder.tapes  # the optimizer sends its tables from pinned memory, which is captured
+    assert first_pass.made_on_the_host() + further_pass.made_on_the_host() == []
+
+
+def test_what_the_host_makes_is_seen() -> None:
+    with Tape() as tape:
+        torch.arange(3) + torch.arange(3, device="cpu") + torch.tensor([1, 2, 3]) + torch.tensor(1)
+    assert tape.made_on_the_host() == ["arange (3,)", "lift_fresh (3,)"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"resources": {"workers": 2}}, "2 ranks exchange gradients"),
+        ({"resources": {"workers": 2}, "parallelism": {"zero_stage": 1}}, "2 ranks exchange gradients"),
+        ({"model": {"family": "huggingface", "architecture": "gpt2"}}, "passes of model.family huggingface"),
+    ],
+)
+def test_a_job_that_is_not_recorded_says_why(spec_document: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+    document = tiny(spec_document, "bf16-amp") | changes
+    config = resolve(JobSpec.model_validate(document), RankEnv(world_size=document.get("resources", {}).get("workers", 1)))
+    model, optimizer = initialize(torch.nn.Sequential(torch.nn.Linear(2, 2)), None, "bf16-amp")
+    graph = step_graph.step_graph_of(config, model, optimizer, None, torch.device("cuda"))
+    [event] = graph.start_events()
+    assert (event.type, graph.recorder) == ("training.not_graphed", None)
+    assert event.message.startswith(f"steps run without CUDA graphs: {reason}")
 
 
 def test_samples_of_another_shape_are_refused() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
@@ -71,7 +71,11 @@ def loss_divisor(source: Source, batch: BatchDivision, position: int, first: int
 
     Averaged over the data ranks, the sums of the divided losses are the mean over all targets of the global batch.
     """
-    if not isinstance(source, VaryingTargets):
+    if not _varies(source):
         return batch.num_micro_batches
     num_targets = source.num_targets(position, batch.global_batch_size)
     return num_targets / (source.num_targets(first, batch.micro_batch_size) * batch.num_data_ranks)
+
+
+def _varies(source: Source) -> TypeGuard[VaryingTargets]:
+    return hasattr(source, "num_targets")  # isinstance with a Protocol reads every property, and takes 80 µs of each pass

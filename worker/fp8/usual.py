@@ -75,7 +75,11 @@ class UsualProducts(torch.autograd.Function):
             )  # fmt: skip
         saved = (None, None) if not kept else (input_TK, kept[0]) if activation is not None else (kept[0], kept[1])
         ctx.save_for_backward(*saved, weight, unit)
-        return output_TN if bias_N is None else output_TN.add_(bias_N.to(output_dtype))
+        if bias_N is None:
+            return output_TN
+        bias_N = bias_N.to(output_dtype)
+        # Selective checkpointing keeps what `product` returns, and raises if it is changed in place
+        return output_TN.add_(bias_N) if codes is None else output_TN + bias_N
 
     @staticmethod
     @once_differentiable

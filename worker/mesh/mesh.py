@@ -101,7 +101,7 @@ class Mesh:
     def sent_bytes(self) -> Counter[tuple[str, str]]:
         """Bytes of tensors that this rank sent, over all axes, by collective and by the dtype of the values."""
         axes = {self.world, self.pipeline, self.data, self.context, self.replicas, self.tensor, self.stage}
-        return sum((axis.sent_bytes for axis in axes), Counter())
+        return sum((axis.sent_bytes for axis in axes if axis.sent_bytes), Counter())
 
     def new_straggler(self) -> Straggler | None:
         """Return a rank that holds the others up, once when it is found, on the first rank."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from api_schemas import Task
 from api_schemas.models.architectures import POSITIONS_AFTER_PADDING
 from worker.models.classes import class_losses
-from worker.models.documents import positions_in_documents
+from worker.models.documents import documents_known, positions_in_documents
 from worker.models.language import checked_length, next_token_losses, token_losses
 from worker.models.linear_cross_entropy import LaterLogits
 from worker.models.model import Losses, TensorRole, TrainedModel
@@ -37,6 +37,9 @@ class _TokenModel(WrappedModel):
         embedding = network.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
             embedding.padding_idx = None
+        for module in network.modules():
+            if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # reads tokens from the device; we never pad
+                module.warn_if_padding_and_no_attention_mask = _keep_silent
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Return the network's logits (B, T, V).
@@ -58,7 +61,12 @@ class _TokenModel(WrappedModel):
             checked_length(tokens_BT, longest - first)
         if hasattr(config, "use_cache"):
             options["use_cache"] = False
-        return self.network(input_ids=tokens_BT, **options).logits
+        with documents_known(documents_BT):
+            return self.network(input_ids=tokens_BT, **options).logits
+
+
+def _keep_silent(*_arguments: Any) -> None:
+    pass
 
 
 class NextTokenModel(_TokenModel):

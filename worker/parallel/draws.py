@@ -15,6 +15,20 @@ from worker.mesh import Axis
 _STRIDE = 0x9E3779B97F4A7C15
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return torch's generators whose numbers a rank on this device draws: the CPU's, and the device's own."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def seed_draws(device: torch.device, seed: int) -> None:
+    """Seed what a rank on this device draws. `torch.manual_seed` formats the stack for each backend: 0.65 ms of a step."""
+    for generator in generators_of(device):
+        generator.manual_seed(seed)
+
+
 class OwnDraws:
     """Numbers of one rank of an axis. Passes that are computed again for activation checkpointing keep theirs."""
 
@@ -33,14 +47,13 @@ class OwnDraws:
         if not is_training or self._scripts is not None:
             return
         seed = (int(torch.randint(1 << 62, ())) + _STRIDE * (self._rank + 1)) % 2**63
-        self._scripts = [generator.get_state() for generator in self._generators()]
-        for generator in self._generators():
-            generator.manual_seed(seed)
+        self._scripts = [generator.get_state() for generator in generators_of(self._device)]
+        seed_draws(self._device, seed)
 
     def leave(self) -> None:
         """Draw the script's numbers again."""
         if self._scripts is not None:
-            for generator, state in zip(self._generators(), self._scripts, strict=True):
+            for generator, state in zip(generators_of(self._device), self._scripts, strict=True):
                 generator.set_state(state)
             self._scripts = None
 
@@ -49,9 +62,3 @@ class OwnDraws:
 
     def _leave(self, *_arguments: Any) -> None:
         self.leave()
-
-    def _generators(self) -> list[torch.Generator]:
-        if self._device.type != "cuda":
-            return [torch.default_generator]
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        return [torch.default_generator, torch.cuda.default_generators[index]]

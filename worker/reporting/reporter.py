@@ -87,7 +87,7 @@ class HttpReporter:
         self._clock = clock
         self._url = f"{order.report_url.rstrip('/')}/internal/v1/attempts/{order.attempt_id}/reports"
         self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {order.token}"},
+            headers={"Authorization": f"Bearer {order.token}", "Content-Type": "application/json"},
             timeout=_REQUEST_TIMEOUT_S,
             transport=transport,
             trust_env=False,
@@ -160,7 +160,7 @@ class HttpReporter:
         batch = ReportBatch(epoch=self._order.epoch, rank=self._rank, reports=tuple(reports))
         sent_at = self._clock()
         try:
-            answer = self._http.post(self._url, json=batch.model_dump(mode="json"))
+            answer = self._http.post(self._url, content=batch.model_dump_json())
             if answer.status_code in _FENCED_STATUSES:
                 self._fenced = f"the control plane refused this attempt: {answer.status_code} {answer.text[:500]}"
                 return False
