@@ -21,6 +21,7 @@ from api_schemas.levels import LEVELS
 from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.cuda import (
     amax,
+    gates,
     gemm,
     gradients,
     measurement,
@@ -115,6 +116,12 @@ def activation_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict
         yield f"quantize_tile {name}", quantization._quantize_tile, {**tile, "ACTIVATION": name}
         rows = {**options, "ROWS": 2, "COLUMNS": 4096, "FITS": True}
         yield f"quantize_rows {name}", quantization._quantize_rows, {**rows, "ACTIVATION": name}
+    for name in known[1:] if spread else known:
+        gate = {"ACTIVATION": name, "HAS_GATED": name == "silu", "BLOCK": gates.BLOCK}
+        absent = {} if gate["HAS_GATED"] else {"gated": None}
+        yield f"activate {name}", gates.activate_kernel, {**gate, **absent}
+        absent |= {} if gate["HAS_GATED"] else {"gated_out": None}
+        yield f"activate_backward {name}", gates.activate_backward_kernel, {**gate, **absent, "STRIDE": gates.AMAX_STRIDE}
 
 
 def norm_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -161,6 +168,8 @@ def types_of(name: str) -> dict[str, str]:
     }
     tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}
     counted = {"seed": "i64", "step": "i64", "stream": "i64", "stride": "i64", "count": "*i64"}
+    if name.startswith("activate"):
+        return {**TYPES, **dict.fromkeys(("grad", "gated", "out", "gated_out"), "*bf16"), "amaxes": "*fp32"}
     if name in ("accumulated_amax", "accumulate"):
         return {**TYPES, **counted, "alpha": "fp32", "other": "*bf16", "new_scale": "*fp32"}
     return {**TYPES, **tables, **counted, "partial": "*fp32", "mean": "*fp32", **changed.get(name, {})}

@@ -7,6 +7,7 @@ implementation by the tensor's device (`library.py`); `reference.py` is the spec
 from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.elementwise import activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
+from worker.kernels.gates import activate, activate_backward
 from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norms, quantize_gradient
 from worker.kernels.linear import linear_gradients, linear_output
@@ -31,7 +32,9 @@ __all__ = [
     "ScaleKind",
     "ScaledCodes",
     "accumulate_",
+    "activate",
     "activate_again",
+    "activate_backward",
     "activate_operand",
     "all_finite",
     "compute_amax",

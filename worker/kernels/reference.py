@@ -22,6 +22,9 @@ from worker.kernels.rounding import random_bits, split_decode, stochastic_round
 from worker.kernels.sampling import MOST_DECIBELS, NUM_MEASURES, sampled_rows
 from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
+AMAX_STRIDE = 4
+"""Where an op returns several amaxes they are 16 bytes apart: a kernel that reads one is compiled for aligned addresses."""
+
 
 def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
     """Largest magnitude per scale, fp32, in the dequant_scale's shape; NaN or Inf where the group has one."""
@@ -107,6 +110,25 @@ def activate_operand(x_MN: Tensor, activation: str, dtype: torch.dtype, kind: Sc
         return quantize_operand(values_MN, dtype, kind, margin, sides, amax, uses_amax)
     amax = compute_amax(values_MN, kind)
     return [*quantize_operand(values_MN, dtype, kind, margin, sides, amax), amax]
+
+
+def activate(x: Tensor, gated: Tensor | None, activation: str) -> list[Tensor]:
+    """An activation of x, times what it gates, each rounded to the dtype of x; and the amax of the result."""
+    output = ACTIVATIONS[activation].forward(x)
+    output = (output if gated is None else output * gated).contiguous()
+    return [output, compute_amax(output, ScaleKind.TENSOR)]
+
+
+def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation: str) -> list[Tensor]:
+    """The gradients of x and of what it gates, and then their amaxes, in the first column of fp32 (gradients, AMAX_STRIDE)."""
+    forward, backward = ACTIVATIONS[activation]
+    gradients = [backward(grad if gated is None else grad * gated, x).contiguous()]
+    if gated is not None:
+        gradients.append((grad * forward(x)).contiguous())
+    amaxes = torch.zeros((len(gradients), AMAX_STRIDE), device=x.device)
+    for row, gradient in zip(amaxes, gradients, strict=True):
+        row[0] = compute_amax(gradient, ScaleKind.TENSOR)
+    return [*gradients, amaxes]
 
 
 def normalize(

@@ -56,6 +56,11 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         for is_layer_norm, bias in ((True, x[0] + 1), (False, None)):
             yield ops.normalize, (x, x[0], bias, 1e-5, is_layer_norm, torch.float32)
             yield ops.normalize, (x.t(), x.t()[0].bfloat16(), None, 1e-5, is_layer_norm, torch.bfloat16)
+        for gated in (None, x + 1):
+            yield ops.activate, (x, gated, "relu")
+            yield ops.activate, (x.t(), None if gated is None else gated.t(), "relu")
+            yield ops.activate_backward, (x.sin(), x, gated, "relu")
+            yield ops.activate_backward, (x.t(), x.t(), None if gated is None else gated.t(), "relu")
         yield ops.all_finite, (x,)
         yield ops.sqrt, (x.abs() + 1e-20,)
         yield ops.split_dequantize, (codes, torch.ones_like(codes, dtype=torch.int8), torch.tensor(0.5), torch.bfloat16)
