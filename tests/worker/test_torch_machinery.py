@@ -46,6 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, forward: object, n
 
 @pytest.mark.system
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo asks for it, and hides the answer
 @pytest.mark.parametrize(
     "level",
     ["O2", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("te", "O3-split", "fp16-amp"))],

@@ -72,4 +72,4 @@ def zero_gradients(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...
         grad_output_TN.new_zeros(shape, dtype=dtype) if is_needed else None
         for is_needed, (shape, dtype) in zip(ctx.needs_input_grad[:3], shapes_and_dtypes, strict=True)
     ]
-    return (*zeros, None, None, None, None)
+    return (*zeros, None, None)

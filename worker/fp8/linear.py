@@ -28,7 +28,7 @@ from worker.fp8.gradient import RoundingPosition
 from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, product_dtype, zero_gradients
 from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
-from worker.fp8.operand import Codes, OperandScaling, product
+from worker.fp8.operand import ForwardPass, OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 from worker.fp8.usual import UsualProducts, is_usual_layer, is_usual_pass
 from worker.fp8.weights import EncodedWeight
@@ -114,7 +114,7 @@ class Float8Linear(GuardedCodes):
             is_usual = not wide and is_usual_pass(self, input_TK)
             bias_N = self.bias if is_usual or "output" in wide else None  # added on the way out
             apply = UsualProducts.apply if is_usual else Float8Products.apply
-            output_TN = apply(input_TK, weight, bias_N, output_dtype, self, activation, codes)
+            output_TN = apply(input_TK, weight, bias_N, self, ForwardPass(output_dtype, activation, codes))
         if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
@@ -228,12 +228,11 @@ class Float8Products(torch.autograd.Function):
         input_TK: Tensor,
         weight: Tensor,
         bias_N: Tensor | None,
-        output_dtype: torch.dtype,
         layer: Float8Linear,
-        activation: str | None,
-        codes: Codes | None,
+        how: ForwardPass,
     ) -> Tensor:
-        """bias_N: only where the output is computed in bf16. activation: applied to the input. codes: of the input, as made."""
+        """bias_N: only where the output is computed in bf16."""
+        output_dtype, activation, codes = how
         wide, scaling = layer.high_precision, layer.input_scaling
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
         ctx.is_empty = input_TK.shape[0] == 0
@@ -293,4 +292,4 @@ class Float8Products(torch.autograd.Function):
         if activation is not None and grad_input_TK is not None:
             grad_input_TK = kernels.ACTIVATIONS[activation].backward(grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
-        return grad_input_TK, grad_weight, grad_bias_N, None, None, None, None
+        return grad_input_TK, grad_weight, grad_bias_N, None, None

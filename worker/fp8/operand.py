@@ -6,7 +6,7 @@ into the window. Until the window is full the scale is exact; a non-finite amax 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,18 @@ def product(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fas
 
 Codes = tuple[ScaledCodes | None, ScaledCodes | None]
 """Of one operand, for products over its rows and over its columns; None where these are not wanted."""
+
+
+class ForwardPass(NamedTuple):
+    """How a layer computes one forward pass.
+
+    activation: applied to the input first, one of kernels' ACTIVATIONS. codes: of the input, where they are made already.
+    """
+
+    output_dtype: torch.dtype
+    activation: str | None = None
+    codes: Codes | None = None
+
 
 REMEMBERED = ("step_amax", "amax_history", "window_amax", "num_finite_steps")
 """The buffers of delayed scaling."""

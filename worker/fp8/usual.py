@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.gradient_hooks import product_dtype
-from worker.fp8.operand import Codes, product
+from worker.fp8.operand import ForwardPass, product
 from worker.fp8.recipe import Recipe
 from worker.kernels import ScaleKind
 from worker.kernels.gemm import ALIGNMENT
@@ -52,12 +52,11 @@ class UsualProducts(torch.autograd.Function):
         input_TK: Tensor,
         weight: Tensor,
         bias_N: Tensor | None,
-        output_dtype: torch.dtype,
         layer: "Float8Linear",
-        activation: str | None,
-        codes: Codes | None,
+        how: ForwardPass,
     ) -> Tensor:
         """Arguments as for Float8Products, bias_N of any product."""
+        output_dtype, activation, codes = how
         recipe, unit = layer.recipe, layer.weight_dequant_scale
         ctx.is_empty, ctx.high_precision = False, recipe.high_precision
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
@@ -100,4 +99,4 @@ class UsualProducts(torch.autograd.Function):
             if activation is not None and grad_input_TK is not None:
                 grad_input_TK = kernels.ACTIVATIONS[activation].backward(grad_input_TK, input_saved)
         grad_bias_N = grad_output_TN.sum(0).to(ctx.bias_dtype) if needs_bias else None
-        return grad_input_TK, grad_weight, grad_bias_N, None, None, None, None
+        return grad_input_TK, grad_weight, grad_bias_N, None, None
