@@ -14,6 +14,7 @@ from torch import Tensor
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.casts import KeepsDtypes
+from worker.fp8.gradient_notes import Notes
 from worker.fp8.recipe import OperandFormat, Recipe
 from worker.kernels import ScaledCodes, ScaleKind
 from worker.kernels.operands import Scaling
@@ -34,11 +35,13 @@ class ForwardPass(NamedTuple):
     """How a layer computes one forward pass.
 
     activation: applied to the input first, one of kernels' ACTIVATIONS. codes: of the input, where they are made already.
+    notes: those of the backward pass.
     """
 
     output_dtype: torch.dtype
     activation: str | None = None
     codes: Codes | None = None
+    notes: Notes = Notes()
 
 
 REMEMBERED = ("step_amax", "amax_history", "window_amax", "num_finite_steps")

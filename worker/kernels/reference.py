@@ -246,6 +246,7 @@ def linear_output(
 
 def linear_gradients(
     grad_output_TN: Tensor,
+    grad_amax: Tensor | None,
     input: Tensor | None,
     input_scale: Tensor | None,
     weight_NK: Tensor,
@@ -255,7 +256,7 @@ def linear_gradients(
 ) -> list[Tensor]:
     """The gradients of input (T, K) and weight (N, K), as `sides` asks for them, of what `linear_output` has kept."""
     input_dtype, weight_dtype, grad_dtype, margin, activation, sides, grad_input_dtype, grad_weight_dtype = formats
-    parts = quantize_operand(grad_output_TN, grad_dtype, ScaleKind.TENSOR, margin, sides, None, None)
+    parts = quantize_operand(grad_output_TN, grad_dtype, ScaleKind.TENSOR, margin, sides, grad_amax, None)
     gradients = []
     if sides != "columns":
         weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "columns")

@@ -84,9 +84,9 @@ def linear_calls(x_TK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...
             yield ops.linear_output, (x_TK, *weight, E4M3, E4M3, 0, "relu", "rows", torch.float16)
         kept = ops.quantize_operand(x_TK, E4M3, "tensor", 0, "columns", None, None)
         formats = (sides, torch.bfloat16, torch.float32)
-        yield ops.linear_gradients, (grad_output_TN, *kept, *weight, E4M3, E4M3, E5M2, 0, None, *formats)
+        yield ops.linear_gradients, (grad_output_TN, None, *kept, *weight, E4M3, E4M3, E5M2, 0, None, *formats)
         amax = torch.tensor(2.0)
-        yield ops.linear_gradients, (grad_output_TN, x_TK, amax, *weight, E4M3, E4M3, E5M2, 0, "relu", *formats)
+        yield ops.linear_gradients, (grad_output_TN, None, x_TK, amax, *weight, E4M3, E4M3, E5M2, 0, "relu", *formats)
 
 
 def test_every_op_is_called() -> None:

@@ -1,7 +1,7 @@
 """An activation and its gradients, written with their amaxes in one pass: twins of `reference.activate*`.
 
 Results in between are rounded to the dtype of x, as torch's ops round what they write. ReLU equals the twin bit for bit; the
-others are within the last bits of exp and erf. An amax is that of the result as it is written. The block is for an H200 and bf16.
+others are within the last bits of exp and erf. An amax is that of the result as written. The block is for an H200 and bf16.
 """
 
 import torch

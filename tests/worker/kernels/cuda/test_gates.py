@@ -1,4 +1,4 @@
-"""The kernels of activations and of their gradients against their twin, and their amaxes against what they write, bit for bit."""
+"""The kernels of activations and their gradients against their twin, and their amaxes against what they write, bit for bit."""
 
 import math
 
