@@ -2,7 +2,7 @@
 
 An activation, or a gate (SwiGLU: silu(gate) * up), gives its amax to the layer after it (`carried.py`) and those of its
 gradients to the layers before it (`gradient_notes.py`), so that each of them reads what it quantizes once. Modules keep their
-class, parameters and hooks; only their `forward` is another. It acts on an accelerator, eagerly, where no hook looks in between;
+class, parameters and hooks; only their `forward` is another. It acts on an accelerator, eagerly, where no hook looks between;
 else they run as they are. What layers of an `nn.Sequential` compute before they quantize is not written at all (`sequence.py`).
 """
 
@@ -16,9 +16,11 @@ from torch.nn import functional
 
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
-from worker.fp8.carried import carry
+from worker.fp8.carried import Written, carry
 from worker.fp8.gradient_notes import note_of
 from worker.fp8.linear import Float8Linear
+from worker.fp8.operand import OperandScaling
+from worker.fp8.recipe import ALL_GEMMS
 from worker.fp8.sequence import is_observed, name_of_activation
 
 TRANSFORMERS = "transformers.activations"
@@ -63,12 +65,15 @@ class GatedForward:
         mlp: Any = self.mlp
         gate, up = getattr(mlp, self.parts.gate)(x), getattr(mlp, self.parts.up)(x)
         if gate.shape == up.shape and gate.dtype == up.dtype:
-            gated, amax = Activate.apply(gate, up, activation)
-            gated = carry(gated, amax)
+            gated = activated(gate, up, activation, self._consumer())
         else:
             gated = kernels.ACTIVATIONS[activation].forward(gate) * up
         output: Tensor = getattr(mlp, self.parts.down)(gated)
         return output
+
+    def _consumer(self) -> OperandScaling | None:
+        down = getattr(self.mlp, self.parts.down)
+        return down.input_scaling if isinstance(down, Float8Linear) and down.high_precision != ALL_GEMMS else None
 
     def _activation(self, x: Tensor) -> str | None:
         """The activation of kernels' ACTIVATIONS that gates; None where the MLP has to run as it is."""
@@ -90,31 +95,41 @@ class ActivationForward:
         activation = known_activation(self.module)
         if activation is None or torch.compiler.is_compiling() or not is_accelerator(input.device):
             return type(self.module).forward(self.module, input)  # type: ignore[no-any-return]
-        return carry(*Activate.apply(input, None, activation))
+        return activated(input, None, activation)
 
 
 class Activate(torch.autograd.Function):
     """An activation of x, times what it gates, and its amax. It keeps both for the backward pass, and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gated: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-        found = kernels.activate(x, activation, gated)
+    def forward(
+        ctx: Any, x: Tensor, gated: Tensor | None, activation: str, ahead: kernels.Ahead | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        found = kernels.activate(x, activation, gated, ahead=ahead)
         ctx.save_for_backward(x, gated)
         ctx.activation, ctx.notes = activation, (note_of(x), None if gated is None else note_of(gated))
-        ctx.mark_non_differentiable(found.amax)
+        ctx.mark_non_differentiable(found.amax, *(() if found.codes is None else (found.codes,)))
         ctx.set_materialize_grads(False)  # a launch for the amax, which has no gradient
-        return found.output, found.amax
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, _grad_amax: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         x, gated = ctx.saved_tensors
         found = kernels.activate_backward(grad, x, ctx.activation, gated)
         told = ((found.input, found.input_amax), (found.gated, found.gated_amax))
         for note, (gradient, amax) in zip(ctx.notes, told, strict=True):
             if note is not None and gradient is not None and amax is not None:
                 note.tell(gradient, amax)
-        return found.input, found.gated, None
+        return found.input, found.gated, None, None
+
+
+def activated(x: Tensor, gated: Tensor | None, activation: str, consumer: OperandScaling | None = None) -> Tensor:
+    """An activation of x, times what it gates, that carries its amax. consumer: of the layer after it, if it is known."""
+    ahead = None if consumer is None else consumer.ahead()
+    output, amax, codes = Activate.apply(x, gated, activation, ahead)
+    assert isinstance(output, Tensor)
+    return carry(output, amax, Written.of(consumer, codes, ahead))
 
 
 def known_activation(module: nn.Module) -> str | None:

@@ -5,6 +5,7 @@ implementation by the tensor's device (`library.py`); `reference.py` is the spec
 """
 
 from worker.kernels.activations import ACTIVATIONS
+from worker.kernels.ahead import Ahead, complete
 from worker.kernels.elementwise import activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.gates import activate, activate_backward
@@ -28,6 +29,7 @@ from worker.kernels.scales import ScaledCodes, ScaleKind
 
 __all__ = [
     "ACTIVATIONS",
+    "Ahead",
     "QuantizedOperand",
     "ScaleKind",
     "ScaledCodes",
@@ -37,6 +39,7 @@ __all__ = [
     "activate_backward",
     "activate_operand",
     "all_finite",
+    "complete",
     "compute_amax",
     "count_flops",
     "dequant_scale_from_amax",

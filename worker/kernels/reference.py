@@ -112,11 +112,34 @@ def activate_operand(x_MN: Tensor, activation: str, dtype: torch.dtype, kind: Sc
     return [*quantize_operand(values_MN, dtype, kind, margin, sides, amax), amax]
 
 
-def activate(x: Tensor, gated: Tensor | None, activation: str) -> list[Tensor]:
-    """An activation of x, times what it gates, each rounded to the dtype of x; and the amax of the result."""
+def activate(x: Tensor, gated: Tensor | None, activation: str, *ahead: Any) -> list[Tensor]:
+    """An activation of x, times what it gates, each rounded to the dtype of x; its amax; and codes, as `_ahead` makes them."""
     output = ACTIVATIONS[activation].forward(x)
     output = (output if gated is None else output * gated).contiguous()
-    return [output, compute_amax(output, ScaleKind.TENSOR)]
+    return [output, compute_amax(output, ScaleKind.TENSOR), *_ahead(output, *ahead)]
+
+
+def _ahead(
+    x: Tensor,
+    dtype: torch.dtype | None = None,
+    margin: int = 0,
+    amax: Tensor | None = None,
+    _uses_amax: Tensor | None = None,
+) -> list[Tensor]:
+    """Codes of x by a given amax, none without a dtype. Where the amax is not used nobody reads them before `complete`."""
+    if dtype is None:
+        return []
+    assert amax is not None
+    return [quantize(x, dtype, ScaleKind.TENSOR, margin, amax)[0]]
+
+
+def complete(
+    codes: Tensor, x: Tensor, own_amax: Tensor, margin: int, amax: Tensor, uses_amax: Tensor, columns: bool
+) -> list[Tensor]:
+    """The scale () of codes, and codes (N, M) of x.T if wanted: of the codes, or, unless *uses_amax, all by x's own amax."""
+    made, scale = quantize(x, codes.dtype, ScaleKind.TENSOR, margin, torch.where(uses_amax, amax, own_amax))
+    codes.view(torch.uint8).copy_(torch.where(uses_amax, codes.view(torch.uint8), made.view(torch.uint8)))
+    return [scale, codes.t().clone(memory_format=torch.contiguous_format)] if columns else [scale]
 
 
 def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation: str) -> list[Tensor]:
@@ -132,9 +155,15 @@ def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation:
 
 
 def normalize(
-    x_MN: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
+    x_MN: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    is_layer_norm: bool,
+    dtype: torch.dtype,
+    *ahead: Any,
 ) -> list[Tensor]:
-    """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (M, 1); and the amax of the output."""
+    """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (M, 1); the amax of the output; codes."""
     wide = norm_dtype(x_MN, weight, dtype)
     x, weight, bias = (None if part is None else part.to(wide) for part in (x_MN, weight, bias))
     assert x is not None
@@ -144,7 +173,8 @@ def normalize(
         output = F.rms_norm(x, (x.shape[1],), weight, eps)
         statistics = [torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)]
     output = output.to(dtype)
-    return [output, *(part.float() for part in statistics), compute_amax(output, ScaleKind.TENSOR)]
+    found = [output, *(part.float() for part in statistics), compute_amax(output, ScaleKind.TENSOR)]
+    return [*found, *_ahead(output, *ahead)]
 
 
 def norm_dtype(x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> torch.dtype:

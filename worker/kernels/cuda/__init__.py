@@ -5,6 +5,7 @@ Loaded by `library.py` for a tensor on such a device, and by the tests, which ru
 
 from torch import sqrt  # which is IEEE's on a CUDA device
 
+from worker.kernels.cuda.ahead import complete
 from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gates import activate, activate_backward
 from worker.kernels.cuda.gemm import matmul
@@ -21,6 +22,7 @@ __all__ = [
     "activate_backward",
     "activate_operand",
     "all_finite",
+    "complete",
     "compute_amax",
     "dequantize",
     "encode",
