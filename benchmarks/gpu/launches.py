@@ -78,6 +78,14 @@ def count(work: Any) -> Launches:
     return launches
 
 
+def count_second(model: nn.Module, given: tuple[Any, ...], gradient: Tensor) -> Launches:
+    """Count a model's second forward and backward pass, in which nothing is added to gradients of the first."""
+    model(*given).backward(gradient)
+    for tensor in (given[0], *model.parameters()):
+        tensor.grad = None
+    return count(lambda: model(*given).backward(gradient))
+
+
 def linear(in_features: int, out_features: int) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False, device=DEVICE_TYPE)
 
@@ -89,8 +97,7 @@ def mlp(level: str, recipe: dict[str, object]) -> Launches:
         model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=0, auto_filter=False)
         x = torch.randn(TOKENS, HIDDEN, device=DEVICE_TYPE, dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.randn(TOKENS, HIDDEN, device=DEVICE_TYPE, dtype=torch.bfloat16)
-        model(x).backward(gradient)
-        return count(lambda: model(x).backward(gradient))
+        return count_second(model, (x,), gradient)
 
 
 def block(family: str, level: str, recipe: dict[str, object]) -> Launches:
@@ -106,8 +113,7 @@ def block(family: str, level: str, recipe: dict[str, object]) -> Launches:
         x = torch.randn(4, TOKENS // 4, HIDDEN, requires_grad=True)
         turns = llama.rotation(TOKENS // 4, HIDDEN // 16, 10000, x.device)
         given = (x,) if family == "gpt" else (x, turns)
-        model(*given).backward(x.detach())
-        return count(lambda: model(*given).backward(x.detach()))
+        return count_second(model, given, x.detach())
 
 
 def clipping(num_layers: int) -> tuple[Launches, int]:

@@ -37,7 +37,7 @@ def _fake_gradients(grad: Tensor, x: Tensor, gated: Tensor | None, _activation: 
 
 
 def _fake_activate(
-    x: Tensor, _gated: Tensor | None, _activation: str, codes_dtype: torch.dtype | None, *_how: Any
+    x: Tensor, _gated: Tensor | None, _activation: str, codes_dtype: torch.dtype | None = None, *_how: Any
 ) -> list[Tensor]:
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     codes = [] if codes_dtype is None else [torch.empty_like(output, dtype=codes_dtype)]
