@@ -149,6 +149,20 @@ def test_a_gate_is_one_op_each_way_in_the_place_of_five() -> None:
     assert before["mul"] - found["mul"] == 3
 
 
+def test_delayed_scaling_writes_codes_with_norms_and_gates() -> None:
+    """Not with a norm's first output, of which no layer has taken codes yet, nor where no layer takes codes any more."""
+    model = converted(llama, recipe=DELAYED, statistics_every=0)
+    found = []
+    for step in range(4):
+        if step == 3:
+            model.blocks[0].attention.query.fallback = model.blocks[0].mlp.down.fallback = linear.Fallback.DEMOTED
+        with cpu_as_accelerator(), Calls() as calls:
+            model(tokens(1)[0]).float().square().sum().backward()
+        model.octet_report.health.after_step()
+        found.append(calls.ops["complete"])
+    assert found == [1, 3, 3, 1]  # at last the key takes the first norm's codes, which were written for the query
+
+
 @pytest.mark.parametrize("make", [llama, gpt])
 def test_layers_before_an_activation_look_for_no_amax(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]) -> None:
     """Of each gradient that an activation writes: of up, and of gate."""
