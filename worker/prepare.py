@@ -32,6 +32,7 @@ from worker.fp8.convert import (
     replaceable_linears,
     select_layers,
 )
+from worker.fp8.gate_forward import carry_activations
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
@@ -168,6 +169,7 @@ def prepare(
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens, source=source)
     replace_norms(conversion.model, norms)
     carry_norms(conversion.model)
+    carry_activations(conversion.model)
     if source is not None:
         source.finish(conversion.model, optimizer)
     if optimizer is not None and type(optimizer) in REPRESENTABLE:

@@ -20,7 +20,9 @@ from triton.compiler import ASTSource
 from api_schemas.levels import LEVELS
 from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.cuda import (
+    ahead,
     amax,
+    gates,
     gemm,
     gradients,
     measurement,
@@ -36,6 +38,7 @@ from worker.optim import OPTIMIZERS
 TYPES = {  # argument types by name, equal in all kernels
     "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
     "amax": "*fp32", "row_amax": "*fp32", "column_amax": "*fp32", "new_amax": "*fp32", "by_row": "*i32", "by_column": "*i32",
+    "own_amax": "*fp32", "uses_amax": "*i1",
     "dequant_scale": "*fp32", "row_scale": "*fp32", "column_scale": "*fp32", "stride": "i32", "num_elements": "i32",
     "num_rows": "i32", "num_columns": "i32", "row_scale_stride_m": "i32", "row_scale_stride_n": "i32",
     "column_scale_stride_n": "i32", "column_scale_stride_m": "i32", "scale_stride_m": "i32", "scale_stride_n": "i32",
@@ -45,7 +48,8 @@ TYPES = {  # argument types by name, equal in all kernels
 }  # fmt: skip
 FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 CAPABILITIES = (89, 90, 100, 120)  # times ten: Ada, Hopper, two Blackwells
-UNALIGNED = {"unless", "seed", "step", "stream", "alpha", "row_step"}
+NO_CODES = {"FORMAT": None, "MARGIN": 0, "codes": None, "amax": None, "uses_amax": None}
+UNALIGNED = {"uses_amax", "unless", "seed", "step", "stream", "alpha", "row_step"}
 
 
 def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -115,15 +119,25 @@ def activation_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict
         yield f"quantize_tile {name}", quantization._quantize_tile, {**tile, "ACTIVATION": name}
         rows = {**options, "ROWS": 2, "COLUMNS": 4096, "FITS": True}
         yield f"quantize_rows {name}", quantization._quantize_rows, {**rows, "ACTIVATION": name}
+    for name in known[1:] if spread else known:
+        is_gate = name == "silu"
+        gate = {"ACTIVATION": name, "HAS_GATED": is_gate, "BLOCK": gates.BLOCK, **({} if is_gate else {"gated": None})}
+        codes = {"FORMAT": "e4m3", "MARGIN": 0} if is_gate else NO_CODES
+        yield f"activate {name}", gates.activate_kernel, {**gate, **codes}
+        backward = {"STRIDE": gates.AMAX_STRIDE, **({} if is_gate else {"gated_out": None})}
+        yield f"activate_backward {name}", gates.activate_backward_kernel, {**gate, **backward}
+    for name, has_columns in (("e4m3", True), ("e5m2", False)):
+        tile = {"FORMAT": name, "MARGIN": 0, "COLUMNS": has_columns, "TILE_M": 128, "TILE_N": 128}
+        yield f"complete {name}", ahead.complete_kernel, tile if has_columns else {**tile, "codes_t": None}
 
 
 def norm_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Both norms of rows of 4096. spread: one of them."""
     sizes = {"EPS_BITS": 0x3727C5AC, "HAS_WEIGHT": True, "ROWS": 2, "COLUMNS": 4096}
-    layer_norm = {**sizes, "IS_LAYER_NORM": True, "HAS_BIAS": True}
+    layer_norm = {**sizes, "IS_LAYER_NORM": True, "HAS_BIAS": True, "FORMAT": "e4m3", "MARGIN": 0}
     yield "layer norm", normalization.normalize_kernel, layer_norm
     if not spread:
-        rms_norm = {**sizes, "IS_LAYER_NORM": False, "HAS_BIAS": False, "bias": None, "mean": None}
+        rms_norm = {**sizes, "IS_LAYER_NORM": False, "HAS_BIAS": False, "bias": None, "mean": None, **NO_CODES}
         yield "RMS norm", normalization.normalize_kernel, rms_norm
 
 
@@ -161,6 +175,8 @@ def types_of(name: str) -> dict[str, str]:
     }
     tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}
     counted = {"seed": "i64", "step": "i64", "stream": "i64", "stride": "i64", "count": "*i64"}
+    if name.startswith("activate"):
+        return {**TYPES, **dict.fromkeys(("grad", "gated", "out", "gated_out"), "*bf16"), "amaxes": "*fp32"}
     if name in ("accumulated_amax", "accumulate"):
         return {**TYPES, **counted, "alpha": "fp32", "other": "*bf16", "new_scale": "*fp32"}
     return {**TYPES, **tables, **counted, "partial": "*fp32", "mean": "*fp32", **changed.get(name, {})}

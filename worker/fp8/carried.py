@@ -9,22 +9,43 @@ happens in between needs attention: a layer that finds nothing quantizes for its
 """
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from worker.fp8.operand import Codes, OperandScaling
+from worker.kernels import Ahead
+
+
+class Written(NamedTuple):
+    """Codes that were written together with an activation, for the scaling of one layer after it (delayed scaling)."""
+
+    scaling: OperandScaling
+    codes: Tensor
+    ahead: Ahead
+
+    @classmethod
+    def of(cls, scaling: OperandScaling | None, codes: Tensor | None, ahead: Ahead | None) -> "Written | None":
+        """None if nothing was written."""
+        return None if scaling is None or codes is None or ahead is None else cls(scaling, codes, ahead)
+
+
+class Taker:
+    """Knows the scaling of the layer that took an activation's codes first, for which they can be written the next time."""
+
+    scaling: OperandScaling | None = None
 
 
 class Carried:
     """What is known of one activation.
 
     amax: fp32 (), of the activation, if it is known. version: of the tensor's content, which counts changes in place.
+    written: with the activation. taker: is told the first layer that takes codes.
     """
 
-    def __init__(self, amax: Tensor | None, version: int) -> None:
-        self.amax, self.version = amax, version
+    def __init__(self, amax: Tensor | None, version: int, written: Written | None, taker: Taker | None) -> None:
+        self.amax, self.version, self.written, self.taker = amax, version, written, taker
         self.made: list[tuple[OperandScaling, Codes]] = []
 
     def codes_for(self, scaling: OperandScaling, input_TK: Tensor, *, rows: bool, columns: bool) -> Codes | None:
@@ -42,7 +63,13 @@ class Carried:
             if has_all and _alike(scaling, other):
                 scaling.follow(other)
                 return row_codes if rows else None, column_codes if columns else None
-        made = scaling.quantize(input_TK, amax=self.amax, rows=rows, columns=columns, transposed_later=True)
+        if self.taker is not None and not self.made:
+            self.taker.scaling = scaling
+        if rows and self.amax is not None and self.written is not None and self.written.scaling is scaling:
+            codes, ahead = self.written.codes.view(input_TK.shape), self.written.ahead
+            made = scaling.complete(codes, input_TK, self.amax, ahead, columns=columns)
+        else:
+            made = scaling.quantize(input_TK, amax=self.amax, rows=rows, columns=columns, transposed_later=True)
         self.made.append((scaling, made))
         return made
 
@@ -51,15 +78,15 @@ class Carried:
         return OrderedDict, ()
 
 
-def carry(activation: Tensor, amax: Tensor | None) -> Tensor:
-    """Let an activation carry its amax, fp32 (), or the place for codes alone. Returns the activation.
+def carry(activation: Tensor, amax: Tensor | None, written: Written | None = None, taker: "Taker | None" = None) -> Tensor:
+    """Let an activation carry its amax, fp32 (), and codes written with it, or the place for codes alone. Returns it.
 
     Tensors of inference mode carry nothing: torch does not say whether they were changed.
     """
     if torch.compiler.is_compiling():
-        activation.octet_carried = Carried(amax, 0)
+        activation.octet_carried = Carried(amax, 0, written, taker)
     elif not activation.is_inference():
-        activation.octet_carried = Carried(amax, activation._version)
+        activation.octet_carried = Carried(amax, activation._version, written, taker)
     return activation
 
 

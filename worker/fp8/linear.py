@@ -26,6 +26,7 @@ from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
 from worker.fp8.carried import carried_by
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, product_dtype, zero_gradients
+from worker.fp8.gradient_notes import GradientNote, Notes, note_of, note_on
 from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import ForwardPass, OperandScaling, product
@@ -114,12 +115,21 @@ class Float8Linear(GuardedCodes):
             is_usual = not wide and is_usual_pass(self, input_TK)
             bias_N = self.bias if is_usual or "output" in wide else None  # added on the way out
             apply = UsualProducts.apply if is_usual else Float8Products.apply
-            output_TN = apply(input_TK, weight, bias_N, self, ForwardPass(output_dtype, activation, codes))
+            notes = self._notes(input, activation)
+            output_TN = apply(input_TK, weight, bias_N, self, ForwardPass(output_dtype, activation, codes, notes))
         if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
         output: Tensor = torch.ops.aten._unsafe_view(output_TN, (*input.shape[:-1], self.out_features))
-        return output
+        return note_on(output, notes.own)
+
+    def _notes(self, input: Tensor, activation: str | None) -> Notes:
+        """A note for the output, if its gradient is quantized with one scale, and that on the input of an activation."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return Notes()
+        has_gradient = input.requires_grad or self.weight.requires_grad
+        is_read = has_gradient and self.recipe.grad_output.kind is ScaleKind.TENSOR
+        return Notes(GradientNote() if is_read else None, None if activation is None else note_of(input))
 
     @property
     def high_precision(self) -> frozenset[GemmName]:
@@ -232,7 +242,7 @@ class Float8Products(torch.autograd.Function):
         how: ForwardPass,
     ) -> Tensor:
         """bias_N: only where the output is computed in bf16."""
-        output_dtype, activation, codes = how
+        output_dtype, activation, codes, notes = how
         wide, scaling = layer.high_precision, layer.input_scaling
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
         ctx.is_empty = input_TK.shape[0] == 0
@@ -254,6 +264,7 @@ class Float8Products(torch.autograd.Function):
             saved = (input_half, None) if "grad_weight" in wide else (input_columns or (None, None))[:2]
         ctx.save_for_backward(*saved, weight, layer.weight_dequant_scale)
         ctx.layer, ctx.activation, ctx.high_precision, ctx.input_dtype = layer, activation, wide, input_TK.dtype
+        ctx.notes = notes
         if "output" in wide:
             assert input_half is not None
             return half_linear(input_half, layer.half_weight(), bias_N, torch.bfloat16).to(output_dtype)
@@ -275,7 +286,8 @@ class Float8Products(torch.autograd.Function):
             again = layer.input_scaling.activate_again(given_TK, activation, input_dequant_scale, grad_output_TN)
             input_saved, input_dequant_scale, _ = again
         rows, columns = needs_input and "grad_input" not in wide, needs_weight and "grad_weight" not in wide
-        grad_rows, grad_columns = layer.grad_output_scaling.quantize(grad_output_TN, rows=rows, columns=columns)
+        grad_amax = ctx.notes.amax_of(grad_output_TN)
+        grad_rows, grad_columns = layer.grad_output_scaling.quantize(grad_output_TN, amax=grad_amax, rows=rows, columns=columns)
         grad_input_TK = grad_weight = None
         if needs_input and "grad_input" in wide:
             grad_input_TK = half_matmul(grad_output_TN, layer.half_weight(transposed=True), ctx.input_dtype)
@@ -290,6 +302,6 @@ class Float8Products(torch.autograd.Function):
             operands = (input_columns, grad_columns) if layer.is_transposed else (grad_columns, input_columns)
             grad_weight = product(operands[0], operands[1], ctx.grad_weight_dtype)
         if activation is not None and grad_input_TK is not None:
-            grad_input_TK = kernels.ACTIVATIONS[activation].backward(grad_input_TK, given_TK)
+            grad_input_TK = ctx.notes.before_activation(activation, grad_input_TK, given_TK)
         grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
         return grad_input_TK, grad_weight, grad_bias_N, None, None

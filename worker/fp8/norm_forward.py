@@ -9,14 +9,14 @@ joins a norm to the addition before it, which saves as many bytes as the amax wo
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
-from worker.fp8.carried import carry
+from worker.fp8.carried import Taker, Written, carry
 from worker.fp8.linear import Float8Linear
 from worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
 from worker.kernels.normalization import MOST_FEATURES
@@ -43,6 +43,7 @@ class NormForward:
         self.is_fused = isinstance(norm, HalfNorm) or why_kept(norm) is None
         self.is_layer_norm = getattr(norm, "is_layer_norm", type(norm) is nn.LayerNorm)
         self.eps = eps_of(norm)
+        self.taker = Taker()
 
     def __call__(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and not self.is_pure:
@@ -54,11 +55,12 @@ class NormForward:
             return carry(self._as_it_is(input), None)
         norm: Any = self.norm
         bias = norm._parameters.get("bias")
-        output_MN, amax = Normalize.apply(
-            input.reshape(-1, input.shape[-1]), norm.weight, bias, self.eps, self.is_layer_norm, dtype
-        )
+        scaling, self.taker.scaling = self.taker.scaling, None  # the layer sets it again if it takes codes
+        ahead = None if scaling is None else scaling.ahead()
+        how = Pass(self.is_layer_norm, dtype, ahead)
+        output_MN, amax, codes = Normalize.apply(input.reshape(-1, input.shape[-1]), norm.weight, bias, self.eps, how)
         output: Tensor = torch.ops.aten._unsafe_view(output_MN, input.shape)  # no view, which could not be changed in place
-        return carry(output, amax)
+        return carry(output, amax, Written.of(scaling, codes, ahead), self.taker)
 
     def _as_it_is(self, input: Tensor) -> Tensor:
         output: Tensor = type(self.norm).forward(self.norm, input)
@@ -82,25 +84,33 @@ class NormForward:
         return torch.float32 if in_autocast or input.dtype == torch.float32 else None
 
 
+class Pass(NamedTuple):
+    """The keyword arguments of `kernels.normalize`."""
+
+    is_layer_norm: bool
+    dtype: torch.dtype
+    ahead: kernels.Ahead | None
+
+
 class Normalize(torch.autograd.Function):
     """A norm of the rows of a matrix, and the amax of its output. It keeps the input as it came, and the rows' statistics."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_MN: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        found = kernels.normalize(x_MN, weight, bias, eps, is_layer_norm=is_layer_norm, dtype=dtype)
+        ctx: Any, x_MN: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Pass
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        found = kernels.normalize(x_MN, weight, bias, eps, **how._asdict())
         ctx.save_for_backward(x_MN, weight, bias, found.mean, found.rstd)
-        ctx.mark_non_differentiable(found.amax)
+        ctx.mark_non_differentiable(found.amax, *(() if found.codes is None else (found.codes,)))
         ctx.set_materialize_grads(False)  # a launch for the amax, which has no gradient
-        return found.output, found.amax
+        return found.output, found.amax, found.codes
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_MN: Tensor, _grad_amax: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_MN: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         x_MN, weight, bias, mean, rstd = ctx.saved_tensors
         with torch.autocast(x_MN.device.type, enabled=False):
-            return *kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd)), None, None, None
+            return *kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd)), None, None
 
 
 def carry_norms(model: nn.Module) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.casts import KeepsDtypes
+from worker.fp8.gradient_notes import Notes
 from worker.fp8.recipe import OperandFormat, Recipe
 from worker.kernels import ScaledCodes, ScaleKind
 from worker.kernels.operands import Scaling
@@ -34,11 +35,13 @@ class ForwardPass(NamedTuple):
     """How a layer computes one forward pass.
 
     activation: applied to the input first, one of kernels' ACTIVATIONS. codes: of the input, where they are made already.
+    notes: those of the backward pass.
     """
 
     output_dtype: torch.dtype
     activation: str | None = None
     codes: Codes | None = None
+    notes: Notes = Notes()
 
 
 REMEMBERED = ("step_amax", "amax_history", "window_amax", "num_finite_steps")
@@ -115,6 +118,23 @@ class OperandScaling(KeepsDtypes):
         if is_view and row_codes is not None:
             column_codes = row_codes.t()
         return row_codes if rows else None, column_codes
+
+    def ahead(self) -> kernels.Ahead | None:
+        """How to write codes of the next operand with its values, for `complete`; None where no scale is known before."""
+        is_known = self.recipe.amax_history_length and self.format.kind is ScaleKind.TENSOR
+        if not is_known or self.given is not None or self.regather is not None:
+            return None
+        is_full = self.num_finite_steps >= self.recipe.amax_history_length
+        return kernels.Ahead(self.format.dtype, self.recipe.margin, self.window_amax, is_full)
+
+    def complete(self, codes: Tensor, x: Tensor, amax: Tensor, ahead: kernels.Ahead, *, columns: bool) -> Codes:
+        """What `quantize` makes of x for its rows, and columns if wanted, of codes that were written with x. amax: of x."""
+        made = kernels.complete(codes, x, amax, ahead, columns=columns)
+        if self.training:
+            self._remember(amax)
+        if self.is_sampled and self.training:
+            self._sample(x, made.rows, made.columns, None)
+        return made.rows, made.columns
 
     def activate(self, x: Tensor, activation: str) -> tuple[ScaledCodes, Tensor | None]:
         """Codes of an activation of x for products over its rows, from reads of x alone: its values are written nowhere.

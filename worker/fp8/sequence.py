@@ -75,7 +75,12 @@ def name_of_activation(module: nn.Module) -> str | None:
 def _is_unobserved(activation: nn.Module, layer: Float8Linear) -> bool:
     """Whether the layer is to compute this activation, and no hook sees what is between them."""
     is_known = layer.activation is not None and name_of_activation(activation) == layer.activation
-    return is_known and not (_has_hooks(activation) or _has_hooks(layer) or _any_observes(_GLOBAL_HOOKS))
+    return is_known and not (is_observed(activation) or _has_hooks(layer))
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether a hook may look at what a module is given or returns."""
+    return _has_hooks(module) or _any_observes(_GLOBAL_HOOKS)
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -56,11 +56,11 @@ class UsualProducts(torch.autograd.Function):
         how: ForwardPass,
     ) -> Tensor:
         """Arguments as for Float8Products, bias_N of any product."""
-        output_dtype, activation, codes = how
+        output_dtype, activation, codes, notes = how
         recipe, unit = layer.recipe, layer.weight_dequant_scale
         ctx.is_empty, ctx.high_precision = False, recipe.high_precision
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
-        ctx.layer, ctx.activation, ctx.input_dtype = layer, activation, input_TK.dtype
+        ctx.layer, ctx.activation, ctx.notes, ctx.input_dtype = layer, activation, notes, input_TK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         needs_weight = ctx.needs_input_grad[1]
         if codes is not None:
@@ -95,12 +95,12 @@ class UsualProducts(torch.autograd.Function):
             input_saved, input_number, _, unit = ctx.saved_tensors  # reading them checks that the weight is unchanged
             sides = "both" if needs_input and needs_weight else "rows" if needs_input else "columns"
             gradients = kernels.linear_gradients(
-                grad_output_TN, input_saved, input_number, layer.weight, unit, layer.weight_amax, recipe.input.dtype,
-                recipe.weight.dtype, recipe.grad_output.dtype, recipe.margin, activation, sides, ctx.input_dtype,
-                ctx.grad_weight_dtype,
+                grad_output_TN, ctx.notes.amax_of(grad_output_TN), input_saved, input_number, layer.weight, unit,
+                layer.weight_amax, recipe.input.dtype, recipe.weight.dtype, recipe.grad_output.dtype, recipe.margin,
+                activation, sides, ctx.input_dtype, ctx.grad_weight_dtype,
             )  # fmt: skip
             grad_input_TK, grad_weight = gradients[0] if needs_input else None, gradients[-1] if needs_weight else None
             if activation is not None and grad_input_TK is not None:
-                grad_input_TK = kernels.ACTIVATIONS[activation].backward(grad_input_TK, input_saved)
+                grad_input_TK = ctx.notes.before_activation(activation, grad_input_TK, input_saved)
         grad_bias_N = grad_output_TN.sum(0).to(ctx.bias_dtype) if needs_bias else None
         return grad_input_TK, grad_weight, grad_bias_N, None, None

@@ -5,8 +5,10 @@ implementation by the tensor's device (`library.py`); `reference.py` is the spec
 """
 
 from worker.kernels.activations import ACTIVATIONS
+from worker.kernels.ahead import Ahead, complete
 from worker.kernels.elementwise import activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
+from worker.kernels.gates import activate, activate_backward
 from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norms, quantize_gradient
 from worker.kernels.linear import linear_gradients, linear_output
@@ -27,13 +29,17 @@ from worker.kernels.scales import ScaledCodes, ScaleKind
 
 __all__ = [
     "ACTIVATIONS",
+    "Ahead",
     "QuantizedOperand",
     "ScaleKind",
     "ScaledCodes",
     "accumulate_",
+    "activate",
     "activate_again",
+    "activate_backward",
     "activate_operand",
     "all_finite",
+    "complete",
     "compute_amax",
     "count_flops",
     "dequant_scale_from_amax",

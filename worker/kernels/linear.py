@@ -23,7 +23,9 @@ def _fake_output(
     return [output_TN, x_TK.new_empty(x_TK.shape[::-1], dtype=input_dtype), number] if sides == "both" else [output_TN]
 
 
-def _fake_gradients(grad_output_TN: Tensor, _input: Any, _scale: Any, weight_NK: Tensor, *rest: Any) -> list[Tensor]:
+def _fake_gradients(
+    grad_output_TN: Tensor, _amax: Any, _input: Any, _scale: Any, weight_NK: Tensor, *rest: Any
+) -> list[Tensor]:
     *_, sides, grad_input_dtype, grad_weight_dtype = rest
     grad_input = grad_output_TN.new_empty((grad_output_TN.shape[0], weight_NK.shape[1]), dtype=grad_input_dtype)
     grad_weight = grad_output_TN.new_empty(weight_NK.shape, dtype=grad_weight_dtype)
@@ -36,7 +38,7 @@ _output_op = define(
     _fake_output,
 )
 _gradients_op = define(
-    "linear_gradients(Tensor grad_output, Tensor? input, Tensor? input_scale, Tensor weight, Tensor? unit, "
+    "linear_gradients(Tensor grad_output, Tensor? grad_amax, Tensor? input, Tensor? input_scale, Tensor weight, Tensor? unit, "
     "Tensor? weight_amax, ScalarType input_dtype, ScalarType weight_dtype, ScalarType grad_dtype, int margin, str? activation, "
     "str sides, ScalarType grad_input_dtype, ScalarType grad_weight_dtype) -> Tensor[]",
     _fake_gradients,
@@ -60,6 +62,7 @@ def linear_output(
 
 def linear_gradients(
     grad_output_TN: Tensor,
+    grad_amax: Tensor | None,
     input: Tensor | None,
     input_scale: Tensor | None,
     weight_NK: Tensor,
@@ -69,10 +72,13 @@ def linear_gradients(
 ) -> list[Tensor]:
     """The gradients of the input (T, K) and of the weight (N, K): the first for the "rows", the second for the "columns".
 
+    grad_amax: fp32 (), of grad_output, where it is known, so that it is not looked for.
     input, input_scale: codes (K, T) and scale; or the input (T, K) of an activation, and the activation's amax (). The gradient
     of the input is then that of the activation's result.
     formats: dtypes of the codes of input, weight and grad_output, margin, activation or None, sides ("rows", "columns",
     "both"), dtypes of both gradients.
     """
-    gradients: list[Tensor] = _gradients_op(grad_output_TN, input, input_scale, weight_NK, unit, weight_amax, *formats)
+    gradients: list[Tensor] = _gradients_op(
+        grad_output_TN, grad_amax, input, input_scale, weight_NK, unit, weight_amax, *formats
+    )
     return gradients

@@ -4,11 +4,12 @@ LayerNorm (Ba et al. 2016, arXiv 1607.06450) or RMSNorm (Zhang and Sennrich 2019
 The backward pass is torch's own, of the statistics that the forward pass returns.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from worker.kernels.ahead import Ahead
 from worker.kernels.library import define
 from worker.kernels.reference import norm_dtype
 
@@ -19,12 +20,16 @@ aten = torch.ops.aten
 
 
 class Normalized(NamedTuple):
-    """output (M, N). mean: fp32 (M, 1), of LayerNorm. rstd: fp32 (M, 1), the inverse root. amax: of the output, fp32 ()."""
+    """output (M, N). mean: fp32 (M, 1), of LayerNorm. rstd: fp32 (M, 1), the inverse root.
+
+    amax: of the output, fp32 (). codes: of the output, where they were asked for.
+    """
 
     output: Tensor
     mean: Tensor | None
     rstd: Tensor
     amax: Tensor
+    codes: Tensor | None
 
 
 class NormGradients(NamedTuple):
@@ -35,25 +40,34 @@ class NormGradients(NamedTuple):
     bias: Tensor | None
 
 
-def _fake_normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
-) -> list[Tensor]:
+def _fake_normalize(x: Tensor, _weight: Tensor | None, _bias: Tensor | None, _eps: float, *how: Any) -> list[Tensor]:
+    is_layer_norm, dtype, codes_dtype, *_ = (*how, None)
     statistics = [x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(1 + is_layer_norm)]
-    return [x.new_empty(x.shape, dtype=dtype), *statistics, x.new_empty((), dtype=torch.float32)]
+    codes = [] if codes_dtype is None else [x.new_empty(x.shape, dtype=codes_dtype)]
+    return [x.new_empty(x.shape, dtype=dtype), *statistics, x.new_empty((), dtype=torch.float32), *codes]
 
 
 _normalize_op = define(
-    "normalize(Tensor x, Tensor? weight, Tensor? bias, float eps, bool is_layer_norm, ScalarType dtype) -> Tensor[]",
+    "normalize(Tensor x, Tensor? weight, Tensor? bias, float eps, bool is_layer_norm, ScalarType dtype, "
+    "ScalarType? codes_dtype=None, int margin=0, Tensor? amax=None, Tensor? uses_amax=None) -> Tensor[]",
     _fake_normalize,
 )
 
 
 def normalize(
-    x_MN: Tensor, weight_N: Tensor | None, bias_N: Tensor | None, eps: float, *, is_layer_norm: bool, dtype: torch.dtype
+    x_MN: Tensor,
+    weight_N: Tensor | None,
+    bias_N: Tensor | None,
+    eps: float,
+    *,
+    is_layer_norm: bool,
+    dtype: torch.dtype,
+    ahead: Ahead | None = None,
 ) -> Normalized:
     """The rows of x, contiguous, normalized, times weight, plus bias, rounded once to dtype. Autograd does not follow it.
 
-    bias: of LayerNorm. On a CPU these are the bits of torch's own norm, in the dtype that all operands have, or else in fp32.
+    bias: of LayerNorm. ahead: also write codes of the output, for `complete`.
+    On a CPU these are the bits of torch's own norm, in the dtype that all operands have, or else in fp32.
     The kernel of CUDA devices adds in another order: its fp32 results are within a few units in the last place, so that less
     than one E4M3 code in a thousand becomes its neighbour.
     """
@@ -62,8 +76,9 @@ def normalize(
     if bias_N is not None and not is_layer_norm:
         raise ValueError("an RMSNorm has no bias, and got one. Leave it out, or set is_layer_norm.")
     weight_N, bias_N = (None if part is None else part.detach() for part in (weight_N, bias_N))
-    parts = _normalize_op(x_MN.detach(), weight_N, bias_N, eps, is_layer_norm, dtype)
-    return Normalized(parts[0], parts[1] if is_layer_norm else None, parts[-2], parts[-1])
+    output, *parts = _normalize_op(x_MN.detach(), weight_N, bias_N, eps, is_layer_norm, dtype, *(ahead or ()))
+    mean = parts.pop(0) if is_layer_norm else None
+    return Normalized(output, mean, parts[0], parts[1], None if ahead is None else parts[2])
 
 
 def normalize_backward(

@@ -22,6 +22,9 @@ from worker.kernels.rounding import random_bits, split_decode, stochastic_round
 from worker.kernels.sampling import MOST_DECIBELS, NUM_MEASURES, sampled_rows
 from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
+AMAX_STRIDE = 4
+"""Where an op returns several amaxes they are 16 bytes apart: a kernel that reads one is compiled for aligned addresses."""
+
 
 def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
     """Largest magnitude per scale, fp32, in the dequant_scale's shape; NaN or Inf where the group has one."""
@@ -109,10 +112,58 @@ def activate_operand(x_MN: Tensor, activation: str, dtype: torch.dtype, kind: Sc
     return [*quantize_operand(values_MN, dtype, kind, margin, sides, amax), amax]
 
 
-def normalize(
-    x_MN: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
+def activate(x: Tensor, gated: Tensor | None, activation: str, *ahead: Any) -> list[Tensor]:
+    """An activation of x, times what it gates, each rounded to the dtype of x; its amax; and codes, as `_ahead` makes them."""
+    output = ACTIVATIONS[activation].forward(x)
+    output = (output if gated is None else output * gated).contiguous()
+    return [output, compute_amax(output, ScaleKind.TENSOR), *_ahead(output, *ahead)]
+
+
+def _ahead(
+    x: Tensor,
+    dtype: torch.dtype | None = None,
+    margin: int = 0,
+    amax: Tensor | None = None,
+    _uses_amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (M, 1); and the amax of the output."""
+    """Codes of x by a given amax, none without a dtype. Where the amax is not used nobody reads them before `complete`."""
+    if dtype is None:
+        return []
+    assert amax is not None
+    return [quantize(x, dtype, ScaleKind.TENSOR, margin, amax)[0]]
+
+
+def complete(
+    codes: Tensor, x: Tensor, own_amax: Tensor, margin: int, amax: Tensor, uses_amax: Tensor, columns: bool
+) -> list[Tensor]:
+    """The scale () of codes, and codes (N, M) of x.T if wanted: of the codes, or, unless *uses_amax, all by x's own amax."""
+    made, scale = quantize(x, codes.dtype, ScaleKind.TENSOR, margin, torch.where(uses_amax, amax, own_amax))
+    codes.view(torch.uint8).copy_(torch.where(uses_amax, codes.view(torch.uint8), made.view(torch.uint8)))
+    return [scale, codes.t().clone(memory_format=torch.contiguous_format)] if columns else [scale]
+
+
+def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation: str) -> list[Tensor]:
+    """The gradients of x and of what it gates, and then their amaxes, in the first column of fp32 (gradients, AMAX_STRIDE)."""
+    forward, backward = ACTIVATIONS[activation]
+    gradients = [backward(grad if gated is None else grad * gated, x).contiguous()]
+    if gated is not None:
+        gradients.append((grad * forward(x)).contiguous())
+    amaxes = torch.zeros((len(gradients), AMAX_STRIDE), device=x.device)
+    for row, gradient in zip(amaxes, gradients, strict=True):
+        row[0] = compute_amax(gradient, ScaleKind.TENSOR)
+    return [*gradients, amaxes]
+
+
+def normalize(
+    x_MN: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    is_layer_norm: bool,
+    dtype: torch.dtype,
+    *ahead: Any,
+) -> list[Tensor]:
+    """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (M, 1); the amax of the output; codes."""
     wide = norm_dtype(x_MN, weight, dtype)
     x, weight, bias = (None if part is None else part.to(wide) for part in (x_MN, weight, bias))
     assert x is not None
@@ -122,7 +173,8 @@ def normalize(
         output = F.rms_norm(x, (x.shape[1],), weight, eps)
         statistics = [torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)]
     output = output.to(dtype)
-    return [output, *(part.float() for part in statistics), compute_amax(output, ScaleKind.TENSOR)]
+    found = [output, *(part.float() for part in statistics), compute_amax(output, ScaleKind.TENSOR)]
+    return [*found, *_ahead(output, *ahead)]
 
 
 def norm_dtype(x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> torch.dtype:
@@ -224,6 +276,7 @@ def linear_output(
 
 def linear_gradients(
     grad_output_TN: Tensor,
+    grad_amax: Tensor | None,
     input: Tensor | None,
     input_scale: Tensor | None,
     weight_NK: Tensor,
@@ -233,7 +286,7 @@ def linear_gradients(
 ) -> list[Tensor]:
     """The gradients of input (T, K) and weight (N, K), as `sides` asks for them, of what `linear_output` has kept."""
     input_dtype, weight_dtype, grad_dtype, margin, activation, sides, grad_input_dtype, grad_weight_dtype = formats
-    parts = quantize_operand(grad_output_TN, grad_dtype, ScaleKind.TENSOR, margin, sides, None, None)
+    parts = quantize_operand(grad_output_TN, grad_dtype, ScaleKind.TENSOR, margin, sides, grad_amax, None)
     gradients = []
     if sides != "columns":
         weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "columns")

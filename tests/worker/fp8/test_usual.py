@@ -121,5 +121,5 @@ def test_the_ops_are_what_torch_expects() -> None:
     utilities = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")  # test_schema adds up FP8 codes
     torch.library.opcheck(ops.linear_output.default, forward, test_utils=utilities)
     kept = ops.linear_output(*forward)[1:]
-    backward = (grad_output, *kept, *held, e4m3, e4m3, e5m2, 0, None, "both", torch.bfloat16, torch.float32)
+    backward = (grad_output, None, *kept, *held, e4m3, e4m3, e5m2, 0, None, "both", torch.bfloat16, torch.float32)
     torch.library.opcheck(ops.linear_gradients.default, backward, test_utils=utilities)

@@ -22,7 +22,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """(op, arguments) of every op, with every kind of scale. Nothing that was given is changed but by `accumulate_`."""
+    """(op, arguments) of every op, with every kind of scale. Only `accumulate_` and `complete` change what was given."""
     for shape in shapes or ((300, 260), (16, 1)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         for kind in (kind.value for kind in ScaleKind):
@@ -56,6 +56,7 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         for is_layer_norm, bias in ((True, x[0] + 1), (False, None)):
             yield ops.normalize, (x, x[0], bias, 1e-5, is_layer_norm, torch.float32)
             yield ops.normalize, (x.t(), x.t()[0].bfloat16(), None, 1e-5, is_layer_norm, torch.bfloat16)
+        yield from activation_calls(x)
         yield ops.all_finite, (x,)
         yield ops.sqrt, (x.abs() + 1e-20,)
         yield ops.split_dequantize, (codes, torch.ones_like(codes, dtype=torch.int8), torch.tensor(0.5), torch.bfloat16)
@@ -63,6 +64,20 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield ops.norms, ([codes, codes[1:]], [scale, scale / 2], [x])
         yield ops.mean_of_shards, (codes, torch.ones(len(codes)))
         yield ops.accumulate_, (codes, scale, x, 0.5, [3, 4, 5])
+
+
+def activation_calls(x: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Activations with gates and without, their gradients, and codes that are written with values."""
+    window = (torch.tensor(3.0), torch.tensor(True))
+    yield ops.activate, (x, x + 1, "relu", E5M2, 1, *window)
+    for uses_amax, columns in ((True, True), (False, True), (False, False)):
+        written = ops.quantize(x, E4M3, "tensor", 0, window[0])[0]
+        yield ops.complete, (written, x, x.abs().amax(), 0, window[0], torch.tensor(uses_amax), columns)
+    for gated in (None, x + 1):
+        yield ops.activate, (x, gated, "relu")
+        yield ops.activate, (x.t(), None if gated is None else gated.t(), "relu")
+        yield ops.activate_backward, (x.sin(), x, gated, "relu")
+        yield ops.activate_backward, (x.t(), x.t(), None if gated is None else gated.t(), "relu")
 
 
 def linear_calls(x_TK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -79,9 +94,9 @@ def linear_calls(x_TK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...
             yield ops.linear_output, (x_TK, *weight, E4M3, E4M3, 0, "relu", "rows", torch.float16)
         kept = ops.quantize_operand(x_TK, E4M3, "tensor", 0, "columns", None, None)
         formats = (sides, torch.bfloat16, torch.float32)
-        yield ops.linear_gradients, (grad_output_TN, *kept, *weight, E4M3, E4M3, E5M2, 0, None, *formats)
+        yield ops.linear_gradients, (grad_output_TN, None, *kept, *weight, E4M3, E4M3, E5M2, 0, None, *formats)
         amax = torch.tensor(2.0)
-        yield ops.linear_gradients, (grad_output_TN, x_TK, amax, *weight, E4M3, E4M3, E5M2, 0, "relu", *formats)
+        yield ops.linear_gradients, (grad_output_TN, None, x_TK, amax, *weight, E4M3, E4M3, E5M2, 0, "relu", *formats)
 
 
 def test_every_op_is_called() -> None:

@@ -51,12 +51,15 @@ class Taken:
 
 
 def codes_of(model: nn.Module) -> dict[str, Tensor]:
-    """Codes of the first block's inputs, and of the gradient of its MLP's output, in one step."""
+    """Codes of the first block's inputs, and of the gradient of its MLP's output, in one step.
+
+    In one process the value takes the codes that the query has made, and quantizes nothing.
+    """
     attention, mlp = model.blocks[0].attention, model.blocks[0].mlp  # type: ignore[index, union-attr]
     taken = {"query": Taken(attention.query.input_scaling), "value": Taken(attention.value.input_scaling)}
     taken["down"] = Taken(mlp.down.grad_output_scaling)
     model.loss(batch_of(0, 0, 0)).loss.backward()  # type: ignore[operator]
-    return {name: kept.rows[-1].codes.view(torch.uint8) for name, kept in taken.items()}
+    return {name: kept.rows[-1].codes.view(torch.uint8) for name, kept in taken.items() if kept.rows}
 
 
 def kept_bytes(axes: Axes, *, sequence: bool) -> int:

@@ -5,7 +5,9 @@ Loaded by `library.py` for a tensor on such a device, and by the tests, which ru
 
 from torch import sqrt  # which is IEEE's on a CUDA device
 
+from worker.kernels.cuda.ahead import complete
 from worker.kernels.cuda.amax import all_finite, compute_amax
+from worker.kernels.cuda.gates import activate, activate_backward
 from worker.kernels.cuda.gemm import matmul
 from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norms
 from worker.kernels.cuda.linear import linear_gradients, linear_output, quantize_gradient
@@ -16,8 +18,11 @@ from worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
 
 __all__ = [
     "accumulate_",
+    "activate",
+    "activate_backward",
     "activate_operand",
     "all_finite",
+    "complete",
     "compute_amax",
     "dequantize",
     "encode",

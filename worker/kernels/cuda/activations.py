@@ -12,6 +12,7 @@ from worker.kernels.cuda import language
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 TANH_RATE = tl.constexpr(1.5957691216057308)  # 2 · sqrt(2 / pi): 0.5 · (1 + tanh(u)) is the logistic function of 2 · u
 TANH_CUBIC = tl.constexpr(0.044715)
+DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # of the standard normal distribution: 1 / sqrt(2 · pi)
 
 
 @triton.jit
@@ -32,3 +33,24 @@ def activated(x, ACTIVATION: tl.constexpr):
             cubic = values * values * values
             result = values / (1.0 + tl.exp((values + cubic * TANH_CUBIC) * -TANH_RATE))
         return language.cast(result, x.dtype).to(tl.float32)
+
+
+@triton.jit
+def times_derivative(grad, x, ACTIVATION: tl.constexpr):
+    """fp32: grad, fp32, times the derivative of an activation at x."""
+    values = x.to(tl.float32)
+    if ACTIVATION == "relu":
+        return tl.where(values <= 0, 0.0, grad)  # that of torch at a NaN, too
+    else:
+        tl.static_assert(ACTIVATION == "gelu" or ACTIVATION == "gelu-tanh" or ACTIVATION == "silu")
+        if ACTIVATION == "gelu":
+            density = tl.exp(values * values * -0.5) * DENSITY_AT_0
+            return grad * (0.5 * (1.0 + tl.erf(values * ROOT_HALF)) + values * density)
+        elif ACTIVATION == "silu":
+            logistic = 1.0 / (1.0 + tl.exp(-values))
+            return grad * logistic * (1.0 + values * (1.0 - logistic))
+        else:
+            square = values * values
+            logistic = 1.0 / (1.0 + tl.exp((values + values * square * TANH_CUBIC) * -TANH_RATE))
+            rate = TANH_RATE * (1.0 + 3.0 * TANH_CUBIC * square)  # the derivative of what the logistic function is taken of
+            return grad * (logistic + values * logistic * (1.0 - logistic) * rate)

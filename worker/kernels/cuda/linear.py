@@ -120,6 +120,7 @@ def linear_output(
 
 def linear_gradients(
     grad_output_TN: Tensor,
+    grad_amax: Tensor | None,
     input: Tensor | None,
     input_scale: Tensor | None,
     weight_NK: Tensor,
@@ -127,11 +128,12 @@ def linear_gradients(
     weight_amax: Tensor | None,
     *formats: Any,
 ) -> list[Tensor]:
-    """See the reference. Three launches and two products; one more where the input was that of an activation."""
+    """See the reference. Three launches and two products; fewer where the amax is known, more after an activation."""
     input_dtype, weight_dtype, grad_dtype, margin, activation, sides, grad_input_dtype, grad_weight_dtype = formats
     grad_output_TN, weight_NK = grad_output_TN.contiguous(), weight_NK.contiguous()
     plan = _plan(grad_output_TN.shape, grad_output_TN.dtype, grad_dtype, margin, sides, None, False)
-    *codes, scale = _encode(grad_output_TN, plan, grad_dtype, _find_amax(grad_output_TN, plan))
+    grad_amax = _find_amax(grad_output_TN, plan) if grad_amax is None else grad_amax
+    *codes, scale = _encode(grad_output_TN, plan, grad_dtype, grad_amax)
     gradients = []
     if sides != "columns":
         weight, weight_scale = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "columns")

@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.kernels.cuda import language
+from worker.kernels.cuda.ahead import write_ahead
 from worker.kernels.cuda.launching import Launcher
+from worker.kernels.cuda.rescale import FORMAT_NAMES
 
 TILE = 8192  # elements: short rows share a program
 WARPS = 8
@@ -22,13 +24,14 @@ WARPS = 8
 # fmt: off
 @triton.jit
 def normalize_kernel(
-    x, stride, weight, bias, out, mean, rstd, new_amax, num_rows, num_columns,
+    x, stride, weight, bias, out, mean, rstd, new_amax, codes, amax, uses_amax, num_rows, num_columns,
     EPS_BITS: tl.constexpr, IS_LAYER_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr, MARGIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     # fmt: on
     """Write the normalized rows and their statistics, and raise *new_amax to their largest magnitude.
 
+    FORMAT: also write codes, if *uses_amax, at the scale of *amax; None for no codes.
     EPS_BITS: of an fp32. `Launcher` knows a kernel by its integers, and sends one with a float the long way.
     """
     eps = tl.full((), EPS_BITS, tl.int32).to(tl.float32, bitcast=True)
@@ -50,9 +53,11 @@ def normalize_kernel(
     if HAS_BIAS:
         values = values + tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     result = language.cast(values, out.dtype.element_ty)
-    outputs = out + first_row * num_columns + rows[:, None] * num_columns + columns[None, :]
-    tl.store(outputs, result, mask=mask)
+    at = first_row * num_columns + rows[:, None] * num_columns + columns[None, :]
+    tl.store(out + at, result, mask=mask)
     largest = tl.where(mask, result.to(tl.float32), 0.0)
+    if FORMAT is not None:
+        write_ahead(largest, codes + at, amax, uses_amax, mask, FORMAT, MARGIN)
     language.atomic_amax(new_amax, language.amax(language.amax(largest, 1), 0))
 
 
@@ -60,7 +65,16 @@ _launch = Launcher(normalize_kernel, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def normalize(
-    x_MN: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
+    x_MN: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    is_layer_norm: bool,
+    dtype: torch.dtype,
+    codes_dtype: torch.dtype | None = None,
+    margin: int = 0,
+    amax: Tensor | None = None,
+    uses_amax: Tensor | None = None,
 ) -> list[Tensor]:
     """See the reference. Two launches: one clears the amax."""
     num_rows, num_columns = x_MN.shape
@@ -69,10 +83,12 @@ def normalize(
     rstd = torch.empty((num_rows, 1), dtype=torch.float32, device=x_MN.device)
     mean = torch.empty_like(rstd) if is_layer_norm else None
     new_amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
+    codes = None if codes_dtype is None else torch.empty(x_MN.shape, dtype=codes_dtype, device=x_MN.device)
     columns = triton.next_power_of_2(num_columns)
     rows = max(1, TILE // columns)
     _launch(
-        language.cdiv(num_rows, rows), x_MN, x_MN.stride(0), weight, bias, output, mean, rstd, new_amax, num_rows, num_columns,
-        struct.unpack("<i", struct.pack("<f", eps))[0], is_layer_norm, weight is not None, bias is not None, rows, columns,
+        language.cdiv(num_rows, rows), x_MN, x_MN.stride(0), weight, bias, output, mean, rstd, new_amax, codes, amax, uses_amax,
+        num_rows, num_columns, struct.unpack("<i", struct.pack("<f", eps))[0], is_layer_norm, weight is not None,
+        bias is not None, None if codes_dtype is None else FORMAT_NAMES[codes_dtype], margin, rows, columns,
     )  # fmt: skip
-    return [output, *(() if mean is None else (mean,)), rstd, new_amax]
+    return [part for part in (output, mean, rstd, new_amax, codes) if part is not None]

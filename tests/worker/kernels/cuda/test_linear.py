@@ -26,6 +26,9 @@ def held(weight_NK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, 
     return *reference.quantize(weight_NK, dtype, ScaleKind.TENSOR, 0, None), weight_NK.abs().amax()
 
 
+BACKWARD_PASSES = (linear.linear_gradients, reference.linear_gradients)
+
+
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *how: Any) -> Tensor:
     assert a.is_contiguous()
     assert b.is_contiguous()
@@ -46,7 +49,13 @@ def test_equals_the_reference(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
     assert all(map(torch.equal, linear.linear_output(*forward), expected))
     kept = expected[1:] if activation is None else (x_TK, expected[1])
     for wanted in {sides, "both"}:
-        backward = (grad_output_TN, *kept, *weight, E4M3, E4M3, E5M2, 1, activation, wanted, BF16, FP32)
-        found, gradients = linear.linear_gradients(*backward), reference.linear_gradients(*backward)
-        assert len(found) == len(gradients) == (2 if wanted == "both" else 1)
-        assert all(map(torch.equal, found, gradients))
+        backward = (*kept, *weight, E4M3, E4M3, E5M2, 1, activation, wanted, BF16, FP32)
+        gradients = reference.linear_gradients(grad_output_TN, None, *backward)
+        assert len(gradients) == (2 if wanted == "both" else 1)
+        for grad_amax in (None, grad_output_TN.abs().amax()):
+            found = linear.linear_gradients(grad_output_TN, grad_amax, *backward)
+            assert len(found) == len(gradients)
+            assert all(map(torch.equal, found, gradients))
+        four_times = grad_output_TN.abs().amax() * 4  # a known amax is believed
+        found, expected = (pass_of(grad_output_TN, four_times, *backward) for pass_of in BACKWARD_PASSES)
+        assert all(map(torch.equal, found, expected))

@@ -1,0 +1,167 @@
+"""Activations between FP8 layers: one kernel writes what they return with its amax, and one their gradients with theirs.
+
+An activation, or a gate (SwiGLU: silu(gate) * up), gives its amax to the layer after it (`carried.py`) and those of its
+gradients to the layers before it (`gradient_notes.py`), so that each of them reads what it quantizes once. Modules keep their
+class, parameters and hooks; only their `forward` is another. It acts on an accelerator, eagerly, where no hook looks between;
+else they run as they are. What layers of an `nn.Sequential` compute before they quantize is not written at all (`sequence.py`).
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from worker import kernels
+from worker.fp8.accelerator import is_accelerator
+from worker.fp8.carried import Written, carry
+from worker.fp8.gradient_notes import note_of
+from worker.fp8.linear import Float8Linear
+from worker.fp8.operand import OperandScaling
+from worker.fp8.recipe import ALL_GEMMS
+from worker.fp8.sequence import is_observed, name_of_activation
+
+TRANSFORMERS = "transformers.activations"
+
+
+class Parts(NamedTuple):
+    """Names of the parts of an MLP that computes down(activation(gate(x)) * up(x)).
+
+    activation: a module; or, where the MLP's own code calls torch's, one of kernels' ACTIVATIONS.
+    """
+
+    gate: str
+    up: str
+    down: str
+    activation: str
+
+
+_OF_TRANSFORMERS = Parts("gate_proj", "up_proj", "down_proj", "act_fn")
+GATED_MLPS: dict[tuple[str, str], Parts] = {
+    ("worker.models.llama", "MLP"): Parts("gate", "up", "down", "silu"),
+    **{
+        (f"transformers.models.{family}.modeling_{family}", f"{name}MLP"): _OF_TRANSFORMERS
+        for family, name in (
+            *(("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("olmo2", "Olmo2")),
+            *(("gemma", "Gemma"), ("gemma2", "Gemma2"), ("smollm3", "SmolLM3")),
+        )
+    },
+}
+"""By module and name of the class, which is recognised without importing it. Subclasses may compute something else."""
+
+
+class GatedForward:
+    """Takes the place of the `forward` of one gated MLP."""
+
+    def __init__(self, mlp: nn.Module, parts: Parts) -> None:
+        self.mlp, self.parts = mlp, parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        activation = self._activation(x)
+        if activation is None:
+            return type(self.mlp).forward(self.mlp, x)
+        mlp: Any = self.mlp
+        gate, up = getattr(mlp, self.parts.gate)(x), getattr(mlp, self.parts.up)(x)
+        if gate.shape == up.shape and gate.dtype == up.dtype:
+            gated = activated(gate, up, activation, self._consumer())
+        else:
+            gated = kernels.ACTIVATIONS[activation].forward(gate) * up
+        output: Tensor = getattr(mlp, self.parts.down)(gated)
+        return output
+
+    def _consumer(self) -> OperandScaling | None:
+        down = getattr(self.mlp, self.parts.down)
+        return down.input_scaling if isinstance(down, Float8Linear) and down.high_precision != ALL_GEMMS else None
+
+    def _activation(self, x: Tensor) -> str | None:
+        """The activation of kernels' ACTIVATIONS that gates; None where the MLP has to run as it is."""
+        if torch.compiler.is_compiling() or not is_accelerator(x.device):
+            return None
+        if self.parts.activation in kernels.ACTIVATIONS:
+            return self.parts.activation
+        module = getattr(self.mlp, self.parts.activation)
+        return None if is_observed(module) else known_activation(module)
+
+
+class ActivationForward:
+    """Takes the place of the `forward` of one activation module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, input: Tensor) -> Tensor:
+        activation = known_activation(self.module)
+        if activation is None or torch.compiler.is_compiling() or not is_accelerator(input.device):
+            return type(self.module).forward(self.module, input)
+        return activated(input, None, activation)
+
+
+class Activate(torch.autograd.Function):
+    """An activation of x, times what it gates, and its amax. It keeps both for the backward pass, and nothing else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gated: Tensor | None, activation: str, ahead: kernels.Ahead | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        found = kernels.activate(x, activation, gated, ahead=ahead)
+        ctx.save_for_backward(x, gated)
+        ctx.activation, ctx.notes = activation, (note_of(x), None if gated is None else note_of(gated))
+        ctx.mark_non_differentiable(found.amax, *(() if found.codes is None else (found.codes,)))
+        ctx.set_materialize_grads(False)  # a launch for the amax, which has no gradient
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
+        x, gated = ctx.saved_tensors
+        found = kernels.activate_backward(grad, x, ctx.activation, gated)
+        told = ((found.input, found.input_amax), (found.gated, found.gated_amax))
+        for note, (gradient, amax) in zip(ctx.notes, told, strict=True):
+            if note is not None and gradient is not None and amax is not None:
+                note.tell(gradient, amax)
+        return found.input, found.gated, None, None
+
+
+def activated(x: Tensor, gated: Tensor | None, activation: str, consumer: OperandScaling | None = None) -> Tensor:
+    """An activation of x, times what it gates, that carries its amax. consumer: of the layer after it, if it is known."""
+    ahead = None if consumer is None else consumer.ahead()
+    output, amax, codes = Activate.apply(x, gated, activation, ahead)
+    assert isinstance(output, Tensor)
+    return carry(output, amax, Written.of(consumer, codes, ahead))
+
+
+def known_activation(module: nn.Module) -> str | None:
+    """The name among kernels' ACTIVATIONS of a module of torch, or of transformers where it calls torch's function."""
+    kind = (type(module).__module__, type(module).__name__)
+    act = getattr(module, "act", None)
+    if kind == (TRANSFORMERS, "SiLUActivation"):
+        return "silu"
+    if kind == (TRANSFORMERS, "GELUActivation"):
+        return "gelu" if act is functional.gelu else None
+    if kind == (TRANSFORMERS, "GELUTanh") and isinstance(act, partial):
+        return "gelu-tanh" if act.func is functional.gelu and act.keywords == {"approximate": "tanh"} else None
+    return name_of_activation(module)
+
+
+def carry_activations(model: nn.Module) -> int:
+    """Let known gated MLPs, and activations beside an FP8 layer, give their amaxes to FP8 layers. Returns their number."""
+    found = list(_forwards(model))
+    for module, forward in found:
+        module.forward = forward.__call__
+    return len(found)
+
+
+def _forwards(model: nn.Module) -> Iterator[tuple[nn.Module, GatedForward | ActivationForward]]:
+    for owner in model.modules():
+        parts = GATED_MLPS.get((type(owner).__module__, type(owner).__name__))
+        if "forward" in vars(owner) or isinstance(owner, nn.Sequential):
+            continue
+        if parts is not None:
+            if isinstance(getattr(owner, parts.down), Float8Linear):
+                yield owner, GatedForward(owner, parts)
+        elif any(isinstance(child, Float8Linear) for child in owner.children()):
+            for child in owner.children():
+                if known_activation(child) is not None and "forward" not in vars(child):
+                    yield child, ActivationForward(child)

@@ -1,0 +1,114 @@
+"""An activation and its gradients, written with their amaxes in one pass: twins of `reference.activate*`.
+
+Results in between are rounded to the dtype of x, as torch's ops round what they write. ReLU equals the twin bit for bit; the
+others are within the last bits of exp and erf. An amax is that of the result as written. The block is for an H200 and bf16.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker.kernels import reference
+from worker.kernels.cuda import activations, language
+from worker.kernels.cuda.ahead import write_ahead
+from worker.kernels.cuda.launching import Launcher
+from worker.kernels.cuda.rescale import FORMAT_NAMES
+from worker.kernels.reference import AMAX_STRIDE
+
+BLOCK, WARPS = 4096, 8
+
+
+# fmt: off
+@triton.jit
+def activate_kernel(
+    x, gated, out, new_amax, codes, amax, uses_amax, num_elements,
+    ACTIVATION: tl.constexpr, HAS_GATED: tl.constexpr, FORMAT: tl.constexpr, MARGIN: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    """Write an activation of x, times gated, and raise *new_amax to its largest magnitude.
+
+    FORMAT: also write codes, if *uses_amax, at the scale of *amax; None for no codes.
+    """
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < num_elements - start
+    values = activations.activated(tl.load(x + start + offsets, mask=mask, other=0.0), ACTIVATION)
+    if HAS_GATED:
+        values = values * tl.load(gated + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    written = _write(values, out, new_amax, start, offsets, mask)
+    if FORMAT is not None:
+        write_ahead(written, codes + start + offsets, amax, uses_amax, mask, FORMAT, MARGIN)
+
+
+# fmt: off
+@triton.jit
+def activate_backward_kernel(
+    grad, x, gated, out, gated_out, amaxes, num_elements,
+    ACTIVATION: tl.constexpr, HAS_GATED: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    """Write the gradients of x and of gated, and raise amaxes[0] and amaxes[STRIDE] to their largest magnitudes."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < num_elements - start
+    given = tl.load(x + start + offsets, mask=mask, other=0.0)
+    grad_values = tl.load(grad + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HAS_GATED:
+        grad_gated = grad_values * activations.activated(given, ACTIVATION)
+        _write(grad_gated, gated_out, amaxes + STRIDE, start, offsets, mask)
+        others = tl.load(gated + start + offsets, mask=mask, other=0.0).to(tl.float32)
+        grad_values = language.cast(grad_values * others, given.dtype).to(tl.float32)
+    _write(activations.times_derivative(grad_values, given, ACTIVATION), out, amaxes, start, offsets, mask)
+
+
+@triton.jit
+def _write(values, out, new_amax, start, offsets, mask):
+    """Store fp32 values as out holds them, and raise *new_amax. Returns what was stored, fp32."""
+    result = language.cast(values, out.dtype.element_ty)
+    tl.store(out + start + offsets, result, mask=mask)
+    written = tl.where(mask, result.to(tl.float32), 0.0)
+    language.atomic_amax(new_amax, language.amax(written, 0))
+    return written
+
+
+_launch = Launcher(activate_kernel, num_warps=WARPS, enable_fp_fusion=False)
+_launch_backward = Launcher(activate_backward_kernel, num_warps=WARPS, enable_fp_fusion=False)
+
+
+def activate(
+    x: Tensor,
+    gated: Tensor | None,
+    activation: str,
+    codes_dtype: torch.dtype | None = None,
+    margin: int = 0,
+    amax: Tensor | None = None,
+    uses_amax: Tensor | None = None,
+) -> list[Tensor]:
+    """See the reference. Two launches: one clears the amax."""
+    if x.numel() == 0:
+        return reference.activate(x, gated, activation, codes_dtype, margin, amax, uses_amax)
+    x, gated = x.contiguous(), None if gated is None else gated.contiguous()
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    new_amax = torch.zeros((), dtype=torch.float32, device=x.device)
+    codes = None if codes_dtype is None else torch.empty(x.shape, dtype=codes_dtype, device=x.device)
+    _launch(
+        language.cdiv(x.numel(), BLOCK), x, gated, output, new_amax, codes, amax, uses_amax, x.numel(), activation,
+        gated is not None, None if codes_dtype is None else FORMAT_NAMES[codes_dtype], margin, BLOCK,
+    )  # fmt: skip
+    return [output, new_amax] if codes is None else [output, new_amax, codes]
+
+
+def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation: str) -> list[Tensor]:
+    """See the reference. Two launches: one clears the amaxes."""
+    if x.numel() == 0:
+        return reference.activate_backward(grad, x, gated, activation)
+    grad, x, gated = grad.contiguous(), x.contiguous(), None if gated is None else gated.contiguous()
+    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(1 if gated is None else 2)]
+    amaxes = torch.zeros((len(gradients), AMAX_STRIDE), dtype=torch.float32, device=x.device)
+    grad_gated = None if gated is None else gradients[1]
+    _launch_backward(
+        language.cdiv(x.numel(), BLOCK), grad, x, gated, gradients[0], grad_gated, amaxes, x.numel(),
+        activation, gated is not None, AMAX_STRIDE, BLOCK,
+    )  # fmt: skip
+    return [*gradients, amaxes]

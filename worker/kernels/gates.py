@@ -1,0 +1,84 @@
+"""An activation, which may gate another matrix (SwiGLU), written with its amax in one pass, and its gradients with theirs.
+
+Check, op and fake. GLU variants follow Shazeer 2020, arXiv 2002.05202. Autograd follows none of these.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.kernels.activations import ACTIVATIONS
+from worker.kernels.ahead import Ahead
+from worker.kernels.library import define
+from worker.kernels.reference import AMAX_STRIDE
+
+
+class Activated(NamedTuple):
+    """output (M, N), in the dtype of the input. amax: of the output, fp32 (). codes: of it, where they were asked for."""
+
+    output: Tensor
+    amax: Tensor
+    codes: Tensor | None
+
+
+class ActivationGradients(NamedTuple):
+    """The gradients of the input and of what it gates, (M, N), None where it gates nothing, and their amaxes, fp32 ()."""
+
+    input: Tensor
+    input_amax: Tensor
+    gated: Tensor | None
+    gated_amax: Tensor | None
+
+
+def _fake_gradients(grad: Tensor, x: Tensor, gated: Tensor | None, _activation: str) -> list[Tensor]:
+    gradients = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(1 if gated is None else 2)]
+    return [*gradients, x.new_empty((len(gradients), AMAX_STRIDE), dtype=torch.float32)]
+
+
+def _fake_activate(
+    x: Tensor, _gated: Tensor | None, _activation: str, codes_dtype: torch.dtype | None = None, *_how: Any
+) -> list[Tensor]:
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    codes = [] if codes_dtype is None else [torch.empty_like(output, dtype=codes_dtype)]
+    return [output, x.new_empty((), dtype=torch.float32), *codes]
+
+
+_activate_op = define(
+    "activate(Tensor x, Tensor? gated, str activation, ScalarType? codes_dtype=None, int margin=0, Tensor? amax=None, "
+    "Tensor? uses_amax=None) -> Tensor[]",
+    _fake_activate,
+)
+_backward_op = define("activate_backward(Tensor grad, Tensor x, Tensor? gated, str activation) -> Tensor[]", _fake_gradients)
+
+
+def activate(x_MN: Tensor, activation: str, gated_MN: Tensor | None = None, *, ahead: Ahead | None = None) -> Activated:
+    """An activation of x, one of ACTIVATIONS, times the gated matrix, if there is one, of the same shape and dtype.
+
+    Each result is rounded to the dtype of x, as torch's two ops round it: on a CPU these are their bits. The kernel of CUDA
+    devices has another exp and erf, so that fp32 results are within a few units in the last place. ahead: also write codes of
+    the result, for `complete`.
+    """
+    _check(x_MN, activation, gated_MN, "gated")
+    gated_MN = None if gated_MN is None else gated_MN.detach()
+    output, amax, *codes = _activate_op(x_MN.detach(), gated_MN, activation, *(ahead or ()))
+    return Activated(output, amax, codes[0] if codes else None)
+
+
+def activate_backward(grad_MN: Tensor, x_MN: Tensor, activation: str, gated_MN: Tensor | None = None) -> ActivationGradients:
+    """The gradients of `activate`, as torch computes them from the same tensors. grad: of the output, in its dtype."""
+    _check(x_MN, activation, grad_MN, "grad")
+    _check(x_MN, activation, gated_MN, "gated")
+    *gradients, amaxes = _backward_op(grad_MN, x_MN, gated_MN, activation)
+    is_gate = gated_MN is not None
+    return ActivationGradients(gradients[0], amaxes[0, 0], gradients[1] if is_gate else None, amaxes[1, 0] if is_gate else None)
+
+
+def _check(x: Tensor, activation: str, other: Tensor | None, name: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}.")
+    if other is not None and (other.shape, other.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"{name} is {tuple(other.shape)} of {other.dtype}; allowed: {tuple(x.shape)} of {x.dtype}, as x is. "
+            "Bring both to one shape and dtype."
+        )
