@@ -21,7 +21,7 @@ from worker.parallel.pipeline import Border
 from worker.parallel.plans import Plan, held_part
 from worker.parallel.staged import StagedParallel
 from worker.parallel.stages import split
-from worker.parallel.staging import Inputs, Staging, staging_of
+from worker.parallel.staging import FamilyStaging, Inputs, Staging, staging_of
 from worker.parallel.tensor import cut_model
 from worker.prepare import share_rounding
 from worker.saved_activations import SavingForward
@@ -182,7 +182,8 @@ def _check_staging(staging: Staging, optimizer: torch.optim.Optimizer, layout: L
             "the model or its optimizer saves memory by fuse_loss, keep_activations_in_fp8, release_gradients or "
             "offload_optimizer; allowed with pipeline: none of them, which have not been proven for stages. Leave it out."
         )
-    if degrees["sequence"] and degrees.get("blocks", "blocks") != "blocks":
+    if degrees["sequence"] and not isinstance(staging, FamilyStaging):
         raise ValueError(
-            f"sequence is set and blocks is {degrees['blocks']!r}; allowed with pipeline: models of ours. Leave sequence out."
+            f"sequence is set and the model a {type(model).__name__}; allowed with pipeline: a gpt or llama of ours. Leave "
+            "sequence out."
         )

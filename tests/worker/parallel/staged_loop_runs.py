@@ -14,7 +14,7 @@ from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
 from api_schemas.models.llama import LlamaSizes
 from tests.worker.parallel.job_runs import checkpoint_ref
-from worker import checkpoint, initialize, parallelize
+from worker import checkpoint, initialize, parallelize, release_gradients
 from worker.mesh import Axis
 from worker.models.gpt import GPT
 from worker.models.llama import Llama
@@ -95,6 +95,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "layers": Network,
     "tied layers": lambda: Network(is_tied=True),
     "dropout": lambda: Network(dropout=0.5),
+    "empty": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Softmax(-1)),
 }
 TIED = ("gpt", "tied layers")
 
@@ -218,6 +219,12 @@ def message(call: Callable[[], Any]) -> str:
     return "nothing was refused"
 
 
+def released(kind: str, level: str) -> tuple[Any, Any]:
+    model, optimizer = make(kind, level)
+    release_gradients(model, optimizer)
+    return model, optimizer
+
+
 def refusals() -> dict[str, str]:
     def of(kind: str = "layers", level: str = "O2", **options: Any) -> str:
         given = {"pipeline": 2, "micro_batches": 4} | options
@@ -239,7 +246,7 @@ def refusals() -> dict[str, str]:
     used(tokens).sum().backward()
     its_optimizer.step()
     compiled, of_compiled = make("layers", "O2")
-    compiled.layers["0"].compile()
+    compiled.layers["0"].compile(backend="eager")
     return found | {
         "step after clipping": message(lambda: parallel.step(tokens, targets, mean_loss)),
         "blocks": of(blocks="head"),
@@ -256,6 +263,8 @@ def refusals() -> dict[str, str]:
         "ranks": of(blocks="layers", pipeline=3),
         "runs": of(blocks="layers", stages_per_rank=2),
         "without": of(pipeline=1, schedule="interleaved"),
+        "empty": of("empty"),
+        "released": message(lambda: parallelize(*released("layers", "O2"), pipeline=2, micro_batches=4, blocks="layers")),
         "used": message(lambda: parallelize(used, its_optimizer, pipeline=2, micro_batches=4, blocks="layers")),
         "compiled": message(lambda: parallelize(compiled, of_compiled, pipeline=2, micro_batches=4, blocks="layers")),
     }

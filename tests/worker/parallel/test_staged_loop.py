@@ -26,6 +26,7 @@ from tests.worker.parallel.staged_loop_runs import (
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE
 from worker import parallelize
 from worker.fp8.loss_scaling import STATE_BUFFER
+from worker.parallel.degrees import check_level
 
 FAST: list[Case] = [
     ("llama", "O3-split", "interleaved"),
@@ -155,6 +156,8 @@ def test_stages_drop_out_elements_of_their_own(two: list[Result]) -> None:
         ("ranks", "got pipeline 3 with 2 ranks; allowed: 1, or a divisor of the ranks"),
         ("runs", "stages_per_rank is 2 and schedule 1f1b; allowed: 1 with 1f1b, 2 or more with interleaved"),
         ("without", "schedule is set and pipeline is 1; allowed: 2 or more"),
+        ("empty", "stage 1 of the pipeline, 2, 3, holds no parameters; allowed: stages that train some"),
+        ("released", "saves memory by fuse_loss, keep_activations_in_fp8, release_gradients or offload_optimizer"),
         ("used", "the optimizer has taken 1 steps with whole parameters"),
         ("compiled", "compiled; allowed with pipeline: models that are not"),
     ],
@@ -162,6 +165,12 @@ def test_stages_drop_out_elements_of_their_own(two: list[Result]) -> None:
 def test_what_cannot_be_divided_is_refused_on_all_ranks(two: list[Result], asked: str, said: str) -> None:
     for result in two:
         assert said in result["refusals"][asked]
+
+
+@pytest.mark.matrix
+def test_torchaos_layers_are_refused_in_stages() -> None:
+    with pytest.raises(ValueError, match="at level ao; allowed with pipeline: every other level"):
+        check_level(make("sequence", "ao")[0])
 
 
 @pytest.mark.parametrize(("kind", "level", "zero_stage"), _parameters(ALL_DATA_CASES, DATA_CASES))
