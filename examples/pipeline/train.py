@@ -45,7 +45,9 @@ class Network(nn.Module):
         x = x if self.embedding is None else self.embedding(x)
         for layer in self.layers:
             x = layer(x)
-        return x if self.head is None else self.head(self.norm(x))
+        if self.head is not None:
+            x = self.head(self.norm(x))
+        return x
 
 
 def batch_of(step: int, share: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def train(level: str, num_steps: int, **degrees: int) -> None:
+def train(level: str, num_steps: int, pipeline: int) -> None:
     """Train, and print the first and the last loss of the first data rank."""
     is_on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if is_on_gpu else "gloo")
@@ -71,7 +73,7 @@ def train(level: str, num_steps: int, **degrees: int) -> None:
     torch.manual_seed(0)
     model: nn.Module = Network().to(device)
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), level)
-    parallel = parallelize(model, optimizer, micro_batches=8, zero_stage=1, blocks="layers", **degrees)
+    parallel = parallelize(model, optimizer, pipeline=pipeline, micro_batches=8, blocks="layers", zero_stage=1)
     losses = []
     for step in range(num_steps):
         tokens, targets = (part.to(device) for part in batch_of(step, parallel.data.rank))
@@ -93,7 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pipeline", type=int, default=2)
     options = parser.parse_args()
-    train(options.level, options.steps, pipeline=options.pipeline)
+    train(options.level, options.steps, options.pipeline)
 
 
 if __name__ == "__main__":

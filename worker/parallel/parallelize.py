@@ -243,7 +243,7 @@ def parallelize(
         from worker.parallel.staged_loop import start_staged_loop  # loads torch's pipelining, which takes a second
 
         return start_staged_loop(model, optimizer, axes, zero_stage, dtype, roles, given)
-    from worker.parallel.own_loop import start_loop
+    from worker.parallel.own_loop import start_loop  # which knows `Parallel`
 
     if context > 1:
         check_model(model, "context")

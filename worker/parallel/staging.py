@@ -7,6 +7,7 @@ returned, leaves out what is None, and finds in the list the blocks of its stage
 divided by hand for `torch.distributed.pipelining`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ FIRST, LAST = ("token_embedding", "position_embedding"), ("final_norm", "head")
 Inputs = Tensor | Mapping[str, Tensor]
 
 
-class Staging:
+class Staging(ABC):
     """A whole model's modules by stage, and calls of one stage. blocks, first, last: names of modules."""
 
     def __init__(self, model: Any, blocks: Sequence[str], first: Sequence[str], last: Sequence[str]) -> None:
@@ -52,9 +53,9 @@ class Staging:
             found: Losses = self.model.loss(batch, part=part, hidden_BTD=hidden)
             return found
 
+    @abstractmethod
     def hidden_shape(self, inputs: Inputs) -> tuple[int, ...] | None:
         """The shape of what any stage but the last returns for these inputs; None where it has to be found out."""
-        raise NotImplementedError
 
     @contextmanager
     def within(self, part: Part) -> Iterator[None]:
@@ -65,8 +66,9 @@ class Staging:
         finally:
             self.is_running = before
 
+    @abstractmethod
     def _called(self, part: Part, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """Call the model for a stage, inside of `within`."""
 
 
 class FamilyStaging(Staging):

@@ -14,7 +14,7 @@ from api_schemas import GPTSizes
 from api_schemas.levels import LEVELS
 from api_schemas.models.llama import LlamaSizes
 from tests.worker.parallel.job_runs import checkpoint_ref
-from worker import checkpoint, initialize, parallelize, release_gradients
+from worker import checkpoint, fuse_loss, initialize, offload_optimizer, parallelize
 from worker.mesh import Axis
 from worker.models.gpt import GPT
 from worker.models.llama import Llama
@@ -202,10 +202,15 @@ def draws(rank: int) -> Result:
     """Whether stages drop out different elements, and a script that seeds all ranks alike keeps its numbers."""
     model, optimizer = make("dropout", "torch")
     parallel = divided("dropout", model, optimizer, "1f1b")
-    masks = []
+    masks: list[Any] = []
+
+    def note(module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if module.training:  # not in the pass that finds out what travels
+            masks.append((output != 0).tolist())
+
     for block in model.layers.values():
         if block is not None:
-            block.dropout.register_forward_hook(lambda _module, _inputs, output: masks.append((output != 0).tolist()))
+            block.dropout.register_forward_hook(note)
     torch.manual_seed(7)
     parallel.step(*_arguments(0, 0))
     return {"masks": masks, "scripts": float(torch.rand(()))}
@@ -217,12 +222,6 @@ def message(call: Callable[[], Any]) -> str:
     except (ValueError, RuntimeError, TypeError) as error:
         return str(error)
     return "nothing was refused"
-
-
-def released(kind: str, level: str) -> tuple[Any, Any]:
-    model, optimizer = make(kind, level)
-    release_gradients(model, optimizer)
-    return model, optimizer
 
 
 def refusals() -> dict[str, str]:
@@ -245,6 +244,10 @@ def refusals() -> dict[str, str]:
     used, its_optimizer = make("layers", "O2")
     used(tokens).sum().backward()
     its_optimizer.step()
+    offloaded, of_offloaded = make("layers", "O2")
+    offload_optimizer(of_offloaded)
+    fused, of_fused = make("gpt", "O2")
+    fuse_loss(fused)
     compiled, of_compiled = make("layers", "O2")
     compiled.layers["0"].compile(backend="eager")
     return found | {
@@ -264,7 +267,8 @@ def refusals() -> dict[str, str]:
         "runs": of(blocks="layers", stages_per_rank=2),
         "without": of(pipeline=1, schedule="interleaved"),
         "empty": of("empty"),
-        "released": message(lambda: parallelize(*released("layers", "O2"), pipeline=2, micro_batches=4, blocks="layers")),
+        "fused": message(lambda: parallelize(fused, of_fused, pipeline=2, micro_batches=4)),
+        "offloaded": message(lambda: parallelize(offloaded, of_offloaded, pipeline=2, micro_batches=4, blocks="layers")),
         "used": message(lambda: parallelize(used, its_optimizer, pipeline=2, micro_batches=4, blocks="layers")),
         "compiled": message(lambda: parallelize(compiled, of_compiled, pipeline=2, micro_batches=4, blocks="layers")),
     }
