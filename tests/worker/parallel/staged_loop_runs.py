@@ -285,28 +285,34 @@ def work_of_two(rank: int, ports: list[int], folder: str, cases: list[Case]) -> 
     torch.save(found, f"{folder}/{rank}.pt")
 
 
-def work_of_four(rank: int, ports: list[int], folder: str, cases: list[tuple[str, str, int]]) -> None:
-    """Two stages of two data ranks each, and those data ranks alone, for each model, level and ZeRO stage; tensor ranks."""
+def work_of_four(rank: int, ports: list[int], folder: str, cases: list[tuple[Any, ...]]) -> None:
+    """Two stages of two data ranks each, and those data ranks alone; two stages that tensor ranks divide; four stages.
+
+    cases: models with levels and ZeRO stages; whether tensor ranks divide tokens; and others, by name.
+    """
+    with_data, with_tensor, others = cases
     with _world(rank, 4, ports[0]):
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         found: Result = {}
-        for kind, level, zero_stage in cases:
+        for kind, level, zero_stage in with_data:
             model, optimizer = make(kind, level)
             both = train(divided(kind, model, optimizer, "1f1b", zero_stage=zero_stage))
             model, optimizer = make(kind, level)
             share_rounding(model, rank % 2, 2)
-            options: Any = {"micro_batches": MICRO_BATCHES, "zero_stage": zero_stage, "group": pairs[rank // 2]}
-            found[kind, level, zero_stage] = both, train(parallelize(model, optimizer, **options))
-        for sequence in (False, True):
+            in_pairs: Any = {"micro_batches": MICRO_BATCHES, "zero_stage": zero_stage, "group": pairs[rank // 2]}
+            found[kind, level, zero_stage] = both, train(parallelize(model, optimizer, **in_pairs))
+        for sequence in with_tensor:
             model, optimizer = make("llama", "O3-split")
             parallel = divided("llama", model, optimizer, "interleaved", tensor=2, sequence=sequence)
             found["tensor", sequence] = train(parallel, own_loss=True)
             found["own loss", sequence] = message(lambda held=parallel: held.step(*batch_of(0), mean_loss))  # type: ignore[misc]
-        model, optimizer = make("layers", "O2")
-        plan = {"layers.*.up": "column", "layers.*.down": "row"}
-        found["own plan"] = train(divided("layers", model, optimizer, "1f1b", tensor=2, plan=plan))
-        model, optimizer = make("layers", "te")
-        found["of 4"] = train(divided("layers", model, optimizer, "1f1b", pipeline=4))
+        options: dict[str, Any] = {
+            "own plan": {"tensor": 2, "plan": {"layers.*.up": "column", "layers.*.down": "row"}},
+            "four stages": {"pipeline": 4},
+        }
+        for name in others:
+            model, optimizer = make("layers", "te")
+            found[name] = train(divided("layers", model, optimizer, "1f1b", **options[name]))
     torch.save(found, f"{folder}/{rank}.pt")
 
 

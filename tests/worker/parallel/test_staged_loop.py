@@ -62,7 +62,10 @@ def two(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Result]:
-    cases = chosen_cases(request, test_stages_with_data_ranks_train_as_data_ranks_alone, ("kind", "level", "zero_stage"))
+    with_data = chosen_cases(request, test_stages_with_data_ranks_train_as_data_ranks_alone, ("kind", "level", "zero_stage"))
+    with_tensor = chosen_cases(request, test_stages_whose_layers_ranks_divide_train_as_one_process_does, ("sequence",))
+    others = chosen_cases(request, test_other_layouts_train_as_one_process_does, ("layout",))
+    cases = [tuple(with_data), tuple(sequence for (sequence,) in with_tensor), tuple(layout for (layout,) in others)]
     return found_by_ranks(work_of_four, 4, tmp_path_factory.mktemp("four"), cases)
 
 
@@ -187,7 +190,7 @@ def test_stages_with_data_ranks_train_as_data_ranks_alone(four: list[Result], ki
         assert (both["losses"], both["evaluation"]) == (data["losses"], data["evaluation"])
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_stages_whose_layers_ranks_divide_train_as_one_process_does(four: list[Result], sequence: bool) -> None:
     expected, [*_, third, fourth] = alone("llama", "O3-split"), [result["tensor", sequence] for result in four]
     assert third["losses"] == fourth["losses"] == pytest.approx(expected["losses"], rel=LOSS_TOLERANCE["fp8"])
@@ -197,16 +200,18 @@ def test_stages_whose_layers_ranks_divide_train_as_one_process_does(four: list[R
         assert "each have the logits of some tokens of the vocabulary" in result["own loss", sequence]
 
 
-def test_a_plan_divides_the_layers_of_stages_of_somebodys_own(four: list[Result]) -> None:
-    expected, found = alone("layers", "O2"), four[2]["own plan"]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=LOSS_TOLERANCE["fp8"])
-    assert found["norms"] == pytest.approx(expected["norms"], rel=NORM_TOLERANCE["fp8"])
-
-
-def test_four_stages_train_as_one_process_does(four: list[Result]) -> None:
-    expected, found = alone("layers", "te"), [result["of 4"] for result in four]
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["own plan", "four stages"])
+def test_other_layouts_train_as_one_process_does(four: list[Result], layout: str) -> None:
+    """Four stages to the bit; ranks that divide layers by a plan of somebody's own add up partial sums."""
+    expected, found = alone("layers", "te"), [result[layout] for result in four]
+    assert all(result["norms"] == found[0]["norms"] for result in found)
+    if layout == "own plan":
+        assert found[3]["losses"] == pytest.approx(expected["losses"], rel=LOSS_TOLERANCE["fp8"])
+        assert found[3]["norms"] == pytest.approx(expected["norms"], rel=NORM_TOLERANCE["fp8"])
+        return
     assert [result["losses"] for result in found] == [*[[None] * STEPS] * 3, expected["losses"]]
-    assert all(result["norms"] == expected["norms"] for result in found)
+    assert found[0]["norms"] == expected["norms"]
     merged = {name: held for result in found for name, held in result["state"].items()}
     assert merged.keys() == expected["state"].keys()
     assert _differences(merged, expected["state"]) == []
