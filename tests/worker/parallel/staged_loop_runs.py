@@ -216,6 +216,19 @@ def draws(rank: int) -> Result:
     return {"masks": masks, "scripts": float(torch.rand(()))}
 
 
+def accumulated() -> list[float]:
+    """The norm of the gradients of a batch, and of the same batch twice before the optimizer's step."""
+    model, optimizer = make("tied layers", "fp32")
+    parallel = divided("tied layers", model, optimizer, "1f1b")
+    norms = []
+    for num_calls in (1, 2):
+        for _ in range(num_calls):
+            parallel.step(*_arguments(0, 0))
+        norms.append(float(parallel.clip_grad_norm_()))
+        optimizer.zero_grad()
+    return norms
+
+
 def message(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -281,7 +294,12 @@ def work_of_two(rank: int, ports: list[int], folder: str, cases: list[Case]) -> 
         for kind, level, schedule in cases:
             model, optimizer = make(kind, level)
             found[kind, level, schedule] = train(divided(kind, model, optimizer, schedule))
-        found |= {"refusals": refusals(), "draws": draws(rank), "resumed": resumed(world, Path(folder, "checkpoints"))}
+        found |= {
+            "accumulated": accumulated(),
+            "refusals": refusals(),
+            "draws": draws(rank),
+            "resumed": resumed(world, Path(folder, "checkpoints")),
+        }
     torch.save(found, f"{folder}/{rank}.pt")
 
 

@@ -130,6 +130,13 @@ def test_a_run_goes_on_from_the_ranks_own_states_and_in_another_layout_from_the_
         assert result["on"] == result["from its own"] == result["interleaved from the whole"]
 
 
+def test_calls_of_step_accumulate(two: list[Result]) -> None:
+    """Gradients of tied weights, too, which are added up once."""
+    for result in two:
+        once, twice = result["accumulated"]
+        assert twice == pytest.approx(2 * once, rel=1e-6)
+
+
 def test_stages_drop_out_elements_of_their_own(two: list[Result]) -> None:
     masks = [mask for result in two for mask in result["draws"]["masks"]]
     assert len(masks) == 4 * MICRO_BATCHES
