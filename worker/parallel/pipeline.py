@@ -6,7 +6,7 @@ exchanged over the data axis after the last micro-batch. An evaluation passes ba
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -156,9 +156,9 @@ class PipelineRun:
         return ScheduleInterleaved1F1B(made, num_micro_batches, **options)
 
     @contextmanager
-    def computing(self, part: Part) -> Iterator[None]:
+    def computing(self, around: AbstractContextManager[None]) -> Iterator[None]:
         """Around a pass of torch's, whose errors are this rank's own, and taken out of torch's RuntimeError around them."""
-        with self._waits.computing(), self.staging.within(part):
+        with self._waits.computing(), around:
             try:
                 yield
             except Exception as error:
@@ -186,12 +186,13 @@ class _Stage(PipelineStage):
     submod: StagePasses
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.micro_batch = fwd_chunk_id
-        with self.submod.run.computing(self.submod.part):
+        run, self.submod.micro_batch = self.submod.run, fwd_chunk_id
+        with run.computing(run.staging.within(self.submod.part)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self.submod.run.computing(self.submod.part):
+        run = self.submod.run
+        with run.computing(run.staging.showing(self.submod.part)):
             super().backward_one_chunk(*args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:

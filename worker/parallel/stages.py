@@ -98,6 +98,7 @@ def split(staging: Staging, optimizer: torch.optim.Optimizer, layout: Layout, pi
     kept = set(model.parameters())
     _drop(optimizer, [parameter for parameter in whole if parameter not in kept])
     _follow(model)
+    staging.attach()
     if isinstance(model, TrainedModel):
         model.num_parameters_elsewhere = num_elements - sum(map(Tensor.numel, kept))
     return Stages(

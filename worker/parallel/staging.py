@@ -57,6 +57,9 @@ class Staging(ABC):
     def hidden_shape(self, inputs: Inputs) -> tuple[int, ...] | None:
         """The shape of what any stage but the last returns for these inputs; None where it has to be found out."""
 
+    def attach(self) -> None:  # noqa: B027 - most models need nothing
+        """Follow calls of the model, which this rank has its stages of from now on."""
+
     @contextmanager
     def within(self, part: Part) -> Iterator[None]:
         """Inside, passes of the stage run, forward or backward."""
@@ -65,6 +68,12 @@ class Staging(ABC):
             yield
         finally:
             self.is_running = before
+
+    @contextmanager
+    def showing(self, part: Part) -> Iterator[None]:
+        """Inside, a backward pass of the stage runs, which may call parts of the model again."""
+        with self.within(part):
+            yield
 
     @abstractmethod
     def _called(self, part: Part, inputs: Inputs, hidden: Tensor | None) -> Tensor:
@@ -95,6 +104,9 @@ class OwnStaging(Staging):
     def __init__(self, model: nn.Module, holder: str) -> None:
         """holder: the name of the list of blocks; empty for an nn.Sequential, whose children are the blocks."""
         self.holder = model.get_submodule(holder)
+        self._part: Part | None = None
+        self._held: tuple[Any, Any] | None = None
+        """The modules of the model and of the list that the rank holds, while others are shown."""
         around: tuple[list[str], list[str]] = ([], [])
         if holder:
             names = list(model._modules)
@@ -108,22 +120,48 @@ class OwnStaging(Staging):
     def hidden_shape(self, inputs: Inputs) -> None:
         """It has to be found out: nothing is known of the model."""
 
+    def attach(self) -> None:
+        """Show a stage its own modules in the model's `forward`. Other hooks of the model see all that the rank holds."""
+        self.model.register_forward_pre_hook(self._show)
+        self.model.register_forward_hook(self._hide, prepend=True, always_call=True)
+
     @contextmanager
     def within(self, part: Part) -> Iterator[None]:
-        """Inside, passes of the stage run, and the model shows what the stage holds."""
-        own = {
-            name.rpartition(".")[2]: self.model.get_submodule(name) for name in (self.blocks[index] for index in part.blocks)
-        }
-        of_others = {*(() if part.is_first else self.first), *(() if part.is_last else self.last)}
-        of_model, of_holder = self.model._modules, self.holder._modules
-        vars(self.model)["_modules"] = {name: None if name in of_others else child for name, child in of_model.items()}
-        vars(self.holder)["_modules"] = own
+        """Inside, the stage's passes run."""
+        before, self._part = self._part, part
         try:
             with super().within(part):
                 yield
         finally:
-            vars(self.holder)["_modules"] = of_holder
-            vars(self.model)["_modules"] = of_model
+            self._part = before
+
+    @contextmanager
+    def showing(self, part: Part) -> Iterator[None]:
+        """Inside, the model has the modules of the stage alone."""
+        with self.within(part):
+            self._show()
+            try:
+                yield
+            finally:
+                self._hide()
+
+    def _show(self, *_call: Any) -> None:
+        part = self._part
+        if part is None or self._held is not None:
+            return
+        names = [self.blocks[index] for index in part.blocks]
+        own = {name.rpartition(".")[2]: self.model.get_submodule(name) for name in names}
+        of_others = {*(() if part.is_first else self.first), *(() if part.is_last else self.last)}
+        of_model = self.model._modules
+        self._held = of_model, self.holder._modules
+        vars(self.model)["_modules"] = {name: None if name in of_others else child for name, child in of_model.items()}
+        vars(self.holder)["_modules"] = own
+
+    def _hide(self, *_call: Any) -> None:
+        if self._held is not None:
+            vars(self.holder)["_modules"] = self._held[1]
+            vars(self.model)["_modules"] = self._held[0]
+            self._held = None
 
     def _called(self, part: Part, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         output: Tensor = self.model(inputs if hidden is None else hidden)
