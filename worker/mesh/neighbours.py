@@ -10,6 +10,9 @@ from torch import Tensor
 from worker.mesh.axis import Axis
 from worker.mesh.waits import Call
 
+_MAX_DIMS = 8
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def send(axis: Axis, tensor: Tensor, to: int) -> None:
     """Send a tensor to a rank of the axis, which receives it meanwhile."""
@@ -24,6 +27,20 @@ def receive(axis: Axis, into: Tensor, source: int) -> Tensor:
     with axis.waits.call("receive", axis.name, into.nbytes):
         dist.recv(into, group_src=source, group=axis._group)
     return into
+
+
+def send_described(axis: Axis, tensor: Tensor, to: int) -> None:
+    """Send a tensor to a rank of the axis that does not know its shape and dtype. At most 8 dimensions, of floats."""
+    sizes = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
+    send(axis, torch.tensor([tensor.dim(), _DTYPES.index(tensor.dtype), *sizes], device=axis.device), to)
+    send(axis, tensor, to)
+
+
+def receive_described(axis: Axis, source: int) -> Tensor:
+    """Receive what `send_described` sends."""
+    header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=axis.device)
+    num_dims, dtype, *sizes = receive(axis, header, source).tolist()
+    return receive(axis, torch.empty(sizes[:num_dims], dtype=_DTYPES[dtype], device=axis.device), source)
 
 
 def swap(axis: Axis, tensor: Tensor, peer: int) -> Tensor:

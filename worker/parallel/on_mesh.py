@@ -12,12 +12,12 @@ from api_schemas.resources import ParallelismSpec
 from worker.errors import InvalidConfig
 from worker.mesh import Mesh
 from worker.models.context import divide_sequences
-from worker.optim import LowBitOptimizer
 from worker.parallel.axes import Axes
 from worker.parallel.data_parallel import broadcast_parameters
 from worker.parallel.parallelize import WIDE_DTYPES, Parallel
 from worker.parallel.plans import Plan, check_heads, held_part, plan_of
 from worker.parallel.stages import Stages, split
+from worker.parallel.staging import staging_of
 from worker.parallel.tensor import TensorShards, cut_model
 from worker.prepare import share_rounding
 
@@ -41,15 +41,15 @@ def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, para
         "zero_stage": parallelism.zero_stage,
         "wide_dtype": WIDE_DTYPES[parallelism.wide_communication],
     }
+    axes = Axes.of_mesh(mesh)
     if mesh.pipeline.size > 1:
         from worker.parallel.staged import StagedParallel  # loads torch's pipelining, a second of a rank's start
 
-        assert isinstance(optimizer, LowBitOptimizer)  # that of every job after `prepare`
-        stages = split(model, optimizer, mesh.layout, mesh.pipeline)
+        stages = split(staging_of(model), optimizer, mesh.layout, mesh.pipeline)
         shards = _cut(model, optimizer, mesh, held_part(plan, model), parallelism, stages)
-        return StagedParallel(model, optimizer, mesh, stages, shards=shards, **options)
+        return StagedParallel(model, optimizer, axes, stages, shards=shards, **options)
     shards = _cut(model, optimizer, mesh, plan, parallelism)
-    return Parallel(model, optimizer, Axes.of_mesh(mesh), shards=shards, **options)
+    return Parallel(model, optimizer, axes, shards=shards, **options)
 
 
 def _cut(

@@ -15,10 +15,10 @@ Each rank reads its own part of the batch. Ranks that divide layers, or the toke
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -26,38 +26,27 @@ from torch import Tensor, nn
 
 from api_schemas.resources import WideDtype
 from worker.blocks import repeated_blocks
-from worker.mesh import Axis
 from worker.models.context import divide_sequences
 from worker.models.model import Losses, TrainedModel
 from worker.optim import LowBitOptimizer, clip_grad_norm_
 from worker.parallel.axes import Axes, axes_of
 from worker.parallel.blocks import divisible_parameters
-from worker.parallel.buckets import gradient_dtype
-from worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets, broadcast_parameters
-from worker.parallel.divided import DividedGradient
-from worker.parallel.draws import OwnDraws
+from worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets
+from worker.parallel.degrees import Degrees, checked
 from worker.parallel.norm import clip_together
-from worker.parallel.plans import Plan, check_heads, plan_of
+from worker.parallel.plans import check_heads, plan_of
 from worker.parallel.scales import agree_on_scales, all_finite_on
 from worker.parallel.scaling import share_scaling
-from worker.parallel.tensor import TensorShards, check_model, cut_model
+from worker.parallel.tensor import TensorShards, check_model
 from worker.parallel.zero import ShardedStates
-from worker.prepare import share_rounding
 
 if TYPE_CHECKING:
+    from worker.parallel.own_loop import OwnLoop
     from worker.parallel.pipeline import PipelineRun
 
 T = TypeVar("T")
 ZERO_STAGES = (0, 1, 2, 3)
 WIDE_DTYPES: dict[WideDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Degrees(TypedDict, total=False):
-    """How `parallelize` divides a model apart from ZeRO. tensor, context: 1 by default. sequence: False by default."""
-
-    tensor: int
-    sequence: bool
-    context: int
 
 
 class Parallel:
@@ -189,67 +178,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-class OwnLoop(Parallel):
-    """`Parallel` for a loop that only calls `backward` and `optimizer.step`: all else happens in hooks."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        axes: Axes,
-        zero_stage: int,
-        wide_dtype: torch.dtype,
-        plan: Plan,
-        *,
-        sequence: bool,
-    ) -> None:
-        broadcast_parameters(model, axes.stage)
-        _broadcast_masters(optimizer, axes.stage)
-        if axes.tensor.size > 1:  # `initialize` knows the world alone
-            share_rounding(model, axes.replicas.rank, axes.replicas.size)
-        shards = cut_model(model, optimizer, axes, plan, sequence=sequence)
-        super().__init__(model, optimizer, axes, zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)
-        if axes.replicas.size > 1:
-            OwnDraws(axes.replicas).around(model)
-        self.gradients.finishes_itself = True
-        self.gradients.after_finish = self._mark_divided
-        optimizer.zero_grad = partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]  # it has no hooks
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-
-    def clip_grad_norm_(self, max_norm: float = math.inf) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most max_norm. Returns the norm before, fp32 ()."""
-        self._finish()
-        return super().clip_grad_norm_(max_norm)
-
-    def _before_step(self, *_step: Any) -> None:
-        self._finish()
-        share_scaling(self.model, self.stage)
-
-    def _after_step(self, *_step: Any) -> None:
-        self.gradients.is_finished = False
-        for parameter in self.model.parameters():
-            if isinstance(parameter.grad, DividedGradient):
-                parameter.grad = None
-        self.publish()
-
-    def _zero_grad(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Drop gradients, exchanged ones too: a rank that has none in the next step takes part in its exchange."""
-        zero_grad(*args, **kwargs)
-        self.gradients.is_finished = False
-
-    def _mark_divided(self) -> None:
-        """Give the parameters whose gradients are pieces a gradient that says so, where None would be taken for none."""
-        for parameter in getattr(self.optimizer, "pieces", {}):
-            parameter.grad = DividedGradient(parameter.shape, gradient_dtype(parameter), parameter.device)
-
-    def _finish(self) -> None:
-        """Take part in the exchange on a rank where no gradient has arrived since a step, or since gradients were dropped."""
-        holds_means = any(parameter.grad is not None for parameter in self.model.parameters())
-        if not (self.gradients.is_finished and holds_means):
-            self.gradients.finish()
-
-
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -259,7 +187,7 @@ def parallelize(
     group: dist.ProcessGroup | None = None,
     plan: Mapping[str, str] | None = None,
     **degrees: Unpack[Degrees],
-) -> Parallel:
+) -> "OwnLoop":
     """Train a model, converted by `initialize` or not, on all ranks of a process group; all ranks call it together.
 
     Call it after `initialize`, with the model on its device; the ranks then start from the first rank's parameters. After a
@@ -284,8 +212,16 @@ def parallelize(
     all. They read the same samples, whole; logits and `loss` are of this rank's tokens, which `Parallel.own_tokens` gives of
     targets. Ranks lie in the order data, context, tensor, the last next to each other, as those of
     `init_device_mesh(…, mesh_dim_names=("dp", "cp", "tp"))`.
+    pipeline: so many ranks hold consecutive blocks of the model; the slowest axis of the mesh. `Parallel.step(inputs, targets,
+    loss_fn)` then runs all passes of a batch, on all ranks but those of `Parallel.data` the same one, in micro_batches of one
+    size (as torch's `n_microbatches`), and returns the loss on the last stage. The model is a gpt or llama of ours, an
+    `nn.Sequential`, or one whose list of blocks is named by blocks (`staging.py` says what its `forward` has to do). Each rank
+    builds the whole model; state dicts hold what it keeps, under the names of the whole. zero_stage: 0 or 1.
+    schedule: "1f1b" or "interleaved", in which each rank holds stages_per_rank runs of blocks (2) and waits less.
+    micro_batches: without a pipeline, as many in which `step` accumulates gradients; 1 by default.
     Raises ValueError without a process group under torchrun, for another stage or dtype, for an optimizer that cannot be
-    sharded, at stage 3 for a model without such blocks, and for a model that the tensor or the context degree cannot divide.
+    sharded, at stage 3 for a model without such blocks, for a model that a degree cannot divide, and for degrees that do not go
+    together.
     """
     if wide_communication not in WIDE_DTYPES:
         allowed = ", ".join(WIDE_DTYPES)
@@ -296,35 +232,20 @@ def parallelize(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group; allowed: one that is initialized. Call "
             "torch.distributed.init_process_group() before initialize and parallelize."
         )
-    tensor, context, sequence = _checked_degrees(degrees)
+    given = checked(degrees, zero_stage)
+    tensor, context = given["tensor"], given["context"]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    axes = axes_of(tensor, device, group, context)
+    axes = axes_of(tensor, device, group, context, given["pipeline"])
     roles = plan_of(model, plan) if tensor > 1 else {}
     check_heads(model, tensor)
+    dtype = WIDE_DTYPES[wide_communication]
+    if axes.pipeline.size > 1:
+        from worker.parallel.staged_loop import start_staged_loop  # loads torch's pipelining, which takes a second
+
+        return start_staged_loop(model, optimizer, axes, zero_stage, dtype, roles, given)
+    from worker.parallel.own_loop import start_loop  # which knows `Parallel`
+
     if context > 1:
         check_model(model, "context")
         divide_sequences(model, axes.context)
-    return OwnLoop(model, optimizer, axes, zero_stage, WIDE_DTYPES[wide_communication], roles, sequence=sequence)
-
-
-def _checked_degrees(degrees: Degrees) -> tuple[int, int, bool]:
-    """The tensor degree, the context degree, and whether the ranks of the tensor degree divide tokens."""
-    if unknown := degrees.keys() - Degrees.__annotations__.keys():
-        raise TypeError(
-            f"parallelize got {sorted(unknown)[0]!r}; allowed: zero_stage, wide_communication, group, plan, "
-            f"{', '.join(Degrees.__annotations__)}. Correct the name, or leave it out."
-        )
-    tensor, sequence = degrees.get("tensor", 1), degrees.get("sequence", False)
-    if sequence and tensor == 1:
-        raise ValueError(
-            "sequence is set and tensor is 1; allowed: a tensor degree of 2 or more, whose ranks divide the tokens. Set "
-            "tensor, or leave sequence out."
-        )
-    return tensor, degrees.get("context", 1), sequence
-
-
-def _broadcast_masters(optimizer: torch.optim.Optimizer, axis: Axis) -> None:
-    """Give every rank the first rank's master weights, of which its codes are the rounding."""
-    for state in optimizer.state.values():
-        for entries in state.get("master_weights", {}).values():
-            axis.broadcast_(entries)
+    return start_loop(model, optimizer, axes, zero_stage, dtype, roles, given)

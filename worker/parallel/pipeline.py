@@ -5,52 +5,78 @@ order of the micro-batches, as one process does, so gradients, rounded or not, h
 exchanged over the data axis after the last micro-batch. An evaluation passes batches of any shape from stage to stage.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from api_schemas import Layout
-from worker.mesh.neighbours import ForeignWaits, count_sent, receive, send
+from worker.mesh.neighbours import ForeignWaits, count_sent, receive, receive_described, send, send_described
 from worker.metrics.activations import activations_counted_once
 from worker.metrics.table import Metrics
 from worker.models.model import Losses, Part
 from worker.parallel.stages import Stages
+from worker.parallel.staging import Inputs
 
 Batch = Mapping[str, Tensor]
+Compute = Callable[[int, Part, Tensor | None], Tensor]
+"""A stage's pass of a micro-batch, by its number, with what the stage before returned. The last stage returns its share of the
+loss ()."""
+
+
+class Border(NamedTuple):
+    """What travels between two stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class PipelineRun:
     """One rank's part in the passes of a model that is divided into stages."""
 
-    def __init__(self, model: Any, stages: Stages, layout: Layout, token_shares: int) -> None:
+    def __init__(self, stages: Stages, token_shares: int) -> None:
         """token_shares: into how many shares of the tokens hidden states are divided; each tensor rank sends its own."""
         self.token_shares = token_shares
-        self.model, self.stages, self.axis, self.layout = model, stages, stages.pipeline, layout
-        self.hidden_size: int = model.sizes.hidden_size
-        self.hidden_dtype: torch.dtype = model.residual_dtype
-        self.batches: Sequence[Batch] = ()
-        self.divisors: Sequence[float] = ()
-        self.metrics = Metrics()
+        self.stages, self.staging, self.axis, self.layout = stages, stages.staging, stages.pipeline, stages.layout
+        self.pass_of: Compute
+        self.schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
+        """torch's, of the newest step."""
         self._waits = ForeignWaits(self.axis, "pipeline schedule")
-        self._schedules: dict[tuple[int, tuple[int, ...]], Schedule1F1B | ScheduleInterleaved1F1B] = {}
+        self._key: tuple[int, Mapping[int, Border]] | None = None
 
     def forward_backward(self, batches: Sequence[Batch], divisors: Sequence[float], metrics: Metrics) -> Tensor:
         """Accumulate the gradients of this rank's stages. Returns the sum of the losses, fp32 (): zero outside the last stage.
 
         batches: the micro-batches, all of one shape. divisors: of their losses. metrics: told of the saved activations once.
         """
-        self.batches, self.divisors, self.metrics = batches, divisors, metrics
-        key = (len(batches), tuple(batches[0]["tokens"].shape))
-        if key not in self._schedules:
-            self._schedules = {key: self._make_schedule(*key)}
-        losses: list[Tensor] = []
-        with self._waits.waiting():
-            self._schedules[key].step(target=torch.zeros(len(batches)), losses=losses, return_outputs=False)
-        self.batches = ()
+
+        def compute(index: int, part: Part, hidden_BTD: Tensor | None) -> Tensor:
+            with activations_counted_once(self.staging.model, metrics):
+                if part.is_last:
+                    return self.staging.loss(part, batches[index], hidden_BTD).loss / divisors[index]
+                return self.staging.output(part, batches[index], hidden_BTD)
+
+        loss = self.run(compute, len(batches), self.borders(batches[0]))
         self.stages.add_tied_gradients()
+        return loss
+
+    def run(self, compute: Compute, num_micro_batches: int, borders: Mapping[int, Border]) -> Tensor:
+        """Run a step's passes, forward and backward. Returns the sum of the losses, fp32 (): zero outside the last stage.
+
+        borders: what this rank's stages get and return, by the number of the stage that gets it.
+        """
+        if self._key != (num_micro_batches, borders):
+            self.schedule, self._key = self._make_schedule(num_micro_batches, borders), (num_micro_batches, borders)
+        assert self.schedule is not None
+        losses: list[Tensor] = []
+        self.pass_of = compute
+        try:
+            with self._waits.waiting():
+                self.schedule.step(target=torch.zeros(num_micro_batches), losses=losses, return_outputs=False)
+        finally:
+            del self.pass_of
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.axis.device)
 
     @torch.no_grad()
@@ -59,39 +85,66 @@ class PipelineRun:
 
         The ranks of the pipeline call it together, with the same batch.
         """
-        shape = self._hidden_shape(batch["tokens"].shape)
-        size, rank = self.axis.size, self.axis.rank
-        for part in self.stages.parts.values():
+        borders = self.borders(batch)
+        for stage, part in self.stages.parts.items():
             hidden_BTD = None
             if not part.is_first:
-                hidden_BTD = receive(self.axis, self._empty_hidden(shape), (rank - 1) % size)
+                into = torch.empty(borders[stage].shape, dtype=borders[stage].dtype, device=self.axis.device)
+                hidden_BTD = receive(self.axis, into, (self.axis.rank - 1) % self.axis.size)
             if part.is_last:
-                found: Losses = self.model.loss(batch, part=part, hidden_BTD=hidden_BTD)
-                return found
-            hidden_BTD = self.model(batch["tokens"], batch.get("documents"), part=part, hidden_BTD=hidden_BTD)
-            send(self.axis, hidden_BTD, (rank + 1) % size)
+                return self.staging.loss(part, batch, hidden_BTD)
+            output = self.staging.output(part, batch, hidden_BTD)
+            send(self.axis, output, (self.axis.rank + 1) % self.axis.size)
         zero = torch.zeros((), device=self.axis.device)
-        return Losses(zero, 0, dict.fromkeys(self.model.sizes.metrics, zero))
+        return Losses(zero, 0, dict.fromkeys(self.staging.model.sizes.metrics, zero))
 
-    def _hidden_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """The shape of what a rank sends of the hidden states of tokens of a shape, (B, T)."""
-        num_sequences, num_tokens = shape
-        return num_sequences, num_tokens // self.token_shares, self.hidden_size
+    @torch.no_grad()
+    def pass_once(self, compute: Callable[[Part, Tensor | None], Tensor]) -> tuple[Tensor | None, dict[int, Border]]:
+        """Pass a batch of any shape from stage to stage. Returns the last stage's result, and this rank's borders.
 
-    def _empty_hidden(self, shape: Sequence[int]) -> Tensor:
-        return torch.empty(tuple(shape), dtype=self.hidden_dtype, device=self.axis.device)
+        The ranks of the pipeline call it together. Raises ValueError for a stage that does not return one tensor of floats.
+        """
+        borders: dict[int, Border] = {}
+        size, rank = self.axis.size, self.axis.rank
+        for stage, part in self.stages.parts.items():
+            hidden = None
+            if not part.is_first:
+                hidden = receive_described(self.axis, (rank - 1) % size)
+                borders[stage] = Border(tuple(hidden.shape), hidden.dtype)
+            output = compute(part, hidden)
+            if part.is_last:
+                return output, borders
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                found = f"a tensor of {output.dtype}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+                raise ValueError(
+                    f"stage {stage} of the pipeline returned {found}; allowed between stages: one tensor of floating-point "
+                    "numbers. Return one, or divide the model elsewhere."
+                )
+            send_described(self.axis, output, (rank + 1) % size)
+            borders[stage + 1] = Border(tuple(output.shape), output.dtype)
+        return None, borders
 
-    def _make_schedule(self, num_micro_batches: int, shape: Sequence[int]) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        hidden_BTD = self._empty_hidden(self._hidden_shape(shape)).requires_grad_()
-        loss = torch.empty((), device=self.axis.device).requires_grad_()
+    def borders(self, inputs: Inputs) -> dict[int, Border]:
+        """This rank's borders for a micro-batch of a language model of ours."""
+        shape = self.staging.hidden_shape(inputs)
+        assert shape is not None
+        num_sequences, num_tokens, hidden_size = shape
+        border = Border((num_sequences, num_tokens // self.token_shares, hidden_size), self.staging.hidden_dtype)
+        return dict.fromkeys((number for stage in self.stages.parts for number in (stage, stage + 1)), border)
+
+    def _make_schedule(self, num_micro_batches: int, borders: Mapping[int, Border]) -> Schedule1F1B | ScheduleInterleaved1F1B:
+        def example(border: Border) -> Tensor:
+            return torch.empty(border.shape, dtype=border.dtype, device=self.axis.device).requires_grad_()
+
+        loss = Border((), torch.float32)
         made: list[Any] = [
             _Stage(
                 StagePasses(self, part),
                 stage,
                 self.layout.num_stages,
                 self.axis.device,
-                input_args=() if part.is_first else (hidden_BTD,),
-                output_args=(loss if part.is_last else hidden_BTD,),
+                input_args=() if part.is_first else (example(borders[stage]),),
+                output_args=(example(loss if part.is_last else borders[stage + 1]),),
                 group=self.axis._group,
             )
             for stage, part in self.stages.parts.items()
@@ -102,11 +155,12 @@ class PipelineRun:
             return Schedule1F1B(made[0], num_micro_batches, **options)
         return ScheduleInterleaved1F1B(made, num_micro_batches, **options)
 
-    def compute(self, call: Callable[[], Any]) -> Any:
-        """Run a pass of torch's, whose errors are this rank's own, and taken out of torch's RuntimeError around them."""
-        with self._waits.computing():
+    @contextmanager
+    def computing(self, around: AbstractContextManager[None]) -> Iterator[None]:
+        """Around a pass of torch's, whose errors are this rank's own, and taken out of torch's RuntimeError around them."""
+        with self._waits.computing(), around:
             try:
-                return call()
+                yield
             except Exception as error:
                 if type(error) is RuntimeError and isinstance(error.__cause__, Exception):
                     raise error.__cause__ from None
@@ -121,16 +175,9 @@ class StagePasses(nn.Module):
         self.run, self.part = run, part
         self.micro_batch = 0
 
-    def forward(self, hidden_BTD: Tensor | None = None) -> Tensor:
-        """Return the hidden state for the next stage (B, T, D), or in the last stage the micro-batch's share of the loss ()."""
-        run, batch = self.run, self.run.batches[self.micro_batch]
-        options: dict[Literal["part", "hidden_BTD"], Any] = {"part": self.part, "hidden_BTD": hidden_BTD}
-        with activations_counted_once(run.model, run.metrics):
-            if self.part.is_last:
-                loss: Tensor = run.model.loss(batch, **options).loss / run.divisors[self.micro_batch]
-                return loss
-            output: Tensor = run.model(batch["tokens"], batch.get("documents"), **options)
-            return output
+    def forward(self, hidden: Tensor | None = None) -> Tensor:
+        """Return what goes to the next stage, or in the last stage the micro-batch's share of the loss ()."""
+        return self.run.pass_of(self.micro_batch, self.part, hidden).contiguous()
 
 
 class _Stage(PipelineStage):
@@ -139,13 +186,14 @@ class _Stage(PipelineStage):
     submod: StagePasses
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.micro_batch = fwd_chunk_id
-        forward = super().forward_one_chunk
-        return self.submod.run.compute(lambda: forward(fwd_chunk_id, *args, **kwargs))
+        run, self.submod.micro_batch = self.submod.run, fwd_chunk_id
+        with run.computing(run.staging.within(self.submod.part)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        backward = super().backward_one_chunk
-        self.submod.run.compute(lambda: backward(*args, **kwargs))
+        run = self.submod.run
+        with run.computing(run.staging.showing(self.submod.part)):
+            super().backward_one_chunk(*args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         return self._counted(super().get_fwd_send_ops(fwd_chunk_id))

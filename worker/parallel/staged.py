@@ -1,4 +1,4 @@
-"""A model in stages on the mesh of a job: `Parallel` with norms, skipped steps and checkpoints over the pipeline axis.
+"""A model in stages: `Parallel` with norms, skipped steps and checkpoints over the pipeline axis.
 
 A checkpoint has the names, numbers and whole tensors of the model without stages: the first rank is told which rank holds what,
 and any layout reads it.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.mesh import Axis, Cut, Mesh, TensorInPieces
+from worker.mesh import Axis, Cut, TensorInPieces
 from worker.models.model import Losses
 from worker.optim import LowBitOptimizer
 from worker.parallel.axes import Axes
@@ -31,8 +31,8 @@ class StagedParallel(Parallel):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: LowBitOptimizer,
-        mesh: Mesh,
+        optimizer: torch.optim.Optimizer,
+        axes: Axes,
         stages: Stages,
         *,
         zero_stage: int,
@@ -40,14 +40,14 @@ class StagedParallel(Parallel):
         shards: TensorShards,
     ) -> None:
         """shards: of the stages that this rank holds."""
-        super().__init__(model, optimizer, Axes.of_mesh(mesh), zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)
-        self.stages, self._world = stages, mesh.world
-        self.pipeline = PipelineRun(model, stages, mesh.layout, shards.token_shares)
-        self._first_rank = mesh.layout.group("stage", mesh.world.rank)[0]
+        super().__init__(model, optimizer, axes, zero_stage=zero_stage, wide_dtype=wide_dtype, shards=shards)
+        self.stages, self._world = stages, axes.world
+        self.pipeline: PipelineRun = PipelineRun(stages, shards.token_shares)
+        self._first_rank = stages.layout.group("stage", axes.world.rank)[0]
         if self._sharded is not None:
-            self._sharded.whole, self._sharded.counts = mesh.world, self._counts
-        else:  # data ranks hold the same gradients; so do tensor ranks without shards
-            optimizer.all_ranks_finite = partial(all_finite_on, mesh.world if shards.cuts else stages.pipeline)
+            self._sharded.whole, self._sharded.counts = axes.world, self._counts
+        elif isinstance(optimizer, LowBitOptimizer):  # data ranks hold the same gradients; so do tensor ranks without shards
+            optimizer.all_ranks_finite = partial(all_finite_on, axes.world if shards.cuts else stages.pipeline)
 
     def clip_grad_norm_(self, max_norm: float = torch.inf) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most max_norm. Returns the norm before, fp32 ()."""
@@ -65,7 +65,6 @@ class StagedParallel(Parallel):
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Losses:
         """The losses of an evaluation batch, in the last stage; the ranks of the pipeline call it together."""
         assert model is self.model
-        assert self.pipeline is not None
         return self.pipeline.losses(batch)
 
     def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:

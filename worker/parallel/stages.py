@@ -1,8 +1,9 @@
 """Pipeline stages: each rank of the pipeline axis keeps some blocks of a converted model, and their optimizer states.
 
-The first stage also keeps the embeddings, the last one the final norm and the head. The whole model is converted first, so each
-parameter has the random streams, the codecs and the name that it has without stages. What a rank lacks is None in its model.
-A tied weight is held by the first and the last rank: both add up both gradients, take the same step, and stay equal.
+The first stage also keeps what is before the blocks, as embeddings, the last one what is behind them (`staging.py`). The whole
+model is converted first, so each parameter has the random streams, the codecs and the name that it has without stages. What a
+rank lacks is None in its model. Weights that are tied, as those of an embedding and a head, are held by the first and the last
+rank: both add up both gradients, take the same step, and stay equal.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,12 +19,10 @@ from worker.fp8.convert import ConversionReport
 from worker.fp8.gradient_ops import norms_of
 from worker.mesh import Axis
 from worker.mesh.neighbours import swap
-from worker.models.model import Part
+from worker.models.model import Part, TrainedModel
 from worker.optim import LowBitOptimizer
 from worker.optim.clip import clip_by
-
-FIRST, LAST = ("token_embedding", "position_embedding"), ("final_norm", "head")
-"""Modules of our language models that only the first stage, and only the last stage, needs."""
+from worker.parallel.staging import Staging
 
 
 @dataclass(eq=False)
@@ -32,9 +31,12 @@ class Stages:
 
     absent: prefixes of the names that this rank lacks. numbers: of its parameters, counted in the whole model. num_parameters:
     tensors of the whole model. places: for each group of the optimizer, the indices of this rank's parameters in the whole
-    group. num_in_groups: parameters of each whole group. tied: the weight that the first and the last rank both hold.
+    group. num_in_groups: parameters of each whole group. tied: what this rank holds of the parameters that the first and the
+    last rank both hold and train.
     """
 
+    staging: Staging
+    layout: Layout
     pipeline: Axis
     parts: dict[int, Part]
     absent: tuple[str, ...]
@@ -42,26 +44,24 @@ class Stages:
     num_parameters: int
     places: list[list[int]]
     num_in_groups: list[int]
-    tied: nn.Parameter | None
+    tied: tuple[Tensor, ...]
 
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank's copy counts in a norm: of a tied weight, the first rank's."""
-        return parameter is not self.tied or self.pipeline.is_first
+        return self.pipeline.is_first or all(parameter is not tied for tied in self.tied)
 
     def follow(self, held: Mapping[Tensor, nn.Parameter]) -> None:
         """Take the shards that this rank holds now in the place of its parameters. held: each parameter's."""
         self.numbers = {held[parameter]: number for parameter, number in self.numbers.items()}
-        self.tied = None if self.tied is None else held[self.tied]
+        self.tied = tuple(held[tied] for tied in self.tied)
 
     @torch.no_grad()
     def add_tied_gradients(self) -> None:
-        """Give the first and the last rank the sum of their gradients of the tied weight: the first rank's plus the last's."""
-        if self.tied is None:
-            return
-        own = self.tied.grad
-        assert own is not None  # the embedding and the head see each micro-batch
-        other = swap(self.pipeline, own, self.pipeline.size - 1 if self.pipeline.is_first else 0)
-        self.tied.grad = own + other if self.pipeline.is_first else other + own
+        """Give the first and the last rank the sum of their gradients of tied weights: the first rank's plus the last's."""
+        for tied in self.tied:
+            own = torch.zeros_like(tied) if tied.grad is None else tied.grad
+            other = swap(self.pipeline, own, self.pipeline.size - 1 if self.pipeline.is_first else 0)
+            tied.grad = own + other if self.pipeline.is_first else other + own
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -80,31 +80,30 @@ class Stages:
         return norm
 
 
-def split(model: Any, optimizer: LowBitOptimizer, layout: Layout, pipeline: Axis) -> Stages:
+def split(staging: Staging, optimizer: torch.optim.Optimizer, layout: Layout, pipeline: Axis) -> Stages:
     """Let this rank keep its stages of a whole converted model. All ranks hold the same whole before.
 
-    The optimizer has taken no step.
+    The optimizer has taken no step. Raises ValueError, before anything is changed, for stages without parameters, and for
+    parameters that other ranks than the first and the last share.
     """
-    parts = {
-        stage: Part(layout.blocks(stage, len(model.blocks)), stage == 0, stage == layout.num_stages - 1)
-        for stage in layout.stages(pipeline.rank)
-    }
+    model, num_blocks = staging.model, len(staging.blocks)
+    ranks = [_parts(layout, rank, num_blocks) for rank in range(pipeline.size)]
+    tied, parts = _tied(staging, ranks), ranks[pipeline.rank]
     whole = list(model.parameters())
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    num_elements, is_tied = sum(map(Tensor.numel, whole)), model.head.weight is model.token_embedding.weight
-    kept_blocks = {index for part in parts.values() for index in part.blocks}
-    absent = [f"blocks.{index}" for index in range(len(model.blocks)) if index not in kept_blocks]
-    absent += [name for name in FIRST if hasattr(model, name) and not any(part.is_first for part in parts.values())]
-    absent += [name for name in LAST if not any(part.is_last for part in parts.values())]
+    num_elements, absent = sum(map(Tensor.numel, whole)), staging.absent(parts.values())
     for name in absent:
         holder, _, attribute = name.rpartition(".")
         model.get_submodule(holder)._modules[attribute] = None
     kept = set(model.parameters())
     _drop(optimizer, [parameter for parameter in whole if parameter not in kept])
     _follow(model)
-    model.num_parameters_elsewhere = num_elements - sum(map(Tensor.numel, kept))
-    ends = model.token_embedding or model.head
+    staging.attach()
+    if isinstance(model, TrainedModel):
+        model.num_parameters_elsewhere = num_elements - sum(map(Tensor.numel, kept))
     return Stages(
+        staging,
+        layout,
         pipeline,
         parts,
         tuple(f"{name}." for name in absent),
@@ -112,30 +111,64 @@ def split(model: Any, optimizer: LowBitOptimizer, layout: Layout, pipeline: Axis
         len(whole),
         [[index for index, parameter in enumerate(group) if parameter in kept] for group in groups],
         [len(group) for group in groups],
-        ends.weight if is_tied and ends is not None else None,
+        tuple(parameter for parameter in whole if parameter in tied and parameter in kept),
     )
 
 
-def _drop(optimizer: LowBitOptimizer, parameters: Iterable[Tensor]) -> None:
+def _parts(layout: Layout, rank: int, num_blocks: int) -> dict[int, Part]:
+    """The stages of a rank of the pipeline axis."""
+    return {
+        stage: Part(layout.blocks(stage, num_blocks), stage == 0, stage == layout.num_stages - 1)
+        for stage in layout.stages(rank)
+    }
+
+
+def _tied(staging: Staging, ranks: list[dict[int, Part]]) -> set[Tensor]:
+    """The trained parameters that the first and the last rank both hold."""
+    holders: dict[Tensor, list[int]] = {}
+    for rank, parts in enumerate(ranks):
+        for stage, part in parts.items():
+            held = [parameter for name in staging.names(part) for parameter in staging.model.get_submodule(name).parameters()]
+            if not held:
+                raise ValueError(
+                    f"stage {stage} of the pipeline, {', '.join(staging.names(part)) or 'of no block'}, holds no parameters; "
+                    "allowed: stages that train some. Lower pipeline or stages_per_rank, or divide the model otherwise."
+                )
+            for parameter in held:
+                holders.setdefault(parameter, []).append(rank)
+    shared = {parameter: set(ranks_of) for parameter, ranks_of in holders.items() if len(set(ranks_of)) > 1}
+    for parameter, ranks_of in shared.items():
+        if ranks_of != {0, len(ranks) - 1}:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is shared by ranks {sorted(ranks_of)} of the pipeline; "
+                f"allowed: 0 and {len(ranks) - 1}, as of an embedding and a head. Untie it, or change pipeline."
+            )
+    return {parameter for parameter in shared if parameter.requires_grad}
+
+
+def _drop(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
     """Let an optimizer forget parameters that this rank lacks. The others keep their random streams."""
     dropped = set(parameters)
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter not in dropped]
     for parameter in dropped:
         optimizer.state.pop(parameter, None)
-        for known in (optimizer._origins, optimizer._quantized):
-            known.pop(parameter, None)
+        if isinstance(optimizer, LowBitOptimizer):
+            optimizer._origins.pop(parameter, None)
+            optimizer._quantized.pop(parameter, None)
 
 
 def _follow(model: nn.Module) -> None:
     """Let what follows the layers of a model follow those that are left."""
-    report: Any = model.octet_report
-    assert isinstance(report, ConversionReport)
+    report = getattr(model, "octet_report", None)
     layers = dict(model.named_modules())
-    if report.health is not None:
-        report.health.layers = {name: layer for name, layer in report.health.layers.items() if name in layers}
-    model.octet_report = replace(report, converted=tuple(name for name in report.converted if name in layers))  # type: ignore[assignment]
-    forward: Any = vars(model).get("forward")
-    if isinstance(forward, AutocastForward):
-        converted = (layer for layer in model.modules() if getattr(layer, "returns_16_bits", False))
-        forward.layer = next(converted, forward.layer)
+    if isinstance(report, ConversionReport):
+        if report.health is not None:
+            report.health.layers = {name: layer for name, layer in report.health.layers.items() if name in layers}
+        model.octet_report = replace(report, converted=tuple(name for name in report.converted if name in layers))  # type: ignore[assignment]
+    for module in layers.values():
+        forward: Any = vars(module).get("forward")
+        forward = getattr(forward, "__self__", forward)  # in a list of modules it is a method (`run_under_autocast`)
+        if isinstance(forward, AutocastForward):
+            converted = (layer for layer in module.modules() if getattr(layer, "returns_16_bits", False))
+            forward.layer = next(converted, forward.layer)

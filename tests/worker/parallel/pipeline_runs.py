@@ -198,6 +198,12 @@ class Jobs:
         assert one.keys() == two.keys()
         return [path for path, value in one.items() if not torch.equal(value, two[path])]
 
+    def check_resumed(self, job: dict[str, Any], name: str, num_ranks: int) -> None:
+        """The job goes on from the older checkpoint of the run of that name to the bit, in the same layout."""
+        again = self.resume(job, f"again {name}", name, num_ranks)
+        assert again["losses"] == self.found[name][0]["losses"][-1:]
+        assert self.differences(f"again {name}", name) == []
+
     def resume(self, job: dict[str, Any], name: str, source: str, num_ranks: int) -> Result:
         """Go on from the older checkpoint of another job, in a copy of its folder. Returns what the first rank found."""
         shutil.copytree(self.folder / source, self.folder / name)
@@ -205,3 +211,10 @@ class Jobs:
             return run_job(job, RankEnv(), self.folder / name)
         self.run({name: job}, num_ranks)
         return self.found[name][0]
+
+
+def check_skipped(ranks: list[Result]) -> None:
+    """All ranks have skipped the step in which one had a NaN, and know no norm."""
+    for found in ranks:
+        assert (found["skipped"], found["kept"]) == (1, True)
+        assert found["norm"] != found["norm"]

@@ -13,7 +13,18 @@ import torch
 from api_schemas.levels import LEVELS
 from tests.text import write_corpus
 from tests.worker.parallel.compare import GRADIENT_ERROR
-from tests.worker.parallel.pipeline_runs import LLAMA, MODELS, STEPS, Jobs, Result, document, gradients, precision, saved
+from tests.worker.parallel.pipeline_runs import (
+    LLAMA,
+    MODELS,
+    STEPS,
+    Jobs,
+    Result,
+    check_skipped,
+    document,
+    gradients,
+    precision,
+    saved,
+)
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.worker.parallel.test_kills import undisturbed
 from worker.config import RankEnv
@@ -99,9 +110,7 @@ def test_each_rank_sends_its_own_tokens_to_the_next_stage(jobs: DividedJobs) -> 
 
 def test_a_checkpoint_is_read_by_the_same_ranks_to_the_bit_and_by_one_process(jobs: DividedJobs) -> None:
     name, ranks = jobs.divided(FAST)
-    again = jobs.resume(job(jobs, FAST), "again", name, 4)
-    assert again["losses"] == ranks[0]["losses"][-1:]
-    assert jobs.differences("again", name) == []
+    jobs.check_resumed(job(jobs, FAST), name, 4)
     to_one = jobs.resume(document(jobs.corpus, LLAMA, precision("O3")), "to one", name, 1)
     assert to_one["losses"] == pytest.approx(ranks[0]["losses"][-1:], rel=LOSS_TOLERANCE["fp8"])
 
@@ -175,17 +184,13 @@ def test_ranks_train_with_data_ranks(jobs: DividedJobs, zero_stage: int) -> None
     assert ranks[0]["norms"] == pytest.approx(expected["norms"], rel=1e-6)
     assert all(rank["evaluation"] == expected["evaluation"] for rank in ranks)
     assert jobs.differences(name, without) == []
-    again = jobs.resume(of_eight, f"again {name}", name, 8)
-    assert again["losses"] == ranks[0]["losses"][-1:]
-    assert jobs.differences(f"again {name}", name) == []
+    jobs.check_resumed(of_eight, name, 8)
 
 
 @pytest.mark.matrix
 def test_a_nan_in_one_shard_makes_all_ranks_skip(jobs: DividedJobs) -> None:
     jobs.run({"poisoned": job(jobs, ("llama", "O3", "1f1b", False))}, 4)
-    for found in jobs.found["poisoned"]:
-        assert (found["skipped"], found["kept"]) == (1, True)
-        assert found["norm"] != found["norm"]
+    check_skipped(jobs.found["poisoned"])
 
 
 @pytest.mark.matrix
