@@ -122,7 +122,12 @@ class GatheredWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         weight = next((argument for argument in args if isinstance(argument, GatheredWeight)), None)
-        if weight is not None and func in (_aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.t.default):
+        if weight is not None and func in (
+            _aten.detach.default,
+            _aten.alias.default,
+            _aten.as_strided.default,
+            _aten.t.default,
+        ):
             return cls(func(weight.codes, *args[1:]), weight.dequant_scale, weight.amax, weight.dtype)
         if func is torch.ops.octet.quantize_operand.default:
             return _quantized(*args)
@@ -153,14 +158,12 @@ def gather_in_fp8(model: nn.Module) -> None:
 
 def check_gathers(precision: PrecisionSpec) -> None:
     """Raise ValueError where weights are to be gathered in FP8 and an optimizer exists: it would step what is replaced."""
-    asked = "torchao.fsdp_float8_all_gather" if precision.torchao is not None and precision.torchao.fsdp_float8_all_gather else ""
-    if isinstance(precision, LibraryPrecision) and precision.fsdp_float8_all_gather:
-        asked = "fsdp_float8_all_gather"
-    if asked:
+    at_te = isinstance(precision, LibraryPrecision) and precision.fsdp_float8_all_gather
+    if at_te or (precision.torchao is not None and precision.torchao.fsdp_float8_all_gather):
         raise ValueError(
-            f"{asked} is True and there is an optimizer; allowed: none yet, as FSDP2 replaces the "
-            "weights by shards. Call initialize(model, None, ...), then fully_shard, then make torch's optimizer of the "
-            "shards; or leave the option out."
+            f"{'' if at_te else 'torchao.'}fsdp_float8_all_gather is True and there is an optimizer; allowed: none yet, as "
+            "FSDP2 replaces the weights by shards. Call initialize(model, None, ...), then fully_shard, then make torch's "
+            "optimizer of the shards; or leave the option out."
         )
 
 

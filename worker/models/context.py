@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
 from worker.mesh import Axis, sum_shares
@@ -48,8 +49,6 @@ class ContextPart:
         from torch.nn.attention.bias import causal_lower_right  # loads the compiler, which other jobs do not need
 
         keys_2BHTd = _Gathered.apply(torch.stack((key_BHtd, value_BHtd)), self.axis)
-        if keys_2BHTd.shape[2] != query_BHtd.shape[1]:  # of kernels that take a mask, only some take groups
-            keys_2BHTd = keys_2BHTd.repeat_interleave(query_BHtd.shape[1] // keys_2BHTd.shape[2], dim=2)
         mixed = []
         for chunk, query_BHcd in zip(self.chunks, query_BHtd.chunk(2, dim=2), strict=True):
             length = query_BHcd.shape[2]
@@ -57,7 +56,7 @@ class ContextPart:
             key_BHed, value_BHed = keys_2BHTd[:, :, :, :end].unbind()
             # Where flash attention runs, the causal one takes no memory
             mask: Any = causal_lower_right(length, end) if mask_B1TT is None else mask_B1TT[:, :, rows, :end]
-            mixed.append(functional.scaled_dot_product_attention(query_BHcd, key_BHed, value_BHed, attn_mask=mask))
+            mixed.append(_attend_in_groups(query_BHcd, key_BHed, value_BHed, mask))
         return torch.cat(mixed, dim=2)
 
 
@@ -97,6 +96,30 @@ def divide_sequences(model: nn.Module, axis: Axis) -> None:
     model.context = part  # type: ignore[assignment]
     for attention in attentions:
         attention.context = part
+
+
+def _attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, mask: Any) -> Tensor:
+    """Attention, (B, H, c, d), of G query heads to each head of keys, which are not copied for each of them.
+
+    Kernels that take no groups attend with one query head of each group at a time, all of which read the same keys.
+    """
+    num_groups = query_BHcd.shape[1] // key_BHed.shape[1]
+    attend = functional.scaled_dot_product_attention
+    if num_groups == 1 or takes_groups(query_BHcd, key_BHed, value_BHed, has_mask=isinstance(mask, Tensor)):
+        return attend(query_BHcd, key_BHed, value_BHed, attn_mask=mask, enable_gqa=num_groups > 1)
+    queries = query_BHcd.unflatten(1, (-1, num_groups)).unbind(2)
+    return torch.stack([attend(query, key_BHed, value_BHed, attn_mask=mask) for query in queries], 2).flatten(1, 2)
+
+
+def takes_groups(query: Tensor, key: Tensor, value: Tensor, *, has_mask: bool) -> bool:
+    """Whether the device's kernels take groups: on a CPU, and on CUDA where flash attention runs, which takes no mask.
+
+    CUDA's kernel for the rest takes none; torch would repeat the keys and hold the products of all tokens.
+    """
+    if query.device.type != "cuda":
+        return True
+    parameters = SDPAParams(query, key, value, None, 0.0, not has_mask, True)
+    return not has_mask and bool(can_use_flash_attention(parameters))
 
 
 class _Gathered(torch.autograd.Function):

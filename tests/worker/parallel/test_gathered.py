@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -40,16 +41,34 @@ class Uneven(nn.Module):
         return self.small(self.twice(x))
 
 
-def sharded(make: Callable[[], nn.Module], in_fp8: bool, policy: MixedPrecisionPolicy | None, recipe: Any) -> nn.Module:
+def drawn(make: Callable[[], nn.Module]) -> nn.Module:
+    """A network whose first rows are larger than the others, so that shards have different amaxes."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"fsdp_float8_all_gather": True} if in_fp8 else {}
-    model, _ = initialize(make(), None, "te", convert_heads=True, recipe=recipe, **options)
-    policies = {} if policy is None else {"mp_policy": policy}
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[0] *= 4
+    return model
+
+
+def sharded(
+    make: Callable[[], nn.Module], in_fp8: bool, recipe: Any = None, frozen: str | None = None, **options: Any
+) -> nn.Module:
+    """frozen: the name of a weight that is not trained. options: of `fully_shard`."""
+    model, _ = initialize(drawn(make), None, "te", convert_heads=True, recipe=recipe, fsdp_float8_all_gather=in_fp8)
+    if frozen is not None:
+        model.get_parameter(frozen).requires_grad_(False)
     for part in model.children():
         if not isinstance(part, nn.LayerNorm):
-            fully_shard(part, **policies)
-    fully_shard(model, **policies)
+            fully_shard(part, **options)
+    fully_shard(model, **options)
     return model
+
+
+def replicated() -> dict[str, Any]:
+    """Options of shards on two ranks each, where there are four."""
+    shape = (dist.get_world_size() // 2, 2)
+    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))}
 
 
 def train(rank: int, model: Any, accumulate: int = 1) -> dict[str, Any]:
@@ -65,7 +84,9 @@ def train(rank: int, model: Any, accumulate: int = 1) -> dict[str, Any]:
             found["losses"].append(float(loss.detach()))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         found.setdefault("norms", []).append(float(norm.full_tensor()))
-        found.setdefault("gradients", digest([whole(parameter.grad) for parameter in model.parameters()]))
+        found.setdefault(
+            "gradients", digest([whole(parameter.grad) for parameter in model.parameters() if parameter.requires_grad])
+        )
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
@@ -111,11 +132,15 @@ def with_full_windows(model: nn.Module) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "default": {"make": Small},
-    "accumulated": {"make": Small, "recipe": CURRENT, "accumulate": 2},
+    "default": {},
+    "accumulated": {"recipe": CURRENT, "accumulate": 2},
     "uneven": {"make": Uneven},
-    "bf16": {"make": Small, "policy": BF16},
-    "full windows": {"make": Small, "change": with_full_windows},
+    "bf16": {"options": lambda: {"mp_policy": BF16}},
+    "replicated": {"options": replicated},
+    "frozen, offloaded": {
+        "options": lambda: {"frozen": "inner.0.weight", "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    },
+    "full windows": {"change": with_full_windows},
 }
 
 
@@ -125,8 +150,10 @@ def work(rank: int, num_ranks: int, port: int, folder: str) -> None:
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         for in_fp8 in (False, True):
-            model = sharded(case["make"], in_fp8, case.get("policy"), case.get("recipe"))
-            case.get("change", lambda model: None)(model)
+            options = case["options"]() if "options" in case else {}
+            model = sharded(case.get("make", Small), in_fp8, case.get("recipe"), **options)
+            if "change" in case:
+                case["change"](model)
             with counted() as sent:
                 found[name, in_fp8] = train(rank, model, case.get("accumulate", 1))
             found[name, in_fp8, "sent"] = sent
@@ -138,12 +165,11 @@ def work(rank: int, num_ranks: int, port: int, folder: str) -> None:
 
 def state_dicts(folder: str, rank: int) -> list[str]:
     """Whole values of a model: as one process holds them, gathered from shards, after a round trip, and as pickled shards."""
-    torch.manual_seed(0)
-    alone = Small()
-    model = sharded(Small, True, None, None)
+    alone: Any = drawn(Small)
+    model = sharded(Small, True)
     options = StateDictOptions(full_state_dict=True)
     gathered = get_model_state_dict(model, options=options)
-    other = sharded(Small, True, None, None)
+    other = sharded(Small, True)
     for parameter in other.parameters():
         parameter.detach().zero_()
     set_model_state_dict(other, dict(gathered), options=options)  # torch cuts what it is given
@@ -164,12 +190,12 @@ def refusals() -> dict[str, str]:
         model(torch.ones(8, 32))
 
     def demoted() -> None:
-        model = sharded(Small, True, None, None)
+        model = sharded(Small, True)
         model.first.fallback = Fallback.DEMOTED
         model(torch.ones(8, 32))
 
     def read_values() -> None:
-        model = sharded(Small, True, None, None)
+        model = sharded(Small, True)
         model.first.unshard()
         assert isinstance(model.first.weight, GatheredWeight)
         model.first.weight.float().sum()
