@@ -56,7 +56,7 @@ class ContextPart:
             key_BHed, value_BHed = keys_2BHTd[:, :, :, :end].unbind()
             # Where flash attention runs, the causal one takes no memory
             mask: Any = causal_lower_right(length, end) if mask_B1TT is None else mask_B1TT[:, :, rows, :end]
-            mixed.append(_attend_in_groups(query_BHcd, key_BHed, value_BHed, mask))
+            mixed.append(attend_in_groups(query_BHcd, key_BHed, value_BHed, mask, has_mask=mask_B1TT is not None))
         return torch.cat(mixed, dim=2)
 
 
@@ -98,28 +98,27 @@ def divide_sequences(model: nn.Module, axis: Axis) -> None:
         attention.context = part
 
 
-def _attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, mask: Any) -> Tensor:
-    """Attention, (B, H, c, d), of G query heads to each head of keys, which are not copied for each of them.
+def attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, mask: Any, *, has_mask: bool) -> Tensor:
+    """Return attention, (B, H, c, d), of groups of query heads that share a head of keys, without a copy of it for each.
 
-    Kernels that take no groups attend with one query head of each group at a time, all of which read the same keys.
+    mask: as torch's attention takes it. has_mask: it is no causal bias, of which kernels need no elements.
+    Where kernels take no groups, one query head of each group attends at a time, and all of them read the same keys.
     """
-    num_groups = query_BHcd.shape[1] // key_BHed.shape[1]
-    attend = functional.scaled_dot_product_attention
-    if num_groups == 1 or takes_groups(query_BHcd, key_BHed, value_BHed, has_mask=isinstance(mask, Tensor)):
+    num_groups, attend = query_BHcd.shape[1] // key_BHed.shape[1], functional.scaled_dot_product_attention
+    if num_groups == 1 or _takes_groups(query_BHcd, key_BHed, value_BHed, has_mask=has_mask):
         return attend(query_BHcd, key_BHed, value_BHed, attn_mask=mask, enable_gqa=num_groups > 1)
     queries = query_BHcd.unflatten(1, (-1, num_groups)).unbind(2)
     return torch.stack([attend(query, key_BHed, value_BHed, attn_mask=mask) for query in queries], 2).flatten(1, 2)
 
 
-def takes_groups(query: Tensor, key: Tensor, value: Tensor, *, has_mask: bool) -> bool:
-    """Whether the device's kernels take groups: on a CPU, and on CUDA where flash attention runs, which takes no mask.
+def _takes_groups(query: Tensor, key: Tensor, value: Tensor, *, has_mask: bool) -> bool:
+    """Whether kernels take groups: on a CPU, and on CUDA where flash attention runs, which takes no mask.
 
-    CUDA's kernel for the rest takes none; torch would repeat the keys and hold the products of all tokens.
+    CUDA's kernel for the rest takes none; torch would copy the keys and hold the products of all tokens.
     """
-    if query.device.type != "cuda":
+    if query.device.type == "cpu":
         return True
-    parameters = SDPAParams(query, key, value, None, 0.0, not has_mask, True)
-    return not has_mask and bool(can_use_flash_attention(parameters))
+    return not has_mask and bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)))
 
 
 class _Gathered(torch.autograd.Function):
