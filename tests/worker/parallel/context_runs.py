@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from api_schemas import Layout
-from benchmarks.gpu.live_bytes import LiveBytes
 from tests.worker.parallel.job_runs import jobs
 from tests.worker.parallel.tensor_runs import (
     LOSS_TOLERANCE,
@@ -59,17 +58,25 @@ GROUPED = {"B": 1, "query heads": 8, "key heads": 2, "tokens": 256, "head size":
 
 
 def kept_by_attention(axis: Axis, has_mask: bool) -> dict[str, int]:
-    """Bytes that attention keeps for its backward pass, and holds at most, and those that it sends both ways."""
+    """Bytes of the storages that attention keeps for its backward pass, and those that it sends both ways."""
     own, size = GROUPED["tokens"] // axis.size, GROUPED["head size"]
     query = torch.randn(1, GROUPED["query heads"], own, size, requires_grad=True)
     key, value = (torch.randn(1, GROUPED["key heads"], own, size, requires_grad=True) for _ in range(2))
     mask = torch.ones(GROUPED["tokens"], GROUPED["tokens"], dtype=torch.bool).tril()[None, None] if has_mask else None
     axis.sent_bytes.clear()
-    with LiveBytes(granule=1) as live:
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         mixed = ContextPart(axis).attend(query, key, value, mask)
-        kept = live.num_bytes
-        mixed.sum().backward()
-    return {"kept": kept, "peak": live.peak_bytes, "sent": sum(axis.sent_bytes.values())}
+    given = (query, key, value) if mask is None else (query, key, value, mask)
+    own_bytes = sum(num_bytes for pointer, num_bytes in kept.items() if pointer not in {part.data_ptr() for part in given})
+    mixed.sum().backward()
+    return {"kept": own_bytes, "sent": sum(axis.sent_bytes.values())}
 
 
 def own_loop(zero_stage: int, **degrees: Any) -> Result:
