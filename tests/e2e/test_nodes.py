@@ -97,7 +97,7 @@ def elastic_job(long_job: dict[str, Any]) -> dict[str, Any]:
 def wait_for_steps_of(server: ServerOnNodes, job_id: str, num_ranks: int) -> int:
     """Wait until an attempt of so many ranks goes on from a checkpoint; returns the step of that.
 
-    An attempt may end before that, which was placed on a node that Ray had not missed yet.
+    One that was placed on a node that Ray had not missed yet may end before that, once Ray has.
     """
     found: list[int] = []
 
