@@ -32,34 +32,37 @@ _KEEPING = {
 class ShardedWeight(Tensor):
     """Values, (N, K) or some rows of them, that FSDP2 sends as codes. In all else an ordinary tensor of their dtype."""
 
-    values: Tensor
+    held: Tensor
+    """The values."""
 
     @staticmethod
     def __new__(cls, values: Tensor) -> "ShardedWeight":
         return _wrapper(cls, values, values.dtype)
 
     def __init__(self, values: Tensor) -> None:
-        self.values = values
+        self.held = values
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(ShardedWeight, lambda weight: weight.values, (args, kwargs or {}))
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(ShardedWeight, lambda weight: weight.held, (args, kwargs or {}))
         results = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, cls, results) if func in _KEEPING else results
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["values"], None
+        return ["held"], None
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], _context: None, _size: Any, _stride: Any) -> Self:
-        return cls(parts["values"])
+        return cls(parts["held"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain values, so that a checkpoint can be read without Octet."""
-        return self.values.__reduce_ex__(protocol)
+        return self.held.__reduce_ex__(protocol)
 
-    def __repr__(self, **_options: Any) -> str:
-        return f"ShardedWeight({self.values!r})"
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self.held!r})"
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, _outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -70,7 +73,7 @@ class ShardedWeight(Tensor):
         """
         assert isinstance(module, Float8Linear)
         _check(module, self.shape, outer_size)
-        scaling, values = module.weight_scaling, self.values
+        scaling, values = module.weight_scaling, self.held
         if mp_policy.param_dtype is not None:
             values = values.to(mp_policy.param_dtype)  # what a gather of values would send
         num_rows = -(-outer_size[0] // mesh.size())
@@ -100,7 +103,7 @@ class ShardedWeight(Tensor):
                 f"FSDP2 wants codes in a {type(out).__name__}; allowed: a parameter that fully_shard alone has cut. Leave out "
                 "fsdp_float8_all_gather, or the other parallelism."
             )
-        out.dequant_scale, out.amax = numbers
+        out.dequant_scale, out.whole_amax = numbers
         return None
 
 
@@ -109,7 +112,7 @@ class GatheredWeight(Tensor):
 
     codes: Tensor
     dequant_scale: Tensor
-    amax: Tensor
+    whole_amax: Tensor
 
     @staticmethod
     def __new__(cls, codes: Tensor, _dequant_scale: Tensor, _amax: Tensor, dtype: torch.dtype) -> "GatheredWeight":
@@ -117,10 +120,12 @@ class GatheredWeight(Tensor):
 
     def __init__(self, codes: Tensor, dequant_scale: Tensor, amax: Tensor, _dtype: torch.dtype) -> None:
         """dequant_scale, amax: fp32 (), of the whole weight."""
-        self.codes, self.dequant_scale, self.amax = codes, dequant_scale, amax
+        self.codes, self.dequant_scale, self.whole_amax = codes, dequant_scale, amax
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         weight = next((argument for argument in args if isinstance(argument, GatheredWeight)), None)
         if weight is not None and func in (
             _aten.detach.default,
@@ -128,7 +133,7 @@ class GatheredWeight(Tensor):
             _aten.as_strided.default,
             _aten.t.default,
         ):
-            return cls(func(weight.codes, *args[1:]), weight.dequant_scale, weight.amax, weight.dtype)
+            return cls(func(weight.codes, *args[1:]), weight.dequant_scale, weight.whole_amax, weight.dtype)
         if func is torch.ops.octet.quantize_operand.default:
             return _quantized(*args)
         if weight is not None and func is _aten.zeros_like.default:  # the gradient of a weight that was not used
@@ -138,7 +143,7 @@ class GatheredWeight(Tensor):
             "fsdp_float8_all_gather."
         )
 
-    def __repr__(self, **_options: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, dequant_scale={self.dequant_scale!r})"
 
 
@@ -181,7 +186,7 @@ def _quantized(
     assert dtype == weight.codes.dtype
     rows = [weight.codes, weight.dequant_scale] if sides != "columns" else []
     columns = [weight.codes.t(), weight.dequant_scale] if sides != "rows" else []
-    return [*rows, *columns, *([] if uses_amax is None else [weight.amax])]
+    return [*rows, *columns, *([] if uses_amax is None else [weight.whole_amax])]
 
 
 def _check(layer: Float8Linear, shape: torch.Size, outer_size: torch.Size) -> None:
