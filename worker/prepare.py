@@ -33,6 +33,7 @@ from worker.fp8.convert import (
     select_layers,
 )
 from worker.fp8.gate_forward import carry_activations
+from worker.fp8.gathered import check_gathers, gather_in_fp8
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.fp8.linear import Fallback, Float8Linear
@@ -44,7 +45,7 @@ from worker.fp8.recipe_kwargs import is_recipe_kwargs, precision_of
 from worker.fp8.sequence import take_over_activations
 from worker.fp8.speedups import DEFAULT_TOKENS, Chip
 from worker.fp8.statistics import OperandSample
-from worker.fp8.torchao_linear import check_gathers, torchao_converter
+from worker.fp8.torchao_linear import torchao_converter
 from worker.fp8.weights import encode_weight
 from worker.metrics.memory import memory_report
 from worker.optim import REPRESENTABLE, LowBitOptimizer, QuantizedWeight, adopt, check_adoptable, make_by_name, take_over
@@ -167,6 +168,8 @@ def prepare(
             f"stochastically ({', '.join(known.__name__ for known in REPRESENTABLE)}). Use one of these, or leave norms out."
         )
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens, source=source)
+    if isinstance(precision, LibraryPrecision) and precision.fsdp_float8_all_gather:
+        gather_in_fp8(conversion.model)
     replace_norms(conversion.model, norms)
     carry_norms(conversion.model)
     carry_activations(conversion.model)

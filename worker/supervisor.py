@@ -29,7 +29,7 @@ _RANK_START_TIMEOUT_S = 120.0
 _OTHER_RANKS_GRACE_S = 5.0
 _LINGER_S = 900.0
 _TOO_SMALL_S = 30.0
-"""A pool that grows, or Ray that has not yet missed a node, has this long until the ranks have to fit on the nodes."""
+"""A pool has this long until tensor groups have to fit on its nodes. Ranks that outnumber its slots do not wait."""
 _PRIVATE_UMASK = 0o077  # checkpoints and spools are their owner's alone
 
 logger = logging.getLogger(__name__)
@@ -165,9 +165,10 @@ class Supervisor:
         while not self._group.wait(timeout_seconds=1):
             if self._stopping.is_set():
                 raise RankFailed(FailureReason.LAUNCH_FAILED, "stopped before it was placed")
-            nodes: Any = ray.nodes  # Ray's own annotations lack it
-            if time.monotonic() > give_up_at:
-                check_room(self._pool, self._num_workers, self._num_together, nodes())
+            list_nodes: Any = ray.nodes  # Ray's own annotations lack it
+            nodes = list_nodes()
+            if time.monotonic() > give_up_at or sum(slots_of_nodes(self._pool, nodes)) < self._num_workers:
+                check_room(self._pool, self._num_workers, self._num_together, nodes)
         self._placed_at = datetime.now(UTC)
 
     def _take_rank_here(self) -> RankActor | None:
@@ -304,24 +305,30 @@ def check_room(pool: PoolConfig, num_workers: int, num_together: int, nodes: lis
 
     The dispatcher counts the slots of all nodes, those too that Ray has not yet missed, and not how groups lie on them.
     """
-    key, value = pool.node_label
-    ours = [node for node in nodes if node["Alive"] and node["Labels"].get(key) == value]
-    slots_of_nodes = sorted((int(node["Resources"].get(pool.slot_resource, 0)) for node in ours), reverse=True)
-    num_groups, num_fitting = num_workers // num_together, sum(each // num_together for each in slots_of_nodes)
+    found = slots_of_nodes(pool, nodes)
+    num_groups, num_fitting = num_workers // num_together, sum(each // num_together for each in found)
     if num_fitting >= num_groups:
         return
-    there = f"the nodes of pool {pool.name} have {_listed(slots_of_nodes)} slots, room for {num_fitting} of {num_groups}"
-    if num_together == 1:
-        raise RankFailed(FailureReason.LAUNCH_FAILED, f"{there} ranks: nodes have gone since the attempt was placed")
+    parts = "ranks" if num_together == 1 else "groups"
+    there = f"the nodes of pool {pool.name} have {_listed(found)} slots, room for {num_fitting} of {num_groups} {parts}"
+    if sum(found) < num_workers:
+        raise RankFailed(FailureReason.LAUNCH_FAILED, f"{there}: nodes have gone since the attempt was placed")
     raise RankFailed(
         FailureReason.LAUNCH_FAILED,
-        f"parallelism.tensor is {num_together}, and ranks that divide a layer share a node; {there} groups. Lower "
+        f"parallelism.tensor is {num_together}, and ranks that divide a layer share a node; {there}. Lower "
         "parallelism.tensor or resources.workers, or choose another pool.",
     )
 
 
-def _listed(slots_of_nodes: list[int]) -> str:
-    return ", ".join(map(str, slots_of_nodes[:8])) + (", …" if len(slots_of_nodes) > 8 else "") if slots_of_nodes else "no"
+def slots_of_nodes(pool: PoolConfig, nodes: list[dict[str, Any]]) -> list[int]:
+    """The slots of each of the pool's nodes that Ray holds for alive, the largest first. nodes: as for `check_room`."""
+    key, value = pool.node_label
+    ours = [node for node in nodes if node["Alive"] and node["Labels"].get(key) == value]
+    return sorted((int(node["Resources"].get(pool.slot_resource, 0)) for node in ours), reverse=True)
+
+
+def _listed(found: list[int]) -> str:
+    return ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "") if found else "no"
 
 
 def _failure_of(reference: Any, rank: str) -> tuple[FailureReason, str] | None:

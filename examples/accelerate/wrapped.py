@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level te
     torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level ao --wrapper fsdp2 --gather fp8
+    torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level te --wrapper fsdp2 --gather fp8
 
 O1, O2 and O3 hold weights as codes, which DDP and FSDP2 would send or cut as if they were values. They are refused here;
 `train.py` next to this file trains them by `octet.parallelize`.
@@ -28,14 +29,15 @@ def data(num_examples: int) -> TensorDataset:
 
 
 def prepared(accelerator: Accelerator, level: str, wrapper: str, gather: str) -> tuple[Any, Any]:
-    """The model in its wrapper, and its optimizer. gather: the dtype in which FSDP2 gathers torchao's weights."""
+    """The model in its wrapper, and its optimizer. gather: the dtype in which FSDP2 gathers weights."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16))
     model = model.to(accelerator.device)
     if wrapper == "ddp":
         model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
         return accelerator.prepare(model, optimizer)
-    options: dict[str, Any] = {"torchao": {"fsdp_float8_all_gather": True}} if gather == "fp8" else {}
+    in_fp8 = {"fsdp_float8_all_gather": gather == "fp8"}
+    options: dict[str, Any] = {"torchao": in_fp8} if level == "ao" else in_fp8
     model, _ = initialize(model, None, level, **options)
     fully_shard(model)  # before the optimizer, which is made of the shards
     return model, accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -65,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--level", default="te")
     parser.add_argument("--wrapper", choices=("ddp", "fsdp2"), default="ddp")
-    parser.add_argument("--gather", choices=("fp32", "fp8"), default="fp32", help="for --level ao --wrapper fsdp2")
+    parser.add_argument("--gather", choices=("fp32", "fp8"), default="fp32", help="for --wrapper fsdp2")
     parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
     losses = train(options.level, options.wrapper, options.gather, options.epochs)

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 from urllib.request import urlopen
 
 import psutil
@@ -22,12 +23,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_schemas import PoolConfig
 from service.cluster.ray.embedded import ray_environment
 from tests.e2e.octet_server import Server
+from tests.waiting import LONG_S
 
+Found = TypeVar("Found")
 POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=4)
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # see service/cluster/ray/embedded.py
 _RAYLET = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 _FEW_PROCESSES = ("--disable-usage-stats", "--include-log-monitor=false", "--num-cpus=0", "--object-store-memory=100000000")
 _POLL_S = 0.1
+_FAST_POLL_S, _STANDSTILL_S = 0.0005, 0.5
 _MOST_STARTS = 5
 _ANY_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--node-ip-address=127.0.0.1")
 
@@ -86,6 +90,25 @@ class Node:
                 process.kill()
         self._process.wait()
         psutil.wait_procs(processes)
+
+    def kill_when(self, find: Callable[[], Found | None]) -> Found:
+        """Kill at a moment when `find` finds something that is still there after the node has stood still for a while.
+
+        All of the node's processes have to run already. Returns what was found.
+        """
+        processes, until = self.processes(), time.monotonic() + LONG_S
+        while True:
+            while (found := find()) is None:
+                assert time.monotonic() < until, "there was no moment to kill the node at"
+                time.sleep(_FAST_POLL_S)
+            for process in processes:
+                process.suspend()
+            time.sleep(_STANDSTILL_S)  # other nodes may finish what does not need this one
+            if find() == found:
+                self.kill()
+                return found
+            for process in processes:
+                process.resume()
 
 
 class Nodes:

@@ -14,6 +14,7 @@ import pytest
 from api_schemas import Attempt, FailureReason, Job, JobState
 from tests.chaos.run import Plan, weather
 from tests.e2e.octet_server import Server, losses
+from tests.e2e.specs import on_ranks
 from tests.waiting import LONG_S
 
 
@@ -112,8 +113,7 @@ class TestOneOfSeveralRanksKilled:
     def test_the_job_resumes_each_time_with_the_losses_of_one_that_goes_through(
         self, mortal_server: Server, long_job: dict[str, Any]
     ) -> None:
-        training = long_job["training"] | {"steps": 120, "checkpoint_every": 20, "eval_every": 0}
-        spec = long_job | {"training": training, "resources": {"workers": 2}}
+        spec = on_ranks(long_job, 2, 120, 20)
         expected = train_undisturbed(mortal_server, spec)
         job = mortal_server.client.submit(spec | {"retry": {"max_failures": 2}})
         for epoch, (step, rank) in enumerate(((25, 1), (65, 0)), start=1):

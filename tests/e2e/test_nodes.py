@@ -1,6 +1,8 @@
 """A job over two nodes of a real Ray cluster: each node dies with all its processes, and another joins."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from api_schemas import FailureReason, JobState
 from tests.e2e.octet_server import losses
 from tests.e2e.ray_nodes import Nodes, ServerOnNodes, served_on_nodes
+from tests.e2e.specs import on_ranks
 from tests.e2e.test_chaos import assert_gapless_and_each_attempt_after_the_other, attempts_of, train_undisturbed
 
 
@@ -21,14 +24,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, S
 @pytest.fixture
 def wide_job(long_job: dict[str, Any]) -> dict[str, Any]:
     """Four ranks over two nodes of two slots: two groups of two tensor ranks, and ZeRO 1 between the groups."""
-    training = long_job["training"] | {"steps": 36, "checkpoint_every": 6, "eval_every": 0}
-    resources = {"pool": "cpu", "workers": 4}
-    return long_job | {
-        "training": training,
-        "resources": resources,
-        "precision": {"level": "O3-split"},
-        "parallelism": {"tensor": 2, "zero_stage": 1},
-    }
+    parallelism = {"tensor": 2, "zero_stage": 1}
+    return on_ranks(long_job, 4, 36, 6, precision={"level": "O3-split"}, parallelism=parallelism)
 
 
 @pytest.mark.system
@@ -53,23 +50,54 @@ def test_two_nodes_die_one_after_the_other_and_every_loss_is_that_of_an_undistur
     assert_gapless_and_each_attempt_after_the_other(server, finished)
 
 
+@pytest.mark.system
+def test_a_node_dies_while_it_writes_a_checkpoint_and_the_job_goes_on_from_the_one_before(
+    cluster: tuple[Nodes, ServerOnNodes], wide_job: dict[str, Any]
+) -> None:
+    nodes, server = cluster
+    _, second = nodes.add(), nodes.add()
+    expected = train_undisturbed(server, wide_job)
+    job = server.client.submit(wide_job | {"retry": {"max_failures": 3}})
+    server.wait_for_step(job.id, 8)  # a checkpoint is complete, and all ranks run
+    folder = server.data_dir / "jobs" / job.id / "checkpoints"
+    begun = second.kill_when(lambda: unfinished_in(folder))
+    assert not begun.with_name(begun.name.removeprefix(".unfinished_")).exists()
+    nodes.add()
+    finished = server.finish(job.id)
+    assert finished.state is JobState.SUCCEEDED, finished
+    assert losses(server, finished) == expected
+    first, *later = attempts_of(server, finished)
+    step = int(begun.name.rpartition("_")[2])
+    resumed = [attempt.resumed_from_step for attempt in later if attempt.first_step_at is not None]
+    assert resumed[0] == step - wide_job["training"]["checkpoint_every"]
+    assert first.last_step is not None
+    assert first.last_step >= resumed[0]
+    assert_gapless_and_each_attempt_after_the_other(server, finished)
+
+
+def unfinished_in(folder: Path) -> Path | None:
+    """The folder of a checkpoint that has files and no manifest."""
+    return next((path for path in folder.glob(".unfinished_*") if is_under_way(path)), None)
+
+
+def is_under_way(checkpoint: Path) -> bool:
+    with suppress(FileNotFoundError):  # it is complete, and has its name, since
+        names = {path.name for path in checkpoint.iterdir()}
+        return bool(names) and "manifest.json" not in names
+    return False
+
+
 @pytest.fixture
 def elastic_job(long_job: dict[str, Any]) -> dict[str, Any]:
     """Two to four ranks with one batch for all, far longer than the test needs it."""
-    training = long_job["training"] | {"steps": 100_000, "checkpoint_every": 5, "eval_every": 0}
-    resources = {"pool": "cpu", "workers": {"min": 2, "max": 4}}
-    return long_job | {
-        "training": training,
-        "resources": resources,
-        "precision": {"level": "O2"},
-        "parallelism": {"zero_stage": 1},
-    }
+    workers = {"min": 2, "max": 4}
+    return on_ranks(long_job, workers, 100_000, 5, precision={"level": "O2"}, parallelism={"zero_stage": 1})
 
 
 def wait_for_steps_of(server: ServerOnNodes, job_id: str, num_ranks: int) -> int:
     """Wait until an attempt of so many ranks goes on from a checkpoint; returns the step of that.
 
-    An attempt may end before that, which was placed on a node that Ray had not missed yet.
+    One that was placed on a node that Ray had not missed yet may end before that, once Ray has.
     """
     found: list[int] = []
 

@@ -27,6 +27,9 @@ class LibraryPrecision(PrecisionSpec):
     norms: Literal["fp32", "bf16"] = Field(
         default="fp32", description="dtype of the weights and outputs of LayerNorm and RMSNorm; statistics are fp32"
     )
+    fsdp_float8_all_gather: bool = Field(
+        default=False, description="at te: gather sharded weights as FP8 codes under FSDP2; at ao it is an option of torchao's"
+    )
 
     @model_validator(mode="after")
     def _norms_fit_the_level(self) -> Self:
@@ -38,6 +41,31 @@ class LibraryPrecision(PrecisionSpec):
                 change="Set precision.norms to fp32, or choose another precision.level.",
             )
         return self
+
+    @model_validator(mode="after")
+    def _gathers_fit(self) -> Self:
+        """Codes take the place of values, so every product has to be made of the codes that are gathered."""
+        row, recipe = self.storage, self.resolved_recipe
+        if not self.fsdp_float8_all_gather:
+            return self
+        if recipe is None or not row.has_own_fp8 or row.weight != "fp32":
+            change = "Give it as torchao={'fsdp_float8_all_gather': True}." if row.engine == "torchao" else "Remove it."
+            raise self._gather_refusal(f"level {self.level}", "level te, whose weights are values and products FP8", change)
+        if recipe.granularity != "tensor":
+            changed = "Set recipe.granularity to tensor, or remove fsdp_float8_all_gather."
+            raise self._gather_refusal(f"recipe.granularity {recipe.granularity}", "one scale for each weight", changed)
+        wide = [name for name in recipe.high_precision_gemms if name != "grad_weight"]
+        if wide or not recipe.fp8_in_evaluation:
+            got = f"recipe.high_precision_gemms {', '.join(wide)}" if wide else "recipe.fp8_in_evaluation false"
+            changed = "Change the recipe, or remove fsdp_float8_all_gather."
+            raise self._gather_refusal(got, "all products with the weight in FP8", changed)
+        if self.statistics_every or self.demotion is not None:
+            changed = "Remove statistics_every and demotion, or fsdp_float8_all_gather."
+            raise self._gather_refusal("statistics_every or demotion", "no samples: FSDP2's optimizer is not known", changed)
+        return self
+
+    def _gather_refusal(self, got: str, allowed: str, change: str) -> Exception:
+        return refusal("fsdp_float8_all_gather", got=f"True with {got}", allowed=allowed, change=change)
 
 
 class HalfNorm(nn.Module):

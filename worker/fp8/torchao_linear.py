@@ -31,13 +31,3 @@ def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callabl
         emulate=device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9),
     )
     return lambda linear: TorchaoLinear.from_float(linear, config).train(linear.training)
-
-
-def check_gathers(precision: PrecisionSpec) -> None:
-    """Raise ValueError where weights are to be gathered in FP8 and an optimizer exists: it would step what is replaced."""
-    if precision.torchao is not None and precision.torchao.fsdp_float8_all_gather:
-        raise ValueError(
-            "torchao.fsdp_float8_all_gather is True and there is an optimizer; allowed: none yet, as FSDP2 replaces the "
-            "weights by shards. Call initialize(model, None, ...), then fully_shard, then make torch's optimizer of the "
-            "shards; or leave the option out."
-        )

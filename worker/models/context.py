@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
 from worker.mesh import Axis, sum_shares
@@ -48,8 +49,6 @@ class ContextPart:
         from torch.nn.attention.bias import causal_lower_right  # loads the compiler, which other jobs do not need
 
         keys_2BHTd = _Gathered.apply(torch.stack((key_BHtd, value_BHtd)), self.axis)
-        if keys_2BHTd.shape[2] != query_BHtd.shape[1]:  # of kernels that take a mask, only some take groups
-            keys_2BHTd = keys_2BHTd.repeat_interleave(query_BHtd.shape[1] // keys_2BHTd.shape[2], dim=2)
         mixed = []
         for chunk, query_BHcd in zip(self.chunks, query_BHtd.chunk(2, dim=2), strict=True):
             length = query_BHcd.shape[2]
@@ -57,7 +56,7 @@ class ContextPart:
             key_BHed, value_BHed = keys_2BHTd[:, :, :, :end].unbind()
             # Where flash attention runs, the causal one takes no memory
             mask: Any = causal_lower_right(length, end) if mask_B1TT is None else mask_B1TT[:, :, rows, :end]
-            mixed.append(functional.scaled_dot_product_attention(query_BHcd, key_BHed, value_BHed, attn_mask=mask))
+            mixed.append(attend_in_groups(query_BHcd, key_BHed, value_BHed, mask, has_mask=mask_B1TT is not None))
         return torch.cat(mixed, dim=2)
 
 
@@ -97,6 +96,29 @@ def divide_sequences(model: nn.Module, axis: Axis) -> None:
     model.context = part  # type: ignore[assignment]
     for attention in attentions:
         attention.context = part
+
+
+def attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, mask: Any, *, has_mask: bool) -> Tensor:
+    """Return attention, (B, H, c, d), of groups of query heads that share a head of keys, without a copy of it for each.
+
+    mask: as torch's attention takes it. has_mask: it is no causal bias, of which kernels need no elements.
+    Where kernels take no groups, one query head of each group attends at a time, and all of them read the same keys.
+    """
+    num_groups, attend = query_BHcd.shape[1] // key_BHed.shape[1], functional.scaled_dot_product_attention
+    if num_groups == 1 or _takes_groups(query_BHcd, key_BHed, value_BHed, has_mask=has_mask):
+        return attend(query_BHcd, key_BHed, value_BHed, attn_mask=mask, enable_gqa=num_groups > 1)
+    queries = query_BHcd.unflatten(1, (-1, num_groups)).unbind(2)
+    return torch.stack([attend(query, key_BHed, value_BHed, attn_mask=mask) for query in queries], 2).flatten(1, 2)
+
+
+def _takes_groups(query: Tensor, key: Tensor, value: Tensor, *, has_mask: bool) -> bool:
+    """Whether kernels take groups: on a CPU, and on CUDA where flash attention runs, which takes no mask.
+
+    CUDA's kernel for the rest takes none; torch would copy the keys and hold the products of all tokens.
+    """
+    if query.device.type == "cpu":
+        return True
+    return not has_mask and bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)))
 
 
 class _Gathered(torch.autograd.Function):

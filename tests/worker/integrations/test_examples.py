@@ -78,10 +78,11 @@ def test_accelerate_on_two_ranks(script: str, level: str) -> None:
 
 
 @pytest.mark.matrix
-def test_accelerate_on_two_ranks_that_gather_in_fp8() -> None:
-    result = on_two_ranks("wrapped.py --level ao --wrapper fsdp2 --gather fp8", "ao")
+@pytest.mark.parametrize("level", ["te", "ao"])
+def test_accelerate_on_two_ranks_that_gather_in_fp8(level: str) -> None:
+    result = on_two_ranks("wrapped.py --level ao --wrapper fsdp2 --gather fp8", level)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert_learns("ao", result.stdout)
+    assert_learns(level, result.stdout)
 
 
 def assert_learns(level: str, said: str) -> None:

@@ -28,7 +28,8 @@ from tests.worker.parallel.tensor_runs import (
 )
 from worker import parallelize
 from worker.config import RankEnv
-from worker.mesh import Mesh
+from worker.mesh import Axis, Mesh
+from worker.models.context import ContextPart
 from worker.models.cross_entropy import cross_entropy
 from worker.parallel.axes import Axes
 
@@ -51,6 +52,31 @@ def sent(axes: Axes) -> dict[tuple[str, str], int]:
     axes.context.sent_bytes.clear()
     parallel.model.loss(batch_of(0, 0, 0)).loss.backward()
     return dict(axes.context.sent_bytes)
+
+
+GROUPED = {"B": 1, "query heads": 8, "key heads": 2, "tokens": 256, "head size": 16}
+
+
+def kept_by_attention(axis: Axis, has_mask: bool) -> dict[str, int]:
+    """Bytes of the storages that attention keeps for its backward pass, and those that it sends both ways."""
+    own, size = GROUPED["tokens"] // axis.size, GROUPED["head size"]
+    query = torch.randn(1, GROUPED["query heads"], own, size, requires_grad=True)
+    key, value = (torch.randn(1, GROUPED["key heads"], own, size, requires_grad=True) for _ in range(2))
+    mask = torch.ones(GROUPED["tokens"], GROUPED["tokens"], dtype=torch.bool).tril()[None, None] if has_mask else None
+    axis.sent_bytes.clear()
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        mixed = ContextPart(axis).attend(query, key, value, mask)
+    given = (query, key, value) if mask is None else (query, key, value, mask)
+    own_bytes = sum(num_bytes for pointer, num_bytes in kept.items() if pointer not in {part.data_ptr() for part in given})
+    mixed.sum().backward()
+    return {"kept": own_bytes, "sent": sum(axis.sent_bytes.values())}
 
 
 def own_loop(zero_stage: int, **degrees: Any) -> Result:
@@ -97,6 +123,7 @@ def work_of_two(rank: int, ports: list[int], folder: str, _cases: list[Case]) ->
         axes = Axes.of_mesh(mesh)
         found: Result = {"gpt": gradients(axes, "gpt"), "llama": gradients(axes, "llama", of_documents())}
         found |= {"O3": trained(axes, "gpt", "O3", 1), "evaluated": evaluated(axes, of_documents()), "sent": sent(axes)}
+        found["kept"] = {has_mask: kept_by_attention(axes.context, has_mask) for has_mask in (False, True)}
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=2)
     found["own"] = {zero_stage: own_loop(zero_stage) for zero_stage in (0, 2)}
     dist.destroy_process_group()
