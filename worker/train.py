@@ -34,15 +34,15 @@ from worker.fp8.linear import Fallback
 from worker.mesh import Mesh
 from worker.metrics.readback import Mark
 from worker.metrics.table import Metrics
-from worker.models import TrainedModel
 from worker.models.flops import flops_per_token
 from worker.moving_average import MovingAverage
-from worker.optim import build_optimizer
+from worker.optim import LowBitOptimizer, build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
 from worker.parallel import Parallel, on_mesh
+from worker.parallel.materialize import materialize
 from worker.prepare import prepare
 from worker.pretrained.load import FileSource
-from worker.pretrained.start import start_model
+from worker.pretrained.start import StartedModel, start_job
 from worker.progress import Progress, StepTimes
 from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
@@ -100,7 +100,7 @@ class Trainer:
         if unfit := config.schedule.misfit(self.num_steps):
             raise InvalidConfig(str(unfit))
         torch.manual_seed(config.seed)
-        self._prepare(*start_model(config.model, config.seed, config.readable_files, mesh.device))
+        self._prepare(start_job(config, mesh.device))
         self.step_times = StepTimes(num_skipped=self.graph.num_warm_up_steps or (WARM_UP_STEPS if self.compiling else 1))
         self._tell(PhaseReport(phase="model_built"))
 
@@ -238,17 +238,18 @@ class Trainer:
         }
         self.writer.start(self.progress.step, state, self.progress.last_loss)
 
-    def _prepare(self, model: TrainedModel, weights: FileSource | None) -> None:
-        """Convert the model. weights: gives a model on `meta` its values, layer by layer."""
-        config = self.config
+    def _prepare(self, started: StartedModel) -> None:
+        """Convert the model, put it on the mesh, and give it the values that it lacks."""
+        config, model = self.config, started.model
+        self._start_events = started.events
         add_adapters(model, config.adapter, config.precision, config.seed, self.mesh.device)
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
         tokens, on_event = config.tokens_per_pass, self._layer_demoted
-        options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": weights}
+        options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": started.source}
         prepared = prepare(model, optimizer, config.precision, **options)
-        if weights is not None:
-            weights.make_masters(prepared.model, prepared.optimizer)
+        if isinstance(started.source, FileSource) and started.values is None:
+            started.source.make_masters(prepared.model, prepared.optimizer)
         attach_adapters(prepared.model)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
@@ -256,6 +257,9 @@ class Trainer:
         self.average = MovingAverage(self.model, config.training.ema_decay)
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
         self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.parallelism)
+        if started.values is not None:
+            assert isinstance(self.optimizer, LowBitOptimizer)  # that of every job after `prepare`
+            materialize(self.model, self.optimizer, self.parallel, started.values, self.mesh.replicas)
         self.graph = step_graph_of(config, self.model, self.optimizer, self.health, self.mesh.device)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
@@ -283,7 +287,8 @@ class Trainer:
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
-            for event in (*train_reports.conversion_events(self.conversion, self.model), *self.graph.start_events()):
+            conversion = train_reports.conversion_events(self.conversion, self.model)
+            for event in (*self._start_events, *conversion, *self.graph.start_events()):
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from worker import kernels
+from worker.deferred import is_deferred
 from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.kernels.rounding import NUMBERS_PER_DRAW
 from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
@@ -30,6 +31,7 @@ from worker.optim.weights import (
     StoredWeight,
     WideWeight,
     is_stale,
+    master_of,
     new_master,
     runs,
 )
@@ -87,7 +89,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group and allocate its states."""
+        """Add a group and allocate its states, but for parameters without memory (`allocate_states`)."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self.rule.check(group)
@@ -95,8 +97,33 @@ class LowBitOptimizer(torch.optim.Optimizer):
             if parameter not in self._quantized and parameter.dtype not in TRAINABLE_DTYPES:
                 raise ValueError(f"{wrong_dtype(parameter)} Name codes, and the scale that belongs to them, in `quantized`.")
             self._origins[parameter] = Origin(len(self._origins), 0, parameter.numel())
-            if parameter.requires_grad:
+            if parameter.requires_grad and not is_deferred(parameter):
                 self._allocate(parameter, group)
+
+    @torch.no_grad()
+    def allocate_states(self) -> None:
+        """Allocate the states of what had no memory, without the master weights, in the order of the groups.
+
+        It is called before there are values; `make_master` follows for each master weight.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and not self.state.get(parameter):
+                    state = self._zero_states(parameter, group)
+                    if self.host_states is not None:
+                        self.host_states.hold(state)
+                    self.state[parameter] = state
+
+    def state_bytes(self, parameter: Tensor, group: Group) -> int:
+        """Return the bytes of a parameter's states, without its master weight and its count of steps."""
+        codecs = (self._codec(parameter, group, name) for name in self.rule.state_codecs)
+        parts = (zeros(codec, parameter.numel(), torch.device("meta")) for codec in codecs)
+        return sum(tensor.nbytes for stored in parts for tensor in stored.values())
+
+    @torch.no_grad()
+    def make_master(self, parameter: Tensor, values: Tensor, amax: Tensor) -> None:
+        """Make a parameter's master weight of its fp32 values, flat. amax: of the whole weight, ()."""
+        self.state[parameter]["master_weights"] = master_of(self._quantized[parameter], values, amax)
 
     def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int, num_elements: int) -> None:
         """Say which elements of which parameter a piece holds, so that it draws the random bits of the whole.

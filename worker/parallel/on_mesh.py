@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from api_schemas.resources import ParallelismSpec
+from worker.deferred import is_deferred
 from worker.errors import InvalidConfig
 from worker.mesh import Mesh
 from worker.models.context import divide_sequences
@@ -68,5 +69,6 @@ def _cut(
         raise InvalidConfig(f"parallelism.tensor: {error}") from None
     if stages is not None:
         stages.follow(dict(zip(whole, model.parameters(), strict=True)))
-    broadcast_parameters(model, mesh.replicas)
+    if not any(map(is_deferred, model.parameters())):  # else `materialize` does it
+        broadcast_parameters(model, mesh.replicas)
     return shards

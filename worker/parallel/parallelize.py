@@ -163,6 +163,16 @@ class Parallel:
         """
         return self.model.own_tokens(whole, dim) if isinstance(self.model, TrainedModel) else whole
 
+    def piece_of(self, parameter: Tensor) -> tuple[Tensor, range]:
+        """Return what this rank's optimizer steps of a parameter, and which elements: all of them without ZeRO."""
+        piece = None if self._sharded is None else self._sharded.piece_of(parameter)
+        return (parameter, range(parameter.numel())) if piece is None else piece
+
+    def holds_whole(self, tensor: Tensor) -> bool:
+        """Whether this rank holds a parameter or buffer of its model, or its shard, for good: all but blocks at stage 3."""
+        blocks = None if self._sharded is None else self._sharded.blocks
+        return blocks is None or tensor not in blocks.parameters
+
     def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state dicts of model and optimizer for `worker.checkpoint.save`. All ranks call it together.
 

@@ -77,6 +77,10 @@ class ShardedStates:
         buckets = [bucket for bucket in self.gradients.buckets if bucket.parameters[0] in divided]
         self.blocks = DividedBlocks(blocks, buckets, self.optimizer._quantized, self.axis, sent_dtype)
 
+    def piece_of(self, parameter: Tensor) -> tuple[nn.Parameter, range] | None:
+        """Return what this rank steps of a parameter, 1-D, and which elements these are; None for a frozen parameter."""
+        return (self._pieces[parameter], self._elements[parameter]) if parameter in self._pieces else None
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients so that their norm is at most max_norm, as torch's function of the name. Returns the norm, fp32 ().
