@@ -283,7 +283,10 @@ def master_of(weight: QuantizedWeight, values: Tensor, amax: Tensor) -> dict[str
     holder = weight.holder
     holder.initial_values, holder.has_master, holder.has_new_codes = None, True, False
     dequant_scale = kernels.finite_or_nan(amax, FP16.dtype)
-    return {"codes": kernels.encode(values, dequant_scale, FP16.dtype), "dequant_scale": dequant_scale}
+    codes = torch.empty(values.shape, dtype=FP16.dtype, device=values.device)
+    for piece, place in in_pieces(values, codes):
+        place.copy_(kernels.encode(piece, dequant_scale, FP16.dtype))
+    return {"codes": codes, "dequant_scale": dequant_scale}
 
 
 def is_stale(master: Parts, weight: QuantizedWeight) -> bool:

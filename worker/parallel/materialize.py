@@ -92,8 +92,8 @@ class _Fill:
         """A layer's weight that is held as codes: also its scale, and its residual or master weight."""
         assert layer.weight_dequant_scale is not None
         assert layer.weight_amax is not None
-        parameter, amax, whole = layer.weight, amax_of(whole), whole.contiguous()
-        own = self._shard(parameter, whole)
+        parameter, amax = layer.weight, amax_of(whole)
+        own = self._shard(parameter, whole).contiguous()
         stepped, elements = self.parallel.piece_of(parameter)
         weight = self.optimizer._quantized.get(stepped)
         is_whole = is_deferred(parameter) or layer.weight_residual is not None  # else codes and residual are pieces
@@ -116,7 +116,7 @@ class _Fill:
 
     def _shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         cut = self.parallel.shards.cuts.get(parameter)
-        return whole if cut is None else cut.shard(whole, self.parallel.shards.axis.rank)
+        return whole if cut is None else cut.part(whole, self.parallel.shards.axis.rank)
 
     def _put(self, parameter: nn.Parameter, values: Tensor, *, is_piece: bool = False) -> None:
         """Write what a rank holds of a parameter. is_piece: the values are those of its piece alone, flat."""

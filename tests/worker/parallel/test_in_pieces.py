@@ -1,0 +1,79 @@
+"""Where ranks divide a model, none of them makes more than its share and one parameter, and the bits are those of the whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import free_port, run_ranks
+from tests.text import write_corpus
+from tests.worker.parallel.init_runs import LARGEST, PIECE, Result, document, work
+
+pytestmark = pytest.mark.system
+LEVELS = ("O2", "O3", "O3-split", "bf16-amp")
+USUAL = [
+    *(("gpt", level, 2, "zero_stage", 3) for level in ("O2", "O3", "bf16-amp")),
+    ("llama", "O3-split", 2, "zero_stage", 3),
+    ("llama", "O3", 2, "tensor", 2),
+    ("gpt", "O3-split", 2, "pipeline", 2),
+]
+"""What `make test` has: family, level, ranks, what divides the model, and its degree or stage."""
+CASES = [
+    pytest.param(case, marks=() if case in USUAL else pytest.mark.matrix)
+    for family in ("gpt", "llama")
+    for level in LEVELS
+    for case in (
+        (family, level, 2, "zero_stage", 1),
+        (family, level, 2, "zero_stage", 3),
+        (family, level, 4, "zero_stage", 3),
+        (family, level, 2, "tensor", 2),
+        (family, level, 2, "pipeline", 2),
+    )
+]
+TEMPORARIES = 12 * PIECE * 4
+"""Bytes of slack: what is encoded piece by piece, batches of tokens, scales and norms."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[Any, list[list[Result]]]:
+    """What each rank found in pieces and whole, by case."""
+    folder = tmp_path_factory.mktemp("in-pieces")
+    corpus = write_corpus(folder / "corpus")
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
+    cases = list(dict.fromkeys(item.callspec.params["case"] for item in tests if hasattr(item, "callspec")))
+    found: dict[Any, list[list[Result]]] = {}
+    for num_ranks in sorted({case[2] for case in cases}):
+        jobs = {
+            " ".join(map(str, case)): document(corpus, case[0], case[1], num_ranks, **{case[3]: case[4]})
+            for case in cases
+            if case[2] == num_ranks
+        }
+        ports = {name: (free_port(), free_port()) for name in jobs}
+        run_ranks(work, (str(folder), ports, jobs), num_ranks)
+        ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+        found |= {case: [rank[" ".join(map(str, case))] for rank in ranks] for case in cases if case[2] == num_ranks}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_makes_its_share_and_one_parameter(case: tuple[Any, ...], results: dict[Any, list[list[Result]]]) -> None:
+    _, _, _, kind, degree = case
+    copies = 1 + 1 / degree if kind == "tensor" else 1  # a shard that is no view of the whole
+    for in_pieces, whole in results[case]:
+        limit = in_pieces["held"] + copies * LARGEST * 4 + TEMPORARIES
+        assert in_pieces["peak"] <= limit, f"{in_pieces['peak']:,} of {limit:,} bytes, {in_pieces['held']:,} held"
+        assert whole["peak"] > limit
+        assert whole["held"] == in_pieces["held"]
+    for number, (in_pieces, whole) in enumerate(results[case]):
+        assert "model.made_whole" not in in_pieces["events"]
+        assert number or "model.made_whole" in whole["events"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_a_model_made_whole(case: tuple[Any, ...], results: dict[Any, list[list[Result]]]) -> None:
+    for in_pieces, whole in results[case]:
+        assert in_pieces["losses"] == whole["losses"]
+        for moment in ("made", "trained"):
+            assert in_pieces[moment].keys() == whole[moment].keys()
+            assert [path for path, leaf in in_pieces[moment].items() if leaf != whole[moment][path]] == []
