@@ -145,9 +145,7 @@ def needed_bytes(model: nn.Module, optimizer: LowBitOptimizer, parallel: Paralle
     return total
 
 
-def _explained(
-    model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel, values: Values, num_held: int
-) -> str:
+def _explained(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel, values: Values, num_held: int) -> str:
     share = needed_bytes(model, optimizer, parallel)
     largest = max(parameter.shape.numel() for parameter in values.unfilled) * torch.float32.itemsize
     axes = f"{parallel.replicas.size} data, {parallel.shards.axis.size} tensor"

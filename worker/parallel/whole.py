@@ -26,7 +26,8 @@ class WholeWeights:
     ) -> None:
         """The bucket's pieces move into the share, which is zeros where parameters have no memory yet.
 
-        quantized: weights held as codes, by piece. sent_dtype: in which fp32 weights travel; bf16 rounds them, on the rank that owns them too.
+        quantized: weights held as codes, by piece. sent_dtype: in which fp32 weights travel; bf16 rounds them, on the rank that
+        owns them too.
         """
         self.bucket, self.axis = bucket, axis
         first = bucket.parameters[0]

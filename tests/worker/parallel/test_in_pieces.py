@@ -1,6 +1,5 @@
 """Where ranks divide a model, none of them makes more than its share and one parameter, and the bits are those of the whole."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
