@@ -271,7 +271,7 @@ class Trainer:
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
             own = self.parallel.own_part(with_frozen(self.model, state["model"]), state["optimizer"])
-            resume(self.model, self.optimizer, *own)
+            resume(self.model, self.optimizer, *own, dtypes=self.parallel.dtypes())
             self.average.load_state_dict(state.get("average", {}))
             self.progress = Progress(**state["progress"])
             self.step_times.resume(state["step_times_s"])

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from api_schemas.resources import WideDtype
 from worker.blocks import repeated_blocks
-from worker.mesh import Axis
+from worker.mesh import Axis, TensorInPieces
 from worker.models.context import divide_sequences
 from worker.models.model import Losses, TrainedModel
 from worker.optim import LowBitOptimizer, clip_grad_norm_
@@ -183,6 +183,11 @@ class Parallel:
         else:
             model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         return self.shards.mark(model, optimizer, self.optimizer)
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor in the model's state dict, of which nothing is put together."""
+        held = self.model.state_dict() if self._sharded is None else self._sharded.model_in_pieces()
+        return {name: value.own.dtype if isinstance(value, TensorInPieces) else value.dtype for name, value in held.items()}
 
     def own_part(self, model: dict[str, Any], optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return state dicts of whole tensors as this rank loads them: with the shards that it holds."""

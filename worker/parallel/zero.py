@@ -113,8 +113,16 @@ class ShardedStates:
         """The state dicts of model and optimizer, with a `TensorInPieces` for what ranks share. All ranks call it together."""
         self._keep_pieces(True)
         try:
-            model = self.gradients.model.state_dict(keep_vars=True)
             optimizer = self.optimizer.state_dict()
+        finally:
+            self._keep_pieces(False)
+        return self.model_in_pieces(), optimizer
+
+    def model_in_pieces(self) -> dict[str, Any]:
+        """The model's part of `state_dicts_in_pieces`, for which no rank waits for another."""
+        self._keep_pieces(True)
+        try:
+            model: dict[str, Any] = self.gradients.model.state_dict(keep_vars=True)
         finally:
             self._keep_pieces(False)
         places: dict[Tensor, tuple[Bucket, int]] = {
@@ -128,7 +136,7 @@ class ShardedStates:
         for name, layer in self.gradients.model.named_modules(remove_duplicate=False):
             if isinstance(layer, Float8Linear) and residuals.get(layer) is not None:
                 model[f"{name}.weight_residual".removeprefix(".")] = residuals[layer]
-        return model, optimizer
+        return model
 
     def _keep_pieces(self, is_on: bool) -> None:
         self._keeps_pieces = is_on
