@@ -36,12 +36,10 @@ from worker.metrics.readback import Mark
 from worker.metrics.table import Metrics
 from worker.models.flops import flops_per_token
 from worker.moving_average import MovingAverage
-from worker.optim import LowBitOptimizer, build_optimizer
+from worker.optim import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
 from worker.parallel import Parallel, on_mesh
-from worker.parallel.materialize import materialize
 from worker.prepare import prepare
-from worker.pretrained.load import FileSource
 from worker.pretrained.start import StartedModel, start_job
 from worker.progress import Progress, StepTimes
 from worker.reporting.reporter import Reporter, order_to_stop
@@ -241,15 +239,15 @@ class Trainer:
     def _prepare(self, started: StartedModel) -> None:
         """Convert the model, put it on the mesh, and give it the values that it lacks."""
         config, model = self.config, started.model
-        self._start_events = started.events
+        for event in started.events:
+            self._tell(event)
         add_adapters(model, config.adapter, config.precision, config.seed, self.mesh.device)
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
         tokens, on_event = config.tokens_per_pass, self._layer_demoted
         options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": started.source}
         prepared = prepare(model, optimizer, config.precision, **options)
-        if isinstance(started.source, FileSource) and started.values is None:
-            started.source.make_masters(prepared.model, prepared.optimizer)
+        started.make_masters(prepared.model, prepared.optimizer)
         attach_adapters(prepared.model)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
@@ -257,9 +255,7 @@ class Trainer:
         self.average = MovingAverage(self.model, config.training.ema_decay)
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
         self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.parallelism)
-        if started.values is not None:
-            assert isinstance(self.optimizer, LowBitOptimizer)  # that of every job after `prepare`
-            materialize(self.model, self.optimizer, self.parallel, started.values, self.mesh.replicas)
+        started.fill(self.parallel, self.mesh.replicas)
         self.graph = step_graph_of(config, self.model, self.optimizer, self.health, self.mesh.device)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
@@ -287,8 +283,7 @@ class Trainer:
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
-            conversion = train_reports.conversion_events(self.conversion, self.model)
-            for event in (*self._start_events, *conversion, *self.graph.start_events()):
+            for event in (*train_reports.conversion_events(self.conversion, self.model), *self.graph.start_events()):
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:

@@ -31,7 +31,6 @@ from worker.optim.weights import (
     StoredWeight,
     WideWeight,
     is_stale,
-    master_of,
     new_master,
     runs,
 )
@@ -89,7 +88,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group and allocate its states, but for parameters without memory (`allocate_states`)."""
+        """Add a group and allocate its states, but for parameters without memory (`later.py`)."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self.rule.check(group)
@@ -99,31 +98,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
             self._origins[parameter] = Origin(len(self._origins), 0, parameter.numel())
             if parameter.requires_grad and not is_deferred(parameter):
                 self._allocate(parameter, group)
-
-    @torch.no_grad()
-    def allocate_states(self) -> None:
-        """Allocate the states of what had no memory, without the master weights, in the order of the groups.
-
-        It is called before there are values; `make_master` follows for each master weight.
-        """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and not self.state.get(parameter):
-                    state = self._zero_states(parameter, group)
-                    if self.host_states is not None:
-                        self.host_states.hold(state)
-                    self.state[parameter] = state
-
-    def state_bytes(self, parameter: Tensor, group: Group) -> int:
-        """Return the bytes of a parameter's states, without its master weight and its count of steps."""
-        codecs = (self._codec(parameter, group, name) for name in self.rule.state_codecs)
-        parts = (zeros(codec, parameter.numel(), torch.device("meta")) for codec in codecs)
-        return sum(tensor.nbytes for stored in parts for tensor in stored.values())
-
-    @torch.no_grad()
-    def make_master(self, parameter: Tensor, values: Tensor, amax: Tensor) -> None:
-        """Make a parameter's master weight of its fp32 values, flat. amax: of the whole weight, ()."""
-        self.state[parameter]["master_weights"] = master_of(self._quantized[parameter], values, amax)
 
     def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int, num_elements: int) -> None:
         """Say which elements of which parameter a piece holds, so that it draws the random bits of the whole.
@@ -202,10 +176,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         The codecs stay those of this optimizer: a state that was stored by another codec is encoded again. A master weight
         that was not saved stays as it is. Raises ValueError for another rule's states and for states in other parts.
         """
-        own_codecs = [
-            {f"{name}_codec": group[f"{name}_codec"] for name in self.rule.state_codecs} for group in self.param_groups
-        ]
-        own_states = dict(self.state)
+        codec_names = [f"{name}_codec" for name in self.rule.state_codecs]
+        own_codecs = [{name: group[name] for name in codec_names} for group in self.param_groups]
+        own_masters = {held: state["master_weights"] for held, state in self.state.items() if "master_weights" in state}
         saved_groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": saved_groups})  # torch would cast codes to the weight's dtype
         self.seed = state_dict.get("seed", self.seed)
@@ -215,10 +188,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
                     saved = state_dict["state"][key]
+                    master = own_masters.pop(parameter, None)
                     if "master_weights" in saved and parameter in self._quantized:
                         self._quantized[parameter].holder.initial_values = None
-                    elif "master_weights" in own_states.get(parameter, {}):
-                        saved = saved | {"master_weights": own_states[parameter]["master_weights"]}
+                    elif master is not None:
+                        saved = saved | {"master_weights": master}
                     self._load(parameter, group, saved, saved_group)
 
     def __getstate__(self) -> dict[str, Any]:

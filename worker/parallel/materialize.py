@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from worker.deferred import allocate, is_deferred
+from worker.fp8.convert import ConversionReport
 from worker.fp8.linear import Float8Linear
 from worker.fp8.weights import amax_of, encode_values
 from worker.mesh import Axis
+from worker.metrics.memory import memory_report
 from worker.optim import LowBitOptimizer
+from worker.optim.later import allocate_states, make_master, state_bytes
 from worker.parallel.parallelize import Parallel
 
 
@@ -59,7 +62,7 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
     }
     fill, num_held = _Fill(optimizer, parallel), 0
     try:
-        optimizer.allocate_states()
+        allocate_states(optimizer)
         for parameter in values.unfilled:
             name = next((name for name in parameter.names if name in held), None)
             if name is None:
@@ -76,6 +79,9 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
     for tensor in (*model.parameters(), *model.buffers()):
         if parallel.holds_whole(tensor):
             replicas.broadcast_(tensor)
+    report = model.octet_report
+    assert isinstance(report, ConversionReport)
+    model.octet_report = report.completed(memory_report(model, optimizer), report.health)  # type: ignore[assignment]
 
 
 class _Fill:
@@ -112,7 +118,7 @@ class _Fill:
             own_residual.copy_(flat[elements.start : elements.stop] if is_whole else flat)
         if weight is not None and weight.needs_master and stepped.requires_grad:
             values = own.view(-1)[elements.start : elements.stop].float()
-            self.optimizer.make_master(stepped, values, amax)
+            make_master(self.optimizer, stepped, values, amax)
 
     def _shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         cut = self.parallel.shards.cuts.get(parameter)
@@ -141,7 +147,7 @@ def needed_bytes(model: nn.Module, optimizer: LowBitOptimizer, parallel: Paralle
         if weight is not None and weight.needs_master:
             total += len(elements) * torch.float16.itemsize
         if stepped in groups:
-            total += optimizer.state_bytes(stepped, groups[stepped])
+            total += state_bytes(optimizer, stepped, groups[stepped])
     return total
 
 

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from api_schemas import ANY_FILE, EventReport, FamilySpec, Files, Unfit
 from worker.config import TrainConfig
 from worker.errors import InvalidConfig
+from worker.mesh import Axis
 from worker.models import TrainedModel, build_model
 from worker.models.huggingface import build_without_values
 from worker.models.meta import parameters_on_meta
-from worker.parallel.materialize import Values
+from worker.optim import LowBitOptimizer
+from worker.parallel import Parallel
+from worker.parallel.materialize import Values, materialize
 from worker.prepare import WeightSource
 from worker.pretrained.files import PretrainedFiles
 from worker.pretrained.load import FileSource
@@ -37,6 +41,17 @@ class StartedModel:
     source: WeightSource | None = None
     values: Values | None = None
     events: tuple[EventReport, ...] = ()
+
+    def make_masters(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Make the master weights of a whole model that was read from a folder."""
+        if self.values is None and isinstance(self.source, FileSource):
+            self.source.make_masters(model, optimizer)
+
+    def fill(self, parallel: Parallel, replicas: Axis) -> None:
+        """Give a divided model the values that it lacks, if it lacks them. Raises DoesNotFit."""
+        if self.values is not None:
+            assert isinstance(parallel.optimizer, LowBitOptimizer)  # that of every job after `prepare`
+            materialize(parallel.model, parallel.optimizer, parallel, self.values, replicas)
 
 
 def start_job(config: TrainConfig, device: torch.device) -> StartedModel:

@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from api_schemas import EventReport, JobSpec
 from benchmarks.live_storages import LiveStorages
+from tests.worker.parallel.job_runs import checkpoint_ref
 from tests.worker.test_train import Recorder
 from worker import memory_report
 from worker.config import RankEnv, resolve
@@ -85,6 +87,22 @@ def run_job(job: dict[str, Any], env: RankEnv, folder: Path, *, whole: bool) -> 
         }
 
 
+def resume_job(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
+    """What a rank holds at most while it resumes from a run's older checkpoint, what before, and the bits at the end."""
+    recorder, config = Recorder(), resolve(JobSpec.model_validate(job), env)
+    with Mesh(env, torch.device("cpu"), config.layout) as mesh:
+        gc.collect()
+        with mock.patch.object(weights, "PIECE_ELEMENTS", PIECE), LiveStorages() as live:
+            trainer = Trainer(config, mesh, recorder, folder)
+            held = live.peak_bytes = live.num_bytes
+            trainer._resume((checkpoint_ref(folder / "checkpoints"),))
+        assert trainer.progress.step == 1
+        with closing(trainer.batches), trainer.writer:
+            trainer.step()
+            trainer._report(trainer.log.flush())
+        return {"peak": live.peak_bytes, "held": held, "trained": bits(trainer), "losses": recorder.losses()}
+
+
 def bits(trainer: Trainer) -> dict[str, Any]:
     """Every leaf of this rank's state dicts by its path; of tensors dtype, shape and a hash."""
     model, optimizer = trainer.parallel.state_dicts()
@@ -104,8 +122,8 @@ def _leaves(value: Any, path: str) -> Any:
         yield path, value
 
 
-def work(rank: int, folder: str, ports: dict[str, tuple[int, int]], jobs: dict[str, dict[str, Any]]) -> None:
-    """Run each job twice, in pieces and whole, and save what each found."""
+def work(rank: int, folder: str, ports: dict[str, tuple[int, int, int]], jobs: dict[str, dict[str, Any]]) -> None:
+    """Run each job in pieces, whole, and again in pieces from its older checkpoint, and save what each found."""
     torch.set_num_threads(1)
     found: dict[str, list[Result]] = {}
     for name, job in jobs.items():
@@ -113,4 +131,6 @@ def work(rank: int, folder: str, ports: dict[str, tuple[int, int]], jobs: dict[s
         for whole in (False, True):
             env = RankEnv(rank=rank, world_size=job["resources"]["workers"], master_port=ports[name][whole])
             found[name].append(run_job(job, env, Path(folder, f"{name} {whole}"), whole=whole))
+        env = RankEnv(rank=rank, world_size=job["resources"]["workers"], master_port=ports[name][2])
+        found[name].append(resume_job(job, env, Path(folder, f"{name} False")))
     torch.save(found, f"{folder}/{rank}.pt")
