@@ -72,7 +72,9 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
             else:
                 fill.plain(held[name], values.read(parameter))
             num_held += name is not None
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
         raise DoesNotFit(_explained(model, optimizer, parallel, values, num_held)) from error
     left = [name for name, parameter in held.items() if is_deferred(parameter)]
     assert not left, f"no values for {left}"
@@ -82,6 +84,11 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
     report = model.octet_report
     assert isinstance(report, ConversionReport)
     model.octet_report = report.completed(memory_report(model, optimizer), report.health)  # type: ignore[assignment]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; torch's allocator on the CPU has no class of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 class _Fill:

@@ -26,6 +26,8 @@ from worker.prepare import share_rounding
 def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, parallelism: ParallelismSpec) -> Parallel:
     """Return the model and its optimizer on the mesh. All ranks call it together, with the same whole model.
 
+    Where it has no values yet, `materialize` gives each rank those of its part.
+
     Raises InvalidConfig for a model that the tensor or the context axis cannot divide.
     """
     share_rounding(model, mesh.replicas.rank, mesh.replicas.size)

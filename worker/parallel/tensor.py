@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank of the tensor axis holds a shard of every layer in the model's plan, and of its states.
 
-Layers are cut after the whole model was converted: codes, residuals and master weights are cut as they are, so that shards have
+Layers are cut after the model was converted: codes, residuals and master weights are cut as they are, so that shards have
 the scale of the whole weight, and they keep one scale as the optimizer steps them (`scales.py`). Whoever joins the shards gets
 the whole weight's codes. A shard is a new parameter, since autograd remembers the shape of one that it has seen.
 
