@@ -34,7 +34,7 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._note(tensor.untyped_storage())
         return result
 

@@ -47,7 +47,7 @@ def defer_parameters(model: nn.Module, device: torch.device) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.is_meta:
+            if parameter is None or parameter.device.type != "meta":
                 continue
             if parameter not in made:
                 held = deferred(tuple(parameter.shape), parameter.dtype, device)

@@ -39,7 +39,7 @@ def draw_parameters(model: nn.Module, initial: Callable[[str, int], Initial], se
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
+        if parameter.device.type != "meta":
             draw(parameter, initial(name, parameter.dim()), generator)
 
 
