@@ -4,47 +4,97 @@ Where both levels hold the weights in the same way, everything is loaded bit for
 master weight, or of codes with their residual) are encoded as the new level holds them, and the moments by its codecs.
 """
 
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from worker import kernels
+from worker.blocks import repeated_blocks
 from worker.fp8.bf16 import HalfLinear
 from worker.fp8.layout import layout_of
 from worker.fp8.linear import Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER
 from worker.fp8.stored import CODES, drop_history, put_values
+from worker.mesh import SavedTensor
+from worker.mesh.saved import read_now
 from worker.optim import LowBitOptimizer
 
 
 def resume(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved_model: dict[str, Any], saved_optimizer: dict[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved_model: dict[str, Any],
+    saved_optimizer: dict[str, Any],
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
     """Load the state dicts of a model and its optimizer into a model of the same network at this level or another.
 
+    dtypes: of the tensors in the model's state dict, where that is expensive to make. Tensors that are saved and not read yet
+    (`SavedTensor`) are read block by block.
     The state dicts are those of whole tensors; ranks that hold pieces (ZeRO) call this together, and each keeps its own.
     Steps, learning rates and the seed of rounding are those of the checkpoint. What delayed scaling remembers, and which layers
     were demoted, is kept where the new level has it too. Raises ValueError for the states of another optimizer rule.
     """
-    has_same_storage = load_model(model, optimizer, saved_model, saved_optimizer)
+    has_same_storage = load_model(model, optimizer, saved_model, saved_optimizer, dtypes)
     optimizer.load_state_dict(saved_optimizer)
     if not has_same_storage:
         make_masters(optimizer)
 
 
 def load_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved_model: dict[str, Any], saved_optimizer: dict[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved_model: dict[str, Any],
+    saved_optimizer: dict[str, Any],
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> bool:
     """Load a model's state dict of any level, before the optimizer's. Returns whether both levels hold the weights alike.
 
-    optimizer: says which of the saved states are whose; it is not changed.
+    optimizer: says which of the saved states are whose; it is not changed. dtypes: as for `resume`.
     """
-    has_same_storage = _tensors_by_name(saved_model) == _tensors_by_name(model.state_dict())
-    if not has_same_storage:
-        saved_model = _for_level_of(model, saved_model, saved_optimizer, names_by_key(model, optimizer, saved_optimizer))
-    model.load_state_dict(saved_model)
+    dtypes = _tensors_by_name(model.state_dict()) if dtypes is None else dtypes
+    has_same_storage = _tensors_by_name(saved_model) == dtypes
+    keys = {} if has_same_storage else names_by_key(model, optimizer, saved_optimizer)
+    is_read = not any(isinstance(held, SavedTensor) for held in saved_model.values())
+    for module, prefix, names in [(model, "", saved_model.keys())] if is_read else _parts(model, saved_model):
+        part = {name: read_now(saved_model[name]) for name in names}
+        if not has_same_storage:
+            part = _for_level_of(model, part, saved_optimizer, keys, is_whole=module is model)
+        with _hidden(() if is_read or module is not model else repeated_blocks(model), model):
+            module.load_state_dict({name.removeprefix(prefix): held for name, held in part.items()})
     return has_same_storage
+
+
+def _parts(model: nn.Module, saved: Mapping[str, Any]) -> Iterator[tuple[nn.Module, str, list[str]]]:
+    """Yield each block of a model with its prefix and its names in a saved state, then the model with the other names."""
+    blocks, others = set(repeated_blocks(model)), dict.fromkeys(saved)
+    for module_name, module in model.named_modules():
+        if module in blocks:
+            prefix = f"{module_name}."
+            names = [name for name in saved if name.startswith(prefix)]
+            for name in names:
+                del others[name]
+            yield module, prefix, names
+    yield model, "", list(others)
+
+
+@contextmanager
+def _hidden(blocks: Collection[nn.Module], model: nn.Module) -> Iterator[None]:
+    """Inside, a model's state dict has no entries of its blocks."""
+    hidden = set(blocks)
+    owners = [module for module in model.modules() if hidden.intersection(module._modules.values())]
+    before = [owner._modules for owner in owners]
+    for owner in owners:
+        owner._modules = {name: child for name, child in owner._modules.items() if child not in hidden}
+    try:
+        yield
+    finally:
+        for owner, modules in zip(owners, before, strict=True):
+            owner._modules = modules
 
 
 def make_masters(optimizer: torch.optim.Optimizer) -> None:
@@ -71,9 +121,12 @@ def names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer, saved_optim
 
 
 def _for_level_of(
-    model: nn.Module, saved_model: dict[str, Any], saved_optimizer: dict[str, Any], keys: dict[str, int]
+    model: nn.Module, saved_model: dict[str, Any], saved_optimizer: dict[str, Any], keys: dict[str, int], *, is_whole: bool
 ) -> dict[str, Any]:
-    """The saved state with values in the place of codes, and without what the model's layers do not remember."""
+    """The saved state, or a block's part of it, with values in the place of codes, and without what layers do not remember.
+
+    is_whole: it has what belongs to the model itself.
+    """
     state = dict(saved_model)
     for name in saved_model:
         if name.rpartition(".")[2] == CODES:
@@ -83,7 +136,9 @@ def _for_level_of(
     for name, module in model.named_modules(remove_duplicate=False):
         if layout_of(module) is not None and not isinstance(module, (Float8Linear, HalfLinear)):
             drop_history(state, f"{name}." if name else "")
-    own_scaling = model.state_dict().get(STATE_BUFFER)
+    if not is_whole:
+        return state
+    own_scaling = dict(model.named_buffers()).get(STATE_BUFFER)
     if own_scaling is None:
         state.pop(STATE_BUFFER, None)
     elif STATE_BUFFER not in state:

@@ -34,7 +34,6 @@ from worker.fp8.linear import Fallback
 from worker.mesh import Mesh
 from worker.metrics.readback import Mark
 from worker.metrics.table import Metrics
-from worker.models import TrainedModel
 from worker.models.flops import flops_per_token
 from worker.moving_average import MovingAverage
 from worker.optim import build_optimizer
@@ -42,8 +41,7 @@ from worker.optim.schedule import learning_rate_at, parameter_groups, set_learni
 from worker.parallel import Parallel, on_mesh
 from worker.parallel.draws import seed_draws
 from worker.prepare import prepare
-from worker.pretrained.load import FileSource
-from worker.pretrained.start import start_model
+from worker.pretrained.start import StartedModel, start_job
 from worker.progress import Progress, StepTimes
 from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
@@ -101,7 +99,7 @@ class Trainer:
         if unfit := config.schedule.misfit(self.num_steps):
             raise InvalidConfig(str(unfit))
         torch.manual_seed(config.seed)
-        self._prepare(*start_model(config.model, config.seed, config.readable_files, mesh.device))
+        self._prepare(start_job(config, mesh.device))
         self.step_times = StepTimes(num_skipped=self.graph.num_warm_up_steps or (WARM_UP_STEPS if self.compiling else 1))
         self._tell(PhaseReport(phase="model_built"))
 
@@ -239,17 +237,18 @@ class Trainer:
         }
         self.writer.start(self.progress.step, state, self.progress.last_loss)
 
-    def _prepare(self, model: TrainedModel, weights: FileSource | None) -> None:
-        """Convert the model. weights: gives a model on `meta` its values, layer by layer."""
-        config = self.config
+    def _prepare(self, started: StartedModel) -> None:
+        """Convert the model, put it on the mesh, and give it the values that it lacks."""
+        config, model = self.config, started.model
+        for event in started.events:
+            self._tell(event)
         add_adapters(model, config.adapter, config.precision, config.seed, self.mesh.device)
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
         tokens, on_event = config.tokens_per_pass, self._layer_demoted
-        options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": weights}
+        options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": started.source}
         prepared = prepare(model, optimizer, config.precision, **options)
-        if weights is not None:
-            weights.make_masters(prepared.model, prepared.optimizer)
+        started.make_masters(prepared.model, prepared.optimizer)
         attach_adapters(prepared.model)
         assert prepared.optimizer is not None
         self.model, self.optimizer, self.health = prepared.model, prepared.optimizer, prepared.health
@@ -257,6 +256,7 @@ class Trainer:
         self.average = MovingAverage(self.model, config.training.ema_decay)
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
         self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.parallelism)
+        started.fill(self.parallel, self.mesh.replicas)
         self.graph = step_graph_of(config, self.model, self.optimizer, self.health, self.mesh.device)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
@@ -268,7 +268,7 @@ class Trainer:
                 self._tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
                 continue
             own = self.parallel.own_part(with_frozen(self.model, state["model"]), state["optimizer"])
-            resume(self.model, self.optimizer, *own)
+            resume(self.model, self.optimizer, *own, dtypes=self.parallel.dtypes())
             self.average.load_state_dict(state.get("average", {}))
             self.progress = Progress(**state["progress"])
             self.step_times.resume(state["step_times_s"])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from api_schemas import CheckpointRef
 from worker.checkpoint.files import FORMAT_VERSIONS, MANIFEST, STATE, TENSORS, rank_file, sha256_of
 from worker.checkpoint.shards import own_shards, put_together
-from worker.mesh import Axis, Cut, SavedShards
+from worker.mesh import Axis, Cut, SavedShards, SavedStates, SavedTensor
+from worker.mesh.saved import read_now
 
 
 class BadCheckpoint(Exception):
@@ -21,8 +23,15 @@ class BadCheckpoint(Exception):
 
 
 def load(folder: Path, ref: CheckpointRef, tensor: Axis | None = None) -> dict[str, Any]:
-    """Read a checkpoint after checking every byte. Raises BadCheckpoint, which names the file that differs.
+    """Read a whole checkpoint after checking every byte, as `load_later`. Tensors in one file are mapped into memory."""
+    state: dict[str, Any] = read_now(load_later(folder, ref, tensor))
+    return state
 
+
+def load_later(folder: Path, ref: CheckpointRef, tensor: Axis | None = None) -> dict[str, Any]:
+    """Return a checkpoint's state, with a `SavedTensor` for what ranks have saved in pieces, after checking every byte.
+
+    The optimizer's states are `SavedStates`. Raises BadCheckpoint, which names the file that differs, also when it is read.
     tensor: an axis of as many ranks as divided the tensors takes the own shards, as they were saved. Otherwise shards are put
     together.
     """
@@ -40,17 +49,24 @@ def load(folder: Path, ref: CheckpointRef, tensor: Axis | None = None) -> dict[s
             allowed = ", ".join(map(str, FORMAT_VERSIONS))
             raise BadCheckpoint(f"{ref.name} has format {document['version']}; this version reads {allowed}")
         state: dict[str, Any] = _put_tensors(document["state"], _SavedTensors(path, load_file(path / TENSORS)))
-        return put_together(state) if tensor is None else own_shards(state, tensor)
+        state = put_together(state) if tensor is None else own_shards(state, tensor)
+        if "optimizer" in state and not isinstance(state["optimizer"]["state"], SavedStates):
+            states = {key: partial(read_now, parts) for key, parts in state["optimizer"]["state"].items()}
+            state["optimizer"] = state["optimizer"] | {"state": SavedStates(states)}
+        return {key: part if key in ("model", "optimizer") else read_now(part) for key, part in state.items()}
     except OSError as error:
         raise BadCheckpoint(f"{ref.name}: {error.strerror or error}") from error
 
 
 def load_together(folder: Path, ref: CheckpointRef, world: Axis, tensor: Axis | None = None) -> dict[str, Any]:
-    """Read a checkpoint on all ranks, or on none: if one cannot read it, BadCheckpoint is raised on each. tensor: as `load`."""
+    """Check a checkpoint on all ranks, and return its state on all or on none, as `load_later`.
+
+    If one rank cannot read it, BadCheckpoint is raised on each.
+    """
     state: dict[str, Any] = {}
     reason = ""
     try:
-        state = load(folder, ref, tensor)
+        state = load_later(folder, ref, tensor)
     except BadCheckpoint as error:
         reason = str(error)
     [num_failed] = world.sum(float(bool(reason)))
@@ -94,21 +110,33 @@ class _SavedTensors:
             own = [[rank, first, length] for rank, of_shard, first, length in places if of_shard == shard]
             return self.join(name, shape, own)
 
-        return SavedShards(Cut(**cut | {"shape": tuple(cut["shape"])}), read)
+        for shard in range(cut["num_shards"]):
+            self._check(name, shape, [[rank, first, length] for rank, of_shard, first, length in places if of_shard == shard])
+        return SavedShards(Cut(**cut | {"shape": tuple(cut["shape"])}), tuple(shape), self._dtype(places[0][0], name), read)
+
+    def later(self, name: str, shape: list[int], places: list[list[int]]) -> SavedTensor:
+        """Describe a tensor that was saved in pieces. Nothing is read yet but its dtype."""
+        self._check(name, shape, places)
+        return SavedTensor(tuple(shape), self._dtype(places[0][0], name), lambda: self.join(name, shape, places))
 
     def join(self, name: str, shape: list[int], places: list[list[int]]) -> Tensor:
-        """Put the pieces of a tensor together, on the host. Raises BadCheckpoint if one is missing."""
+        """Put the pieces of a tensor together, on the host. They have been checked."""
+        ordered = sorted(places, key=lambda place: place[1])
+        return torch.cat([self._file(rank).get_tensor(name) for rank, _, _ in ordered]).view(shape)
+
+    def _check(self, name: str, shape: list[int], places: list[list[int]]) -> None:
+        """Raise BadCheckpoint unless the pieces are the whole tensor. Nothing is read but their sizes."""
         num_entries = 0
-        parts: list[Tensor] = []
         for rank, first, length in sorted(places, key=lambda place: place[1]):
-            part = self._file(rank).get_tensor(name)
-            if first != num_entries or part.numel() != length:
+            if first != num_entries or self._file(rank).get_slice(name).get_shape() != [length]:
                 break
             num_entries += length
-            parts.append(part)
-        if not parts or num_entries != torch.Size(shape).numel():
+        if not num_entries or num_entries != torch.Size(shape).numel():
             raise BadCheckpoint(f"{self.folder.name}: the pieces of {name} are not the whole tensor, {tuple(shape)}")
-        return torch.cat(parts).view(shape)
+
+    def _dtype(self, rank: int, name: str) -> torch.dtype:
+        one: Tensor = self._file(rank).get_slice(name)[:1]
+        return one.dtype
 
     def _file(self, rank: int) -> Any:
         if rank not in self._files:
@@ -122,7 +150,7 @@ def _put_tensors(skeleton: dict[str, Any], saved: _SavedTensors) -> Any:
         case "tensor":
             return saved.whole[content]
         case "pieces":
-            return saved.join(*content)
+            return saved.later(*content)
         case "shards":
             return saved.shards(*content)
         case "dict":

@@ -4,11 +4,12 @@ Weights, residuals and master weights have one scale in all shards, so their cod
 the optimizer have a scale for each block of a shard's elements: they are decoded to fp32, and whoever loads them encodes them.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from worker.mesh import Axis, SavedShards
+from worker.mesh import Axis, SavedShards, SavedStates, SavedTensor
 from worker.optim.shards import decoded, values_of
 
 
@@ -17,7 +18,7 @@ def own_shards(state: dict[str, Any], tensor: Axis) -> dict[str, Any]:
     degrees = {held.cut.num_shards for held in _leaves(state) if isinstance(held, SavedShards)}
     if degrees != {tensor.size}:
         return put_together(state)
-    own: dict[str, Any] = _replaced(state, lambda held: held.read(tensor.rank))
+    own: dict[str, Any] = _replaced(state, lambda held: SavedTensor(held.shape, held.dtype, partial(held.read, tensor.rank)))
     return own
 
 
@@ -26,16 +27,21 @@ def put_together(state: dict[str, Any]) -> dict[str, Any]:
     if not any(isinstance(held, SavedShards) for held in _leaves(state)):
         return state
     others = {name: part for name, part in state.items() if name != "optimizer"}
-    whole: dict[str, Any] = _replaced(others, lambda held: held.cut.join(held.all()))
+    whole: dict[str, Any] = _replaced(others, _joined)
     if "optimizer" in state:
         optimizer = state["optimizer"]
-        states = {key: _whole_state(parts) for key, parts in optimizer["state"].items()}
+        states = SavedStates({key: partial(_whole_state, parts) for key, parts in optimizer["state"].items()})
         whole["optimizer"] = decoded(optimizer | {"state": states})
     return whole
 
 
+def _joined(held: SavedShards) -> SavedTensor:
+    return SavedTensor(held.cut.whole_shape, held.dtype, lambda: held.cut.join(held.all()))
+
+
 def _whole_state(state: dict[str, Any]) -> dict[str, Any]:
     """One parameter's states, whole."""
+    state = {name: _read_pieces(part) for name, part in state.items()}
     cut = next((held.cut for held in _leaves(state) if isinstance(held, SavedShards)), None)
     if cut is None:
         return state
@@ -49,6 +55,13 @@ def _whole_state(state: dict[str, Any]) -> dict[str, Any]:
             shards = [_of_shard(parts, shard) for shard in range(cut.num_shards)]
             whole[name] = {"codes": cut.join([values_of(shard) for shard in shards]).view(-1)}
     return whole
+
+
+def _read_pieces(value: Any) -> Any:
+    """The value with what was saved in pieces, but not as shards, as tensors."""
+    if isinstance(value, dict):
+        return {key: _read_pieces(item) for key, item in value.items()}
+    return value.read() if isinstance(value, SavedTensor) else value
 
 
 def _of_shard(parts: dict[str, Any], shard: int) -> dict[str, Tensor]:

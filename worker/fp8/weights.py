@@ -8,6 +8,7 @@ from torch import Tensor
 
 from api_schemas.levels import Level
 from worker import kernels
+from worker.deferred import deferred, is_deferred
 from worker.fp8.recipe import E4M3
 from worker.kernels.rounding import NUM_BITS
 
@@ -25,20 +26,37 @@ class EncodedWeight(NamedTuple):
 
 
 def encode_weight(values: Tensor, level: Level) -> EncodedWeight | None:
-    """The weight as the level holds it, rounded to nearest; None where it stays as it is."""
+    """The weight as the level holds it, rounded to nearest; None where it stays as it is.
+
+    Of values without memory, codes and a residual without memory, and a scale and an amax of 0, to be filled with them.
+    """
     if level.weight == "fp32":
         return None
-    dtype = torch.float16 if level.weight == "fp16+scale" else E4M3
-    return encode_values(values, dtype, has_residual=level.master_weight == "int8-residual")
+    dtype, has_residual = torch.float16 if level.weight == "fp16+scale" else E4M3, level.master_weight == "int8-residual"
+    if is_deferred(values):
+        shape, device = tuple(values.shape), values.device
+        residual = deferred(shape, torch.int8, device) if has_residual else None
+        return EncodedWeight(
+            deferred(shape, dtype, device), torch.zeros((), device=device), torch.zeros((), device=device), residual
+        )
+    return encode_values(values, dtype, has_residual=has_residual)
 
 
-def encode_values(values: Tensor, dtype: torch.dtype, *, has_residual: bool = False) -> EncodedWeight:
+def amax_of(values: Tensor) -> Tensor:
+    """The largest magnitude of a weight's values, fp32 (). Beside it this holds what PIECE_ELEMENTS take."""
+    return torch.stack([kernels.compute_amax(piece.float()) for (piece,) in in_pieces(values.detach().contiguous())]).amax()
+
+
+def encode_values(
+    values: Tensor, dtype: torch.dtype, *, has_residual: bool = False, amax: Tensor | None = None
+) -> EncodedWeight:
     """Codes of FP16 or E4M3 with one scale, rounded to nearest; has_residual: E4M3 codes refined by an INT8 residual.
 
+    amax: of the whole weight, where the values are a part of it.
     Beside the result this holds what PIECE_ELEMENTS take, and a copy of values that are not contiguous.
     """
     values = values.detach().contiguous()
-    amax = torch.stack([kernels.compute_amax(piece.float()) for (piece,) in in_pieces(values)]).amax()
+    amax = amax_of(values) if amax is None else amax
     codes = torch.empty(values.shape, dtype=dtype, device=values.device)
     dequant_scale = kernels.dequant_scale_from_amax(amax, dtype)
     if not has_residual:

@@ -6,8 +6,22 @@ from worker.mesh.groups import make_axis
 from worker.mesh.mesh import Mesh
 from worker.mesh.pending import Pending
 from worker.mesh.pieces import SavedShards, TensorInPieces
+from worker.mesh.saved import SavedStates, SavedTensor
 from worker.mesh.shares import sum_shares
 from worker.mesh.twin import twin_of
 from worker.mesh.waits import Waits
 
-__all__ = ["Axis", "Cut", "Mesh", "Pending", "SavedShards", "TensorInPieces", "Waits", "make_axis", "sum_shares", "twin_of"]
+__all__ = [
+    "Axis",
+    "Cut",
+    "Mesh",
+    "Pending",
+    "SavedShards",
+    "SavedStates",
+    "SavedTensor",
+    "TensorInPieces",
+    "Waits",
+    "make_axis",
+    "sum_shares",
+    "twin_of",
+]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker.deferred import deferred, is_deferred
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -38,9 +40,15 @@ class Cut:
         return (*self.shape[: self.dim], self.shape[self.dim] * self.num_shards, *self.shape[self.dim + 1 :])
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a contiguous copy of a rank's shard."""
+        """Return a contiguous copy of a rank's shard; of a tensor without memory, one without."""
+        if is_deferred(whole):
+            return deferred(self.shape, whole.dtype, whole.device)
+        return self.part(whole, rank).clone(memory_format=torch.contiguous_format)
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a rank's shard, as a view where strides allow it."""
         parts = whole.unflatten(self.dim, (self.groups, self.num_shards, -1)).select(self.dim + 1, rank)
-        return parts.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+        return parts.flatten(self.dim, self.dim + 1)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Put all ranks' shards together; each may also be flat."""

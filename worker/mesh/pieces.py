@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from worker.mesh.cut import Cut
@@ -37,9 +38,11 @@ class TensorInPieces:
 
 @dataclass(frozen=True, eq=False)
 class SavedShards:
-    """A tensor of a checkpoint that was saved as shards. read: gives one shard, by its number."""
+    """A tensor of a checkpoint that was saved as shards. read: gives one shard, by its number, in `shape`."""
 
     cut: Cut
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     read: Callable[[int], Tensor]
 
     def all(self) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
 from worker.models.context import CausalAttention
 from worker.models.documents import attention_mask, positions_in_documents
+from worker.models.initial import Constant, Initial, Normal, draw_parameters
 from worker.models.language import checked_length, next_token_losses
 from worker.models.model import Losses, Part, TensorRole, TrainedModel
 
@@ -76,7 +77,7 @@ class GPT(TrainedModel):
         self.final_norm = nn.LayerNorm(sizes.hidden_size)
         self.head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
         self.head.weight = self.token_embedding.weight
-        self._reset_parameters(torch.Generator().manual_seed(seed))
+        draw_parameters(self, self.initial, seed)
 
     def forward(
         self,
@@ -132,17 +133,14 @@ class GPT(TrainedModel):
         """Number of parameters; the tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    @torch.no_grad()
-    def _reset_parameters(self, generator: torch.Generator) -> None:
-        residual_std = 0.02 / math.sqrt(2 * self.sizes.num_layers)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                writes_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
-                parameter.normal_(0.0, residual_std if writes_residual else 0.02, generator=generator)
+    def initial(self, name: str, num_dims: int) -> Initial:
+        """Return the initial values of a parameter by its name."""
+        if name.endswith("bias"):
+            return Constant(0.0)
+        if "norm" in name:
+            return Constant(1.0)
+        writes_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        return Normal(0.02 / math.sqrt(2 * self.sizes.num_layers) if writes_residual else 0.02)
 
 
 def build(spec: GPTSpec, seed: int, _files: Files = ANY_FILE) -> GPT:

@@ -20,6 +20,7 @@ from api_schemas import ANY_FILE, Files
 from api_schemas.models.llama import LlamaSizes, LlamaSpec
 from worker.models.context import CausalAttention
 from worker.models.documents import attention_mask, positions_in_documents
+from worker.models.initial import Constant, Initial, Normal, draw_parameters
 from worker.models.language import checked_length, next_token_losses
 from worker.models.model import Losses, Part, TensorRole, TrainedModel
 
@@ -86,7 +87,7 @@ class Llama(TrainedModel):
         self.head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
         if sizes.tie_embeddings:
             self.head.weight = self.token_embedding.weight
-        self._reset_parameters(torch.Generator().manual_seed(seed))
+        draw_parameters(self, self.initial, seed)
 
     def forward(
         self,
@@ -138,15 +139,12 @@ class Llama(TrainedModel):
             "head": "head",
         }
 
-    @torch.no_grad()
-    def _reset_parameters(self, generator: torch.Generator) -> None:
-        residual_std = 0.02 / math.sqrt(2 * self.sizes.num_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                parameter.fill_(1.0)
-            else:
-                writes_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
-                parameter.normal_(0.0, residual_std if writes_residual else 0.02, generator=generator)
+    def initial(self, name: str, num_dims: int) -> Initial:
+        """Return the initial values of a parameter by its name and number of dimensions."""
+        if num_dims < 2:
+            return Constant(1.0)
+        writes_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        return Normal(0.02 / math.sqrt(2 * self.sizes.num_layers) if writes_residual else 0.02)
 
 
 def rotation(num_tokens: int, head_size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:

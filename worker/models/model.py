@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from worker.mesh import Axis
 from worker.models.context import ContextPart
+from worker.models.initial import Initial
 
 TensorRole = Literal["column", "column of 3", "row", "embedding", "head", "partial-gradients"]
 """How the ranks of the tensor axis divide a layer: by outputs, by outputs of three matrices in one, by inputs; by tokens of the
@@ -59,6 +60,13 @@ class TrainedModel(nn.Module):
     def tensor_plan(self) -> Mapping[str, TensorRole]:
         """How ranks may divide the layers, by globs of names; empty for a model that they cannot divide."""
         return {}
+
+    def initial(self, name: str, num_dims: int) -> Initial | None:
+        """Return the initial values of a parameter by its name and number of dimensions; None where only its class can draw.
+
+        A model that returns them draws all parameters in the order of `named_parameters`, from one generator of its seed.
+        """
+        return None
 
     @abstractmethod
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:

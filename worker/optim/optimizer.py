@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from worker import kernels
+from worker.deferred import is_deferred
 from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.kernels.rounding import NUMBERS_PER_DRAW
 from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
@@ -87,7 +88,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group and allocate its states."""
+        """Add a group and allocate its states, but for parameters without memory (`later.py`)."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self.rule.check(group)
@@ -95,7 +96,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             if parameter not in self._quantized and parameter.dtype not in TRAINABLE_DTYPES:
                 raise ValueError(f"{wrong_dtype(parameter)} Name codes, and the scale that belongs to them, in `quantized`.")
             self._origins[parameter] = Origin(len(self._origins), 0, parameter.numel())
-            if parameter.requires_grad:
+            if parameter.requires_grad and not is_deferred(parameter):
                 self._allocate(parameter, group)
 
     def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int, num_elements: int) -> None:
@@ -175,10 +176,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         The codecs stay those of this optimizer: a state that was stored by another codec is encoded again. A master weight
         that was not saved stays as it is. Raises ValueError for another rule's states and for states in other parts.
         """
-        own_codecs = [
-            {f"{name}_codec": group[f"{name}_codec"] for name in self.rule.state_codecs} for group in self.param_groups
-        ]
-        own_states = dict(self.state)
+        codec_names = [f"{name}_codec" for name in self.rule.state_codecs]
+        own_codecs = [{name: group[name] for name in codec_names} for group in self.param_groups]
+        own_masters = {held: state["master_weights"] for held, state in self.state.items() if "master_weights" in state}
         saved_groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": saved_groups})  # torch would cast codes to the weight's dtype
         self.seed = state_dict.get("seed", self.seed)
@@ -188,10 +188,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
                     saved = state_dict["state"][key]
+                    master = own_masters.pop(parameter, None)
                     if "master_weights" in saved and parameter in self._quantized:
                         self._quantized[parameter].holder.initial_values = None
-                    elif "master_weights" in own_states.get(parameter, {}):
-                        saved = saved | {"master_weights": own_states[parameter]["master_weights"]}
+                    elif master is not None:
+                        saved = saved | {"master_weights": master}
                     self._load(parameter, group, saved, saved_group)
 
     def __getstate__(self) -> dict[str, Any]:

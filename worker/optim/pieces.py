@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from worker.deferred import sliceable
 from worker.optim.codecs import select_entries
 from worker.optim.optimizer import LowBitOptimizer
 from worker.optim.weights import QuantizedWeight
@@ -32,7 +33,8 @@ def cut_into_pieces(optimizer: LowBitOptimizer, elements: Mapping[nn.Parameter, 
 
 def make_piece(parameter: nn.Parameter, elements: range) -> nn.Parameter:
     """Some elements of a contiguous parameter as a parameter, 1-D, in the same memory."""
-    piece = nn.Parameter(parameter.detach().view(-1)[elements.start : elements.stop], parameter.requires_grad)
+    with sliceable(parameter):
+        piece = nn.Parameter(parameter.detach().view(-1)[elements.start : elements.stop], parameter.requires_grad)
     piece.grad_dtype = parameter.grad_dtype
     return piece
 

@@ -4,13 +4,14 @@ A shard is a parameter of its own, in memory of its own. It keeps the parameter'
 that no other shard draws.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from worker.mesh import Cut
+from worker.mesh import Cut, SavedStates
 from worker.optim.codecs import CODECS
 from worker.optim.optimizer import LowBitOptimizer
 
@@ -66,17 +67,22 @@ def decoded(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     Values that are put together, or cut, at other places than those of their blocks have to be encoded again.
     """
     groups: list[dict[str, Any]] = []
-    states: dict[Any, dict[str, Any]] = dict(optimizer_state["state"])
+    changes: dict[Any, Callable[[Any], Any]] = {}
     for group in optimizer_state["param_groups"]:
         codecs = {name: codec for name, codec in group.items() if name.endswith("_codec")}
-        for key in group["params"]:
-            if key in states:
-                states[key] = {
-                    name: {"codes": values_of(value)} if f"{name}_codec" in codecs else value
-                    for name, value in states[key].items()
-                }
+        changes |= dict.fromkeys(group["params"], partial(_decoded_state, names={f"{name}" for name in codecs}))
         groups.append(group | dict.fromkeys(codecs, "fp32"))
+    states = optimizer_state["state"]
+    if isinstance(states, SavedStates):
+        states = states.changed(changes)
+    else:
+        states = {key: changes[key](state) if key in changes else state for key, state in states.items()}
     return optimizer_state | {"state": states, "param_groups": groups}
+
+
+def _decoded_state(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """One parameter's states. names: of the codecs of its group."""
+    return {name: {"codes": values_of(value)} if f"{name}_codec" in names else value for name, value in state.items()}
 
 
 def values_of(parts: Mapping[str, Tensor]) -> Tensor:

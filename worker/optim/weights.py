@@ -84,10 +84,9 @@ class QuantizedWeight:
     def __post_init__(self) -> None:
         if self.codes.dtype not in (FP16.dtype, E4M3.dtype):
             raise ValueError(f"a quantized weight has dtype {self.codes.dtype}; allowed: float16, float8_e4m3fn.")
-        if self.residual is not None and (self.codes.dtype != E4M3.dtype or self.residual.dtype != torch.int8):
-            raise ValueError(
-                f"a residual refines float8_e4m3fn codes by int8; got {self.codes.dtype} and {self.residual.dtype}."
-            )
+        whole = self.own_residual if self.holder.weight_residual is None else self.holder.weight_residual
+        if whole is not None and (self.codes.dtype != E4M3.dtype or whole.dtype != torch.int8):
+            raise ValueError(f"a residual refines float8_e4m3fn codes by int8; got {self.codes.dtype} and {whole.dtype}.")
         if self.holder.weight_amax is None:
             self.holder.weight_amax = kernels.compute_amax(self.values())
 
@@ -276,9 +275,18 @@ def new_master(weight: QuantizedWeight) -> dict[str, Tensor]:
     else:
         whole = QuantizedWeight(holder).values() if holder.initial_values is None else holder.initial_values
         values, amax = weight.select(whole.detach().float()), kernels.compute_amax(whole.detach().float())
+    return master_of(weight, values, amax)
+
+
+def master_of(weight: QuantizedWeight, values: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    """Make the master weight of fp32 values, flat, of the elements that are stepped. amax: of the whole weight, ()."""
+    holder = weight.holder
     holder.initial_values, holder.has_master, holder.has_new_codes = None, True, False
-    dequant_scale = kernels.finite_or_nan(amax, FP16.dtype)  # of the whole weight
-    return {"codes": kernels.encode(values, dequant_scale, FP16.dtype), "dequant_scale": dequant_scale}
+    dequant_scale = kernels.finite_or_nan(amax, FP16.dtype)
+    codes = torch.empty(values.shape, dtype=FP16.dtype, device=values.device)
+    for piece, place in in_pieces(values, codes):
+        place.copy_(kernels.encode(piece, dequant_scale, FP16.dtype))
+    return {"codes": codes, "dequant_scale": dequant_scale}
 
 
 def is_stale(master: Parts, weight: QuantizedWeight) -> bool:

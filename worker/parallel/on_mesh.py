@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from api_schemas.resources import ParallelismSpec
+from worker.deferred import is_deferred
 from worker.errors import InvalidConfig
 from worker.mesh import Mesh
 from worker.models.context import divide_sequences
@@ -24,6 +25,8 @@ from worker.prepare import share_rounding
 
 def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, parallelism: ParallelismSpec) -> Parallel:
     """Return the model and its optimizer on the mesh. All ranks call it together, with the same whole model.
+
+    Where it has no values yet, `materialize` gives each rank those of its part.
 
     Raises InvalidConfig for a model that the tensor or the context axis cannot divide.
     """
@@ -68,5 +71,6 @@ def _cut(
         raise InvalidConfig(f"parallelism.tensor: {error}") from None
     if stages is not None:
         stages.follow(dict(zip(whole, model.parameters(), strict=True)))
-    broadcast_parameters(model, mesh.replicas)
+    if not any(map(is_deferred, model.parameters())):  # else `materialize` does it
+        broadcast_parameters(model, mesh.replicas)
     return shards

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from api_schemas.resources import WideDtype
 from worker.blocks import repeated_blocks
+from worker.mesh import TensorInPieces
 from worker.models.context import divide_sequences
 from worker.models.model import Losses, TrainedModel
 from worker.optim import LowBitOptimizer, clip_grad_norm_
@@ -152,6 +153,16 @@ class Parallel:
         """
         return self.model.own_tokens(whole, dim) if isinstance(self.model, TrainedModel) else whole
 
+    def piece_of(self, parameter: Tensor) -> tuple[Tensor, range]:
+        """Return what this rank's optimizer steps of a parameter, and which elements: all of them without ZeRO."""
+        piece = None if self._sharded is None else self._sharded.piece_of(parameter)
+        return (parameter, range(parameter.numel())) if piece is None else piece
+
+    def holds_whole(self, tensor: Tensor) -> bool:
+        """Whether this rank holds a parameter or buffer of its model, or its shard, for good: all but blocks at stage 3."""
+        blocks = None if self._sharded is None else self._sharded.blocks
+        return blocks is None or tensor not in blocks.parameters
+
     def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state dicts of model and optimizer for `worker.checkpoint.save`. All ranks call it together.
 
@@ -162,6 +173,11 @@ class Parallel:
         else:
             model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         return self.shards.mark(model, optimizer, self.optimizer)
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor in the model's state dict, of which nothing is put together."""
+        held = self.model.state_dict() if self._sharded is None else self._sharded.model_in_pieces()
+        return {name: value.own.dtype if isinstance(value, TensorInPieces) else value.dtype for name, value in held.items()}
 
     def own_part(self, model: dict[str, Any], optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return state dicts of whole tensors as this rank loads them: with the shards that it holds."""

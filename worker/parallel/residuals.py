@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NoReturn
 
+from worker.deferred import sliceable
 from worker.fp8.linear import Fallback, Float8Linear
 from worker.mesh import TensorInPieces
 from worker.optim import QuantizedWeight
@@ -62,7 +63,8 @@ class ShardedResidual:
         if reads_residual(layer):
             self.weight.own_residual = layer.whole_residual = None
             return
-        self.weight.own_residual = self.weight.select(layer.weight_residual).clone()
+        with sliceable(layer.weight_residual) as whole:
+            self.weight.own_residual = self.weight.select(whole).clone()
         layer.weight_residual, layer.whole_residual = None, _Whole(self)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.mesh import Axis, Cut, TensorInPieces
+from worker.mesh import Axis, Cut, SavedStates, TensorInPieces
 from worker.models.model import Losses
 from worker.optim import LowBitOptimizer
 from worker.parallel.axes import Axes
@@ -96,7 +96,9 @@ class StagedParallel(Parallel):
             group | {"params": [group["params"][place] for place in places]}
             for group, places in zip(optimizer["param_groups"], self.stages.places, strict=True)
         ]
-        states = {key: optimizer["state"][key] for group in groups for key in group["params"] if key in optimizer["state"]}
+        keys = [key for group in groups for key in group["params"] if key in optimizer["state"]]
+        saved = optimizer["state"]
+        states = saved.only(keys) if isinstance(saved, SavedStates) else {key: saved[key] for key in keys}
         return super().own_part(kept, optimizer | {"state": states, "param_groups": groups})
 
     def _first_numbers(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank of the tensor axis holds a shard of every layer in the model's plan, and of its states.
 
-Layers are cut after the whole model was converted: codes, residuals and master weights are cut as they are, so that shards have
+Layers are cut after the model was converted: codes, residuals and master weights are cut as they are, so that shards have
 the scale of the whole weight, and they keep one scale as the optimizer steps them (`scales.py`). Whoever joins the shards gets
 the whole weight's codes. A shard is a new parameter, since autograd remembers the shape of one that it has seen.
 
@@ -10,6 +10,7 @@ The plan of a model says how each layer is cut: by globs of names, see `plans.py
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from worker.fp8.gradient import RoundingPosition
 from worker.fp8.layout import layout_of
 from worker.fp8.linear import Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER
-from worker.mesh import Axis, Cut, TensorInPieces
+from worker.mesh import Axis, Cut, SavedStates, TensorInPieces
+from worker.mesh.saved import changed
 from worker.models.model import Part, TensorRole, TrainedModel
 from worker.optim.shards import check_unused, decoded, hold_shards
 from worker.parallel.axes import Axes
@@ -81,17 +83,23 @@ class TensorShards:
         whole = [name for name, cut in self.names.items() if name in model and model[name].shape == cut.whole_shape]
         if not whole:
             return model, optimizer_state
-        model = model | {name: self.names[name].shard(model[name], self.axis.rank) for name in whole}
+        cuts, rank = {name: self.names[name] for name in whole}, self.axis.rank
+        model = model | {name: changed(model[name], partial(cut.shard, rank=rank), cut.shape) for name, cut in cuts.items()}
         optimizer_state = decoded(optimizer_state)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         keys = [key for group in optimizer_state["param_groups"] for key in group["params"]]
         wholes = {piece: parameter for parameter, piece in getattr(optimizer, "pieces", {}).items()}
-        states = dict(optimizer_state["state"])
-        for parameter, key in zip(held, keys, strict=True):
-            cut = self.cuts.get(wholes.get(parameter, parameter))
-            if cut is not None and key in states:
-                states[key] = {name: self._cut_parts(value, cut) for name, value in states[key].items()}
+        found = {key: self.cuts.get(wholes.get(parameter, parameter)) for parameter, key in zip(held, keys, strict=True)}
+        changes = {key: partial(self._cut_state, cut=cut) for key, cut in found.items() if cut is not None}
+        states = optimizer_state["state"]
+        if isinstance(states, SavedStates):
+            states = states.changed(changes)
+        else:
+            states = {key: changes[key](state) if key in changes else state for key, state in states.items()}
         return model, optimizer_state | {"state": states}
+
+    def _cut_state(self, state: dict[str, Any], cut: Cut) -> dict[str, Any]:
+        return {name: self._cut_parts(value, cut) for name, value in state.items()}
 
     def _cut_parts(self, value: Any, cut: Cut) -> Any:
         if not isinstance(value, dict):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from worker.deferred import is_deferred
 from worker.mesh import Axis, Pending
 from worker.optim import QuantizedWeight
 from worker.parallel.buckets import Bucket
@@ -23,17 +24,20 @@ class WholeWeights:
     def __init__(
         self, bucket: Bucket, quantized: Mapping[Tensor, QuantizedWeight], axis: Axis, sent_dtype: torch.dtype
     ) -> None:
-        """The bucket's pieces move into the share. quantized: weights held as codes, by piece.
+        """The bucket's pieces move into the share, which is zeros where parameters have no memory yet.
 
-        sent_dtype: in which fp32 weights travel; bf16 rounds them, on the rank that owns them too.
+        quantized: weights held as codes, by piece. sent_dtype: in which fp32 weights travel; bf16 rounds them, on the rank that
+        owns them too.
         """
         self.bucket, self.axis = bucket, axis
         first = bucket.parameters[0]
-        self._whole_RS = first.detach().new_zeros((axis.size, bucket.layout.share_size))
+        shape = (axis.size, bucket.layout.share_size)
+        has_values = not is_deferred(first)
+        self._whole_RS = first.detach().new_zeros(shape) if has_values else first.detach().new_empty(shape)
         self._bound = [bucket._whole(self._whole_RS.view(-1), index) for index in range(len(bucket.parameters))]
-        for whole, parameter in zip(self._bound, bucket.parameters, strict=True):
+        for whole, parameter in zip(self._bound, bucket.parameters, strict=True) if has_values else ():
             whole.copy_(parameter.detach())
-        self.share_S = self._whole_RS[axis.rank].clone()
+        self.share_S = self._whole_RS[axis.rank].clone() if has_values else first.detach().new_zeros(shape[1])
         assert bucket.pieces is not None
         for parameter in bucket.parameters:
             bucket.pieces[parameter].data = self.share_S[:0]

@@ -77,6 +77,10 @@ class ShardedStates:
         buckets = [bucket for bucket in self.gradients.buckets if bucket.parameters[0] in divided]
         self.blocks = DividedBlocks(blocks, buckets, self.optimizer._quantized, self.axis, sent_dtype)
 
+    def piece_of(self, parameter: Tensor) -> tuple[nn.Parameter, range] | None:
+        """Return what this rank steps of a parameter, 1-D, and which elements these are; None for a frozen parameter."""
+        return (self._pieces[parameter], self._elements[parameter]) if parameter in self._pieces else None
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients so that their norm is at most max_norm, as torch's function of the name. Returns the norm, fp32 ().
@@ -109,8 +113,16 @@ class ShardedStates:
         """The state dicts of model and optimizer, with a `TensorInPieces` for what ranks share. All ranks call it together."""
         self._keep_pieces(True)
         try:
-            model = self.gradients.model.state_dict(keep_vars=True)
             optimizer = self.optimizer.state_dict()
+        finally:
+            self._keep_pieces(False)
+        return self.model_in_pieces(), optimizer
+
+    def model_in_pieces(self) -> dict[str, Any]:
+        """The model's part of `state_dicts_in_pieces`, for which no rank waits for another."""
+        self._keep_pieces(True)
+        try:
+            model: dict[str, Any] = self.gradients.model.state_dict(keep_vars=True)
         finally:
             self._keep_pieces(False)
         places: dict[Tensor, tuple[Bucket, int]] = {
@@ -124,7 +136,7 @@ class ShardedStates:
         for name, layer in self.gradients.model.named_modules(remove_duplicate=False):
             if isinstance(layer, Float8Linear) and residuals.get(layer) is not None:
                 model[f"{name}.weight_residual".removeprefix(".")] = residuals[layer]
-        return model, optimizer
+        return model
 
     def _keep_pieces(self, is_on: bool) -> None:
         self._keeps_pieces = is_on

@@ -4,7 +4,7 @@ The model is built on the device `meta`. Each linear layer is read from the file
 next one is read; what no level converts is read afterwards. An optimizer is made for the parameters on `meta` and follows them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,11 @@ class FileSource:
             )
         for parameter in model.parameters():
             self._check_shape(parameter)
+
+    def values(self, names: Sequence[str]) -> Tensor:
+        """Return the values of a parameter, on the device, by the names that the model knows it by."""
+        found = next(name for name in names if self.layout.rename(name) in self.files)
+        return self._values(found)
 
     def unknown_names(self) -> list[str]:
         """Return the file's names of tensors that the model does not have. Scales of FP8 weights belong to their weights."""

@@ -1,25 +1,83 @@
-"""Start a job's model: from random values, or from a folder, whose weights are read as the level converts them."""
+"""Start a job's model: from random values, or from a folder, whose weights are read as the level converts them.
+
+Where ranks divide the model it is started without values, and no rank ever holds it whole (`values.py`).
+"""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from api_schemas import ANY_FILE, FamilySpec, Files, Unfit
+from api_schemas import ANY_FILE, EventReport, FamilySpec, Files, Unfit
+from worker.config import TrainConfig
 from worker.errors import InvalidConfig
+from worker.mesh import Axis
 from worker.models import TrainedModel, build_model
 from worker.models.huggingface import build_without_values
 from worker.models.meta import parameters_on_meta
+from worker.optim import LowBitOptimizer
+from worker.parallel import Parallel
+from worker.parallel.materialize import Values, materialize
+from worker.prepare import WeightSource
 from worker.pretrained.files import PretrainedFiles
 from worker.pretrained.load import FileSource
+from worker.pretrained.values import DrawnValues, ReadValues
 
 logger = logging.getLogger(__name__)
+FAMILIES = ("gpt", "llama")
+"""Families whose initial values are known by parameter: `TrainedModel.initial`."""
+
+
+@dataclass(frozen=True)
+class StartedModel:
+    """A model before it is converted. source: gives it its values as it is converted; None where it has them.
+
+    values: gives it its values after ranks have divided it. events: what a person should know of it.
+    """
+
+    model: TrainedModel
+    source: WeightSource | None = None
+    values: Values | None = None
+    events: tuple[EventReport, ...] = ()
+
+    def make_masters(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Make the master weights of a whole model that was read from a folder."""
+        if self.values is None and isinstance(self.source, FileSource):
+            self.source.make_masters(model, optimizer)
+
+    def fill(self, parallel: Parallel, replicas: Axis) -> None:
+        """Give a divided model the values that it lacks, if it lacks them. Raises DoesNotFit."""
+        if self.values is not None:
+            assert isinstance(parallel.optimizer, LowBitOptimizer)  # that of every job after `prepare`
+            materialize(parallel.model, parallel.optimizer, parallel, self.values, replicas)
+
+
+def start_job(config: TrainConfig, device: torch.device) -> StartedModel:
+    """Start the model of a job. Where ranks divide it, each makes its own share only, or an event says why that cannot be.
+
+    Raises InvalidConfig.
+    """
+    reason = why_whole(config) if divides(config) else None
+    if divides(config) and reason is None:
+        spec, files = config.model, config.readable_files
+        with parameters_on_meta():
+            model = build_model(spec, config.seed, files) if spec.files is None else build_without_values(spec, files)
+        if spec.files is None:
+            drawn = DrawnValues(model, config.seed, device)
+            return StartedModel(model, drawn, drawn)
+        if (source := _source(model, Path(spec.files), files, device)) is not None:
+            return StartedModel(model, source, ReadValues(source, model))
+        reason = "the tensors of its folder are not the network's own, so transformers reads them all"
+    started = start_model(config.model, config.seed, config.readable_files, device)
+    return StartedModel(*started, events=_whole_events(reason))
 
 
 def start_model(
     spec: FamilySpec, seed: int, files: Files = ANY_FILE, device: torch.device | str = "cpu"
 ) -> tuple[TrainedModel, FileSource | None]:
-    """Return the network that a job asks for, on the device, and None; or on `meta`, and what gives it its values.
+    """Return the whole network of a spec, on the device, and None; or on `meta`, and what gives it its values.
 
     The second holds for a folder whose tensors are the network's own, name by name: no fp32 copy of the weights is made. Other
     folders, such as those whose experts transformers joins, are read as a whole. Raises InvalidConfig.
@@ -31,6 +89,34 @@ def start_model(
         if (source := _source(model, Path(spec.files), files, device)) is not None:
             return model, source
     return build_model(spec, seed, files).to(device), None
+
+
+def divides(config: TrainConfig) -> bool:
+    """Whether the ranks of a job divide its model or its optimizer's states."""
+    return config.layout.num_ranks > 1 and (
+        config.layout.tensor * config.layout.pipeline > 1 or config.parallelism.zero_stage > 0
+    )
+
+
+def why_whole(config: TrainConfig) -> str | None:
+    """Say why each rank has to make the whole model before it is divided; None where it does not."""
+    if config.adapter is not None:
+        return "adapters are added to a model that has its values"
+    if config.training.ema_decay is not None:
+        return "training.ema_decay keeps the average of whole weights on every rank"
+    if config.precision.storage.engine == "torchao":
+        return "level ao converts layers that have their values"
+    if config.model.files is None and config.model.family not in FAMILIES:
+        return f"the classes of family {config.model.family} draw their values when they are built"
+    return None
+
+
+def _whole_events(reason: str | None) -> tuple[EventReport, ...]:
+    if reason is None:
+        return ()
+    message = f"each rank makes the whole model before it keeps its share, and has to have memory for that: {reason}"
+    logger.warning(message)
+    return (EventReport(type="model.made_whole", message=message),)
 
 
 def _source(model: TrainedModel, folder: Path, files: Files, device: torch.device) -> FileSource | None:

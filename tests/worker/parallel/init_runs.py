@@ -1,0 +1,136 @@
+"""Jobs whose model is made in pieces, and the same made whole: what each rank holds at most, and the bits that come of it."""
+
+import gc
+import hashlib
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from api_schemas import EventReport, JobSpec
+from benchmarks.live_storages import LiveStorages
+from tests.worker.parallel.job_runs import checkpoint_ref
+from tests.worker.test_train import Recorder
+from worker import memory_report
+from worker.config import RankEnv, resolve
+from worker.fp8 import weights
+from worker.mesh import Mesh, TensorInPieces
+from worker.pretrained import start
+from worker.train import Trainer
+
+HIDDEN, NUM_LAYERS, VOCABULARY = 64, 8, 256
+SIZES = {
+    "hidden_size": HIDDEN,
+    "num_layers": NUM_LAYERS,
+    "num_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_sequence_length": 16,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"family": "gpt", **SIZES},
+    "llama": {"family": "llama", "intermediate_size": 4 * HIDDEN, "num_key_value_heads": 2, "tie_embeddings": False, **SIZES},
+}
+LARGEST = 4 * HIDDEN * HIDDEN
+"""Elements of the largest parameter."""
+PIECE = 1 << 11
+"""Elements that are encoded at a time here; 4 M elsewhere, which would be all of these layers."""
+Result = dict[str, Any]
+
+
+def document(corpus: Path, family: str, level: str, workers: int, **parallelism: Any) -> dict[str, Any]:
+    """A job of two steps."""
+    return {
+        "name": "in-pieces",
+        "model": MODELS[family],
+        "precision": {"level": level},
+        "data": {"path": str(corpus)},
+        "training": {
+            "steps": 2,
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "sequence_length": 16,
+            "optimizer": {"learning_rate": 3e-3},
+            "checkpoint_every": 1,
+            "eval_batches": 1,
+            "seed": 1,
+        },
+        "parallelism": parallelism,
+        "resources": {"workers": workers},
+    }
+
+
+def run_job(job: dict[str, Any], env: RankEnv, folder: Path, *, whole: bool) -> Result:
+    """What a rank holds while a job is prepared and right after it, and the bits before the first step and at the end.
+
+    whole: the model is made whole, as that of a job is whose model cannot be made in pieces.
+    """
+    recorder, config = Recorder(), resolve(JobSpec.model_validate(job), env)
+    reason = mock.patch.object(start, "why_whole", return_value="a test asks for it" if whole else None)
+    with Mesh(env, torch.device("cpu"), config.layout) as mesh:
+        gc.collect()
+        with reason, mock.patch.object(weights, "PIECE_ELEMENTS", PIECE), LiveStorages() as live:
+            trainer = Trainer(config, mesh, recorder, folder)
+        held = sum(memory_report(trainer.model, trainer.optimizer).values())
+        made = bits(trainer)
+        trainer.run()
+        events = [event.type for event in recorder.of(EventReport)]
+        return {
+            "peak": live.peak_bytes,
+            "held": held,
+            "made": made,
+            "trained": bits(trainer),
+            "losses": recorder.losses(),
+            "events": events,
+        }
+
+
+def resume_job(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
+    """What a rank holds at most while it resumes from a run's older checkpoint, what before, and the bits at the end."""
+    recorder, config = Recorder(), resolve(JobSpec.model_validate(job), env)
+    with Mesh(env, torch.device("cpu"), config.layout) as mesh:
+        gc.collect()
+        with mock.patch.object(weights, "PIECE_ELEMENTS", PIECE), LiveStorages() as live:
+            trainer = Trainer(config, mesh, recorder, folder)
+            held = live.peak_bytes = live.num_bytes
+            trainer._resume((checkpoint_ref(folder / "checkpoints"),))
+        assert trainer.progress.step == 1
+        with closing(trainer.batches), trainer.writer:
+            trainer.step()
+            trainer._report(trainer.log.flush())
+        return {"peak": live.peak_bytes, "held": held, "trained": bits(trainer), "losses": recorder.losses()}
+
+
+def bits(trainer: Trainer) -> dict[str, Any]:
+    """Every leaf of this rank's state dicts by its path; of tensors dtype, shape and a hash."""
+    model, optimizer = trainer.parallel.state_dicts()
+    return dict(_leaves({"model": dict(model), "optimizer": optimizer}, ""))
+
+
+def _leaves(value: Any, path: str) -> Any:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}/{key}")
+    elif isinstance(value, TensorInPieces):
+        yield from _leaves(value.own, path)
+    elif isinstance(value, Tensor):
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        yield path, (str(value.dtype), tuple(value.shape), hashlib.sha256(flat.numpy().tobytes()).hexdigest())
+    else:
+        yield path, value
+
+
+def work(rank: int, folder: str, ports: dict[str, tuple[int, int, int]], jobs: dict[str, dict[str, Any]]) -> None:
+    """Run each job in pieces, whole, and again in pieces from its older checkpoint, and save what each found."""
+    torch.set_num_threads(1)
+    found: dict[str, list[Result]] = {}
+    for name, job in jobs.items():
+        found[name] = []
+        for whole in (False, True):
+            env = RankEnv(rank=rank, world_size=job["resources"]["workers"], master_port=ports[name][whole])
+            found[name].append(run_job(job, env, Path(folder, f"{name} {whole}"), whole=whole))
+        env = RankEnv(rank=rank, world_size=job["resources"]["workers"], master_port=ports[name][2])
+        found[name].append(resume_job(job, env, Path(folder, f"{name} False")))
+    torch.save(found, f"{folder}/{rank}.pt")

@@ -1,0 +1,108 @@
+"""Where ranks divide a model, none of them makes more than its share and one parameter, and the bits are those of the whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import free_port, run_ranks
+from tests.text import write_corpus
+from tests.worker.parallel.init_runs import HIDDEN, LARGEST, PIECE, Result, document, work
+
+pytestmark = pytest.mark.system
+LEVELS = ("O2", "O3", "O3-split", "bf16-amp")
+USUAL = [
+    *(("gpt", level, 2, "zero_stage", 3) for level in ("O3", "bf16-amp")),
+    ("llama", "O3-split", 2, "zero_stage", 3),
+    ("llama", "O3", 2, "tensor", 2),
+    ("gpt", "O3-split", 2, "pipeline", 2),
+]
+"""What `make test` has: family, level, ranks, what divides the model, and its degree or stage."""
+CASES = [
+    pytest.param(case, marks=() if case in USUAL else pytest.mark.matrix)
+    for family in ("gpt", "llama")
+    for level in LEVELS
+    for case in (
+        (family, level, 2, "zero_stage", 1),
+        (family, level, 2, "zero_stage", 3),
+        (family, level, 4, "zero_stage", 3),
+        (family, level, 2, "tensor", 2),
+        (family, level, 2, "pipeline", 2),
+    )
+]
+TEMPORARIES = 12 * PIECE * 4
+"""Bytes of slack: what is encoded piece by piece, batches of tokens, scales and norms."""
+READ = 2 * 15 * HIDDEN * HIDDEN * 4 + TEMPORARIES
+"""Bytes that reading a checkpoint takes: a block in fp32 at most, as it was saved and as it is held while it is loaded."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[Any, list[list[Result]]]:
+    """What each rank found in pieces and whole, by case."""
+    folder = tmp_path_factory.mktemp("in-pieces")
+    corpus = write_corpus(folder / "corpus")
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
+    cases = list(dict.fromkeys(item.callspec.params["case"] for item in tests if hasattr(item, "callspec")))
+    found: dict[Any, list[list[Result]]] = {}
+    for num_ranks in sorted({case[2] for case in cases}):
+        jobs = {
+            " ".join(map(str, case)): document(corpus, case[0], case[1], num_ranks, **{case[3]: case[4]})
+            for case in cases
+            if case[2] == num_ranks
+        }
+        ports = {name: (free_port(), free_port(), free_port()) for name in jobs}
+        run_ranks(work, (str(folder), ports, jobs), num_ranks)
+        ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+        found |= {case: [rank[" ".join(map(str, case))] for rank in ranks] for case in cases if case[2] == num_ranks}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_makes_its_share_and_one_parameter(case: tuple[Any, ...], results: dict[Any, list[list[Result]]]) -> None:
+    _, _, _, kind, degree = case
+    copies = 1 + 1 / degree if kind == "tensor" else 1  # a shard that is no view of the whole
+    for in_pieces, whole, _ in results[case]:
+        limit = in_pieces["held"] + copies * LARGEST * 4 + TEMPORARIES
+        assert in_pieces["peak"] <= limit, f"{in_pieces['peak']:,} of {limit:,} bytes, {in_pieces['held']:,} held"
+        assert whole["peak"] > limit
+        assert whole["held"] == in_pieces["held"]
+    for number, (in_pieces, whole, _) in enumerate(results[case]):
+        assert "model.made_whole" not in in_pieces["events"]
+        assert number or "model.made_whole" in whole["events"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_a_model_made_whole(case: tuple[Any, ...], results: dict[Any, list[list[Result]]]) -> None:
+    for in_pieces, whole, _ in results[case]:
+        assert in_pieces["losses"] == whole["losses"]
+        for moment in ("made", "trained"):
+            assert in_pieces[moment].keys() == whole[moment].keys()
+            assert [path for path, leaf in in_pieces[moment].items() if leaf != whole[moment][path]] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_is_not_put_together(case: tuple[Any, ...], results: dict[Any, list[list[Result]]]) -> None:
+    for in_pieces, _, resumed in results[case]:
+        assert resumed["losses"] == in_pieces["losses"][1:]
+        assert [path for path, leaf in in_pieces["trained"].items() if leaf != resumed["trained"][path]] == []
+        assert resumed["peak"] <= resumed["held"] + READ, f"{resumed['peak']:,} bytes, {resumed['held']:,} held"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("level", "parallelism"), [("O3", {"zero_stage": 3}), ("O3-split", {"tensor": 2})])
+def test_weights_of_a_folder_are_read_one_at_a_time(level: str, parallelism: dict[str, int], tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": 8, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=256, max_position_embeddings=16, tie_word_embeddings=False)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    job = document(write_corpus(tmp_path / "corpus"), "gpt", level, 2, **parallelism)
+    job["model"] = {"family": "huggingface", "path": str(tmp_path / "base")}
+    run_ranks(work, (str(tmp_path), {"folder": (free_port(), free_port(), free_port())}, {"folder": job}), 2)
+    for rank in range(2):
+        in_pieces, whole, resumed = torch.load(tmp_path / f"{rank}.pt", weights_only=False)["folder"]
+        assert in_pieces["losses"] == whole["losses"]
+        assert in_pieces["made"] == whole["made"]
+        assert in_pieces["trained"] == whole["trained"] == resumed["trained"]
+        assert in_pieces["peak"] <= in_pieces["held"] + 1.5 * LARGEST * 4 + TEMPORARIES < whole["peak"]

@@ -1,0 +1,170 @@
+"""Give a model that was converted and divided without values its values, one parameter at a time.
+
+Each parameter's values are made whole, in the whole model's order, encoded as the level holds them with the scale of the whole,
+and cut to what this rank keeps: its pieces (ZeRO), its shard (tensor degree), or nothing (another stage of a pipeline). So a
+rank never holds more than its own share and the largest parameter in fp32. The bits are those of a model that was made whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from worker.deferred import allocate, is_deferred
+from worker.fp8.convert import ConversionReport
+from worker.fp8.linear import Float8Linear
+from worker.fp8.weights import amax_of, encode_values
+from worker.mesh import Axis
+from worker.metrics.memory import memory_report
+from worker.optim import LowBitOptimizer
+from worker.optim.later import allocate_states, make_master, state_bytes
+from worker.parallel.parallelize import Parallel
+
+
+@dataclass(frozen=True)
+class Unfilled:
+    """A parameter of the whole model that waits for its values. names: all that it is known by, if it is tied."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+
+
+class Values(Protocol):
+    """Where the values of a whole model come from. Each parameter is read or skipped once, in the order of `unfilled`."""
+
+    unfilled: Sequence[Unfilled]
+
+    def read(self, parameter: Unfilled) -> Tensor:
+        """Return a parameter's whole values on the device where the model trains."""
+
+    def skip(self, parameter: Unfilled) -> None:
+        """Pass over a parameter of which this rank holds nothing."""
+
+
+class DoesNotFit(MemoryError):
+    """This rank's share of a model, with the largest parameter, does not fit into memory."""
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel, values: Values, replicas: Axis) -> None:
+    """Fill what this rank holds of a model, and make its optimizer's states. All ranks call it together.
+
+    replicas: the ranks that hold the same; they get the first one's whole parameters and buffers.
+    Raises DoesNotFit, which says how much memory it takes.
+    """
+    held = dict(model.named_parameters(remove_duplicate=False))
+    in_codes = {
+        f"{name}.weight".removeprefix("."): layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, Float8Linear) and layer.weight_dequant_scale is not None
+    }
+    fill, num_held = _Fill(optimizer, parallel), 0
+    try:
+        allocate_states(optimizer)
+        for parameter in values.unfilled:
+            name = next((name for name in parameter.names if name in held), None)
+            if name is None:
+                values.skip(parameter)
+            elif (layer := in_codes.get(name)) is not None:
+                fill.codes(layer, values.read(parameter))
+            else:
+                fill.plain(held[name], values.read(parameter))
+            num_held += name is not None
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise DoesNotFit(_explained(model, optimizer, parallel, values, num_held)) from error
+    left = [name for name, parameter in held.items() if is_deferred(parameter)]
+    assert not left, f"no values for {left}"
+    for tensor in (*model.parameters(), *model.buffers()):
+        if parallel.holds_whole(tensor):
+            replicas.broadcast_(tensor)
+    report = model.octet_report
+    assert isinstance(report, ConversionReport)
+    model.octet_report = report.completed(memory_report(model, optimizer), report.health)  # type: ignore[assignment]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; torch's allocator on the CPU has no class of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+class _Fill:
+    """Puts whole values where this rank holds its part of them."""
+
+    def __init__(self, optimizer: LowBitOptimizer, parallel: Parallel) -> None:
+        self.optimizer, self.parallel = optimizer, parallel
+
+    def plain(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """A parameter that is held as values."""
+        self._put(parameter, self._shard(parameter, whole))
+
+    def codes(self, layer: Float8Linear, whole: Tensor) -> None:
+        """A layer's weight that is held as codes: also its scale, and its residual or master weight."""
+        assert layer.weight_dequant_scale is not None
+        assert layer.weight_amax is not None
+        parameter, amax = layer.weight, amax_of(whole)
+        own = self._shard(parameter, whole).contiguous()
+        stepped, elements = self.parallel.piece_of(parameter)
+        weight = self.optimizer._quantized.get(stepped)
+        is_whole = is_deferred(parameter) or layer.weight_residual is not None  # else codes and residual are pieces
+        encoded_part = own if is_whole else own.view(-1)[elements.start : elements.stop]
+        own_residual = None if weight is None else weight.own_residual
+        has_residual = layer.weight_residual is not None or own_residual is not None
+        encoded = encode_values(encoded_part, parameter.dtype, has_residual=has_residual, amax=amax)
+        layer.weight_dequant_scale.copy_(encoded.dequant_scale)
+        layer.weight_amax.copy_(amax)
+        self._put(parameter, encoded.codes, is_piece=not is_whole)
+        if layer.weight_residual is not None:
+            allocate(layer.weight_residual).copy_(encoded.residual)
+        elif own_residual is not None:
+            assert encoded.residual is not None
+            flat = encoded.residual.view(-1)
+            own_residual.copy_(flat[elements.start : elements.stop] if is_whole else flat)
+        if weight is not None and weight.needs_master and stepped.requires_grad:
+            values = own.view(-1)[elements.start : elements.stop].float()
+            make_master(self.optimizer, stepped, values, amax)
+
+    def _shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        cut = self.parallel.shards.cuts.get(parameter)
+        return whole if cut is None else cut.part(whole, self.parallel.shards.axis.rank)
+
+    def _put(self, parameter: nn.Parameter, values: Tensor, *, is_piece: bool = False) -> None:
+        """Write what a rank holds of a parameter. is_piece: the values are those of its piece alone, flat."""
+        if is_deferred(parameter):
+            allocate(parameter).copy_(values)
+            return
+        piece, elements = self.parallel.piece_of(parameter)
+        piece.copy_(values if is_piece else values.reshape(-1)[elements.start : elements.stop])
+
+
+def needed_bytes(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel) -> int:
+    """Return the bytes of what this rank holds of a divided model for good: weights, master weights, states; no gradients."""
+    total = sum(buffer.nbytes for buffer in model.buffers())
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in model.parameters():
+        stepped, elements = parallel.piece_of(parameter)
+        num_held = parameter.numel() if parallel.holds_whole(parameter) else len(elements)
+        total += num_held * parameter.element_size()
+        weight = optimizer._quantized.get(stepped)
+        if weight is not None and weight.own_residual is not None:
+            total += weight.own_residual.nbytes
+        if weight is not None and weight.needs_master:
+            total += len(elements) * torch.float16.itemsize
+        if stepped in groups:
+            total += state_bytes(optimizer, stepped, groups[stepped])
+    return total
+
+
+def _explained(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel, values: Values, num_held: int) -> str:
+    share = needed_bytes(model, optimizer, parallel)
+    largest = max(parameter.shape.numel() for parameter in values.unfilled) * torch.float32.itemsize
+    axes = f"{parallel.replicas.size} data, {parallel.shards.axis.size} tensor"
+    return (
+        f"the model does not fit: this rank's share of weights and optimizer states takes {share / 2**30:.2f} GiB, and the "
+        f"largest parameter {largest / 2**30:.2f} GiB while it is made; memory ended after {num_held} of "
+        f"{sum(1 for _ in model.parameters())} parameters. Use more ranks ({axes} ranks divide each stage), a higher "
+        "zero_stage, tensor or pipeline degree, or a level with fewer bytes."
+    )

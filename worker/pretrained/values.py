@@ -1,0 +1,73 @@
+"""The values of a model that is divided before it has any: drawn as its class draws them, or read from a folder.
+
+A model is built on `meta`, its parameters then stand on their device without memory (`worker/deferred.py`). It is converted and
+divided like this, and `worker/parallel/materialize.py` asks for one whole parameter after another.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from worker.deferred import defer_parameters
+from worker.models import TrainedModel
+from worker.models.initial import Initial, draw, skip
+from worker.parallel.materialize import Unfilled
+from worker.pretrained.load import FileSource
+
+
+def unfilled_parameters(model: nn.Module) -> list[Unfilled]:
+    """List the parameters of a whole model in its order, ties once."""
+    names_of: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    return [Unfilled(tuple(names), parameter.shape) for parameter, names in names_of.items()]
+
+
+class DrawnValues:
+    """Draws the values of a model of ours from its seed. It is also the model's `WeightSource` in `prepare`."""
+
+    def __init__(self, model: TrainedModel, seed: int, device: torch.device) -> None:
+        """model: on `meta`; its parameters are on the device afterwards, without memory."""
+        self.device, self.unfilled = device, unfilled_parameters(model)
+        self._initial = {parameter.names[0]: _initial(model, parameter) for parameter in self.unfilled}
+        self._generator = torch.Generator().manual_seed(seed)
+        defer_parameters(model, device)
+
+    def read(self, parameter: Unfilled) -> Tensor:
+        """Return the next parameter's whole values, fp32."""
+        drawn = draw(torch.empty(parameter.shape), self._initial[parameter.names[0]], self._generator)
+        return drawn.to(self.device)
+
+    def skip(self, parameter: Unfilled) -> None:
+        """Pass over the next parameter's random numbers."""
+        skip(parameter.shape.numel(), self._initial[parameter.names[0]], self._generator)
+
+    def fill(self, layer: nn.Module) -> None:
+        """Leave the layer without values."""
+
+    def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Move the buffers, which have values, to the device."""
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self.device)
+
+
+class ReadValues:
+    """Reads the values of a model from a folder, one tensor at a time. Nothing is read of what a rank does not hold."""
+
+    def __init__(self, source: FileSource, model: TrainedModel) -> None:
+        """model: that of the source, on `meta`; its parameters are on the device afterwards, without memory."""
+        self.source, self.unfilled = source, unfilled_parameters(model)
+        defer_parameters(model, source.device)
+
+    def read(self, parameter: Unfilled) -> Tensor:
+        """Return a parameter's whole values in the dtype of the file."""
+        return self.source.values(parameter.names)
+
+    def skip(self, parameter: Unfilled) -> None:
+        """Read nothing."""
+
+
+def _initial(model: TrainedModel, parameter: Unfilled) -> Initial:
+    initial = model.initial(parameter.names[0], len(parameter.shape))
+    assert initial is not None, "a model whose class draws its values is built whole"
+    return initial
