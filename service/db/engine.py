@@ -51,6 +51,7 @@ class Database:
         self._reading: Engine
         self._writing: Engine
         self.is_sqlite = self._engine.dialect.name == "sqlite"
+        self._is_migrated = False
         self._one_writer = threading.Lock()
         self._log_copies: LogCopies | None = None
         self._writing_by_step: dict[int, Engine] = {}  # only for whoever has `_one_writer`
@@ -63,13 +64,16 @@ class Database:
             self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
     def migrate(self) -> None:
-        """Bring the schema up to this version. Several processes may call it at once."""
+        """Bring the schema up to this version. Several processes may call it at once; once it is done, a call does nothing."""
+        if self._is_migrated:
+            return
         if self.is_sqlite and self._engine.url.database:
             Path(self._engine.url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._turn_to_write() as engine, engine.connect() as connection, connection.begin():
             if not self.is_sqlite:
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtext("octet_migrations"))))
             upgrade(connection)
+        self._is_migrated = True
 
     @contextmanager
     def read(self) -> Iterator[Session]:

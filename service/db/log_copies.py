@@ -1,8 +1,8 @@
 """Copies SQLite's write-ahead log into the database while others commit.
 
-SQLite does so itself in the commit that fills a thousand pages of the log, which takes that commit and all that wait for it tens
-of milliseconds. Here a thread copies after every `COMMITS` commits, and holds writers up only for the few pages that were added
-meanwhile; after that the log begins again. A commit that finds far more pages copies them, as before, so the log stays bounded.
+SQLite does so itself in the commit that fills a thousand pages of the log, and all that wait for that commit wait for it too.
+Here a thread copies after every `COMMITS` commits, and holds writers up only for the few pages that were added meanwhile; after
+that the log begins again. A commit that finds far more pages copies them, as before, so the log stays bounded.
 """
 
 import logging
@@ -24,7 +24,7 @@ class LogCopies:
     """Copies the log of one database in a thread, which starts with the first copy."""
 
     def __init__(self, path: str, turn_to_write: Callable[[], AbstractContextManager[object]]) -> None:
-        """path: of the database. turn_to_write: keeps the other writers of this process away. It may raise; then no copy ends."""
+        """path: of the database. turn_to_write: keeps the other writers of this process away, or raises."""
         self._path = path
         self._turn_to_write = turn_to_write
         self._num_commits = 0
