@@ -63,12 +63,17 @@ class Database:
             self._writing = self._engine
             self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
+    @property
+    def path(self) -> Path | None:
+        """The file of a database of SQLite; None for one of PostgreSQL."""
+        return Path(self._engine.url.database) if self.is_sqlite and self._engine.url.database else None
+
     def migrate(self) -> None:
         """Bring the schema up to this version. Several processes may call it at once; once it is done, a call does nothing."""
         if self._is_migrated:
             return
-        if self.is_sqlite and self._engine.url.database:
-            Path(self._engine.url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.path is not None:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._turn_to_write() as engine, engine.connect() as connection, connection.begin():
             if not self.is_sqlite:
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtext("octet_migrations"))))

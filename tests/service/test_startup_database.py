@@ -30,6 +30,18 @@ def test_a_new_and_a_former_database_are_opened(tmp_path: Path) -> None:
     assert (tmp_path / "octet.db").is_file()
 
 
+def test_the_migrations_of_a_new_one_leave_nothing_in_memory(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from sqlalchemy import text; from service.settings import Settings\n"
+        "from service.processes.startup import database_of_one_machine\n"
+        "database = database_of_one_machine(Settings(data_dir=Path(sys.argv[1])))\n"
+        "with database.read() as session: assert session.execute(text('SELECT count(*) FROM jobs')).scalar() == 0\n"
+        "assert 'alembic' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_one_that_another_process_writes(tmp_path: Path) -> None:
     with locked(f"sqlite:///{tmp_path / 'octet.db'}"), pytest.raises(RuntimeError) as raised:
         open_database(tmp_path)
