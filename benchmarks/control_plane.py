@@ -12,20 +12,18 @@ import json
 import os
 import signal
 import socket
-import sqlite3
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import control_plane_rows as rows
 from benchmarks.control_plane_client import closed_loop
+from benchmarks.control_plane_tables import compare, options_of
 
 START_S = 60.0
 SPEC = {
@@ -206,50 +204,21 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
 
 def main() -> int:
     """Print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = options_of(__doc__)
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement of submissions")
     parser.add_argument("--requests", type=int, default=300, help="requests of each measurement of latency")
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--queued", type=int, default=100_000, help="jobs of the long queue; 0 leaves it out")
     parser.add_argument("--history", type=int, default=1_000_000, help="jobs that ended before; 0 leaves them out")
     parser.add_argument("--running", type=int, default=1000, help="running jobs that a restarted server finds; 0 leaves it out")
-    parser.add_argument("--folder", type=Path, default=Path("build"), help="folder on the disk that SQLite writes to")
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     options = parser.parse_args()
-    trees: list[Path] = options.tree or [Path()]
-    options.folder.mkdir(exist_ok=True)
-    found: dict[str, list[list[float]]] = {}
-    for _ in range(options.rounds):
-        for number, tree in enumerate(trees):
-            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                corpus = Path(folder, "corpus.txt").resolve()
-                corpus.write_text("text to train on\n" * 1000)
-                with running(tree, Path(folder).resolve()) as server:
-                    figures = measure(server, corpus, options)
-                if options.running:
-                    figures |= restart(tree, Path(folder).resolve(), options.running)
-                for name, value in figures.items():
-                    found.setdefault(name, [[] for _ in trees])[number].append(value)
-    lines = [
-        f"# The control plane's HTTP API, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        f"`python -m benchmarks.control_plane {' '.join(sys.argv[1:])}`, {os.cpu_count()} CPU cores, SQLite "
-        f"{sqlite3.sqlite_version}, synchronous=FULL. Median of {options.rounds} rounds.",
-        "",
-        f"| figure | {' | '.join(str(tree) for tree in trees)} |",
-        f"| --- |{' ---: |' * len(trees)}",
-        *(
-            f"| {name} | {' | '.join(f'{statistics.median(values):.2f}' for values in by_tree)} |"
-            for name, by_tree in found.items()
-        ),
-    ]
-    report = "\n".join(lines) + "\n"
-    sys.stdout.write(report)
-    if options.write:
-        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-control-plane.md").write_text(report)
-    return 0
+
+    def once(tree: Path, folder: Path, corpus: Path) -> dict[str, float]:
+        with running(tree, folder) as server:
+            figures = measure(server, corpus, options)
+        return figures | (restart(tree, folder, options.running) if options.running else {})
+
+    return compare(options, "benchmarks.control_plane", "The control plane's HTTP API", "control-plane", once)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,11 @@ its report's first byte to the subscriber's last, in a client on the same machin
 import argparse
 import hashlib
 import json
-import os
 import random
 import selectors
 import socket
 import sqlite3
 import statistics
-import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -28,6 +25,7 @@ from typing import Any
 
 from benchmarks.control_plane import Connection, Server, running, submission
 from benchmarks.control_plane_client import closed_loop
+from benchmarks.control_plane_tables import compare, options_of
 
 TOKEN = "token-of-the-benchmark"
 NUM_ATTEMPTS = 8
@@ -205,39 +203,18 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
 
 def main() -> int:
     """Print and write the table."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
+    parser = options_of(__doc__)
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement of reports")
     parser.add_argument("--streams", type=int, default=1000, help="open streams of events; 0 leaves them out")
     parser.add_argument("--events", type=int, default=20)
-    parser.add_argument("--folder", type=Path, default=Path("build"), help="folder on the disk that SQLite writes to")
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     options = parser.parse_args()
-    trees: list[Path] = options.tree or [Path()]
-    options.folder.mkdir(exist_ok=True)
-    found = []
-    for tree in trees:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            corpus = Path(folder, "corpus.txt").resolve()
-            corpus.write_text("text to train on\n" * 1000)
-            with running(tree, Path(folder).resolve(), slots=NUM_ATTEMPTS, settings=SETTINGS) as server:
-                found.append(measure(server, corpus, options))
-    lines = [
-        f"# Reports and streams of the control plane, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        f"`python -m benchmarks.control_plane_reports {' '.join(sys.argv[1:])}`, {os.cpu_count()} CPU cores, load average "
-        f"{os.getloadavg()[1]:.1f}, SQLite {sqlite3.sqlite_version}, synchronous=FULL.",
-        "",
-        f"| figure | {' | '.join(str(tree) for tree in trees)} |",
-        f"| --- |{' ---: |' * len(trees)}",
-        *(f"| {name} | {' | '.join(f'{each[name]:.2f}' for each in found)} |" for name in found[0]),
-    ]
-    report = "\n".join(lines) + "\n"
-    sys.stdout.write(report)
-    if options.write:
-        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-reports-and-streams.md").write_text(report)
-    return 0
+
+    def once(tree: Path, folder: Path, corpus: Path) -> dict[str, float]:
+        with running(tree, folder, slots=NUM_ATTEMPTS, settings=SETTINGS) as server:
+            return measure(server, corpus, options)
+
+    title = "Reports and streams of the control plane"
+    return compare(options, "benchmarks.control_plane_reports", title, "reports-and-streams", once)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from api_schemas import AttemptRef, PoolConfig, Probe, ProbeState
 from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
 from service.processes import embedded
-from service.processes.startup import listening, log_to_stderr
+from service.processes.startup import database_of_one_machine, listening, log_to_stderr
 from service.settings import Settings
 
 
@@ -52,8 +52,7 @@ def main() -> None:
     pools = (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=options.slots),)
     settings = Settings(data_dir=options.data_dir, port=options.port, pools=pools)
     with listening(settings) as listener:
-        database = Database(settings.effective_database_url)
-        database.migrate()
+        database = database_of_one_machine(settings)
         launcher = Probed(pools, database, options.reconciled) if options.reconciled else FakeLauncher(pools)
         embedded._run(settings, database, launcher, listener)
         database.close()

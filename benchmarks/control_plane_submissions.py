@@ -10,19 +10,14 @@ the table, because it shares the cores with the server. PostgreSQL's own process
 
 import argparse
 import json
-import os
-import sqlite3
-import statistics
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
 from benchmarks.control_plane import SPEC, Server, running
 from benchmarks.control_plane_client import Make, closed_loop, paced
+from benchmarks.control_plane_tables import compare, options_of
 from tests.service.postgres_server import running_server
 
 WARM_UP_S = 1.0
@@ -80,57 +75,25 @@ def settings_for(database: str) -> Iterator[dict[str, str]]:
 
 def main() -> int:
     """Print and write the table."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
+    parser = options_of(__doc__)
     parser.add_argument("--database", choices=["sqlite", "postgresql"], action="append", help="repeat it for both (default)")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement")
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--rate", type=float, default=200, help="submissions per second of the measurement of latency")
     parser.add_argument("--corpora", type=int, default=1, help="data sets that the jobs take turns in reading")
-    parser.add_argument("--folder", type=Path, default=Path("build"), help="folder on the disk that SQLite writes to")
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     options = parser.parse_args()
-    trees: list[Path] = options.tree or [Path()]
-    options.folder.mkdir(exist_ok=True)
-    found: dict[str, list[list[float]]] = {}
-    for _ in range(options.rounds):
+
+    def once(tree: Path, folder: Path, corpus: Path) -> dict[str, float]:
+        corpora = [corpus, *(folder / f"corpus-{number}.txt" for number in range(1, options.corpora))]
+        for other in corpora[1:]:
+            other.write_bytes(corpus.read_bytes())
+        figures = {}
         for database in options.database or ["sqlite", "postgresql"]:
-            for number, tree in enumerate(trees):
-                with tempfile.TemporaryDirectory(dir=options.folder) as name, settings_for(database) as settings:
-                    folder = Path(name).resolve()
-                    corpora = [folder / f"corpus-{each}.txt" for each in range(options.corpora)]
-                    for corpus in corpora:
-                        corpus.write_text("text to train on\n" * 1000)
-                    with running(tree, folder, settings=settings) as server:
-                        figures = measure(server, corpora, options)
-                for figure, value in figures.items():
-                    found.setdefault(f"{database}: {figure}", [[] for _ in trees])[number].append(value)
-    report = table(trees, found, options.rounds)
-    sys.stdout.write(report)
-    if options.write:
-        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-submissions.md").write_text(report)
-    return 0
+            with settings_for(database) as settings, running(tree, folder, settings=settings) as server:
+                figures |= {f"{database}: {name}": value for name, value in measure(server, corpora, options).items()}
+        return figures
 
-
-def table(trees: list[Path], found: dict[str, list[list[float]]], num_rounds: int) -> str:
-    """Render the medians over rounds with their least and greatest, and the ratio of the first tree to the last."""
-    lines = [
-        f"# Submissions, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        f"`python -m benchmarks.control_plane_submissions {' '.join(sys.argv[1:])}`, {os.cpu_count()} CPU cores, load average "
-        f"{os.getloadavg()[1]:.1f}; Python {sys.version.split()[0]}, SQLite {sqlite3.sqlite_version}, both databases flush "
-        f"each commit. Medians of {num_rounds} rounds, least to most.",
-        "",
-        f"| figure | {' | '.join(str(tree) for tree in trees)} | first to last |",
-        f"| --- |{' ---: |' * (len(trees) + 1)}",
-    ]
-    for name, by_tree in found.items():
-        cells = [f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in by_tree]
-        ratio = statistics.median(by_tree[0]) / statistics.median(by_tree[-1])
-        lines.append(f"| {name} | {' | '.join(cells)} | {ratio:.2f} |")
-    return "\n".join(lines) + "\n"
+    return compare(options, "benchmarks.control_plane_submissions", "Submissions", "submissions", once)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control_plane import SPEC
+from benchmarks.control_plane_tables import compare, options_of
 
 TOKEN = b"token-of-the-benchmark"
 STEP = {"kind": "step", "loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1e-3, "tokens": 1000, "step_time_s": 0.1}
 STARTED = {"kind": "started", "node": "here", "device": "none", "world_size": 1, "num_parameters": 1, "resumed_from_step": 0}
 CASES = {"heartbeat": (0, 8, 100), "batch of 20 samples": (20, 8, 30), "batch of 1000 samples": (1000, 8, 3)}
 """Reports of a batch, clients at once, and how often each sends one."""
-CLIENTS, SUBMISSIONS = 16, 15
+CLIENTS = 16
+SUBMISSIONS = {16: 30, 4: 60, 1: 100}
+"""Submissions at once, and how often so many are sent."""
 
 
 class Application:
@@ -111,7 +114,7 @@ class Application:
 
 
 async def measure(corpus: Path) -> dict[str, float]:
-    """Measure this process's tree; returns the CPU microseconds of each request, by its kind: medians."""
+    """Measure this process's tree; returns the CPU microseconds of each request, by its kind: median and least."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         app = Application(Path(folder), corpus)
@@ -125,61 +128,34 @@ async def measure(corpus: Path) -> dict[str, float]:
                 await asyncio.gather(*(app.ask(*request) for request in requests))
                 times_us.append((time.process_time() - began) / len(requests) * 1e6)
             found[name] = statistics.median(times_us[1:])
+            found[f"{name}, least"] = min(times_us[1:])
 
         for name, (num_steps, num_clients, num_rounds) in CASES.items():
             await repeat(name, lambda n=num_steps, k=num_clients: [app.steps(id_, n) for id_ in ids[:k]], num_rounds)
-        await repeat("submission", lambda: [("/v1/jobs", app.job()) for _ in range(CLIENTS)], SUBMISSIONS)
+        for at_once, num_rounds in SUBMISSIONS.items():
+            name = f"submission, {at_once} at once"
+            await repeat(name, lambda n=at_once: [("/v1/jobs", app.job()) for _ in range(n)], num_rounds)
         app.database.close()
     return found
 
 
 def main() -> int:
     """Print and write the table, or measure one tree once and print its figures as JSON."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = options_of(__doc__)
     parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     options = parser.parse_args()
     if options.corpus:
         print(json.dumps(asyncio.run(measure(options.corpus))))  # noqa: T201
         return 0
-    trees: list[Path] = options.tree or [Path()]
-    found: dict[str, list[list[float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = Path(folder, "corpus.txt")
-        corpus.write_text("text to train on\n" * 1000)
-        for _ in range(options.rounds):
-            for number, tree in enumerate(trees):
-                path = os.pathsep.join([str(tree.resolve()), str(Path(__file__).parents[1])])
-                command = [sys.executable, "-P", "-m", "benchmarks.control_plane_writes", "--corpus", str(corpus)]
-                output = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True).stdout
-                for name, value in json.loads(output).items():
-                    found.setdefault(name, [[] for _ in trees])[number].append(value)
-    report = table(trees, found, options.rounds)
-    sys.stdout.write(report)
-    if options.write:
-        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-control-plane-writes.md").write_text(report)
-    return 0
 
+    def once(tree: Path, _folder: Path, corpus: Path) -> dict[str, float]:
+        path = os.pathsep.join([str(tree.resolve()), str(Path(__file__).parents[1])])
+        command = [sys.executable, "-P", "-m", "benchmarks.control_plane_writes", "--corpus", str(corpus)]
+        output = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True).stdout
+        return {f"CPU of each {name} (µs)": value for name, value in json.loads(output).items()}
 
-def table(trees: list[Path], found: dict[str, list[list[float]]], num_rounds: int) -> str:
-    """Render the medians over rounds, and the ratio of the first tree to the last."""
-    lines = [
-        f"# CPU time of the control plane's writes, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        f"`python -m benchmarks.control_plane_writes {' '.join(sys.argv[1:])}`, {os.cpu_count()} CPU cores, shared, load "
-        f"average {os.getloadavg()[1]:.1f}; Python {sys.version.split()[0]}. Medians of {num_rounds} rounds, least to most.",
-        "",
-        f"| CPU of each request (µs) | {' | '.join(str(tree) for tree in trees)} | first to last |",
-        f"| --- |{' ---: |' * (len(trees) + 1)}",
-    ]
-    for name, by_tree in found.items():
-        cells = [f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})" for values in by_tree]
-        ratio = statistics.median(by_tree[0]) / statistics.median(by_tree[-1])
-        lines.append(f"| {name} | {' | '.join(cells)} | {ratio:.2f} |")
-    return "\n".join(lines) + "\n"
+    title = "CPU time of the control plane's writes"
+    return compare(options, "benchmarks.control_plane_writes", title, "control-plane-writes", once)
 
 
 if __name__ == "__main__":

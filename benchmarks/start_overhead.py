@@ -60,7 +60,8 @@ def spec_of(corpus: Path, num_ranks: int = 1) -> dict[str, Any]:
 class CpuMeter:
     """Counts the CPU seconds of all processes of a data folder: the server, and whatever has its Ray token.
 
-    It looks every `poll_s`; what a process uses after the last look before its end is missed.
+    It looks every `poll_s`; what a process uses after the last look before its end is missed. A process that is known to be
+    another's is not read again, so that a look takes little of the CPU that is measured.
     """
 
     def __init__(self, data_dir: Path, server_pid: int, poll_s: float = _POLL_S) -> None:
@@ -69,6 +70,7 @@ class CpuMeter:
         self._server_pid = server_pid
         self._used_s: dict[tuple[int, str], float] = {}
         self._num_looks: dict[tuple[int, str], int] = {}
+        self._others: set[str] = set()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -95,9 +97,14 @@ class CpuMeter:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._poll_s):
-            for name in filter(str.isdigit, os.listdir("/proc")):
-                with contextlib.suppress(OSError):
-                    self._look(int(name))
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        present = set(filter(str.isdigit, os.listdir("/proc")))
+        self._others &= present  # the number of a process that has ended may be used again
+        for name in present - self._others:
+            with contextlib.suppress(OSError):
+                self._look(int(name))
 
     def _look(self, pid: int) -> None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -107,6 +114,8 @@ class CpuMeter:
             looks = self._num_looks[key] = self._num_looks.get(key, 0) + 1
             is_ours = pid == self._server_pid or (looks <= _LOOKS and self._token in Path(f"/proc/{pid}/environ").read_bytes())
             if not is_ours:
+                if looks >= _LOOKS:
+                    self._others.add(str(pid))
                 return
         self._used_s[key] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.orm import Session
 
 from api_schemas import Problem
+from service.db.bulk import Transaction
 from service.db.engine import Database
 from service.deps import AppContext, require_api_key
 from service.errors import NotReady
@@ -68,8 +68,8 @@ def create_app(
         responses=answers(421, 503),
     )
 
-    def show(session: Session, pairs: Sequence[tuple[Request, Submission]], before: Before) -> list[Shown]:
-        return shown_submissions(session, context, pairs, before)
+    def show(transaction: Transaction, pairs: Sequence[tuple[Request, Submission]], before: Before) -> list[Shown]:
+        return shown_submissions(transaction, context, pairs, before)
 
     batches = ReportBatches(database, settings.lease_s)
     places = QueuePlaces(database, settings)

@@ -7,7 +7,8 @@ Many rows are one statement. With a statement for each row, Python's driver of S
 each row, which another thread may then hold for milliseconds.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -49,9 +50,9 @@ class Changes:
         if dialect.name == "sqlite":
             converted = list(zip(*columns, strict=True))
             for begin, end in _parts(len(converted)):
-                _run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
+                run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
         else:
-            _run(connection, self._text(dialect, 0), tuple([list(column) for column in columns]))
+            run(connection, self._text(dialect, 0), tuple([list(column) for column in columns]))
 
     def _text(self, dialect: Dialect, num_rows: int) -> str:
         changed = ", ".join(f"{name} = given.{name}" for name in self._names[1:])
@@ -78,7 +79,7 @@ class ForIds:
             statement = self._build([bindparam(name) for name in names])
             self._compiled[key] = _Compiled(statement, connection.dialect)
         compiled = self._compiled[key]
-        return _run(connection, compiled.sql, compiled.parameters(dict(zip(names, ids, strict=True)) | others))
+        return run(connection, compiled.sql, compiled.parameters(dict(zip(names, ids, strict=True)) | others))
 
 
 class Rows:
@@ -105,11 +106,11 @@ class Rows:
         if dialect.name == "sqlite":
             converted = list(zip(*self._columns(rows, dialect), strict=True))
             for begin, end in _parts(len(converted)):
-                _run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
+                run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
         else:
             if self._replaces:  # a statement of PostgreSQL writes a row once
                 rows = list({tuple([row[number] for number in self._keys]): row for row in rows}.values())
-            _run(connection, self._text(dialect, 0), tuple(self._columns(rows, dialect)))
+            run(connection, self._text(dialect, 0), tuple(self._columns(rows, dialect)))
 
     def _columns(self, rows: Sequence[tuple[Any, ...]], dialect: Dialect) -> list[Sequence[Any]]:
         """Return the values of each column as the driver takes them. None is NULL in a column of any type."""
@@ -143,9 +144,9 @@ class Rows:
         return self._sql[key]
 
 
-def add_together(session: Session, parts: Sequence[tuple[Rows, Sequence[tuple[Any, ...]]]]) -> None:
+def add_together(transaction: Transaction, parts: Sequence[tuple[Rows, Sequence[tuple[Any, ...]]]]) -> None:
     """Add rows to several tables, which may refer to rows that are added before them: on PostgreSQL by one statement."""
-    connection = session.connection()
+    connection = connection_of(transaction)
     filled = [(rows, values) for rows, values in parts if values]
     if connection.dialect.name == "sqlite":
         for rows, values in filled:
@@ -154,7 +155,7 @@ def add_together(session: Session, parts: Sequence[tuple[Rows, Sequence[tuple[An
         statements = [rows._text(connection.dialect, 0) for rows, _ in filled]
         others = ", ".join(f"part_{number} AS ({statement})" for number, statement in enumerate(statements[:-1]))
         columns = [column for rows, values in filled for column in rows._columns(values, connection.dialect)]
-        _run(connection, f"WITH {others} {statements[-1]}" if others else statements[-1], tuple(columns))
+        run(connection, f"WITH {others} {statements[-1]}" if others else statements[-1], tuple(columns))
 
 
 class _Compiled:
@@ -184,7 +185,18 @@ def connection_of(transaction: Transaction) -> Connection:
     return transaction if isinstance(transaction, Connection) else transaction.connection()
 
 
-def _run(connection: Connection, sql: str, parameters: Any) -> Sequence[tuple[Any, ...]]:
+@contextmanager
+def session_of(transaction: Transaction) -> Iterator[Session]:
+    """Give a transaction a session if it has none, for the ORM. What the session writes is flushed when the block ends."""
+    if isinstance(transaction, Session):
+        yield transaction
+        return
+    with Session(transaction, autoflush=False, expire_on_commit=False) as session:
+        yield session
+        session.flush()
+
+
+def run(connection: Connection, sql: str, parameters: Any = ()) -> Sequence[tuple[Any, ...]]:
     """Let the driver execute a statement; returns a query's rows. Raises the driver's errors as SQLAlchemy does."""
     dialect = connection.dialect
     cursor = connection.connection.cursor()

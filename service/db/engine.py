@@ -19,6 +19,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, make_url,
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
+from service.db.bulk import run
+from service.db.log_copies import MOST_PAGES, LogCopies
 from service.db.migrate import upgrade
 
 LOCK_TIMEOUT_S = 10.0
@@ -49,22 +51,34 @@ class Database:
         self._reading: Engine
         self._writing: Engine
         self.is_sqlite = self._engine.dialect.name == "sqlite"
+        self._is_migrated = False
         self._one_writer = threading.Lock()
+        self._log_copies: LogCopies | None = None
         self._writing_by_step: dict[int, Engine] = {}  # only for whoever has `_one_writer`
         if self.is_sqlite:
             self._reading, self._writing = self._engine, self._engine.execution_options(**{_SQLITE_WRITE: True})
+            if self._engine.url.database:
+                self._log_copies = LogCopies(self._engine.url.database, self._alone)
         else:
             self._writing = self._engine
             self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
+    @property
+    def path(self) -> Path | None:
+        """The file of a database of SQLite; None for one of PostgreSQL."""
+        return Path(self._engine.url.database) if self.is_sqlite and self._engine.url.database else None
+
     def migrate(self) -> None:
-        """Bring the schema up to this version. Several processes may call it at once."""
-        if self.is_sqlite and self._engine.url.database:
-            Path(self._engine.url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Bring the schema up to this version. Several processes may call it at once; once it is done, a call does nothing."""
+        if self._is_migrated:
+            return
+        if self.path is not None:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._turn_to_write() as engine, engine.connect() as connection, connection.begin():
             if not self.is_sqlite:
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtext("octet_migrations"))))
             upgrade(connection)
+        self._is_migrated = True
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -105,6 +119,8 @@ class Database:
         return int(session.execute(text("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")).scalar_one())
 
     def close(self) -> None:
+        if self._log_copies is not None:
+            self._log_copies.close()
         self._engine.dispose()
 
     @contextmanager
@@ -114,12 +130,20 @@ class Database:
             yield self._writing
             return
         began = time.monotonic()
+        with self._alone():
+            left_s = max(0.0, self._lock_timeout_s - (time.monotonic() - began))
+            yield self._waiting_for(left_s)
+            if self._log_copies is not None:
+                self._log_copies.committed()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep the other writers of this process away."""
         if not self._one_writer.acquire(timeout=self._lock_timeout_s):
             locked = sqlite3.OperationalError(f"database is locked: no turn to write within {self._lock_timeout_s:g} s")
             raise OperationalError("BEGIN IMMEDIATE", None, locked)
         try:
-            left_s = max(0.0, self._lock_timeout_s - (time.monotonic() - began))
-            yield self._waiting_for(left_s)
+            yield
         finally:
             self._one_writer.release()
 
@@ -178,7 +202,7 @@ def _engine(url: str, lock_timeout_s: float) -> Engine:
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # `_begin_sqlite` says BEGIN
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"wal_autocheckpoint={MOST_PAGES}"):
         connection.execute(f"PRAGMA {pragma}")
 
 
@@ -186,6 +210,6 @@ def _begin_sqlite(connection: Connection) -> None:
     options = connection.get_execution_options()
     # Most transactions wait as long as the one before them on this connection.
     if connection.info.get(_SQLITE_WAIT_MS) != options[_SQLITE_WAIT_MS]:
-        connection.exec_driver_sql(f"PRAGMA busy_timeout={options[_SQLITE_WAIT_MS]}")
+        run(connection, f"PRAGMA busy_timeout={options[_SQLITE_WAIT_MS]}")
         connection.info[_SQLITE_WAIT_MS] = options[_SQLITE_WAIT_MS]
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get(_SQLITE_WRITE, False) else "BEGIN")
+    run(connection, "BEGIN IMMEDIATE" if options.get(_SQLITE_WRITE, False) else "BEGIN")

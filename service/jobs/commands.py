@@ -7,6 +7,7 @@ from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, DesiredState, JobSpec, JobState
 from service import store
+from service.db.bulk import Transaction
 from service.db.tables import JobRow
 from service.errors import IdempotencyMismatch, IllegalTransition, NotFound
 from service.jobs import attempts
@@ -30,7 +31,7 @@ def submit(
 
 
 def submit_all(
-    session: Session, requests: Sequence[Request], now: datetime, after: str | None
+    transaction: Transaction, requests: Sequence[Request], now: datetime, after: str | None
 ) -> list[Submission | IdempotencyMismatch]:
     """Submit several jobs in one transaction. A request with a mismatched key changes nothing and gets the error.
 
@@ -41,15 +42,15 @@ def submit_all(
     job_ids = new_ids("job", now, len(requests), after)
     for request, job_id in zip(requests, job_ids, strict=True):
         key = request.idempotency_key
-        if key is None or store.jobs.take_idempotency_key(session, request.tenant, key, hash_of(request.spec), job_id, now):
+        if key is None or store.jobs.take_idempotency_key(transaction, request.tenant, key, hash_of(request.spec), job_id, now):
             new[job_id] = _new_job(request, job_id, now)
             results.append(Submission(new[job_id], replayed=False))
             continue
         try:
-            results.append(earlier(session, request, key, now, new))
+            results.append(earlier(transaction, request, key, now, new))
         except IdempotencyMismatch as mismatch:
             results.append(mismatch)
-    store.jobs.add_jobs(session, list(new.values()), now)
+    store.jobs.add_jobs(transaction, list(new.values()), now)
     return results
 
 

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from api_schemas import JobSpec
 from service import store
+from service.db.bulk import Transaction, session_of
 from service.db.tables import JobRow
 from service.errors import IdempotencyMismatch
 from service.settings import DEFAULT_TENANT
@@ -38,11 +39,12 @@ class Submission:
     replayed: bool
 
 
-def earlier(session: Session, request: Request, key: str, now: datetime, new: Mapping[str, NewJob]) -> Submission:
+def earlier(transaction: Transaction, request: Request, key: str, now: datetime, new: Mapping[str, NewJob]) -> Submission:
     """Find the job of a key that is taken. It may be one of this transaction, which is not in the database yet."""
-    job_id = _used_for(session, request.spec, key, now, request.tenant)
-    assert job_id is not None, "a key that is taken has a job"
-    job = new.get(job_id) or store.jobs.find_job(session, job_id)
+    with session_of(transaction) as session:
+        job_id = _used_for(session, request.spec, key, now, request.tenant)
+        assert job_id is not None, "a key that is taken has a job"
+        job = new.get(job_id) or store.jobs.find_job(session, job_id)
     assert job is not None, "jobs are never deleted"
     return Submission(job, replayed=True)
 

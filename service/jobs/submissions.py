@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from sqlalchemy.orm import Session
-
 from service import store
+from service.db.bulk import Transaction
 from service.db.engine import Database
 from service.db.together import Together
 from service.jobs import commands
@@ -22,7 +21,7 @@ class Shown(NamedTuple):
     starts_soon: bool
 
 
-Show = Callable[[Session, Sequence[tuple[Request, Submission]], Before], list[Shown]]
+Show = Callable[[Transaction, Sequence[tuple[Request, Submission]], Before], list[Shown]]
 """Shows the submitted jobs, in the transaction that stores them, given what it found before."""
 
 
@@ -50,10 +49,10 @@ class Submissions:
         return await self._together.ask(request)
 
     def _store(self, requests: Sequence[Request]) -> "list[Stored | Exception]":
-        with self._database.write() as session:
-            before = store.tallies.read_before_adding(session)
-            results = commands.submit_all(session, requests, self._database.now(session), before.last_job_id)
+        with self._database.write_rows() as connection:
+            before = store.tallies.read_before_adding(connection)
+            results = commands.submit_all(connection, requests, self._database.now(connection), before.last_job_id)
             pairs = zip(requests, results, strict=True)
             stored = [(request, result) for request, result in pairs if isinstance(result, Submission)]
-            shown = iter(self._show(session, stored, before))
+            shown = iter(self._show(connection, stored, before))
         return [Stored(next(shown), result.replayed) if isinstance(result, Submission) else result for result in results]

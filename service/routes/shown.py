@@ -6,7 +6,8 @@ from sqlalchemy.orm import Session
 
 from api_schemas import Job, JobState
 from service import store
-from service.db.tables import JobRow
+from service.db.bulk import Transaction, session_of
+from service.db.tables import AttemptRow, JobRow
 from service.deps import AppContext
 from service.jobs import views
 from service.jobs.requests import Request, Submission
@@ -32,15 +33,19 @@ def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
 
 
 def shown_submissions(
-    session: Session, context: AppContext, pairs: Sequence[tuple[Request, Submission]], before: Before
+    transaction: Transaction, context: AppContext, pairs: Sequence[tuple[Request, Submission]], before: Before
 ) -> list[Shown]:
     """Show submitted jobs, with the specs that were asked for, so that the stored ones are not parsed again."""
     jobs = [submission.job for _, submission in pairs]
     new = {job.id: job for job in jobs if isinstance(job, NewJob)}
     known = {job.id: job for job in jobs if isinstance(job, JobRow)}
-    current = store.jobs.current_attempts(session, list(known.values()))
+    current: dict[str, AttemptRow] = {}
+    if known:
+        with session_of(transaction) as session:
+            current = store.jobs.current_attempts(session, list(known.values()))
     queued = [row for row in known.values() if row.state is JobState.QUEUED]
-    places = context.arrivals.places(session, list(new.values()), before) | context.places.read_while_writing(session, queued)
+    places = context.arrivals.places(transaction, list(new.values()), before)
+    places |= context.places.read_while_writing(transaction, queued)
     asked = {submission.job.id: request for request, submission in pairs}
     shown: dict[str, Shown] = {}
     for id_, request in asked.items():

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy.orm import Session
-
 from api_schemas import JobState, QueuePlace
 from service import store
+from service.db.bulk import Transaction
 from service.scheduling.decide import Decision, PoolState, decide, pool_states
 from service.scheduling.places import QueuePlaces, place_of
 from service.scheduling.space import space_for
@@ -57,41 +56,41 @@ class Arrivals:
         self._of_others = places
         self._queue = _Queue()
 
-    def places(self, session: Session, new: Sequence[NewJob], before: Before) -> dict[str, QueuePlace]:
+    def places(self, transaction: Transaction, new: Sequence[NewJob], before: Before) -> dict[str, QueuePlace]:
         """Find the places, by id, of the jobs that this transaction has added. before: what it found.
 
         What is known afterwards is true only if the transaction is committed. If it is not, its last job is never found.
         """
         if not new:
             return {}
-        added, tallies = store.queue.as_queued(session, new), before.tallies
+        added, tallies = store.queue.as_queued(transaction, new), before.tallies
         queue = self._queue
         if (queue.version, queue.last_job_id) == (tallies.version, before.last_job_id):
             queue.add(added)
         else:
             queue = self._queue = _Queue()
         queue.version, queue.last_job_id = tallies.version + len(new), max(job.id for job in new)
-        positions = _positions(session, added, before, queue)
+        positions = _positions(transaction, added, before, queue)
         decided: dict[str, Decision] = {}
         for pool in {job.pool for job in new}:
             near = [job for job in added if job.pool == pool and positions[job.id] <= store.queue.HEAD_OF_QUEUE]
-            found = self._decide(session, pool, near, new[0], queue) if near else {}
+            found = self._decide(transaction, pool, near, new[0], queue) if near else {}
             if found is None:
-                return self._of_others.read_while_writing(session, new)
+                return self._of_others.read_while_writing(transaction, new)
             decided |= found
         return {job.id: place_of(job, decided.get(job.id), positions[job.id]) for job in new}
 
     def _decide(
-        self, session: Session, pool: str, near: Sequence[QueuedJob], one: NewJob, queue: _Queue
+        self, transaction: Transaction, pool: str, near: Sequence[QueuedJob], one: NewJob, queue: _Queue
     ) -> dict[str, Decision] | None:
         """Decide about new jobs from the first few of the queue. Returns None unless one of those holds back the others.
 
         one: any of the new jobs; it says what time it is.
         """
         if pool not in queue.first:
-            queue.first[pool] = store.queue.head_of_queue(session, pool, _FIRST)
+            queue.first[pool] = store.queue.head_of_queue(transaction, pool, _FIRST)
         if queue.states is None:
-            present, used = store.queue.slots_present(session), store.queue.slots_used(session)
+            present, used = store.queue.slots_present(transaction), store.queue.slots_used(transaction)
             queue.states = pool_states(self._settings.pools, present, used)
         first = queue.first[pool]
         ids = {job.id for job in first}
@@ -103,14 +102,14 @@ class Arrivals:
         return None
 
 
-def _positions(session: Session, added: Sequence[QueuedJob], before: Before, queue: _Queue) -> dict[str, int]:
+def _positions(transaction: Transaction, added: Sequence[QueuedJob], before: Before, queue: _Queue) -> dict[str, int]:
     """Number the added jobs within the queues of their pools, from 1: all but those behind each."""
     found: dict[str, int] = {}
     for pool, priority in sorted({(job.pool, job.priority) for job in added}):
         num_queued = before.tallies.jobs.get((pool, JobState.QUEUED), 0) + sum(job.pool == pool for job in added)
         ids = sorted(job.id for job in added if (job.pool, job.priority) == (pool, priority))
         if (pool, priority) not in queue.num_behind:
-            queue.num_behind[pool, priority] = store.queue.num_behind(session, pool, priority, num_queued)
+            queue.num_behind[pool, priority] = store.queue.num_behind(transaction, pool, priority, num_queued)
         last = num_queued - queue.num_behind[pool, priority]
         found |= {id_: last - num_after for num_after, id_ in enumerate(reversed(ids))}
     return found

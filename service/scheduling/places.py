@@ -7,10 +7,9 @@ version of the tallies tells, so that many readers of a long queue read it once.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy.orm import Session
-
 from api_schemas import FailureReason, JobState, QueuePlace
 from service import store
+from service.db.bulk import Transaction
 from service.db.engine import Database
 from service.scheduling.decide import Decision, PoolState, decide, pool_states
 from service.scheduling.space import space_for
@@ -47,42 +46,42 @@ class QueuePlaces:
         self._settings = settings
         self._known = _Known(-1, {})
 
-    def read(self, session: Session, jobs: Sequence[Place]) -> dict[str, QueuePlace]:
+    def read(self, transaction: Transaction, jobs: Sequence[Place]) -> dict[str, QueuePlace]:
         """Find the places of queued jobs, by id, in a transaction that only reads."""
         if not jobs:
             return {}
-        tallies, known = store.tallies.read(session), self._known
+        tallies, known = store.tallies.read(transaction), self._known
         if known.version != tallies.version or len(known.positions) > _MOST_POSITIONS:
             known = self._known = _Known.of(tallies)
-        return self._places(session, jobs, known)
+        return self._places(transaction, jobs, known)
 
-    def read_while_writing(self, session: Session, jobs: Sequence[Place]) -> dict[str, QueuePlace]:
+    def read_while_writing(self, transaction: Transaction, jobs: Sequence[Place]) -> dict[str, QueuePlace]:
         """Find the places in a transaction that writes. Nobody else may see them, because it may come to nothing."""
-        return self._places(session, jobs, _Known.of(store.tallies.read(session))) if jobs else {}
+        return self._places(transaction, jobs, _Known.of(store.tallies.read(transaction))) if jobs else {}
 
-    def _places(self, session: Session, jobs: Sequence[Place], known: _Known) -> dict[str, QueuePlace]:
+    def _places(self, transaction: Transaction, jobs: Sequence[Place], known: _Known) -> dict[str, QueuePlace]:
         unknown = [job for job in jobs if job.id not in known.positions]
-        known.positions |= store.queue.positions(session, unknown, known.num_queued)
+        known.positions |= store.queue.positions(transaction, unknown, known.num_queued)
         decided: dict[str, Decision] = {}
         for pool in {job.pool for job in jobs if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE}:
-            decided |= known.places.get(pool) or self._decide(session, pool, known)
+            decided |= known.places.get(pool) or self._decide(transaction, pool, known)
         return {job.id: place_of(job, decided.get(job.id), known.positions[job.id]) for job in jobs}
 
-    def _decide(self, session: Session, pool: str, known: _Known) -> dict[str, Decision]:
+    def _decide(self, transaction: Transaction, pool: str, known: _Known) -> dict[str, Decision]:
         """Decide about the head of a pool's queue. It is kept unless it changes with time or with space on the disk."""
         if pool not in known.heads:
-            known.heads[pool] = store.queue.head_of_queue(session, pool)
+            known.heads[pool] = store.queue.head_of_queue(transaction, pool)
         head = known.heads[pool]
-        places = {each.job_id: each for each in self._decided(session, head, known)}
+        places = {each.job_id: each for each in self._decided(transaction, head, known)}
         if not any(map(_changes_by_itself, head)):
             known.places[pool] = places
         return places
 
-    def _decided(self, session: Session, queue: Sequence[QueuedJob], known: _Known) -> list[Decision]:
+    def _decided(self, transaction: Transaction, queue: Sequence[QueuedJob], known: _Known) -> list[Decision]:
         if known.states is None:
-            present, used = store.queue.slots_present(session), store.queue.slots_used(session)
+            present, used = store.queue.slots_present(transaction), store.queue.slots_used(transaction)
             known.states = pool_states(self._settings.pools, present, used)
-        now, space = self._database.now(session), space_for(queue, self._settings)
+        now, space = self._database.now(transaction), space_for(queue, self._settings)
         return decide(queue, known.states, now, self._settings.lease_grace_s, space)
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from api_schemas import DesiredState, FailureReason, JobState, JsonScalar
-from service.db.bulk import Rows, add_together
+from service.db.bulk import Rows, Transaction, add_together, connection_of
 from service.db.tables import AttemptRow, Base, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
 from service.store.ids import new_id, new_ids
 
@@ -82,7 +82,7 @@ class NewJob(NamedTuple):
     created_at: datetime
 
 
-def add_jobs(session: Session, jobs: Sequence[NewJob], now: datetime) -> None:
+def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) -> None:
     """Add new jobs with their labels and first events."""
     events: list[tuple[Any, ...]] = []
     rows: list[tuple[Any, ...]] = []
@@ -91,7 +91,7 @@ def add_jobs(session: Session, jobs: Sequence[NewJob], now: datetime) -> None:
         message = f"accepted into pool {job.pool!r} with priority {job.priority}"
         events.append((event_id, job.id, 1, now, "job.accepted", None, message, {}))
     labels = [(job.id, key, value) for job in jobs for key, value in job.labels.items()]
-    add_together(session, [(_JOBS, rows), (_LABELS, labels), (_EVENTS, events)])
+    add_together(transaction, [(_JOBS, rows), (_LABELS, labels), (_EVENTS, events)])
 
 
 _TABLES = Base.metadata.tables
@@ -165,16 +165,17 @@ def find_idempotency_key(session: Session, tenant: str, key: str, now: datetime)
     return session.scalar(query.execution_options(populate_existing=True))
 
 
-def take_idempotency_key(session: Session, tenant: str, key: str, body_hash: str, job_id: str, now: datetime) -> bool:
+def take_idempotency_key(transaction: Transaction, tenant: str, key: str, body_hash: str, job_id: str, now: datetime) -> bool:
     """Take the tenant's key; False if it is in use.
 
     Of two transactions that ask at once, the second waits for the first to end.
     """
-    session.execute(delete(IdempotencyKeyRow).where(*_is_key(tenant, key), IdempotencyKeyRow.expires_at <= now))
-    insert_or_skip = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    connection = connection_of(transaction)
+    connection.execute(delete(IdempotencyKeyRow).where(*_is_key(tenant, key), IdempotencyKeyRow.expires_at <= now))
+    insert_or_skip = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
     row = {"tenant": tenant, "key": key, "body_hash": body_hash, "job_id": job_id, "expires_at": now + IDEMPOTENCY_KEPT}
     taken = insert_or_skip(IdempotencyKeyRow).values(row).on_conflict_do_nothing().returning(IdempotencyKeyRow.key)
-    return session.scalar(taken) is not None
+    return connection.scalar(taken) is not None
 
 
 def _is_key(tenant: str, key: str) -> tuple[ColumnElement[bool], ...]:

@@ -28,6 +28,7 @@ from sqlalchemy.orm import Session, aliased, load_only
 
 from api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, JobSpec
 from api_schemas.elastic import counts_of
+from service.db.bulk import Transaction, connection_of
 from service.db.tables import AttemptRow, CheckpointRow, JobRow, LeaseRow, PoolCapacityRow
 from service.store.jobs import NewJob
 
@@ -72,7 +73,7 @@ class ShrunkAttempt(NamedTuple):
     checkpoint_at: datetime | None
 
 
-def head_of_queue(session: Session, pool: str, length: int | None = None) -> list[QueuedJob]:
+def head_of_queue(transaction: Transaction, pool: str, length: int | None = None) -> list[QueuedJob]:
     """List the first jobs of a pool's queue in order: by default enough to fill the pool, and few enough to read often.
 
     The index of the queue is in the order of priorities, but within one priority it would be read from the wrong end, so
@@ -81,28 +82,28 @@ def head_of_queue(session: Session, pool: str, length: int | None = None) -> lis
     """
     length = length or HEAD_OF_QUEUE
     parameters = {"pool": pool, "head": length, "others": length - 1}
-    connection = session.connection()
+    connection = connection_of(transaction)
     lowest = connection.scalar(_LOWEST_IN_HEAD, parameters)
     query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE
     rows = connection.execute(query, parameters | {"lowest": lowest}).all()
-    counts = _counts_of(session, [row[0] for row in rows if row[-1] is not None])
+    counts = _counts_of(connection, [row[0] for row in rows if row[-1] is not None])
     return [QueuedJob(*row[:-1], counts.get(row[0], (row[2],))) for row in rows]
 
 
-def as_queued(session: Session, new: Sequence[NewJob]) -> list[QueuedJob]:
+def as_queued(transaction: Transaction, new: Sequence[NewJob]) -> list[QueuedJob]:
     """Show jobs that were submitted in this transaction as the queue does."""
-    counts = _counts_of(session, [job.id for job in new if job.min_workers is not None])
+    counts = _counts_of(transaction, [job.id for job in new if job.min_workers is not None])
     return [
         QueuedJob(job.id, job.pool, job.workers, job.priority, None, False, None, None, counts.get(job.id, (job.workers,)))
         for job in new
     ]
 
 
-def _counts_of(session: Session, job_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def _counts_of(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """The numbers of ranks that elastic jobs may have. Only these need their specs."""
     if not job_ids:
         return {}
-    specs = session.execute(select(JobRow.id, cast(JobRow.spec, Text)).where(JobRow.id.in_(job_ids)))
+    specs = connection_of(transaction).execute(select(JobRow.id, cast(JobRow.spec, Text)).where(JobRow.id.in_(job_ids)))
     return {job_id: _worker_counts(spec) for job_id, spec in specs}
 
 
@@ -163,7 +164,7 @@ class Place(Protocol):
     def priority(self) -> int: ...
 
 
-def positions(session: Session, jobs: Iterable[Place], num_queued: Mapping[str, int]) -> dict[str, int]:
+def positions(transaction: Transaction, jobs: Iterable[Place], num_queued: Mapping[str, int]) -> dict[str, int]:
     """Find the position of each of these queued jobs in the queue of its pool, counted from 1.
 
     num_queued: the jobs of each pool's queue, as the tallies have them. Those behind the last of the jobs of one priority are
@@ -173,7 +174,7 @@ def positions(session: Session, jobs: Iterable[Place], num_queued: Mapping[str, 
     for job in jobs:
         together.setdefault((job.pool, job.priority), []).append(job.id)
     found: dict[str, int] = {}
-    connection = session.connection()  # without the ORM's part of an execution, which takes longer than the statement
+    connection = connection_of(transaction)  # without the ORM's part of an execution, which takes longer than the statement
     for (pool, priority), ids in together.items():
         part = {"pool": pool, "priority": priority, "first": min(ids), "last": max(ids), "few": FEW_BEHIND + 1}
         rows = connection.execute(_FROM_FIRST_TO_LAST, part).all() if len(ids) > 1 else [(ids[0], 1)]
@@ -186,12 +187,12 @@ def positions(session: Session, jobs: Iterable[Place], num_queued: Mapping[str, 
     return {job_id: found[job_id] for ids in together.values() for job_id in ids}
 
 
-def num_behind(session: Session, pool: str, priority: int, num_queued: int) -> int:
+def num_behind(transaction: Transaction, pool: str, priority: int, num_queued: int) -> int:
     """Count the jobs of a pool's queue that are behind all of this priority. Those are counted, or the others if they are few.
 
     num_queued: the jobs of the pool's queue.
     """
-    connection, last = session.connection(), "~"  # which sorts behind all ids
+    connection, last = connection_of(transaction), "~"  # which sorts behind all ids
     part = {"pool": pool, "priority": priority, "first": last, "last": last, "few": FEW_BEHIND + 1}
     behind: int = connection.execute(_NUM_BEHIND, part).scalar_one()
     if behind > FEW_BEHIND:
@@ -220,14 +221,14 @@ _FROM_FIRST_TO_LAST = select(JobRow.id, func.row_number().over(order_by=JobRow.i
 )
 
 
-def slots_used(session: Session) -> dict[str, int]:
+def slots_used(transaction: Transaction) -> dict[str, int]:
     """Count the slots that attempts hold, by pool. An attempt holds them until its processes are known to be gone."""
-    return {pool: int(used) for pool, used in session.execute(_SLOTS_USED)}
+    return {pool: int(used) for pool, used in connection_of(transaction).execute(_SLOTS_USED)}
 
 
-def slots_present(session: Session) -> dict[str, int]:
+def slots_present(transaction: Transaction) -> dict[str, int]:
     """The slots of each pool, as the cluster last counted them."""
-    return {pool: slots for pool, slots in session.execute(_SLOTS_PRESENT)}
+    return {pool: slots for pool, slots in connection_of(transaction).execute(_SLOTS_PRESENT)}
 
 
 def set_slots_present(session: Session, present: Mapping[str, int], now: datetime) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Row, text
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from api_schemas import AttemptState, FailureReason, JobState
+from service.db.bulk import Transaction, connection_of, run
 from service.db.tables import JobRow
 
 
@@ -28,12 +29,12 @@ class Tallies:
     attempts: dict[tuple[AttemptState, FailureReason | None], int]
 
 
-def read(session: Session) -> Tallies:
+def read(transaction: Transaction) -> Tallies:
     """Read all tallies."""
-    return _of(session.connection().exec_driver_sql(_ALL).fetchall())
+    return _of(run(connection_of(transaction), _ALL))
 
 
-def _of(rows: "Iterable[Row[*tuple[Any, ...]]]") -> Tallies:
+def _of(rows: Iterable[tuple[Any, ...]]) -> Tallies:
     version = 0
     jobs: dict[tuple[str, JobState], int] = {}
     attempts: dict[tuple[AttemptState, FailureReason | None], int] = {}
@@ -53,9 +54,9 @@ class Before(NamedTuple):
     last_job_id: str | None
 
 
-def read_before_adding(session: Session) -> Before:
+def read_before_adding(transaction: Transaction) -> Before:
     """Read what has to be known to add jobs, in one statement."""
-    rows = session.connection().exec_driver_sql(_BEFORE_ADDING).fetchall()
+    rows = run(connection_of(transaction), _BEFORE_ADDING)
     (last_job_id,) = [row[1] for row in rows if row[0] == _LAST_JOB]
     return Before(_of([row for row in rows if row[0] != _LAST_JOB]), last_job_id)
 

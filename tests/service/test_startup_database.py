@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 
+from service.app import create_app
 from service.processes.startup import database_of_one_machine
 from service.settings import Settings
 from tests.service.conftest import POOLS
@@ -28,11 +30,33 @@ def test_a_new_and_a_former_database_are_opened(tmp_path: Path) -> None:
     assert (tmp_path / "octet.db").is_file()
 
 
+def test_the_migrations_of_a_new_one_leave_nothing_in_memory(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from sqlalchemy import text; from service.settings import Settings\n"
+        "from service.processes.startup import database_of_one_machine\n"
+        "database = database_of_one_machine(Settings(data_dir=Path(sys.argv[1])))\n"
+        "with database.read() as session: assert session.execute(text('SELECT count(*) FROM jobs')).scalar() == 0\n"
+        "assert 'alembic' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_one_that_another_process_writes(tmp_path: Path) -> None:
     with locked(f"sqlite:///{tmp_path / 'octet.db'}"), pytest.raises(RuntimeError) as raised:
         open_database(tmp_path)
     assert "database is locked. Another process writes to it: end that one" in str(raised.value)
     assert str(tmp_path / "octet.db") in str(raised.value)
+
+
+def test_a_lock_between_opening_and_serving_does_not_end_the_server(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, pools=POOLS)
+    database = database_of_one_machine(settings, lock_timeout_s=0.05)
+    app = create_app(settings, database=database)
+    with locked(f"sqlite:///{tmp_path / 'octet.db'}"), TestClient(app, base_url="http://127.0.0.1:8000") as client:
+        assert client.get("/healthz").status_code == 200
+        assert client.get("/v1/jobs").status_code == 200
+    database.close()
 
 
 def test_one_on_a_full_disk(tmp_path: Path) -> None:
