@@ -32,11 +32,12 @@ from worker.fp8.convert import (
     replaceable_linears,
     select_layers,
 )
+from worker.fp8.fallback import Fallback
 from worker.fp8.gate_forward import carry_activations
 from worker.fp8.gathered import check_gathers, gather_in_fp8
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.health import LayerDemoted, StepKeeper
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.linear import Float8Linear
 from worker.fp8.loss_scaling import STATE_BUFFER, LossScaling, scale_losses
 from worker.fp8.norm_forward import carry_norms
 from worker.fp8.norms import LibraryPrecision, replace_norms, select_norms

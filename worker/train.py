@@ -29,8 +29,8 @@ from worker.deterministic import deterministic
 from worker.errors import Cancelled, InvalidConfig, Stopped
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.convert import ConversionReport
+from worker.fp8.fallback import Fallback
 from worker.fp8.health import LayerDemoted, StepKeeper
-from worker.fp8.linear import Fallback
 from worker.mesh import Mesh
 from worker.metrics.readback import Mark
 from worker.metrics.table import Metrics

@@ -12,7 +12,8 @@ from torch import nn
 from api_schemas import EventReport, JobSummary, JsonScalar, StartedReport, StepReport
 from worker.config import TrainConfig
 from worker.fp8.convert import ConversionReport
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.fallback import Fallback
+from worker.fp8.linear import Float8Linear
 from worker.mesh import Mesh
 from worker.mesh.stragglers import Straggler
 from worker.metrics.memory import host_bytes, memory_report

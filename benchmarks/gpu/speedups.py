@@ -20,7 +20,8 @@ from benchmarks.gpu.roofline import FEATURES, TOKENS, as_text
 from benchmarks.gpu.session import Case, Session
 from benchmarks.gpu.timing import Timer
 from worker import initialize
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.fallback import Fallback
+from worker.fp8.linear import Float8Linear
 from worker.fp8.speedups import KINDS, WEIGHTS, SpeedupTable, load_tables
 
 SMALL_TOKENS, SMALL_FEATURES = (32, 64), (16, 32)

@@ -15,7 +15,7 @@ from api_schemas import CheckpointRef, CheckpointReport, EventReport, ExporterRe
 from tests.waiting import LONG_S
 from worker.config import RankEnv, resolve
 from worker.fp8.convert import FilteredLayer
-from worker.fp8.linear import Fallback
+from worker.fp8.fallback import Fallback
 from worker.fp8.statistics import OperandSample
 from worker.mesh import Mesh
 from worker.metrics.exporter import DROPPED, MAX_SERIES, Exporter, MetricsCollector, exported, local_address_towards

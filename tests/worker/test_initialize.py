@@ -16,8 +16,9 @@ from api_schemas.precision import PrecisionSpec
 from api_schemas.recipe import RecipeSpec
 from tests.worker.small import spread
 from worker import initialize
+from worker.fp8.fallback import Fallback
 from worker.fp8.gradient import Float8Gradient
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.linear import Float8Linear
 from worker.fp8.speedups import Chip
 from worker.models.gpt import GPT
 from worker.prepare import check_chip

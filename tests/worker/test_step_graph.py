@@ -26,8 +26,8 @@ from worker.blocks import WARM_UP_STEPS
 from worker.config import RankEnv, resolve
 from worker.errors import InvalidConfig
 from worker.fp8.accelerator import cpu_as_accelerator
+from worker.fp8.fallback import Fallback
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.fp8.linear import Fallback
 from worker.kernels.cuda import gradients
 from worker.kernels.held import holding
 from worker.mesh import Mesh

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from api_schemas.precision import PrecisionSpec
 from worker import kernels
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.fallback import Fallback
+from worker.fp8.linear import Float8Linear
 from worker.fp8.norms import LibraryPrecision
 
 _aten = torch.ops.aten

@@ -7,12 +7,15 @@ another one arrives, and the layer looks for itself. Compiled graphs have no not
 """
 
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from worker import kernels
+
+if TYPE_CHECKING:
+    from worker.fp8.linear import Float8Linear
 
 
 class _Told(NamedTuple):
@@ -67,6 +70,15 @@ class Notes(NamedTuple):
         found = kernels.activate_backward(grad, x, activation)
         self.before.tell(found.input, found.input_amax)
         return found.input
+
+
+def notes_of(layer: "Float8Linear", input: Tensor, activation: str | None) -> Notes:
+    """A note for the output, if its gradient is quantized with one scale, and that on the input of an activation."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return Notes()
+    has_gradient = input.requires_grad or layer.weight.requires_grad
+    is_read = has_gradient and layer.recipe.grad_output.kind is kernels.ScaleKind.TENSOR
+    return Notes(GradientNote() if is_read else None, None if activation is None else note_of(input))
 
 
 def note_on(output: Tensor, note: GradientNote | None) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 
 from api_schemas.precision import DemotionSpec
 from worker.fp8.accelerator import is_accelerator
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.fallback import Fallback
+from worker.fp8.linear import Float8Linear
 from worker.fp8.statistics import OperandSample
 from worker.metrics.readback import HostCopy
 

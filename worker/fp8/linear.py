@@ -13,7 +13,6 @@ Shape suffixes: T tokens (all leading dimensions), K in features, N out features
 """
 
 from contextlib import nullcontext
-from enum import IntEnum
 from typing import Any, ClassVar
 
 import torch
@@ -24,9 +23,10 @@ from api_schemas.recipe import GemmName
 from worker import kernels
 from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
 from worker.fp8.carried import carried_by
+from worker.fp8.fallback import Fallback
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, product_dtype, zero_gradients
-from worker.fp8.gradient_notes import GradientNote, Notes, note_of, note_on
+from worker.fp8.gradient_notes import note_on, notes_of
 from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import ForwardPass, OperandScaling, product
@@ -34,14 +34,6 @@ from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
 from worker.fp8.usual import UsualProducts, is_usual_layer, is_usual_pass
 from worker.fp8.weights import EncodedWeight
 from worker.kernels import ScaledCodes, ScaleKind
-
-
-class Fallback(IntEnum):
-    """Why all of a layer's products are in bf16. Saved in checkpoints by its number."""
-
-    NONE = 0
-    DEMOTED = 1  # its operands broke a limit
-    FILTERED = 2  # its shape gains nothing in FP8
 
 
 class Float8Linear(GuardedCodes):
@@ -115,21 +107,13 @@ class Float8Linear(GuardedCodes):
             is_usual = not wide and is_usual_pass(self, input_TK)
             bias_N = self.bias if is_usual or "output" in wide else None  # added on the way out
             apply = UsualProducts.apply if is_usual else Float8Products.apply
-            notes = self._notes(input, activation)
+            notes = notes_of(self, input, activation)
             output_TN = apply(input_TK, weight, bias_N, self, ForwardPass(output_dtype, activation, codes, notes))
         if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
         output: Tensor = torch.ops.aten._unsafe_view(output_TN, (*input.shape[:-1], self.out_features))
         return note_on(output, notes.own)
-
-    def _notes(self, input: Tensor, activation: str | None) -> Notes:
-        """A note for the output, if its gradient is quantized with one scale, and that on the input of an activation."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return Notes()
-        has_gradient = input.requires_grad or self.weight.requires_grad
-        is_read = has_gradient and self.recipe.grad_output.kind is ScaleKind.TENSOR
-        return Notes(GradientNote() if is_read else None, None if activation is None else note_of(input))
 
     @property
     def high_precision(self) -> frozenset[GemmName]:

@@ -70,7 +70,7 @@ def decoded(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     changes: dict[Any, Callable[[Any], Any]] = {}
     for group in optimizer_state["param_groups"]:
         codecs = {name: codec for name, codec in group.items() if name.endswith("_codec")}
-        changes |= dict.fromkeys(group["params"], partial(_decoded_state, names={f"{name}" for name in codecs}))
+        changes |= dict.fromkeys(group["params"], partial(_decoded_state, names=set(codecs)))
         groups.append(group | dict.fromkeys(codecs, "fp32"))
     states = optimizer_state["state"]
     if isinstance(states, SavedStates):

@@ -34,7 +34,9 @@ class Unfilled:
 class Values(Protocol):
     """Where the values of a whole model come from. Each parameter is read or skipped once, in the order of `unfilled`."""
 
-    unfilled: Sequence[Unfilled]
+    @property
+    def unfilled(self) -> Sequence[Unfilled]:
+        """The parameters that have no values yet."""
 
     def read(self, parameter: Unfilled) -> Tensor:
         """Return a parameter's whole values on the device where the model trains."""
@@ -118,6 +120,7 @@ class _Fill:
         layer.weight_amax.copy_(amax)
         self._put(parameter, encoded.codes, is_piece=not is_whole)
         if layer.weight_residual is not None:
+            assert encoded.residual is not None
             allocate(layer.weight_residual).copy_(encoded.residual)
         elif own_residual is not None:
             assert encoded.residual is not None

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NoReturn
 
 from worker.deferred import sliceable
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.fallback import Fallback
+from worker.fp8.linear import Float8Linear
 from worker.mesh import TensorInPieces
 from worker.optim import QuantizedWeight
 from worker.parallel.buckets import Bucket

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from api_schemas import GPTSizes
 from worker import initialize
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.fallback import Fallback
+from worker.fp8.linear import Float8Linear
 from worker.fp8.sequence import take_over_activations
 from worker.models.gpt import GPT
 

@@ -13,8 +13,9 @@ from api_schemas.precision import PrecisionSpec
 from tests.numerics.measure import mixed_magnitudes
 from tests.numerics.measure import sqnr_db as measured_sqnr_db
 from worker import fp8_statistics, initialize
+from worker.fp8.fallback import Fallback
 from worker.fp8.health import LayerDemoted
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.linear import Float8Linear
 from worker.kernels import ScaledCodes, ScaleKind, dequantize, encode, measure, quantize, values_of
 from worker.kernels.sampling import SAMPLE_ELEMENTS, sampled_rows
 

@@ -15,8 +15,9 @@ from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from worker import kernels
 from worker.fp8.bf16 import HalfLinear
+from worker.fp8.fallback import Fallback
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.linear import Float8Linear
 from worker.fp8.recipe import Recipe
 from worker.fp8.weights import encode_weight
 from worker.kernels import dequantize, quantize

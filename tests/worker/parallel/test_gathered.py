@@ -18,8 +18,9 @@ from octet import initialize
 from tests.golden.record import digest
 from tests.ranks import free_port, run_ranks
 from tests.worker.small import Small
+from worker.fp8.fallback import Fallback
 from worker.fp8.gathered import GatheredWeight, ShardedWeight
-from worker.fp8.linear import Fallback, Float8Linear
+from worker.fp8.linear import Float8Linear
 
 NUM_STEPS = 4
 CURRENT = {"scaling": "current", "format": "HYBRID", "margin": 1}

@@ -31,7 +31,7 @@ from tests.worker.parallel.reference import (
 from tests.worker.test_train import Recorder
 from worker import checkpoint, memory_report
 from worker.config import RankEnv, resolve
-from worker.fp8.linear import Fallback
+from worker.fp8.fallback import Fallback
 from worker.mesh import Axis, Mesh
 from worker.resume import resume
 from worker.train import Trainer
