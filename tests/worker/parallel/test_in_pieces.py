@@ -1,6 +1,5 @@
 """Where ranks divide a model, none of them makes more than its share and one parameter, and the bits are those of the whole."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,22 +86,3 @@ def test_a_checkpoint_is_not_put_together(case: tuple[Any, ...], results: dict[A
         assert resumed["losses"] == in_pieces["losses"][1:]
         assert [path for path, leaf in in_pieces["trained"].items() if leaf != resumed["trained"][path]] == []
         assert resumed["peak"] <= resumed["held"] + READ, f"{resumed['peak']:,} bytes, {resumed['held']:,} held"
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("level", "parallelism"), [("O3", {"zero_stage": 3}), ("O3-split", {"tensor": 2})])
-def test_weights_of_a_folder_are_read_one_at_a_time(level: str, parallelism: dict[str, int], tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": 8, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=256, max_position_embeddings=16, tie_word_embeddings=False)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    job = document(write_corpus(tmp_path / "corpus"), "gpt", level, 2, **parallelism)
-    job["model"] = {"family": "huggingface", "path": str(tmp_path / "base")}
-    run_ranks(work, (str(tmp_path), {"folder": (free_port(), free_port(), free_port())}, {"folder": job}), 2)
-    for rank in range(2):
-        in_pieces, whole, resumed = torch.load(tmp_path / f"{rank}.pt", weights_only=False)["folder"]
-        assert in_pieces["losses"] == whole["losses"]
-        assert in_pieces["made"] == whole["made"]
-        assert in_pieces["trained"] == whole["trained"] == resumed["trained"]
-        assert in_pieces["peak"] <= in_pieces["held"] + 1.5 * LARGEST * 4 + TEMPORARIES < whole["peak"]
