@@ -58,5 +58,5 @@ def _let_transformers_ask() -> None:
         found: Tensor | None = known[0] if known is not None else find(position_ids)
         return found
 
-    documents_or_found.asks_octet = True  # type: ignore[attr-defined]
+    documents_or_found.asks_octet = True
     masking_utils.find_packed_sequence_indices = documents_or_found
