@@ -4,7 +4,7 @@ from api_schemas.models import ModelSpec
 from api_schemas.training import TrainingSpec
 
 GRAPHED_FAMILIES = ("gpt", "llama", "roberta", "deit", "swin")
-"""Their passes read no value of the device, make nothing on the host, and have one shape (tests/worker/test_step_graph.py)."""
+"""Their passes read no value of the device, copy no numbers to it, and have one shape (tests/worker/test_step_graph.py)."""
 
 
 def why_not_recorded(training: TrainingSpec, model: ModelSpec, num_ranks: int) -> str | None:

@@ -129,8 +129,7 @@ class Trainer:
         self._report(self.log.flush())
         evaluation = evaluation or self.evaluate()
         self.progress.check_end(evaluation["loss"])
-        facts, sent_bytes = self.source.facts, self.mesh.sent_bytes
-        mean_step_s = self.step_times.mean(self.progress)
+        facts, sent_bytes, mean_step_s = self.source.facts, self.mesh.sent_bytes, self.step_times.mean(self.progress)
         return train_reports.summarize(self.config, self.model, self.progress, evaluation, mean_step_s, facts, sent_bytes)
 
     def step(self) -> None:

@@ -28,6 +28,6 @@ def test_what_a_replay_cannot_repeat_is_named(
 
 
 def test_only_families_that_are_known_not_to_wait_are_recorded(spec_document: dict[str, Any]) -> None:
-    model = {"family": "huggingface", "architecture": "gpt2", "config": {"n_layer": 1}}
+    model = {"family": "huggingface", "architecture": "gpt2", "config": {"vocab_size": 256, "n_positions": 256}}
     spec = JobSpec.model_validate(spec_document | {"model": model, "training": {"steps": 4}})
     assert "model.family huggingface" in (why_not_recorded(spec.training, spec.model, 1) or "")

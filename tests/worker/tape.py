@@ -20,21 +20,6 @@ from worker.optim import fused as fused_step
 
 WAITING_OPS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "allclose", "_unique2"}
 """Ops for which a host waits."""
-FACTORIES = {
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tril_indices",
-    "zeros",
-}
-"""Ops that make tensors of nothing, on the host unless told otherwise."""
 
 _launch = fused_step.kernel.launch
 
@@ -83,13 +68,8 @@ class Tape(TorchDispatchMode):
         ]
 
     def made_on_the_host(self) -> list[str]:
-        """Return what makes a tensor of more than one number without naming a device: CUDA refuses to capture its copy."""
-        return [
-            f"{name} {tuple(made.shape)}"
-            for name, _, args, kwargs, made in self.entries
-            if name == "lift_fresh" or (name in FACTORIES and kwargs.get("device") is None)
-            if isinstance(made, Tensor) and made.dim()
-        ]
+        """Return the tensors made of several Python numbers: CUDA refuses to capture their copy to the device."""
+        return [str(made.tolist()) for name, *_, made in self.entries if name == "lift_fresh" and made.dim()]
 
     def replay(self) -> None:
         """Run all entries again. What was a new tensor in the recording is overwritten."""

@@ -38,6 +38,7 @@ from worker.train import Trainer
 
 NUM_STEPS = 7
 """0 to 2 run as they are, 3 (sampled) and 4 are recorded, 5 and 6 (sampled) are replayed."""
+GPT2 = {"family": "huggingface", "architecture": "gpt2", "config": {"vocab_size": 256, "n_positions": 64, "n_layer": 1}}
 
 
 @pytest.fixture(autouse=True)
@@ -241,8 +242,8 @@ def test_each_family_that_is_recorded_is_replayed(
 
 def test_what_the_host_makes_is_seen() -> None:
     with Tape() as tape:
-        torch.arange(3) + torch.arange(3, device="cpu") + torch.tensor([1, 2, 3]) + torch.tensor(1)
-    assert tape.made_on_the_host() == ["arange (3,)", "lift_fresh (3,)"]
+        torch.arange(3) + torch.tensor([1, 2, 3]) + torch.tensor(1)
+    assert tape.made_on_the_host() == ["[1, 2, 3]"]
 
 
 @pytest.mark.parametrize(
@@ -250,13 +251,13 @@ def test_what_the_host_makes_is_seen() -> None:
     [
         ({"resources": {"workers": 2}}, "2 ranks exchange gradients"),
         ({"resources": {"workers": 2}, "parallelism": {"zero_stage": 1}}, "2 ranks exchange gradients"),
-        ({"model": {"family": "huggingface", "architecture": "gpt2"}}, "passes of model.family huggingface"),
+        ({"model": GPT2}, "passes of model.family huggingface"),
     ],
 )
 def test_a_job_that_is_not_recorded_says_why(spec_document: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
-    document = tiny(spec_document, "bf16-amp") | changes
+    document = tiny(spec_document, "bf16-amp", ema_decay=None) | changes
     config = resolve(JobSpec.model_validate(document), RankEnv(world_size=document.get("resources", {}).get("workers", 1)))
-    model, optimizer = initialize(torch.nn.Sequential(torch.nn.Linear(2, 2)), None, "bf16-amp")
+    model, optimizer = initialize(torch.nn.Sequential(torch.nn.Linear(32, 32)), None, "bf16-amp")
     graph = step_graph.step_graph_of(config, model, optimizer, None, torch.device("cuda"))
     [event] = graph.start_events()
     assert (event.type, graph.recorder) == ("training.not_graphed", None)
