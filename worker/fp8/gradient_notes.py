@@ -69,6 +69,15 @@ class Notes(NamedTuple):
         return found.input
 
 
+def notes_of_pass(layer: Any, input: Tensor, activation: str | None) -> Notes:
+    """The notes of a forward pass of a Float8Linear: its own, if the gradient is quantized with one scale, and eagerly."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return Notes()
+    has_gradient = input.requires_grad or layer.weight.requires_grad
+    is_read = has_gradient and layer.recipe.grad_output.kind is kernels.ScaleKind.TENSOR
+    return Notes(GradientNote() if is_read else None, None if activation is None else note_of(input))
+
+
 def note_on(output: Tensor, note: GradientNote | None) -> Tensor:
     """Leave a note on a layer's output. Returns the output."""
     if note is not None:
