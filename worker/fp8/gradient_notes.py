@@ -7,15 +7,12 @@ another one arrives, and the layer looks for itself. Compiled graphs have no not
 """
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from worker import kernels
-
-if TYPE_CHECKING:
-    from worker.fp8.linear import Float8Linear
 
 
 class _Told(NamedTuple):
@@ -72,8 +69,8 @@ class Notes(NamedTuple):
         return found.input
 
 
-def notes_of(layer: "Float8Linear", input: Tensor, activation: str | None) -> Notes:
-    """A note for the output, if its gradient is quantized with one scale, and that on the input of an activation."""
+def notes_of_pass(layer: Any, input: Tensor, activation: str | None) -> Notes:
+    """The notes of a forward pass of a Float8Linear: its own, if the gradient is quantized with one scale, and eagerly."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return Notes()
     has_gradient = input.requires_grad or layer.weight.requires_grad

@@ -26,7 +26,7 @@ from worker.fp8.carried import carried_by
 from worker.fp8.fallback import Fallback
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, product_dtype, zero_gradients
-from worker.fp8.gradient_notes import note_on, notes_of
+from worker.fp8.gradient_notes import note_on, notes_of_pass
 from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import ForwardPass, OperandScaling, product
@@ -106,14 +106,12 @@ class Float8Linear(GuardedCodes):
                 weight = self._gradient_port
             is_usual = not wide and is_usual_pass(self, input_TK)
             bias_N = self.bias if is_usual or "output" in wide else None  # added on the way out
-            apply = UsualProducts.apply if is_usual else Float8Products.apply
-            notes = notes_of(self, input, activation)
-            output_TN = apply(input_TK, weight, bias_N, self, ForwardPass(output_dtype, activation, codes, notes))
+            how = ForwardPass(output_dtype, activation, codes, notes_of_pass(self, input, activation))
+            output_TN = (UsualProducts if is_usual else Float8Products).apply(input_TK, weight, bias_N, self, how)
         if self.bias is not None and bias_N is None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
-        output: Tensor = torch.ops.aten._unsafe_view(output_TN, (*input.shape[:-1], self.out_features))
-        return note_on(output, notes.own)
+        return note_on(torch.ops.aten._unsafe_view(output_TN, (*input.shape[:-1], self.out_features)), how.notes.own)
 
     @property
     def high_precision(self) -> frozenset[GemmName]:
@@ -226,10 +224,9 @@ class Float8Products(torch.autograd.Function):
         how: ForwardPass,
     ) -> Tensor:
         """bias_N: only where the output is computed in bf16."""
-        output_dtype, activation, codes, notes = how
-        wide, scaling = layer.high_precision, layer.input_scaling
+        (output_dtype, activation, codes, notes), wide, scaling = how, layer.high_precision, layer.input_scaling
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
-        ctx.is_empty = input_TK.shape[0] == 0
+        ctx.is_empty, ctx.notes = input_TK.shape[0] == 0, notes
         if ctx.is_empty:  # nothing to multiply, and nothing that a scale or a window should learn from
             ctx.shapes, ctx.input_dtype = (input_TK.shape, weight.shape), input_TK.dtype
             return input_TK.new_empty((0, layer.out_features), dtype=output_dtype)
@@ -248,7 +245,6 @@ class Float8Products(torch.autograd.Function):
             saved = (input_half, None) if "grad_weight" in wide else (input_columns or (None, None))[:2]
         ctx.save_for_backward(*saved, weight, layer.weight_dequant_scale)
         ctx.layer, ctx.activation, ctx.high_precision, ctx.input_dtype = layer, activation, wide, input_TK.dtype
-        ctx.notes = notes
         if "output" in wide:
             assert input_half is not None
             return half_linear(input_half, layer.half_weight(), bias_N, torch.bfloat16).to(output_dtype)
@@ -263,15 +259,14 @@ class Float8Products(torch.autograd.Function):
         input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
         layer, activation, wide = ctx.layer, ctx.activation, ctx.high_precision
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        given_TK = input_saved
+        given_TK, amax = input_saved, ctx.notes.amax_of(grad_output_TN)
         if activation is not None and needs_weight and "grad_weight" in wide:
             input_saved = kernels.activate_again(given_TK, activation, grad_output_TN)
         elif activation is not None and needs_weight:  # what was saved with it is the amax
             again = layer.input_scaling.activate_again(given_TK, activation, input_dequant_scale, grad_output_TN)
             input_saved, input_dequant_scale, _ = again
         rows, columns = needs_input and "grad_input" not in wide, needs_weight and "grad_weight" not in wide
-        grad_amax = ctx.notes.amax_of(grad_output_TN)
-        grad_rows, grad_columns = layer.grad_output_scaling.quantize(grad_output_TN, amax=grad_amax, rows=rows, columns=columns)
+        grad_rows, grad_columns = layer.grad_output_scaling.quantize(grad_output_TN, amax=amax, rows=rows, columns=columns)
         grad_input_TK = grad_weight = None
         if needs_input and "grad_input" in wide:
             grad_input_TK = half_matmul(grad_output_TN, layer.half_weight(transposed=True), ctx.input_dtype)

@@ -62,7 +62,7 @@ def assert_same_bits(
         for model, carries in zip(models, (True, False), strict=True):
             with monkeypatch.context() as patch:
                 if not carries:
-                    patch.setattr(linear.Float8Linear, "_notes", lambda *_arguments: Notes())
+                    patch.setattr(linear, "notes_of_pass", lambda *_arguments: Notes())
                 found.append([*gradients(model, batch), *gradients(model, batch)])
         assert len(found[0]) == len(found[1])
         assert all(map(torch.equal, *found))
@@ -137,7 +137,7 @@ def count(make: Callable[[], nn.Module], batch: Tensor, *, carries: bool, **opti
     model = converted(make, carries=carries, statistics_every=0, **options)
     with pytest.MonkeyPatch.context() as patch, cpu_as_accelerator(), Calls() as calls:
         if not carries:
-            patch.setattr(linear.Float8Linear, "_notes", lambda *_arguments: Notes())
+            patch.setattr(linear, "notes_of_pass", lambda *_arguments: Notes())
         model(batch).float().square().sum().backward()
     return calls.ops
 
