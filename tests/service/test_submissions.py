@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from api_schemas import Job, JobSpec
 from service import store
+from service.db.bulk import Transaction
 from service.errors import IdempotencyMismatch
 from service.jobs import submissions
 from service.jobs.requests import Request, Submission
@@ -24,7 +25,7 @@ from tests.service.world import World
 from tests.waiting import LONG_S
 
 
-def show(_session: Session, pairs: Sequence[tuple[Request, Submission]], _before: Before) -> list[Shown]:
+def show(_transaction: Transaction, pairs: Sequence[tuple[Request, Submission]], _before: Before) -> list[Shown]:
     return [Shown(submission.job.id, "", starts_soon=False) for _, submission in pairs]
 
 
@@ -81,10 +82,10 @@ def test_many_take_a_few_statements_and_one_commit(world: World) -> None:
 def test_one_that_fails_does_not_fail_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(world, monkeypatch)
 
-    def show_some(session: Session, pairs: Sequence[tuple[Request, Submission]], before: Before) -> list[Shown]:
+    def show_some(transaction: Transaction, pairs: Sequence[tuple[Request, Submission]], before: Before) -> list[Shown]:
         if any(request.spec.name == "bad" for request, _ in pairs):
             raise RuntimeError("cannot be shown")
-        return show(session, pairs, before)
+        return show(transaction, pairs, before)
 
     together = Submissions(world.database, show_some)
     first = together.add(Request(world.spec))
