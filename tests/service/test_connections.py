@@ -1,11 +1,10 @@
 """Clients that do not finish their requests neither stop the service nor fill its memory."""
 
-import contextlib
 import http.client
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +88,8 @@ def test_healthz_answers_while_one_address_holds_more_connections_than_it_may(se
     with serve(max_connections_per_address=20, request_head_timeout_s=LONG_S) as port, ExitStack() as stack:
         held = [stack.enter_context(connect(port, b"GET /he")) for _ in range(60)]
         assert status(port) == 200
-        with pytest.raises(ConnectionResetError):  # the oldest made room
-            until_closed(held[0])
+        with suppress(ConnectionResetError):  # only if the server had not yet read what was sent
+            assert until_closed(held[0]) == b""  # the oldest made room
 
 
 def test_connections_that_are_being_answered_keep_their_place(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +169,7 @@ CHUNKED = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chun
     ids=["no host", "two hosts", "path", "header", "headers", "chunk", "trailer"],
 )
 def test_a_head_that_is_too_large_or_names_no_host_is_refused(serve: Serve, request_: bytes) -> None:
-    with serve() as port, connect(port, request_) as connection, contextlib.suppress(ConnectionResetError):
+    with serve() as port, connect(port, request_) as connection, suppress(ConnectionResetError):
         assert until_closed(connection).startswith(b"HTTP/1.1 400 ")
 
 

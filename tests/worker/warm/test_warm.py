@@ -80,7 +80,10 @@ def template_of(process: warm.WarmProcess) -> psutil.Process:
 
 
 def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_without_time_to_wait_there_is_no_warm_process() -> None:
