@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from api_schemas import EventReport, PhaseReport, ReportBody
+from worker.fp8.linear import Float8Linear
 
 Checkpointing = Literal["none", "selective", "full"]
 Compiling = Literal["auto", "on", "off"]
@@ -62,6 +63,10 @@ def checkpoint_blocks(model: nn.Module, kind: Checkpointing) -> int:
     blocks = repeated_blocks(model) if kind != "none" else []
     for block in blocks:
         block.forward = CheckpointedForward(block, is_selective=kind == "selective")
+        if kind == "selective":
+            for layer in block.modules():
+                if isinstance(layer, Float8Linear):
+                    layer.is_usual = False  # its one op would make codes and product, of which the product alone is to be kept
     return len(blocks)
 
 
