@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from api_schemas import EventReport, JobSpec
+from api_schemas.models.huggingface import HuggingFaceSpec
 from benchmarks.live_storages import LiveStorages
 from tests.worker.parallel.job_runs import checkpoint_ref
 from tests.worker.test_train import Recorder
@@ -18,6 +19,7 @@ from worker import memory_report
 from worker.config import RankEnv, resolve
 from worker.fp8 import weights
 from worker.mesh import Mesh, TensorInPieces
+from worker.models import build_model
 from worker.pretrained import start
 from worker.train import Trainer
 
@@ -33,6 +35,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt", **SIZES},
     "llama": {"family": "llama", "intermediate_size": 4 * HIDDEN, "num_key_value_heads": 2, "tie_embeddings": False, **SIZES},
 }
+NETWORK = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 4 * HIDDEN,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+"""A Llama of transformers, which is read from a folder."""
 LARGEST = 4 * HIDDEN * HIDDEN
 """Elements of the largest parameter."""
 PIECE = 1 << 11
@@ -41,10 +52,11 @@ Result = dict[str, Any]
 
 
 def document(corpus: Path, family: str, level: str, workers: int, **parallelism: Any) -> dict[str, Any]:
-    """A job of two steps."""
+    """A job of two steps. family: of `MODELS`, or "folder" for a network that `save_network` has saved beside the corpus."""
+    model = {"path": str(corpus.parent / "network")} if family == "folder" else MODELS[family]
     return {
         "name": "in-pieces",
-        "model": MODELS[family],
+        "model": model,
         "precision": {"level": level},
         "data": {"path": str(corpus)},
         "training": {
@@ -60,6 +72,12 @@ def document(corpus: Path, family: str, level: str, workers: int, **parallelism:
         "parallelism": parallelism,
         "resources": {"workers": workers},
     }
+
+
+def save_network(folder: Path) -> None:
+    """Save a network as transformers does, in bf16."""
+    network: Any = build_model(HuggingFaceSpec(architecture="llama", config=NETWORK), seed=3)
+    network.network.to(torch.bfloat16).save_pretrained(folder / "network")
 
 
 def run_job(job: dict[str, Any], env: RankEnv, folder: Path, *, whole: bool) -> Result:
