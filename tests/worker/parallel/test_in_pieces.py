@@ -1,5 +1,7 @@
 """Where ranks divide a model, none of them makes more than its share and one parameter, and the bits are those of the whole."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ CASES = [
         *([] if family == "folder" else [(family, level, 2, "pipeline", 2)]),
     )
 ]
+Case = tuple[Any, ...]
 TEMPORARIES = 12 * PIECE * 4
 """Bytes of slack: what is encoded piece by piece, batches of tokens, scales and norms."""
 READ = 2 * 15 * HIDDEN * HIDDEN * 4 + TEMPORARIES
@@ -38,44 +41,44 @@ READ = 2 * 15 * HIDDEN * HIDDEN * 4 + TEMPORARIES
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[Any, list[list[Result]]]:
-    """What each rank found in pieces and whole, by case."""
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[Case], list[list[Result]]]:
+    """Return what each rank found of a case, in pieces and whole. The cases of one family and level share their processes."""
     folder = tmp_path_factory.mktemp("in-pieces")
     corpus = write_corpus(folder / "corpus")
     save_network(folder)
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
     cases = list(dict.fromkeys(item.callspec.params["case"] for item in tests if hasattr(item, "callspec")))
-    found: dict[Any, list[list[Result]]] = {}
-    for num_ranks in sorted({case[2] for case in cases}):
-        jobs = {
-            " ".join(map(str, case)): document(corpus, case[0], case[1], num_ranks, **{case[3]: case[4]})
-            for case in cases
-            if case[2] == num_ranks
-        }
+    in_every_run = cases if len(cases) <= len(USUAL) else []
+
+    @cache
+    def of_world(num_ranks: int, *kind: str) -> dict[Case, list[list[Result]]]:
+        own = [case for case in cases if case[2] == num_ranks and (in_every_run or case[:2] == kind)]
+        jobs = {" ".join(map(str, case)): document(corpus, *case[:3], **{case[3]: case[4]}) for case in own}
         ports = {name: (free_port(), free_port(), free_port()) for name in jobs}
         run_ranks(work, (str(folder), ports, jobs), num_ranks)
         ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
-        found |= {case: [rank[" ".join(map(str, case))] for rank in ranks] for case in cases if case[2] == num_ranks}
-    return found
+        return {case: [rank[" ".join(map(str, case))] for rank in ranks] for case in own}
+
+    return lambda case: of_world(case[2], *(() if in_every_run else case[:2]))[case]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_makes_its_share_and_one_parameter(case: tuple[Any, ...], results: dict[Any, list[list[Result]]]) -> None:
+def test_a_rank_makes_its_share_and_one_parameter(case: Case, results: Callable[[Case], list[list[Result]]]) -> None:
     _, _, _, kind, degree = case
     copies = 1 + 1 / degree if kind == "tensor" else 1  # a shard that is no view of the whole
-    for in_pieces, whole, _ in results[case]:
+    for in_pieces, whole, _ in results(case):
         limit = in_pieces["held"] + copies * LARGEST * 4 + TEMPORARIES
         assert in_pieces["peak"] <= limit, f"{in_pieces['peak']:,} of {limit:,} bytes, {in_pieces['held']:,} held"
         assert whole["peak"] > limit
         assert whole["held"] == in_pieces["held"]
-    for number, (in_pieces, whole, _) in enumerate(results[case]):
+    for number, (in_pieces, whole, _) in enumerate(results(case)):
         assert "model.made_whole" not in in_pieces["events"]
         assert number or "model.made_whole" in whole["events"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bits_are_those_of_a_model_made_whole(case: tuple[Any, ...], results: dict[Any, list[list[Result]]]) -> None:
-    for in_pieces, whole, _ in results[case]:
+def test_bits_are_those_of_a_model_made_whole(case: Case, results: Callable[[Case], list[list[Result]]]) -> None:
+    for in_pieces, whole, _ in results(case):
         assert in_pieces["losses"] == whole["losses"]
         for moment in ("made", "trained"):
             assert in_pieces[moment].keys() == whole[moment].keys()
@@ -83,8 +86,8 @@ def test_bits_are_those_of_a_model_made_whole(case: tuple[Any, ...], results: di
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_is_not_put_together(case: tuple[Any, ...], results: dict[Any, list[list[Result]]]) -> None:
-    for in_pieces, _, resumed in results[case]:
+def test_a_checkpoint_is_not_put_together(case: Case, results: Callable[[Case], list[list[Result]]]) -> None:
+    for in_pieces, _, resumed in results(case):
         assert resumed["losses"] == in_pieces["losses"][1:]
         assert [path for path, leaf in in_pieces["trained"].items() if leaf != resumed["trained"][path]] == []
         assert resumed["peak"] <= resumed["held"] + READ, f"{resumed['peak']:,} bytes, {resumed['held']:,} held"
