@@ -35,8 +35,7 @@ from benchmarks.digits import read_digits
 from benchmarks.paired import MAX_VALUES, Interval, gaps
 from worker.config import RankEnv, resolve
 from worker.mesh import Mesh
-from worker.models import TrainedModel
-from worker.pretrained.load import FileSource
+from worker.pretrained.start import StartedModel
 from worker.train import Trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -91,9 +90,9 @@ class Run:
 class _ChangedStart(Trainer):
     """Trains from initial values that differ by START_CHANGE of each."""
 
-    def _prepare(self, model: TrainedModel, weights: FileSource | None) -> None:
-        change_start(model, START_CHANGE, self.config.seed)
-        super()._prepare(model, weights)
+    def _prepare(self, started: StartedModel) -> None:
+        change_start(started.model, START_CHANGE, self.config.seed)
+        super()._prepare(started)
 
 
 class _Losses:
