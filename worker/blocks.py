@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from api_schemas import EventReport, PhaseReport, ReportBody
 from worker.fp8.linear import Float8Linear
+from worker.fp8.norm_forward import NormForward
 
 Checkpointing = Literal["none", "selective", "full"]
 Compiling = Literal["auto", "on", "off"]
@@ -64,9 +65,12 @@ def checkpoint_blocks(model: nn.Module, kind: Checkpointing) -> int:
     for block in blocks:
         block.forward = CheckpointedForward(block, is_selective=kind == "selective")
         if kind == "selective":
-            for layer in block.modules():
-                if isinstance(layer, Float8Linear):
-                    layer.is_usual = False  # its one op would make codes and product, of which the product alone is to be kept
+            for part in block.modules():
+                forward = getattr(vars(part).get("forward"), "__self__", None)
+                if isinstance(part, Float8Linear):
+                    part.is_usual = False  # its one op would make codes and product, of which the product alone is to be kept
+                elif isinstance(forward, NormForward):
+                    forward.taker = None
     return len(blocks)
 
 

@@ -43,7 +43,8 @@ class NormForward:
         self.is_fused = isinstance(norm, HalfNorm) or why_kept(norm) is None
         self.is_layer_norm = getattr(norm, "is_layer_norm", type(norm) is nn.LayerNorm)
         self.eps = eps_of(norm)
-        self.taker = Taker()
+        self.taker: Taker | None = Taker()
+        """None where the norm does not write codes: a pass that is checkpointed selectively issues the same ops each time."""
 
     def __call__(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and not self.is_pure:
@@ -55,7 +56,9 @@ class NormForward:
             return carry(self._as_it_is(input), None)
         norm: Any = self.norm
         bias = norm._parameters.get("bias")
-        scaling, self.taker.scaling = self.taker.scaling, None  # the layer sets it again if it takes codes
+        scaling = None
+        if self.taker is not None:
+            scaling, self.taker.scaling = self.taker.scaling, None  # the layer sets it again if it takes codes
         ahead = None if scaling is None else scaling.ahead()
         how = Pass(self.is_layer_norm, dtype, ahead)
         output_MN, amax, codes = Normalize.apply(input.reshape(-1, input.shape[-1]), norm.weight, bias, self.eps, how)
