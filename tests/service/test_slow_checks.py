@@ -1,13 +1,16 @@
 """Checks of data that take long hold up neither `/healthz` nor each other without end."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from api_schemas import JobSpec
 from service.jobs import admission
 from tests.service.test_jobs_api import problem_of
 from tests.service.world import World
@@ -69,3 +72,28 @@ def test_a_check_that_gets_no_turn_is_503(
         assert "no turn came" in problem.detail
         let_go.set()
         assert {answer.result(30).status_code for answer in answers} == {200}
+
+
+def test_a_check_that_fails_when_it_is_repeated_lets_no_further_job_pass(
+    world: World, spec_document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check that passed holds as long as this test; the second job has it repeated, and passes by the first."""
+    num_checks = count(1)
+
+    def check(*_: Any) -> None:
+        if next(num_checks) > 1:
+            raise ValueError("the files have changed")
+
+    monkeypatch.setattr(admission, "check_files", check)
+    monkeypatch.setattr(admission, "PASSED_S", LONG_S)
+    monkeypatch.setattr(admission, "AGAIN_S", 0.0)
+
+    async def submit() -> None:
+        checks, spec = admission.Admission(world.settings), JobSpec.model_validate(spec_document)
+        await checks.check(spec)
+        await checks.check(spec)
+        await asyncio.gather(*checks._again.values())
+        with pytest.raises(ValueError, match="the files have changed"):
+            await checks.check(spec)
+
+    asyncio.run(submit())
