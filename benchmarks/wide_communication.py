@@ -10,7 +10,6 @@ initial weights that differ by a thousandth, shows how far chance moves the loss
 import argparse
 import json
 import platform
-import socket
 import statistics
 import sys
 import sysconfig
@@ -25,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from api_schemas import GPTSizes, TextSpec
+from tests.ports import free_port
 from worker import initialize, parallelize
 from worker.data.text import open_source
 from worker.data.windows import TokenWindows
@@ -120,12 +120,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, choices=sorted(STUDENT_T_95))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         found_path = Path(folder, "losses.json")
-        torch.multiprocessing.spawn(work, (port, options, str(found_path)), NUM_RANKS)
+        torch.multiprocessing.spawn(work, (free_port(), options, str(found_path)), NUM_RANKS)
         report = table(json.loads(found_path.read_text()), options)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{datetime.now(UTC):%Y-%m-%d}-wide-communication.md").write_text(report)

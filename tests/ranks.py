@@ -1,7 +1,6 @@
 """Processes that stand for the ranks of a job."""
 
 import multiprocessing
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +24,3 @@ def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], num_ranks: 
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(work, arguments, nprocs=num_ranks, start_method="forkserver")
-
-
-def free_port() -> int:
-    """Return a TCP port of the loopback that is free now, for the ranks' rendezvous."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -59,6 +59,7 @@ class RankActor:
         """warm_idle_s: see `worker.warm.take`; 0 runs the rank in this process."""
         os.umask(_PRIVATE_UMASK)
         self._process = warm.take(warm_idle_s)
+        self._port_holder: socket.socket | None = None
 
     @property
     def is_warm(self) -> bool:
@@ -66,10 +67,10 @@ class RankActor:
         return self._process is not None
 
     def node(self) -> RankNode:
+        """Return where this rank is, and a port that is kept for the first rank, which listens there seconds later."""
         address: str = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = int(probe.getsockname()[1])
+        self._port_holder = hold_port(address)
+        port = int(self._port_holder.getsockname()[1])
         labels: dict[str, Any] = dict(ray.get_runtime_context().get_node_labels())
         return RankNode(address, port, labels, self._process.pid if self._process else os.getpid())
 
@@ -87,6 +88,17 @@ class RankActor:
         """End the rank's own process, if it has one; `run` then returns in the other thread."""
         if self._process is not None:
             self._process.end()
+
+
+def hold_port(address: str) -> socket.socket:
+    """Return a socket that keeps a free port of the address from others until it is closed.
+
+    It does not listen. A server that sets SO_REUSEADDR, as torch's stores do, can listen there nonetheless.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder
 
 
 def warm_up(warm_idle_s: float) -> None:

@@ -82,27 +82,29 @@ class OwnServer:
 @contextlib.contextmanager
 def own_server(data_dir: Path, data_root: str, terminal: Terminal) -> Iterator[OwnServer]:
     """Start `octet serve` on a free port and wait until it is ready; stop it at the end of the block, however that ends."""
-    port = _free_port()
-    command = [sys.executable, "-P", "-m", "client.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--data-dir", str(data_dir), "--data-root", data_root]
-    url = f"http://127.0.0.1:{port}"
-    terminal.show(Text(f"Starting octet serve on {url}; its data and server.log are in {data_dir}."))
-    server = OwnServer(command, url, data_dir)
-    try:
-        server.wait_until_ready(terminal)
-        yield server
-    finally:
-        with handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a second Ctrl-C leaves nothing behind
-            terminal.show(Text("Stopping the server."))
-            server.stop()
+    with _held_port() as port:
+        command = [sys.executable, "-P", "-m", "client.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--data-dir", str(data_dir), "--data-root", data_root]
+        url = f"http://127.0.0.1:{port}"
+        terminal.show(Text(f"Starting octet serve on {url}; its data and server.log are in {data_dir}."))
+        server = OwnServer(command, url, data_dir)
+        try:
+            server.wait_until_ready(terminal)
+            yield server
+        finally:
+            with handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a second Ctrl-C leaves nothing behind
+                terminal.show(Text("Stopping the server."))
+                server.stop()
 
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def _held_port() -> Iterator[int]:
+    """A free port. The bound socket keeps others away from it; the server sets SO_REUSEADDR too, and can listen there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]

@@ -14,7 +14,8 @@ from api_schemas.models.gpt import gpt_sizes
 from api_schemas.resources import WideDtype
 from benchmarks import scaling, wire_bytes
 from benchmarks.gpu.networks import build_gpt
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 
 SMALL = gpt_sizes(64, 2, 2, 256, 32)
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from service.processes.dispatcher import dispatch, slots_wanted
 from service.processes.startup import cluster_settings
 from service.telemetry.dispatcher import serving_metrics
 from service.telemetry.loops import LoopHealth
+from tests.ports import free_port
 from tests.service.postgres_server import server_or_skip
 from tests.waiting import LONG_S, wait_until
 
@@ -84,12 +84,6 @@ def running(command: str, environment: dict[str, str], log: Path) -> Iterator[Pr
     finally:
         process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def has_loaded_ray(process: Process) -> bool:

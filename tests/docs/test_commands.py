@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ import yaml
 
 from client import Client
 from tests.docs.blocks import DOCUMENTS, ROOT, blocks, commands
+from tests.ports import free_port
 from tests.waiting import LONG_S
 
 SERVE = ".venv/bin/octet serve &"
@@ -264,9 +264,3 @@ def test_the_cpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(cpu_step, "SIZES", gpt_sizes(32, 1, 2, 256, 32))
     assert cpu_step.main() == 0
     assert "| fp32 | " in capsys.readouterr().out
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

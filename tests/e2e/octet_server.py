@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from api_schemas import Job, JobState
 from client import Client
+from tests.ports import free_port
 from tests.waiting import LONG_S
 
 _POLL_S = 0.2  # each look at a job costs client and server some milliseconds of the CPU that the job needs too
@@ -37,7 +37,7 @@ class Server:
         self.data_dir = data_dir
         self._umask = umask
         self._variables = dict(variables or {})
-        self.port = _free_port()
+        self.port = free_port()
         self._counts_validations = counts_validations
         self._validations_file = data_dir.with_name("validations")
         self.client = Client(f"http://127.0.0.1:{self.port}", patience_s=LONG_S)
@@ -172,9 +172,3 @@ def _is_keeper(process: psutil.Process) -> bool:
         return "service.cluster.ray.embedded" in process.cmdline()
     except psutil.NoSuchProcess:  # ended meanwhile, or a zombie
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from api_schemas import CheckpointReport, JobSpec, StepReport
 from api_schemas.levels import LEVELS
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.text import write_corpus
 from tests.worker.test_train import Recorder
 from worker.config import RankEnv, resolve

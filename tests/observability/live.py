@@ -6,7 +6,6 @@ own code over readings that a GPU could give, and lines in the form of DCGM's ex
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -27,6 +26,7 @@ from api_schemas import JobSpec
 from api_schemas.levels import LEVELS
 from tests.e2e.octet_server import Server
 from tests.observability.dcgm import LABELS
+from tests.ports import free_port
 from tests.waiting import LONG_S, wait_until
 from worker.metrics.exporter import MetricsCollector
 from worker.metrics.table import Metrics
@@ -264,9 +264,3 @@ def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=LONG_S) as answer:
         text: str = answer.read().decode()
     return text
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from api_schemas import CheckpointRef, CheckpointReport, JobSpec, ReportBody, StepReport
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.worker.test_train import Recorder, train, with_training
 from worker import checkpoint
 from worker.checkpoint import write

@@ -10,7 +10,8 @@ import yaml
 
 from api_schemas import JobSpec
 from api_schemas.models.huggingface import HuggingFaceSpec
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.text import write_corpus
 from tests.worker.chat import VOCAB_SIZE, save_tokenizer, write_chats
 from tests.worker.test_images_data import write_images

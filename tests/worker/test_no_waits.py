@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from api_schemas import EventReport, JobSpec, PhaseReport, StepReport
 from api_schemas.levels import LEVELS
 from api_schemas.models.huggingface import HuggingFaceSpec
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.worker.models.test_architectures import CONFIGS, batch_of
 from tests.worker.tape import WAITING_OPS, optimizer_by_kernels
 from tests.worker.test_train import Recorder, with_training

@@ -1,11 +1,12 @@
 """Ranks of one tensor group share a node: what the supervisor reserves, and what it says of nodes that are too small."""
 
+import socket
 from typing import Any
 
 import pytest
 
 from api_schemas import FailureReason, PoolConfig
-from worker.supervisor import RankFailed, bundles_of, check_room
+from worker.supervisor import RankFailed, bundles_of, check_room, hold_port
 
 POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=6)
 GPUS = POOL.model_copy(update={"name": "h100", "accelerator": "cuda"})
@@ -41,3 +42,12 @@ def test_ranks_whose_node_has_gone_are_given_back() -> None:
     """So that an elastic job goes on with fewer ranks, and does not wait for the node until its start times out."""
     with pytest.raises(RankFailed, match="have 2 slots, room for 2 of 4 ranks: nodes have gone"):
         check_room(POOL, 4, 1, [node(2), node(2, is_alive=False)])
+
+
+def test_the_port_where_ranks_meet_is_kept_for_the_first_of_them() -> None:
+    with hold_port("127.0.0.1") as holder:
+        address = holder.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        with socket.create_server(address) as server, socket.create_connection(address):
+            server.accept()[0].close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import ROOT, commands
-from tests.ranks import free_port
+from tests.ports import free_port
 from tests.waiting import LONG_S
 
 DOCUMENT = "docs/integrations.md"

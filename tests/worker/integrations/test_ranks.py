@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from octet import initialize
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.worker.integrations.bits import assert_same_bits
 from tests.worker.small import Small, make
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from api_schemas import FailureReason
-from tests.ranks import PRELOADED, free_port
+from tests.ports import free_port
+from tests.ranks import PRELOADED
 from worker import initialize
 from worker.config import RankEnv
 from worker.errors import Diverged, RanksFailed, message_of_rank

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from api_schemas import Layout
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from worker.config import RankEnv
 from worker.mesh import Mesh
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from worker.config import RankEnv
 from worker.mesh import Mesh, Waits
 from worker.mesh.stragglers import Straggler, Stragglers, find

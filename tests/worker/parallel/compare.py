@@ -10,7 +10,8 @@ from torch import Tensor
 
 from api_schemas import EvaluationReport
 from api_schemas.levels import LEVELS
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.worker.parallel.job_runs import checkpoint_ref, job, run_job
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE, Case, Result, make, reference
 from tests.worker.test_train import Recorder

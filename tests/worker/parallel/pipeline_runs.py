@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from api_schemas import JobSpec, StepReport
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.text import write_corpus
 from tests.worker.test_train import Recorder
 from worker import checkpoint

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from api_schemas import Layout
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from worker import checkpoint, initialize, kernels
 from worker.config import RankEnv
 from worker.fp8.gradient import Float8Gradient

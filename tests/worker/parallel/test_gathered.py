@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from octet import initialize
 from tests.golden.record import digest
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.worker.small import Small
 from worker.fp8.fallback import Fallback
 from worker.fp8.gathered import GatheredWeight, ShardedWeight

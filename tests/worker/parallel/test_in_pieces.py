@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.text import write_corpus
 from tests.worker.parallel.init_runs import HIDDEN, LARGEST, PIECE, Result, document, save_network, work
 

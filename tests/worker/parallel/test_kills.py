@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import PRELOADED, free_port
+from tests.ports import free_port
+from tests.ranks import PRELOADED
 from worker.main import main
 
 NUM_RANKS, EVERY, MOST_STEPS_OF_A_LIFE = 4, 3, 6

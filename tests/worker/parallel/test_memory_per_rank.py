@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from worker import initialize, memory_report, parallelize
 from worker.optim.eager import leave_the_compiler_unloaded
 

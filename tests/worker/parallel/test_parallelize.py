@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from api_schemas import PrecisionSpec
 from api_schemas.levels import LEVELS
 from tests.golden.record import digest
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.worker.small import FP8_LEVELS, Small, make
 from worker import initialize, parallelize
 from worker.mesh import Axis

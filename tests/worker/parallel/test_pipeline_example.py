@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.docs.blocks import ROOT, commands
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.waiting import LONG_S
 
 COMMANDS = commands("docs/own-models.md")

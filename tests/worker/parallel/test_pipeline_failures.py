@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from api_schemas import FailureReason, JobSpec
-from tests.ranks import PRELOADED, free_port
+from tests.ports import free_port
+from tests.ranks import PRELOADED
 from tests.text import write_corpus
 from tests.worker.parallel.pipeline_runs import LLAMA, document
 from tests.worker.test_train import Recorder

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from api_schemas.models.architectures import ARCHITECTURES, DIVIDED_BY_RANKS
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from worker import initialize, parallelize
 from worker.models.huggingface import transformers
 from worker.models.wrapped import wrap

@@ -13,7 +13,8 @@ from api_schemas import CheckpointRef, EventReport, JobSpec, Layout, StepReport
 from api_schemas.levels import LEVELS
 from tests.golden.record import digest
 from tests.golden.record import document as golden_job
-from tests.ranks import free_port, run_ranks
+from tests.ports import free_port
+from tests.ranks import run_ranks
 from tests.text import write_corpus
 from tests.worker.parallel.reference import (
     NUM_BUCKETS,

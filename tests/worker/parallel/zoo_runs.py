@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from api_schemas import JobSpec
-from tests.ranks import free_port
+from tests.ports import free_port
 from worker import initialize, memory_report, parallelize
 from worker.blocks import repeated_blocks
 from worker.data import open_source
