@@ -14,6 +14,7 @@ def test_the_public_names() -> None:
         "OctetArguments",
         "carry_model_state",
         "export",
+        "follow_optimizer",
         "fp8_statistics",
         "fuse_loss",
         "initialize",

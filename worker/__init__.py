@@ -7,6 +7,7 @@ is in this package too, starts without it.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from worker.following import follow_optimizer, fp8_statistics
     from worker.integrations import OctetArguments, carry_model_state, prepare_trainer
     from worker.metrics.memory import memory_report
     from worker.optim.average import AveragedModel
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from worker.optim.release import release_gradients
     from worker.parallel.parallelize import parallelize
     from worker.plain import plain_state_dict
-    from worker.prepare import fp8_statistics, initialize
+    from worker.prepare import initialize
     from worker.pretrained import export, load_pretrained
     from worker.residual_stream import keep_residual_in_bf16
     from worker.saved_activations import keep_activations_in_fp8
@@ -25,6 +26,7 @@ __all__ = [
     "OctetArguments",
     "carry_model_state",
     "export",
+    "follow_optimizer",
     "fp8_statistics",
     "fuse_loss",
     "initialize",
@@ -44,7 +46,8 @@ _HOME = {
     "OctetArguments": "worker.integrations",
     "carry_model_state": "worker.integrations",
     "export": "worker.pretrained",
-    "fp8_statistics": "worker.prepare",
+    "follow_optimizer": "worker.following",
+    "fp8_statistics": "worker.following",
     "fuse_loss": "worker.savings",
     "initialize": "worker.prepare",
     "keep_activations_in_fp8": "worker.saved_activations",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from api_schemas.levels import LEVELS, Level
 from api_schemas.precision import PrecisionSpec
 from api_schemas.problem import explain
+from worker.following import follow_health
 from worker.fp8.accelerator import run_under_autocast
 from worker.fp8.bf16 import HalfLinear
 from worker.fp8.casts import guard_casts
@@ -45,7 +46,6 @@ from worker.fp8.recipe import Recipe
 from worker.fp8.recipe_kwargs import is_recipe_kwargs, precision_of
 from worker.fp8.sequence import take_over_activations
 from worker.fp8.speedups import DEFAULT_TOKENS, Chip
-from worker.fp8.statistics import OperandSample
 from worker.fp8.torchao_linear import torchao_converter
 from worker.fp8.weights import encode_weight
 from worker.metrics.memory import memory_report
@@ -181,7 +181,7 @@ def prepare(
         optimizer = take_over(optimizer, adopted)
     for weight in conversion.quantized:  # masters exist now; a layer that is not trained, or not yet, has none
         weight.holder.initial_values = None
-    health = _follow_health(conversion.model, optimizer, precision, on_event)
+    health = follow_health(conversion.model, optimizer, precision, on_event)
     scales_losses = precision.storage.loss_scaling and any(parameter.requires_grad for parameter in model.parameters())
     keep = (STATE_BUFFER,) if scales_losses else ()
     if precision.storage.gemm == "fp8" or isinstance(optimizer, LowBitOptimizer) or keep:
@@ -229,15 +229,6 @@ def convert(
     num_parameters = sum(weight.numel() for weight in weights)
     report = ConversionReport(precision.level, tuple(selected), tuple(skipped), tuple(filtered), num_parameters)
     return Conversion(model, report, _quantized_weights(model, originals))
-
-
-def fp8_statistics(model: nn.Module) -> list[OperandSample]:
-    """The newest samples of a model that was initialized with `statistics_every`, one for each operand of each layer."""
-    report = getattr(model, "octet_report", None)
-    if not isinstance(report, ConversionReport) or not isinstance(report.health, StepKeeper):
-        raise ValueError("the model samples no statistics. Initialize it at an FP8 level with statistics_every.")
-    report.health.read_all()
-    return report.health.samples
 
 
 def check_chip(chip: Chip, precision: PrecisionSpec) -> None:
@@ -362,33 +353,6 @@ def _quantized_weights(model: nn.Module, originals: dict[nn.Parameter, Tensor]) 
     for layer in layers:
         layer.initial_values = originals.pop(layer.weight, None)
     return [QuantizedWeight(layer) for layer in layers]
-
-
-def _follow_health(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    precision: PrecisionSpec,
-    on_event: Callable[[LayerDemoted], None] | None,
-) -> StepKeeper | None:
-    """Let the FP8 layers do after each step of the optimizer what their recipe needs done."""
-    recipe = precision.resolved_recipe
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    if not layers or recipe is None or (recipe.scaling != "delayed" and not precision.resolved_statistics_every):
-        return None
-    keeper = StepKeeper(layers, precision.demotion, on_event)
-    model.register_state_dict_pre_hook(partial(_read_samples, keeper))
-    if optimizer is not None:
-        optimizer.register_step_post_hook(partial(_keep, keeper))
-    return keeper
-
-
-def _read_samples(keeper: StepKeeper, *_state_dict: Any) -> None:
-    """Let a state dict hold the demotions that samples under way decide."""
-    keeper.read_all()
-
-
-def _keep(keeper: StepKeeper, *_step: Any) -> None:
-    keeper.after_step()
 
 
 def _rescale(scaling: LossScaling, optimizer: torch.optim.Optimizer, *_step: Any) -> None:

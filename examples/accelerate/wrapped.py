@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from octet import initialize
+from octet import follow_optimizer, initialize
 
 
 def data(num_examples: int) -> TensorDataset:
@@ -40,7 +40,9 @@ def prepared(accelerator: Accelerator, level: str, wrapper: str, gather: str) ->
     options: dict[str, Any] = {"torchao": in_fp8} if level == "ao" else in_fp8
     model, _ = initialize(model, None, level, **options)
     fully_shard(model)  # before the optimizer, which is made of the shards
-    return model, accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    follow_optimizer(model, optimizer)
+    return model, accelerator.prepare(optimizer)
 
 
 def train(level: str, wrapper: str, gather: str, num_epochs: int) -> list[Tensor]:

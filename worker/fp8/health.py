@@ -57,6 +57,8 @@ class StepKeeper:
         """The newest samples that were read."""
         self.counts_steps = True
         """Whether `after_step` calls `count_step`. While a step is recorded, its caller does, as after each replay."""
+        self.follows = False
+        """Whether an optimizer's steps call `after_step`."""
         self._under_way: deque[_UnderWay] = deque()
 
     def after_step(self) -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from api_schemas.precision import PrecisionSpec
 from tests.numerics.measure import mixed_magnitudes
 from tests.numerics.measure import sqnr_db as measured_sqnr_db
-from worker import fp8_statistics, initialize
+from worker import follow_optimizer, fp8_statistics, initialize
 from worker.fp8.fallback import Fallback
 from worker.fp8.health import LayerDemoted
 from worker.fp8.linear import Float8Linear
@@ -168,6 +168,40 @@ def test_by_default_the_first_of_fifty_steps_is_sampled() -> None:
 def test_a_model_without_statistics_says_so() -> None:
     with pytest.raises(ValueError, match="statistics_every"):
         fp8_statistics(make(statistics_every=0)[0])
+
+
+def test_an_optimizer_that_is_made_later_is_followed_alike() -> None:
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+
+    options: Any = {"recipe": {"scaling": "delayed", "amax_history_length": 2}, "statistics_every": 3}
+    first, other = network(), network()
+    model, optimizer = initialize(first, torch.optim.RMSprop(first.parameters(), lr=1e-4), "te", **options)
+    other, _ = initialize(other, None, "te", **options)
+    later = torch.optim.RMSprop(other.parameters(), lr=1e-4)
+    follow_optimizer(other, later)
+    assert optimizer is not None
+    for number in range(5):
+        step(model, optimizer, gaussian(number))
+        step(other, later, gaussian(number))
+    assert fp8_statistics(model) == fp8_statistics(other)
+    assert {sample.step for sample in fp8_statistics(other)} == {3}
+    state = other.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_only_the_one_optimizer_that_trains_the_model_is_followed() -> None:
+    model, optimizer = make()
+    with pytest.raises(ValueError, match="follows an optimizer already"):
+        follow_optimizer(model, optimizer)
+    with pytest.raises(ValueError, match="has none of the model's parameters"):
+        follow_optimizer(model, torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    with pytest.raises(ValueError, match="not initialized"):
+        follow_optimizer(nn.Linear(2, 2), optimizer)
+    without, _ = initialize(nn.Sequential(nn.Linear(64, 64)), None, "bf16-amp")
+    follow_optimizer(without, torch.optim.AdamW(without.parameters()))
 
 
 def test_a_layer_that_breaks_a_limit_in_a_row_is_demoted_with_an_event() -> None:

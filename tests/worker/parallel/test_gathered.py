@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from octet import initialize
+from octet import follow_optimizer, initialize
 from tests.golden.record import digest
 from tests.ports import free_port
 from tests.ranks import run_ranks
@@ -25,6 +25,7 @@ from worker.fp8.linear import Float8Linear
 
 NUM_STEPS = 4
 CURRENT = {"scaling": "current", "format": "HYBRID", "margin": 1}
+SHORT = {"scaling": "delayed", "amax_history_length": 2}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -76,6 +77,7 @@ def replicated() -> dict[str, Any]:
 def train(rank: int, model: Any, accumulate: int = 1) -> dict[str, Any]:
     """Losses, the first gradients, and the state after some steps on this rank's part of each batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    follow_optimizer(model, optimizer)
     numbers = torch.Generator().manual_seed(rank)
     found: dict[str, Any] = {"losses": []}
     for _ in range(NUM_STEPS):
@@ -94,9 +96,17 @@ def train(rank: int, model: Any, accumulate: int = 1) -> dict[str, Any]:
     model.eval()
     with torch.no_grad():
         found["evaluated"] = digest([model(torch.ones(8, 32))])
+    found["windows"] = windows(model)
     found["weights"] = digest([whole(parameter.detach()) for parameter in model.parameters()])
     found["state"] = digest({name: whole(part) for name, part in model.state_dict().items()})
     return found
+
+
+def windows(model: nn.Module) -> list[tuple[int, float]]:
+    """How many steps each window has seen, and its amax."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
+    scalings = [scaling for layer in layers for scaling in layer.scalings().values() if scaling.recipe.amax_history_length]
+    return [(int(scaling.num_finite_steps), float(scaling.window_amax)) for scaling in scalings]
 
 
 def whole(tensor: Any) -> Any:
@@ -143,6 +153,7 @@ CASES: dict[str, dict[str, Any]] = {
         "options": lambda: {"frozen": "inner.0.weight", "offload_policy": CPUOffloadPolicy(pin_memory=False)}
     },
     "full windows": {"change": with_full_windows},
+    "short windows": {"recipe": SHORT},
 }
 
 
@@ -239,6 +250,15 @@ def test_a_gather_sends_a_byte_of_each_weight(case: str, bytes_of_a_value: int, 
         saved = num_gathers * (bytes_of_a_value - 1) * sum(weights) // len(found)
         assert sum(wide["gather"]) - sum(narrow["gather"]) == saved
         assert narrow["reduce"].count(4) - wide["reduce"].count(4) == num_gathers * len(weights)
+
+
+def test_windows_follow_an_optimizer_that_was_made_after_the_shards(found: list[dict[Any, Any]]) -> None:
+    for result in found:
+        for in_fp8 in (False, True):
+            found_windows = result["short windows", in_fp8]["windows"]
+            assert found_windows
+            assert all(num_steps == NUM_STEPS and amax > 0 for num_steps, amax in found_windows)
+        assert result["accumulated", True]["windows"] == []
 
 
 def test_state_dicts_hold_values(found: list[dict[Any, Any]]) -> None:
