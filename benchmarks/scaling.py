@@ -91,37 +91,37 @@ class StepTime:
         return self.compute_s + self.optimizer_s + self.exposed_s
 
 
-def linear_s(level: str, m: int, k: int, n: int) -> float:
+def linear_s(level: str, m: int, k: int, n: int, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
     """Seconds of a linear layer, forward and backward, quantization included. m tokens, k in features, n out features."""
     row = LEVELS[level]
     weights = "scaled" if row.weight != "fp32" else "fp32"
-    return (fp8_work(weights, "tensor") if row.has_own_fp8 else bf16_work(weights)).seconds(m, k, n)
+    return (fp8_work(weights, "tensor") if row.has_own_fp8 else bf16_work(weights)).seconds(m, k, n, copy_bytes_per_s)
 
 
-def block_s(sizes: GPTSizes, level: str, num_tokens: int, tensor: int = 1) -> float:
+def block_s(sizes: GPTSizes, level: str, num_tokens: int, tensor: int = 1, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
     """Seconds of one block, forward and backward, on one of `tensor` GPUs that share it."""
     h, m = sizes.hidden_size, num_tokens
     column, row = ((h, 3 * h), (h, 4 * h)), ((h, h), (4 * h, h))
-    products_s = sum(linear_s(level, m, k, n // tensor) for k, n in column)
-    products_s += sum(linear_s(level, m, k // tensor, n) for k, n in row)
+    products_s = sum(linear_s(level, m, k, n // tensor, copy_bytes_per_s) for k, n in column)
+    products_s += sum(linear_s(level, m, k // tensor, n, copy_bytes_per_s) for k, n in row)
     # Causal: half of 2 · 2 · M · T · H forward, and 2.5 times that backward
     attention_s = 3.5 * 2 * m * sizes.max_sequence_length * h / tensor / ATTENTION_FLOPS_PER_S
     kind = "FP8" if LEVELS[level].has_own_fp8 else "bf16-amp"
-    return products_s + attention_s + BYTES_PER_ACTIVATION[kind] * m * h / tensor / COPY_BYTES_PER_S
+    return products_s + attention_s + BYTES_PER_ACTIVATION[kind] * m * h / tensor / copy_bytes_per_s
 
 
-def compute_s(sizes: GPTSizes, level: str, num_tokens: int) -> float:
+def compute_s(sizes: GPTSizes, level: str, num_tokens: int, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
     """Seconds of one micro-batch's forward and backward pass; the head multiplies in bf16 at every level."""
     h, v = sizes.hidden_size, sizes.vocab_size
-    head_s = 3 * 2 * num_tokens * h * v / GEMM_FLOPS_PER_S["bf16"] + 8 * num_tokens * v / COPY_BYTES_PER_S
-    return sizes.num_layers * block_s(sizes, level, num_tokens) + head_s
+    head_s = 3 * 2 * num_tokens * h * v / GEMM_FLOPS_PER_S["bf16"] + 8 * num_tokens * v / copy_bytes_per_s
+    return sizes.num_layers * block_s(sizes, level, num_tokens, copy_bytes_per_s=copy_bytes_per_s) + head_s
 
 
-def optimizer_s(sizes: GPTSizes, run: Run, num_ranks: int) -> float:
+def optimizer_s(sizes: GPTSizes, run: Run, num_ranks: int, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
     """The update reads all that its parameters hold and writes all but the gradients; under ZeRO ranks share the parameters."""
     held = count(sizes, run.level, 0, COUNTED_RANKS, run.wide).held
     num_bytes = 2 * sum(held.values()) - held["gradients"]
-    return num_bytes / (num_ranks if run.zero_stage else 1) / COPY_BYTES_PER_S
+    return num_bytes / (num_ranks if run.zero_stage else 1) / copy_bytes_per_s
 
 
 def gather_s(num_bytes: float, num_ranks: int) -> float:

@@ -20,6 +20,7 @@ TOKENS = (512, 2048, 8192, 32768)
 FEATURES = (512, 1024, 2048, 4096, 8192)
 
 COPY_BYTES_PER_S = 0.92 * 3.35e12
+H200_COPY_BYTES_PER_S = 0.92 * 4.8e12
 """An H100 SXM: 3.35 TB/s by its data sheet, times the share that torchao's roofline_utils assumes. An H200 has 4.8 TB/s."""
 
 GEMM_FLOPS_PER_S = {"bf16": 785e12, "tensor": 1425e12, "row": 1275e12, "block": 1075e12, "triton": 1075e12 / 1.3}
@@ -46,20 +47,17 @@ class Work:
     weight_bytes: int
     num_launches: int
 
-    def seconds(self, m: int, k: int, n: int) -> float:
+    def seconds(self, m: int, k: int, n: int, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
         output, grad_input, grad_weight = self.gemms
-        products_s = (
-            self._gemm_s(output, m, k, n, 2)
-            + self._gemm_s(grad_input, m, n, k, 2)
-            + self._gemm_s(grad_weight, n, m, k, self.grad_weight_bytes)
-        )
+        products = ((output, m, k, n, 2), (grad_input, m, n, k, 2), (grad_weight, n, m, k, self.grad_weight_bytes))
+        products_s = sum(self._gemm_s(copy_bytes_per_s, *product) for product in products)
         num_bytes = self.input_bytes * m * k + self.grad_output_bytes * m * n + self.weight_bytes * k * n
-        return products_s + num_bytes / COPY_BYTES_PER_S + self.num_launches * LAUNCH_S
+        return products_s + num_bytes / copy_bytes_per_s + self.num_launches * LAUNCH_S
 
-    def _gemm_s(self, rate: str, num_rows: int, num_summed: int, num_columns: int, out_bytes: int) -> float:
+    def _gemm_s(self, copy_rate: float, rate: str, num_rows: int, num_summed: int, num_columns: int, out_bytes: int) -> float:
         num_bytes = self.operand_bytes * num_summed * (num_rows + num_columns) + out_bytes * num_rows * num_columns
         operations_s = 2 * num_rows * num_summed * num_columns / GEMM_FLOPS_PER_S[rate]
-        return GEMM_S + max(operations_s, num_bytes / COPY_BYTES_PER_S)
+        return GEMM_S + max(operations_s, num_bytes / copy_rate)
 
 
 PLAIN_BF16 = Work(("bf16",) * 3, 2, 2, 0, 0, 0, 0)
@@ -76,12 +74,13 @@ def bf16_work(weights: str) -> Work:
 def fp8_work(weights: str, kind: str) -> Work:
     """Quantize the weight in both passes, and the input and the output gradient once each for both of their products.
 
+    weights: fp32; scaled, held as codes or in 16 bits with a scale; or bf16, whose gradient is bf16 too.
     An amax takes one launch to clear it, one to find it, and a second read of the tensor. The amax of codes is known.
     """
     held = 4 if weights == "fp32" else 2
     num_units = 2 if weights == "scaled" else 0  # the scale of the codes times the scale of the weight that they encode
     if kind == "tensor":  # the input's codes are transposed in the backward pass
-        reads, num_launches = (2, 3) if weights == "fp32" else (1, 2)  # the known amax is divided by the scale
+        reads, num_launches = (1, 2) if weights == "scaled" else (2, 3)  # the known amax is divided by the scale
         gemms, scalings = ("tensor",) * 3, (5 + 2, 6, 2 * (reads * held + 1), 3 + 1 + 3 + 2 * num_launches)
     elif kind == "row":  # amaxes of columns take a second read; amaxes of rows do not
         gemms, scalings = ("row",) * 3, (6, 6, (held + 1) + (2 * held + 1), 3 + 3 + 1 + 3)
@@ -89,7 +88,7 @@ def fp8_work(weights: str, kind: str) -> Work:
         gemms = ("block",) * 3 if kind == "block" else ("block", "triton", "triton")
         scalings = (4, 4, 2 * (held + 1), 4 + 2)
     *operand_bytes, num_launches = scalings
-    return Work(gemms, 1, 4, *operand_bytes, num_launches + num_units)
+    return Work(gemms, 1, 2 if weights == "bf16" else 4, *operand_bytes, num_launches + num_units)
 
 
 def speedup(m: int, k: int, n: int, weights: str, kind: str) -> float:
