@@ -35,7 +35,7 @@ from benchmarks.gpu.networks import (
 from benchmarks.gpu.predicted_largest import ALL, CHECKPOINTED, WITHOUT, largest_rows
 from benchmarks.gpu.predicted_loading import loading_rows
 from benchmarks.gpu.predicted_savings import VISION_SAVINGS, large_rows, option_rows
-from benchmarks.gpu.report import Report, Row
+from benchmarks.gpu.report import Report, Row, unused
 from benchmarks.gpu.session import RESULTS
 from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
 
@@ -168,7 +168,8 @@ def main() -> int:
     arguments.add_argument("--smoke", action="store_true", help="use tiny sizes, only to check that everything runs")
     options = arguments.parse_args()
     wanted = tuple(word.strip().lower() for word in options.sections.split(","))
-    path = options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-memory{'-smoke' if options.smoke else ''}.md"
+    kind = "-smoke" if options.smoke else ""
+    path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-memory{kind}.md")
     report = Report("Peak memory on a GPU, predicted", path, [HEADER.format(torch=torch.__version__)])
     for name, rows in SECTIONS.items():
         if name.lower().startswith(wanted):

@@ -18,7 +18,17 @@ from types import FrameType
 import torch
 
 from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
-from benchmarks.gpu.report import ERROR, MISSING, NOT_REACHED, Report, Row, describe_machine, first_line, missing_packages
+from benchmarks.gpu.report import (
+    ERROR,
+    MISSING,
+    NOT_REACHED,
+    Report,
+    Row,
+    describe_machine,
+    first_line,
+    missing_packages,
+    unused,
+)
 from benchmarks.gpu.timing import Timer
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -89,7 +99,7 @@ def run(name: str, title: str, options: argparse.Namespace, sections: Callable[[
     timer = Timer(device, repeats=2, warmup=1) if options.smoke else Timer(device)
     session = Session(options, device, timer, measure_ceilings(timer, smoke=options.smoke))
     kind = "-smoke" if options.smoke else ""
-    path = options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-{name}{kind}.md"
+    path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-{name}{kind}.md")
     report = Report(title, path, _header(name, session))
     chosen = _chosen(sections(session, report), options.sections)
     for number, section in enumerate(chosen):
@@ -148,6 +158,7 @@ def _run_section(section: Section, session: Session, report: Report, budget_s: f
         if left_s <= 0 or (left_s < case.expected_s and not session.smoke):
             report.add(section.name, Row(case.name, NOT_REACHED, note=f"{max(0.0, left_s):.0f} s were left"))
             continue
+        session.timer.release()  # what measured the ceilings, or the case before, would count in the peak of this one
         sys.stderr.write(f"{section.name}: {case.name}; {_allocated_gib(session.device):.1f} GiB are allocated\n")
         try:
             with _at_most(left_s):
@@ -157,7 +168,6 @@ def _run_section(section: Section, session: Session, report: Report, budget_s: f
             report.add(section.name, Row(case.name, NOT_REACHED, note=f"stopped after {left_s:.0f} s"))
         except Exception as error:  # noqa: BLE001  the remaining cases shall still run
             report.add(section.name, Row(case.name, ERROR, note=first_line(error)))
-        session.timer.release()
 
 
 def _allocated_gib(device: torch.device) -> float:
