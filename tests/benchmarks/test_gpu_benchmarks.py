@@ -21,8 +21,11 @@ from worker.fp8.speedups import load_tables
 ROOT = Path(__file__).parent.parent.parent
 SECTIONS = {
     "kernels": ["Quantize", "AdamW step", "Gradients in FP8", "Linear layer, forward and backward", "Speedup by shape"],
-    "train": ["GPT step", "Memory of vision models", "Largest GPT", "Other levels"],
-    "accuracy": ["Loss"],
+    "train": [
+        *("GPT step", "Cost of statistics", "CUDA graphs", "Memory with options", "Memory of vision models", "Largest GPT"),
+        "Other levels",
+    ],
+    "accuracy": ["Loss", "Time to the same loss"],
 }
 
 

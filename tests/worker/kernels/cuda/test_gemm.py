@@ -18,7 +18,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TENSOR, ROW, NARROW, SQUARE, MX = ScaleKind
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
-SUMMED = 1e-5 if language.INTERPRETED.value else 2**-9  # fp32; a chip sums products of FP8 with fewer bits, Hopper with about 14
+# fp32; Hopper sums products of FP8 with about 14 bits
+SUMMED = 1e-5 if language.INTERPRETED.value else 2**-9
 NEW, OLD = (13, 0), (12, 8)  # CUDA: cuBLASLt scales rows and blocks from 12.9 on
 ADA, BLACKWELL = (8, 9), (10, 0)
 
