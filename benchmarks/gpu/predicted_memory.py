@@ -32,7 +32,7 @@ from benchmarks.gpu.networks import (
     gpt_step,
     vision_step,
 )
-from benchmarks.gpu.predicted_largest import ALL, CHECKPOINTED, WITHOUT, largest_rows
+from benchmarks.gpu.predicted_largest import ALL, CHECKPOINTED, WITH_RESIDUAL, WITHOUT, largest_rows
 from benchmarks.gpu.predicted_loading import loading_rows
 from benchmarks.gpu.predicted_savings import VISION_SAVINGS, large_rows, option_rows
 from benchmarks.gpu.report import Report, Row, unused
@@ -150,6 +150,7 @@ SECTIONS = {
     "Largest GPT": partial(largest_rows, peak_of, WITHOUT),
     "All options: largest GPT": partial(largest_rows, peak_of, ALL),
     "Checkpointing: largest GPT": partial(largest_rows, peak_of, CHECKPOINTED),
+    "Residual stream in bf16: largest GPT": partial(largest_rows, peak_of, WITH_RESIDUAL),
 }
 
 

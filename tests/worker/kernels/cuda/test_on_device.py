@@ -34,7 +34,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The norm of the error over that of the outputs. Hopper sums products of FP8 with about 14 bits, so elements may differ."""
+    """The norm of the error over that of the outputs: Hopper sums products of FP8 with about 14 bits, so elements differ."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
