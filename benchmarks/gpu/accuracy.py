@@ -1,27 +1,32 @@
-"""Compare the losses of levels with bf16-amp: GPT 125 M, 2,000 steps on the Python standard library's source, on one GPU.
+"""Compare the losses of levels with bf16-amp on one GPU: GPTs on the Python standard library's source.
 
-    python -m benchmarks.gpu.accuracy [--out FOLDER] [--runs FOLDER] [--smoke]
+    python -m benchmarks.gpu.accuracy [--out FOLDER] [--runs FOLDER] [--seeds 5] [--smoke]
 
-writes a dated table and the curves. Initial values, batches and their order are the same for every level. Finished levels are
-kept in --runs and not repeated. Schedule, text and smoothing are those of `benchmarks/curves.py`.
+writes a dated table and the curves. Section "Loss": each level with several seeds at 30 M parameters, and the mean gap with its
+95 % interval. Section "Time to the same loss": bf16-amp and O2 once at 125 M. Initial values, batches and their order are
+the same for every level. Finished runs are kept in --runs and not repeated. Schedule, text and smoothing are those of
+`benchmarks/curves.py`.
 """
 
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 
+from api_schemas.levels import LEVELS
 from api_schemas.models.gpt import gpt_sizes
-from benchmarks.curves import Run, Setting, draw, gap, load_source_text
+from benchmarks.curves import Run, Setting, draw, load_source_text, mean_curve, smooth
 from benchmarks.gpu.networks import in_fp8
-from benchmarks.gpu.report import Report, Row, Target
+from benchmarks.gpu.report import NOT_REACHED, Report, Row, Target
 from benchmarks.gpu.session import Case, Section, Session, parser, run
+from benchmarks.paired import MAX_VALUES, Interval, gaps
 from worker import initialize, memory_report
 from worker.data.windows import TokenWindows
 from worker.models.gpt import GPT
@@ -32,40 +37,56 @@ TARGETS = {
     "O3-split": Target(0.007, 0.004, lower_is_better=True, style=".2%"),
 }
 STEPS = 2000
-SIZES = gpt_sizes(1024, 10, 16, 256, 512)
-SETTING = Setting(SIZES, batch_size=16, steps=STEPS, warmup_steps=100, learning_rate=6e-4)
+TIMED = "O2"
+TIME_TO_LOSS = Target(1.10, 1.20)
+SMALL = Setting(gpt_sizes(512, 8, 8, 256, 512), batch_size=16, steps=1000, warmup_steps=100, learning_rate=6e-4)
+LARGE = Setting(gpt_sizes(1024, 10, 16, 256, 512), batch_size=16, steps=STEPS, warmup_steps=100, learning_rate=6e-4)
 SMOKE = Setting(
     gpt_sizes(32, 2, 2, 256, 32),
     batch_size=2,
     steps=10,
     warmup_steps=2,
 )
-LEVEL_S = 100.0
-"""Roughly the time of one level on an H200; a level does not start if less time is left."""
+SMALL_S, LARGE_S = 15.0, 100.0
+"""Roughly the time of one run on an H200, estimated; a run does not start if less time is left."""
+Key = tuple[str, int]
+"""Level and seed."""
 
 
 def sections(session: Session, report: Report) -> list[Section]:
-    """Return one case per level, then the curves."""
-    setting = SMOKE if session.smoke else replace(SETTING, steps=session.options.steps)
-    data = load_source_text(setting.sizes.max_sequence_length)
+    """Return a case for each run, seed by seed, so that a run that is stopped has whole seeds; then the comparisons."""
+    options = session.options
+    small = SMOKE if session.smoke else SMALL
+    large = SMOKE if session.smoke else replace(LARGE, steps=options.steps)
+    data = load_source_text(small.sizes.max_sequence_length)
+    levels = (REFERENCE, *(level for level in options.levels.split(",") if level != REFERENCE))
+    report.header += ["", _said("Loss", small, data), "", _said("Time to the same loss", large, data)]
+    runs: dict[Key, Run] = {}
+    timed: dict[Key, Run] = {}
+    cases = [
+        Case(f"{level}, seed {seed}", partial(_train, session, level, replace(small, seed=seed), data, runs), SMALL_S)
+        for seed in range(options.seeds)
+        for level in levels
+    ]
+    cases += [Case("gaps", partial(_gaps, runs, levels), 0.0), Case("curves", partial(_curves, report, runs, levels), 0.0)]
+    to_loss = [Case(level, partial(_train, session, level, large, data, timed), LARGE_S) for level in (REFERENCE, TIMED)]
+    to_loss.append(Case("time to the same loss", partial(_time_to_loss, timed), 0.0))
+    return [Section("Loss", cases, share=0.5), Section("Time to the same loss", to_loss, share=0.5)]
+
+
+def _said(name: str, setting: Setting, data: TokenWindows) -> str:
     num_tokens = setting.steps * setting.batch_size * setting.sizes.max_sequence_length
     num_bytes = data.facts["train_bytes"]
-    num_parameters = GPT(setting.sizes).num_parameters
-    report.header += [
-        "",
-        f"GPT of {num_parameters:,} parameters; {setting.steps} steps of {setting.batch_size} × "
+    return (
+        f"{name}: GPT of {setting.build_model().num_parameters:,} parameters; {setting.steps} steps of {setting.batch_size} × "
         f"{setting.sizes.max_sequence_length} tokens: {num_tokens:,}, {num_tokens / num_bytes:.2f} times the {num_bytes:,.0f} "
-        f"bytes of the Python standard library's source. Learning rate {setting.learning_rate:g}, seed {setting.seed}. "
-        "Final loss: mean of the last tenth of the steps, nats per byte.",
-    ]
-    runs: list[Run] = []
-    levels = (REFERENCE, *(level for level in session.options.levels.split(",") if level != REFERENCE))
-    cases = [Case(level, partial(_level, session, level, setting, data, runs), LEVEL_S) for level in levels]
-    return [Section("Loss", [*cases, Case("curves", partial(_curves, report, runs))], share=1)]
+        f"bytes of the Python standard library's source. Learning rate {setting.learning_rate:g}. "
+        "Final loss: mean of the last tenth of the steps, nats per byte."
+    )
 
 
 def train_curve(level: str, setting: Setting, data: TokenWindows, device: torch.device, *, compiled: bool) -> Run:
-    """Train one level and return its losses. The host waits for the device only every 50 steps."""
+    """Train one level and return its losses. The host waits for the device only every 50 steps; the first 50 are not timed."""
     model: nn.Module = GPT(setting.sizes, seed=setting.seed).to(device)
     adamw = torch.optim.AdamW(
         model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay
@@ -77,11 +98,11 @@ def train_curve(level: str, setting: Setting, data: TokenWindows, device: torch.
         for block in model.get_submodule("blocks").children():
             block.compile(dynamic=False)
     losses: list[Tensor] = []
-    began = time.perf_counter()
+    began, num_untimed = time.perf_counter(), 0
     for step in range(setting.steps):
         for group in optimizer.param_groups:
             group["lr"] = setting.learning_rate_at(step)
-        batch = data.train_batch(step * setting.batch_size, setting.batch_size)
+        batch = data.train_batch((setting.seed * setting.steps + step) * setting.batch_size, setting.batch_size)
         optimizer.zero_grad()
         loss = model.loss({name: part.to(device, non_blocking=True) for name, part in batch.items()}).loss
         loss.backward()
@@ -90,14 +111,18 @@ def train_curve(level: str, setting: Setting, data: TokenWindows, device: torch.
         losses.append(loss.detach())
         if step % 50 == 0 and not math.isfinite(loss.item()):
             raise ValueError(f"the loss of step {step} is {loss.item()}")
+        if step in (0, 50):  # the device is at rest, and the blocks are compiled
+            began, num_untimed = time.perf_counter(), step + 1
     values = torch.stack(losses).tolist()
     held = sum(memory_report(model, optimizer, converted_only=True).values())
-    step_s = (time.perf_counter() - began) / setting.steps
+    step_s = (time.perf_counter() - began) / (setting.steps - num_untimed)
     return Run(level, values, held / model.octet_report.num_converted_parameters, step_s)
 
 
-def _level(session: Session, level: str, setting: Setting, data: TokenWindows, runs: list[Run]) -> Iterator[Row]:
-    kept: Path = session.options.runs / f"{level}-{setting.steps}.json"
+def _train(session: Session, level: str, setting: Setting, data: TokenWindows, runs: dict[Key, Run]) -> Iterator[Row]:
+    """Train a level with a seed, or take the run that is kept."""
+    name = f"{level}-{setting.sizes.hidden_size}-{setting.steps}-seed-{setting.seed}.json"
+    kept: Path = session.options.runs / name
     if kept.exists():
         done = Run(**json.loads(kept.read_text()))
     else:
@@ -105,30 +130,72 @@ def _level(session: Session, level: str, setting: Setting, data: TokenWindows, r
         done = train_curve(level, setting, data, session.device, compiled=compiled)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(asdict(done)))
-    runs.append(done)
-    measured = f"final loss {done.final_loss:.4f}"
+    runs[level, setting.seed] = done
     note = f"{done.bytes_per_parameter:.2f} bytes per parameter of converted layers, {done.step_time_s * 1e3:.0f} ms a step"
-    if level == REFERENCE or runs[0].level != REFERENCE:
-        yield Row(level, measured, note=note)
+    yield Row(f"{level}, seed {setting.seed}", f"final loss {done.final_loss:.4f}", note=note)
+
+
+def _gaps(runs: dict[Key, Run], levels: Sequence[str]) -> Iterator[Row]:
+    """Compare each level with the reference over the seeds that both have."""
+    for level in levels[1:]:
+        seeds = [seed for of, seed in runs if of == level and (REFERENCE, seed) in runs]
+        if not seeds:
+            yield Row(f"{level}: gap", NOT_REACHED, note="no seed was trained at both levels")
+            continue
+        losses, references = ([runs[of, seed].final_loss for seed in seeds] for of in (level, REFERENCE))
+        found = gaps(losses, references)
+        interval = Interval.of(found) if len(seeds) > 1 else None
+        measured = f"mean final loss {fmean(losses):.4f}, gap {interval or 'without an interval: one seed'}"
+        note = f"{len(seeds)} seeds: {', '.join(f'{100 * each:+.2f}' for each in found)} %"
+        if interval and level in TARGETS:
+            note += f"; the interval against {TARGETS[level].ship:.2%}: {interval.verdict(TARGETS[level].ship)}"
+        reference = f"{REFERENCE} {fmean(references):.4f}"
+        yield Row(f"{level}: gap", measured, reference, fmean(found), TARGETS.get(level), note, style=".2%")
+
+
+def _time_to_loss(runs: dict[Key, Run]) -> Iterator[Row]:
+    """Compare the times at which both have reached the loss that both reach."""
+    figure = f"{TIMED}: time to the same loss"
+    if (REFERENCE, 0) not in runs or (TIMED, 0) not in runs:
+        yield Row(figure, NOT_REACHED, note=f"it needs {REFERENCE} and {TIMED}")
         return
-    yield Row(f"{level}: gap", measured, f"{REFERENCE} {runs[0].final_loss:.4f}", gap(done, runs[0]), TARGETS.get(level), note)
+    ours, reference = runs[TIMED, 0], runs[REFERENCE, 0]
+    loss, (our_s, reference_s) = time_to_same_loss(ours, reference)
+    note = f"to a smoothed loss of {loss:.4f}, the lowest that both reach; without the first 50 steps' compilation"
+    yield Row(figure, f"{our_s:.1f} s", f"{REFERENCE} {reference_s:.1f} s", reference_s / our_s, TIME_TO_LOSS, note)
 
 
-def _curves(report: Report, runs: list[Run]) -> Iterator[Row]:
+def time_to_same_loss(*runs: Run) -> tuple[float, tuple[float, ...]]:
+    """Return the lowest smoothed loss that all runs reach, and the seconds that each trains to get there."""
+    curves = [smooth(run.losses) for run in runs]
+    loss = max(min(curve) for curve in curves)
+    steps = [next(step for step, value in enumerate(curve, start=1) if value <= loss) for curve in curves]
+    return loss, tuple(num_steps * run.step_time_s for num_steps, run in zip(steps, runs, strict=True))
+
+
+def _curves(report: Report, runs: dict[Key, Run], levels: Sequence[str]) -> Iterator[Row]:
     path = report.path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs, path)
+    by_level = {level: [run for (of, _), run in runs.items() if of == level] for level in levels}
+    draw([mean_curve(each) for each in by_level.values() if each], path)
     report.closing += [f"![curves]({path.name})", ""]
-    yield Row("curves", path.name, note=", ".join(done.level for done in runs))
+    yield Row("curves", path.name, note=", ".join(level for level, each in by_level.items() if each))
 
 
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--runs", type=Path, default=Path("build/gpu-accuracy"), help="folder of finished levels")
     arguments.add_argument("--levels", default="O2,O3-split", help=f"levels to run; {REFERENCE} always runs, as the first")
-    arguments.add_argument("--steps", type=int, default=STEPS)
+    arguments.add_argument("--seeds", type=int, default=5, help=f"2 to {MAX_VALUES} for an interval")
+    arguments.add_argument("--steps", type=int, default=STEPS, help="of the runs at 125 M")
     arguments.add_argument("--eager", action="store_true", help="do not compile the blocks")
-    return run("accuracy", "Loss against bf16-amp on one GPU", arguments.parse_args(), sections)
+    options = arguments.parse_args()
+    if not 1 <= options.seeds <= MAX_VALUES:
+        arguments.error(f"--seeds is {options.seeds}; allowed: 1 to {MAX_VALUES}.")
+    unknown = sorted(set(options.levels.split(",")) - set(LEVELS))
+    if unknown:
+        arguments.error(f"--levels has {', '.join(unknown)}; allowed: {', '.join(LEVELS)}.")
+    return run("accuracy", "Loss against bf16-amp on one GPU", options, sections)
 
 
 if __name__ == "__main__":

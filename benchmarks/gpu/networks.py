@@ -80,16 +80,17 @@ def build_gpt(config: GPTSizes, device: torch.device) -> GPT:
 
 
 def prepare(model: nn.Module, way: Way, tokens: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Convert the model and return it with an optimizer. FP8 statistics are off; sampled steps would take longer.
+    """Convert the model and return it with an optimizer. FP8 statistics are off unless the way's options ask for them.
 
     tokens: tokens per forward pass; they decide which shapes gain nothing in FP8.
     """
+    options = {"statistics_every": 0, **way.options}
     if way.own_optimizer:
         adamw = torch.optim.AdamW(model.parameters())
-        model, optimizer = initialize(model, adamw, way.level, tokens=tokens, statistics_every=0, **way.options)
+        model, optimizer = initialize(model, adamw, way.level, tokens=tokens, **options)
         assert optimizer is not None
         return model, optimizer
-    model, _ = initialize(model, None, way.level, tokens=tokens, statistics_every=0, **way.options)
+    model, _ = initialize(model, None, way.level, tokens=tokens, **options)
     is_cuda = next(model.parameters()).is_cuda
     return model, torch.optim.AdamW(model.parameters(), fused=is_cuda, capturable=is_cuda and way.graphed)
 

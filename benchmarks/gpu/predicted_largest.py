@@ -45,6 +45,13 @@ ALL = Options(
 )
 CHECKPOINTED = Options("checkpointing and fused loss, as bf16-amp; gradient release", CHECKPOINTS, CHECKPOINTS | RELEASE)
 
+RESIDUAL = {"residual_stream": "bf16"}
+WITH_RESIDUAL = Options(
+    "checkpointing, fused loss and residual stream in bf16, as bf16-amp; gradient release",
+    CHECKPOINTS | RESIDUAL,
+    CHECKPOINTS | RESIDUAL | RELEASE,
+)
+
 PeakOf = Callable[[Callable[[torch.device], tuple[Step, Any]]], int]
 
 
@@ -72,7 +79,7 @@ class Peaks:
 def largest_rows(peak_of: PeakOf, options: Options, smoke: bool) -> Iterator[Row]:
     """Yield the largest GPT for each card, for bf16-amp and for each level. Runs `peak_of`."""
     cards = SMOKE_CARDS if smoke else CARDS
-    of_peer = "checkpointing and fused loss" if options.of_peer else "without options"
+    of_peer = options.said.partition(", as bf16-amp")[0] if options.of_peer else WITHOUT.said
     peers, note = find(peak_of, Way("bf16-amp", "bf16-amp", BF16_AMP.own_optimizer, savings=options.of_peer), cards, smoke)
     for card, num_layers in peers.items():
         yield Row(f"{card}: bf16-amp, {of_peer}", _size(num_layers, smoke), note=note)

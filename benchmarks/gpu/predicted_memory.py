@@ -32,10 +32,10 @@ from benchmarks.gpu.networks import (
     gpt_step,
     vision_step,
 )
-from benchmarks.gpu.predicted_largest import ALL, CHECKPOINTED, WITHOUT, largest_rows
+from benchmarks.gpu.predicted_largest import ALL, CHECKPOINTED, WITH_RESIDUAL, WITHOUT, largest_rows
 from benchmarks.gpu.predicted_loading import loading_rows
 from benchmarks.gpu.predicted_savings import VISION_SAVINGS, large_rows, option_rows
-from benchmarks.gpu.report import Report, Row
+from benchmarks.gpu.report import Report, Row, unused
 from benchmarks.gpu.session import RESULTS
 from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
 
@@ -150,6 +150,7 @@ SECTIONS = {
     "Largest GPT": partial(largest_rows, peak_of, WITHOUT),
     "All options: largest GPT": partial(largest_rows, peak_of, ALL),
     "Checkpointing: largest GPT": partial(largest_rows, peak_of, CHECKPOINTED),
+    "Residual stream in bf16: largest GPT": partial(largest_rows, peak_of, WITH_RESIDUAL),
 }
 
 
@@ -168,7 +169,8 @@ def main() -> int:
     arguments.add_argument("--smoke", action="store_true", help="use tiny sizes, only to check that everything runs")
     options = arguments.parse_args()
     wanted = tuple(word.strip().lower() for word in options.sections.split(","))
-    path = options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-memory{'-smoke' if options.smoke else ''}.md"
+    kind = "-smoke" if options.smoke else ""
+    path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-memory{kind}.md")
     report = Report("Peak memory on a GPU, predicted", path, [HEADER.format(torch=torch.__version__)])
     for name, rows in SECTIONS.items():
         if name.lower().startswith(wanted):

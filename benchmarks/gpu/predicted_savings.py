@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,12 @@ def option_rows(predict: Predict, smoke: bool) -> Iterator[Row]:
     peer_kept = (kept_bytes(peer.at_peak.by_origin) - weight_copies) / per
     note = f"blocks keep {peer_kept:.1f} bytes per token and hidden element, without copies of weights"
     yield Row(f"GPT {size.name}, bf16-amp", str(peer), note=note)
+    residual = WITH_RESIDUAL[0]
+    found = predict(partial(step, replace(BF16_AMP, savings=OPTIONS[residual])))
+    kept = (kept_bytes(found.at_peak.by_origin) - weight_copies) / per
+    note = f"blocks keep {kept:.1f} bytes per token and hidden element, without copies of weights"
+    ratio = found.peak_bytes / peer.peak_bytes
+    yield Row(f"GPT {size.name}, bf16-amp, {residual}", str(found), f"bf16-amp {peer}", ratio, note=note)
     for level, names in {"O2": tuple(OPTIONS), "O2-8bit": (*OFF_AND_ON, *WITH_RESIDUAL)}.items():
         for name in names:
             found = predict(partial(step, Way(level, level, savings=OPTIONS[name])))

@@ -1,5 +1,6 @@
 """The dated table of a run, in Markdown. It is written after every row, so that a later crash loses no measurement."""
 
+import itertools
 import platform
 import re
 from dataclasses import dataclass, field
@@ -55,9 +56,15 @@ class Row:
         return tuple(" ".join(cell.replace("|", "¦").split()) for cell in cells)
 
 
+def unused(path: Path) -> Path:
+    """Return the path, or the first of path-2, path-3, … if there is such a file: a run overwrites no other run's table."""
+    names = (path if number == 1 else path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
 @dataclass
 class Report:
-    """Sections of rows below a header. path: the file, which every `write` replaces."""
+    """Sections of rows below a header. path: the file, which every `write` replaces; see `unused`."""
 
     title: str
     path: Path

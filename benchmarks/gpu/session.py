@@ -18,12 +18,25 @@ from types import FrameType
 import torch
 
 from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
-from benchmarks.gpu.report import ERROR, MISSING, NOT_REACHED, Report, Row, describe_machine, first_line, missing_packages
+from benchmarks.gpu.report import (
+    ERROR,
+    MISSING,
+    NOT_REACHED,
+    Report,
+    Row,
+    describe_machine,
+    first_line,
+    missing_packages,
+    unused,
+)
 from benchmarks.gpu.timing import Timer
 
 RESULTS = Path(__file__).parent.parent / "results"
 DEFAULT_BUDGET_S = 440.0
 """For a run that has to end within eight minutes, including Python's start and a last case that overruns."""
+
+COMPARISON_S = 20.0
+"""Limit for a case that only compares, or draws."""
 
 
 class OutOfTime(BaseException):
@@ -32,7 +45,10 @@ class OutOfTime(BaseException):
 
 @dataclass(frozen=True)
 class Case:
-    """A function that makes some rows. expected_s: the case does not start with less time left."""
+    """A function that makes some rows. expected_s: the case does not start with less time left; 0: it always runs.
+
+    A case of 0 seconds compares what others have measured, however far they came.
+    """
 
     name: str
     run: Callable[[], Iterable[Row]]
@@ -89,7 +105,7 @@ def run(name: str, title: str, options: argparse.Namespace, sections: Callable[[
     timer = Timer(device, repeats=2, warmup=1) if options.smoke else Timer(device)
     session = Session(options, device, timer, measure_ceilings(timer, smoke=options.smoke))
     kind = "-smoke" if options.smoke else ""
-    path = options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-{name}{kind}.md"
+    path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-{name}{kind}.md")
     report = Report(title, path, _header(name, session))
     chosen = _chosen(sections(session, report), options.sections)
     for number, section in enumerate(chosen):
@@ -145,19 +161,19 @@ def _run_section(section: Section, session: Session, report: Report, budget_s: f
     session.ends_at = time.monotonic() + budget_s
     for case in section.cases:
         left_s = session.left_s
-        if left_s <= 0 or (left_s < case.expected_s and not session.smoke):
+        if case.expected_s and (left_s <= 0 or (left_s < case.expected_s and not session.smoke)):
             report.add(section.name, Row(case.name, NOT_REACHED, note=f"{max(0.0, left_s):.0f} s were left"))
             continue
+        session.timer.release()  # what measured the ceilings, or the case before, would count in the peak of this one
         sys.stderr.write(f"{section.name}: {case.name}; {_allocated_gib(session.device):.1f} GiB are allocated\n")
         try:
-            with _at_most(left_s):
+            with _at_most(left_s if case.expected_s else COMPARISON_S):
                 for row in case.run():
                     report.add(section.name, row)
         except OutOfTime:
             report.add(section.name, Row(case.name, NOT_REACHED, note=f"stopped after {left_s:.0f} s"))
         except Exception as error:  # noqa: BLE001  the remaining cases shall still run
             report.add(section.name, Row(case.name, ERROR, note=first_line(error)))
-        session.timer.release()
 
 
 def _allocated_gib(device: torch.device) -> float:

@@ -12,17 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import largest, predicted_largest, session
+from benchmarks.curves import Run, smooth
+from benchmarks.gpu import accuracy, largest, predicted_largest, session
+from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
 from benchmarks.gpu.session import Case, Section, Session
+from benchmarks.gpu.timing import Timer
 from tests.waiting import LONG_S
 from worker.fp8.speedups import load_tables
 
 ROOT = Path(__file__).parent.parent.parent
 SECTIONS = {
     "kernels": ["Quantize", "AdamW step", "Gradients in FP8", "Linear layer, forward and backward", "Speedup by shape"],
-    "train": ["GPT step", "Memory of vision models", "Largest GPT", "Other levels"],
-    "accuracy": ["Loss"],
+    "train": [
+        *("GPT step", "Cost of statistics", "CUDA graphs", "Memory with options", "Memory of vision models", "Largest GPT"),
+        "Other levels",
+    ],
+    "accuracy": ["Loss", "Time to the same loss"],
 }
 
 
@@ -38,7 +44,7 @@ SECTIONS = {
 )
 def test_a_benchmark_fills_every_section_of_its_table(name: str, device: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--smoke", "--device", device, "--out", str(tmp_path / "out")]
-    command += ["--runs", str(tmp_path / "runs")] if name == "accuracy" else []
+    command += ["--runs", str(tmp_path / "runs"), "--seeds", "2"] if name == "accuracy" else []
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,14 +69,59 @@ def test_a_benchmark_fills_every_section_of_its_table(name: str, device: str, tm
 
 def test_errors_and_unreached_cases_become_rows_and_the_run_continues(tmp_path: Path) -> None:
     cases = [Case("broken", partial(broken, "/some/folder/file.py is broken\nand more")), Case("sound", sound)]
-    late = [Case("slow", slow), Case("never", sound)]
+    late = [Case("slow", slow), Case("never", sound), Case("compared", sound, expected_s=0.0)]
     status = session.run("kernels", "A table", options(tmp_path, budget_s=8.0), sections_of(cases, late))
     assert status == 1
     (path,) = tmp_path.glob("*.md")
     tables = read_tables(path.read_text())
     assert [row[:2] for row in tables["first"]] == [["broken", ERROR], ["sound", "1 ms"]]
     assert tables["first"][0][-1] == "ValueError: file.py is broken"
-    assert [row[:2] for row in tables["second"]] == [["slow", NOT_REACHED], ["never", NOT_REACHED]]
+    assert [row[:2] for row in tables["second"]] == [["slow", NOT_REACHED], ["never", NOT_REACHED], ["sound", "1 ms"]]
+
+
+def test_a_second_run_overwrites_no_table(tmp_path: Path) -> None:
+    for _ in range(3):
+        session.run("kernels", "A table", options(tmp_path, budget_s=60.0), sections_of([Case("sound", sound)], []))
+    stems = sorted(path.stem for path in tmp_path.glob("*.md"))
+    assert stems == [stems[0], f"{stems[0]}-2", f"{stems[0]}-3"]
+
+
+def test_a_case_starts_without_what_the_timer_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies that keep a device busy are a gigabyte: they would count in the peak of the first case."""
+    moments = []
+    monkeypatch.setattr(Timer, "release", lambda _timer: moments.append("released"))
+
+    def ceilings(*_arguments: object, **_options: object) -> Ceilings:
+        moments.append("ceilings")
+        return Ceilings(1.0, 1.0)
+
+    def case() -> Iterator[Row]:
+        moments.append("case")
+        yield from sound()
+
+    monkeypatch.setattr(session, "measure_ceilings", ceilings)
+    session.run("kernels", "A table", options(tmp_path, budget_s=60.0), sections_of([Case("sound", case)], []))
+    assert moments == ["ceilings", "released", "case"]
+
+
+def test_the_time_to_the_same_loss_is_to_the_lowest_that_both_reach() -> None:
+    steep, long = [4.0, 2.0, *[1.0] * 58], [*[4.0] * 10, *[2.0] * 50]
+    fast, slow = Run("O2", steep, 6.2, step_time_s=0.5), Run("bf16-amp", long, 16.0, step_time_s=1.0)
+    loss, (fast_s, slow_s) = accuracy.time_to_same_loss(fast, slow)
+    assert loss == min(smooth(slow.losses))
+    assert slow_s == 60.0
+    reached = round(fast_s / 0.5)
+    assert smooth(fast.losses)[reached - 1] <= loss < smooth(fast.losses)[reached - 2]
+
+
+def test_gaps_are_those_of_seeds_that_both_levels_have() -> None:
+    runs = {("bf16-amp", seed): Run("bf16-amp", [2.0 + seed], 16.0, 1.0) for seed in range(3)}
+    runs |= {("O2", seed): Run("O2", [(2.0 + seed) * (1.01 + 0.001 * seed)], 6.2, 1.0) for seed in range(2)}
+    [o2, missing] = accuracy._gaps(runs, ("bf16-amp", "O2", "O3-split"))
+    assert o2.ratio == pytest.approx(0.0105)
+    assert "2 seeds: +1.00, +1.10 %" in o2.note
+    assert "± 0.64 %" in o2.measured
+    assert missing.measured == NOT_REACHED
 
 
 def test_a_run_without_errors_ends_with_0(tmp_path: Path) -> None:

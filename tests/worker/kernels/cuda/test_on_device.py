@@ -33,6 +33,11 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The norm of the error over that of the outputs: Hopper sums products of FP8 with about 14 bits, so elements differ."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, FP16])
 def test_every_16_bit_number_is_encoded_as_on_a_cpu(dtype: torch.dtype) -> None:
     """All of bf16 and fp16, at scales that make nothing, much and everything overflow."""
@@ -80,8 +85,7 @@ class TestProducts:
         expected = kernels.matmul(a, b)
         actual = kernels.matmul(on_gpu(a), on_gpu(b), out_dtype)
         assert actual.dtype == out_dtype
-        error = (actual.cpu().double() - expected.double()).norm() / expected.double().norm()
-        assert float(error) <= (2e-3 if out_dtype == FP32 else 4e-3)
+        assert relative_error(actual.cpu(), expected) <= (2e-3 if out_dtype == FP32 else 4e-3)
 
     @pytest.mark.parametrize(("a_dtype", "min_db"), [(E4M3, 28.0), (E5M2, 24.0)])
     @pytest.mark.parametrize(("a_kind", "b_kind"), KIND_PAIRS[3:])
@@ -94,14 +98,14 @@ class TestProducts:
         for a_kind, b_kind in (KIND_PAIRS[0], KIND_PAIRS[1], *KIND_PAIRS[3:]):
             a, b = quantized(gaussian(256, 1024).cuda(), a_kind), quantized(gaussian(384, 1024, seed=1).cuda(), b_kind)
             by_triton = gemm.triton_matmul(a, b, FP32, 2)
-            torch.testing.assert_close(kernels.matmul(a, b), by_triton, rtol=1e-3, atol=1e-3)
+            assert relative_error(kernels.matmul(a, b), by_triton) <= 2e-3
 
     def test_fast_accumulation_is_near(self) -> None:
         a, b = quantized(gaussian(256, 4096).cuda(), TENSOR), quantized(gaussian(384, 4096, seed=1).cuda(), TENSOR)
         precise, fast = (kernels.matmul(a, b, fast_accumulation=is_fast) for is_fast in (False, True))
-        assert float((fast - precise).norm() / precise.norm()) <= 1e-2
+        assert relative_error(fast, precise) <= 1e-2
 
     def test_transposed_views_are_operands(self) -> None:
         a, b = quantized(gaussian(256, 512), TENSOR), quantized(gaussian(512, 384), TENSOR)
         expected = kernels.matmul(a, b.t())
-        torch.testing.assert_close(kernels.matmul(on_gpu(a), on_gpu(b).t()).cpu(), expected, rtol=1e-3, atol=1e-3)
+        assert relative_error(kernels.matmul(on_gpu(a), on_gpu(b).t()).cpu(), expected) <= 2e-3
