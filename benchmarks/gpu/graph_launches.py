@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.gpu import fake_gpu
 from benchmarks.gpu.launches import CASES, HIDDEN, TOKENS, Launches, block_of, count
 from worker import kernels
-from worker.blocks import checkpoint_blocks
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.kernels.cuda import gemm
 
@@ -137,13 +136,12 @@ def _empty_like(result: Tensor) -> Tensor:
     return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cpu")
 
 
-def compiled_block(family: str, level: str, recipe: dict[str, object], checkpointing: Any = "none") -> Launches:
+def compiled_block(family: str, level: str, recipe: dict[str, object]) -> Launches:
     """Count the second forward and backward pass of one compiled block of a GPT or a Llama; its residual stream is fp32."""
     fake_gpu.device()  # our ops run as on a device
     torch.compiler.reset()
     with cpu_as_accelerator(), mock.patch.object(gemm, "platform", return_value=(fake_gpu.HOPPER, fake_gpu.CUDA_VERSION)):
         model, given = block_of(family, level, recipe)
-        checkpoint_blocks(torch.nn.ModuleList([model]), checkpointing)
         model.compile(dynamic=False, backend=(counter := GraphCounter()), fullgraph=True)
         gradient = torch.empty_like(given[0])
         model(*given).backward(gradient)

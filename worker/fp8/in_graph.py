@@ -11,15 +11,20 @@ largest value, rounded, and codes are made of values that are rounded again. Eag
 import torch
 from torch import Tensor
 
-from worker.kernels import Ahead
+from worker.kernels import ACTIVATIONS, Ahead
 from worker.kernels.formats import SCALED_FORMATS, dequant_scale_from_amax
 
 
-def amax_in_graph(x_MN: Tensor) -> Tensor | None:
-    """The largest magnitude of a matrix, fp32 (), as `kernels.compute_amax` finds it; None outside of compiled graphs."""
+def amax_in_graph(x_MN: Tensor, activation: str | None = None) -> Tensor | None:
+    """The largest magnitude of a matrix, fp32 (), as `kernels.compute_amax` finds it; None outside of compiled graphs.
+
+    activation: of kernels' ACTIVATIONS, of which it is the amax. It may be a unit in the last place beside that of the values
+    that our kernel makes, whose exp is another. Scales are powers of two, so only a value at such a boundary could tell.
+    """
     if not torch.compiler.is_compiling() or not x_MN.numel():
         return None
-    return x_MN.detach().abs().amax(-1).amax().float()
+    values = x_MN.detach() if activation is None else ACTIVATIONS[activation].forward(x_MN.detach())
+    return values.abs().amax(-1).amax().float()
 
 
 def codes_in_graph(x_MN: Tensor, ahead: Ahead) -> Tensor:

@@ -76,7 +76,7 @@ class UsualProducts(torch.autograd.Function):
             output_TN, *kept = kernels.linear_output(
                 input_TK, layer.weight, unit, weight_amax, recipe.input.dtype, recipe.weight.dtype, recipe.margin,
                 activation, "both" if needs_weight and activation is None else "rows", output_dtype,
-                amax_in_graph(input_TK) if activation is None else None,
+                amax_in_graph(input_TK, activation),
             )  # fmt: skip
         saved = (None, None) if not kept else (input_TK, kept[0]) if activation is not None else (kept[0], kept[1])
         ctx.save_for_backward(*saved, weight, unit, weight_amax)
