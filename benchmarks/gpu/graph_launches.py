@@ -27,6 +27,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
+from triton import knobs
 
 from benchmarks.gpu import fake_gpu
 from benchmarks.gpu.launches import CASES, HIDDEN, TOKENS, Launches, block_of, count
@@ -138,6 +139,8 @@ def _empty_like(result: Tensor) -> Tensor:
 
 def compiled_block(family: str, level: str, recipe: dict[str, object]) -> Launches:
     """Count the second forward and backward pass of one compiled block of a GPT or a Llama; its residual stream is fp32."""
+    if knobs.runtime.interpret:
+        raise RuntimeError("Triton is set to interpret kernels, but here kernels must not run. Unset TRITON_INTERPRET.")
     fake_gpu.device()  # our ops run as on a device
     torch.compiler.reset()
     with cpu_as_accelerator(), mock.patch.object(gemm, "platform", return_value=(fake_gpu.HOPPER, fake_gpu.CUDA_VERSION)):
