@@ -65,8 +65,12 @@ class Launches(TorchDispatchMode):
 
     def _count(self, name: str, arguments: Any) -> None:
         self.by_name[name] += 1
+        self.num_bytes += self.bytes_of(arguments)
+
+    def bytes_of(self, arguments: Any) -> int:
+        """The bytes of the activations among a launch's arguments, each counted once."""
         tensors = {id(part): part for part in tree_leaves(arguments) if isinstance(part, Tensor)}
-        self.num_bytes += sum(part.nbytes for part in tensors.values() if part.numel() >= TOKENS * HIDDEN)
+        return sum(part.nbytes for part in tensors.values() if part.numel() >= TOKENS * HIDDEN)
 
 
 def count(work: Any) -> Launches:
@@ -102,18 +106,23 @@ def mlp(level: str, recipe: dict[str, object]) -> Launches:
 
 def block(family: str, level: str, recipe: dict[str, object]) -> Launches:
     """Count the forward and backward pass of one block of a GPT or a Llama, eagerly; its residual stream is fp32."""
-    sizes = {"hidden_size": HIDDEN, "num_layers": 1, "num_heads": 16, "vocab_size": 64, "max_sequence_length": TOKENS}
     with fake_gpu(), torch.device(DEVICE_TYPE):
-        if family == "gpt":
-            layers: nn.Module = gpt.Block(GPTSizes.model_validate(sizes))
-        else:
-            sizes |= {"num_key_value_heads": 16, "intermediate_size": 4 * HIDDEN, "rope_theta": 10000, "tie_embeddings": False}
-            layers = llama.Block(LlamaSizes.model_validate(sizes))
-        model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=0, auto_filter=False)
-        x = torch.randn(4, TOKENS // 4, HIDDEN, requires_grad=True)
-        turns = llama.rotation(TOKENS // 4, HIDDEN // 16, 10000, x.device)
-        given = (x,) if family == "gpt" else (x, turns)
-        return count_second(model, given, x.detach())
+        model, given = block_of(family, level, recipe)
+        return count_second(model, given, given[0].detach())
+
+
+def block_of(family: str, level: str, recipe: dict[str, object]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """One block of a GPT or a Llama, and what it is called with."""
+    sizes = {"hidden_size": HIDDEN, "num_layers": 1, "num_heads": 16, "vocab_size": 64, "max_sequence_length": TOKENS}
+    if family == "gpt":
+        layers: nn.Module = gpt.Block(GPTSizes.model_validate(sizes))
+    else:
+        sizes |= {"num_key_value_heads": 16, "intermediate_size": 4 * HIDDEN, "rope_theta": 10000, "tie_embeddings": False}
+        layers = llama.Block(LlamaSizes.model_validate(sizes))
+    model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=0, auto_filter=False)
+    x = torch.randn(4, TOKENS // 4, HIDDEN, requires_grad=True)
+    turns = llama.rotation(TOKENS // 4, HIDDEN // 16, 10000, x.device)
+    return model, (x,) if family == "gpt" else (x, turns)
 
 
 def clipping(num_layers: int) -> tuple[Launches, int]:

@@ -65,10 +65,11 @@ class Carried:
                 return row_codes if rows else None, column_codes if columns else None
         if self.taker is not None and not self.made:
             self.taker.scaling = scaling
+        made = scaling.write_in_graph(input_TK) if rows and columns else None
         if rows and self.amax is not None and self.written is not None and self.written.scaling is scaling:
             codes, ahead = self.written.codes.view(input_TK.shape), self.written.ahead
             made = scaling.complete(codes, input_TK, self.amax, ahead, columns=columns)
-        else:
+        elif made is None:
             made = scaling.quantize(input_TK, amax=self.amax, rows=rows, columns=columns, transposed_later=True)
         self.made.append((scaling, made))
         return made

@@ -1,13 +1,15 @@
 """Activations between FP8 layers: one kernel writes what they return with its amax, and one their gradients with theirs.
 
 An activation, or a gate (SwiGLU: silu(gate) * up), gives its amax to the layer after it (`carried.py`) and those of its
-gradients to the layers before it (`gradient_notes.py`), so that each of them reads what it quantizes once. Modules keep their
-class, parameters and hooks; only their `forward` is another. It acts on an accelerator, eagerly, where no hook looks between;
-else they run as they are. What layers of an `nn.Sequential` compute before they quantize is not written at all (`sequence.py`).
+gradients to the layers before it (`gradient_notes.py`), so that each of them reads what it quantizes once; with delayed
+scaling it writes codes of them all. Modules keep their class, parameters and hooks; only their `forward` is another. It acts on
+an accelerator, eagerly, where no hook looks between; else they run as they are: in a compiled graph the compiler does the same
+(`in_graph.py`). What layers of an `nn.Sequential` compute before they quantize is not written at all (`sequence.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +19,11 @@ from torch.nn import functional
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.carried import Written, carry
-from worker.fp8.gradient_notes import note_of
+from worker.fp8.gradient_notes import note_of, write_gradients
 from worker.fp8.linear import Float8Linear
 from worker.fp8.operand import OperandScaling
 from worker.fp8.recipe import ALL_GEMMS
-from worker.fp8.sequence import is_observed, name_of_activation
+from worker.fp8.sequence import FusedSequence, is_observed, name_of_activation
 
 TRANSFORMERS = "transformers.activations"
 
@@ -116,12 +118,8 @@ class Activate(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         x, gated = ctx.saved_tensors
-        found = kernels.activate_backward(grad, x, ctx.activation, gated)
-        told = ((found.input, found.input_amax), (found.gated, found.gated_amax))
-        for note, (gradient, amax) in zip(ctx.notes, told, strict=True):
-            if note is not None and gradient is not None and amax is not None:
-                note.tell(gradient, amax)
-        return found.input, found.gated, None, None
+        gradients = write_gradients(grad, x, ctx.activation, gated, ctx.notes)
+        return gradients[0], None if gated is None else gradients[1], None, None
 
 
 def activated(x: Tensor, gated: Tensor | None, activation: str, consumer: OperandScaling | None = None) -> Tensor:
@@ -150,7 +148,24 @@ def carry_activations(model: nn.Module) -> int:
     found = list(_forwards(model))
     for module, forward in found:
         module.forward = forward.__call__
+        if isinstance(forward, GatedForward):
+            gate, up, down = (getattr(module, name) for name in forward.parts[:3])
+            _write_in_graph(before=(gate, up), after=down)
+    for sequence in model.modules():
+        if isinstance(sequence, FusedSequence):
+            for layer, activation in pairwise(sequence):
+                if name_of_activation(activation) is not None:
+                    _write_in_graph(before=(layer,))
     return len(found)
+
+
+def _write_in_graph(before: Iterable[nn.Module], after: nn.Module | None = None) -> None:
+    """Let compiled graphs write codes of an activation, and of its gradients, for the layers around it."""
+    for layer in before:
+        if isinstance(layer, Float8Linear):
+            layer.grad_output_scaling.is_written_in_graph = True
+    if isinstance(after, Float8Linear):
+        after.input_scaling.is_written_in_graph = True
 
 
 def _forwards(model: nn.Module) -> Iterator[tuple[nn.Module, GatedForward | ActivationForward]]:

@@ -128,13 +128,13 @@ class Float8Linear(GuardedCodes):
             return kernels.values_of(self._stored_weight(), dtype)
         return kernels.split_dequantize(self.weight.detach(), self.weight_residual, self.weight_dequant_scale, dtype)
 
-    def weight_operand(self, *, transposed: bool = False) -> ScaledCodes:
-        """The weight in FP8, (N, K), or transposed, (K, N): as it is held, or quantized from what is held."""
+    def weight_operand(self, *, transposed: bool = False, amax: Tensor | None = None) -> ScaledCodes:
+        """The weight in FP8, (N, K), or transposed, (K, N): as it is held, or quantized. amax: fp32 (), where it is known."""
         as_held = transposed == self.is_transposed
         if self.weight.dtype == E4M3 and not self.recipe.weight.kind.is_blockwise:
             stored = self._stored_weight()
             return stored if as_held else stored.t()
-        held, unit, amax = self.weight.detach(), self.weight_dequant_scale, self.weight_amax
+        held, unit, amax = self.weight.detach(), self.weight_dequant_scale, self.weight_amax if amax is None else amax
         if held.dtype == E4M3:
             held, unit = self.weight_values(), None
         wanted = {"rows": as_held, "columns": not as_held, "is_again": transposed and "output" not in self.high_precision}
@@ -256,17 +256,17 @@ class Float8Products(torch.autograd.Function):
     def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_empty:
             return zero_gradients(ctx, grad_output_TN)
-        input_saved, input_dequant_scale, _, _ = ctx.saved_tensors  # reading them checks that the weight is unchanged
+        input_saved, input_dequant_scale, *_ = ctx.saved_tensors  # reading them checks that the weight is unchanged
         layer, activation, wide = ctx.layer, ctx.activation, ctx.high_precision
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        given_TK, amax = input_saved, ctx.notes.amax_of(grad_output_TN)
+        given_TK, scaling = input_saved, layer.grad_output_scaling
         if activation is not None and needs_weight and "grad_weight" in wide:
             input_saved = kernels.activate_again(given_TK, activation, grad_output_TN)
         elif activation is not None and needs_weight:  # what was saved with it is the amax
             again = layer.input_scaling.activate_again(given_TK, activation, input_dequant_scale, grad_output_TN)
             input_saved, input_dequant_scale, _ = again
         rows, columns = needs_input and "grad_input" not in wide, needs_weight and "grad_weight" not in wide
-        grad_rows, grad_columns = layer.grad_output_scaling.quantize(grad_output_TN, amax=amax, rows=rows, columns=columns)
+        grad_rows, grad_columns = ctx.notes.quantize(scaling, grad_output_TN, rows=rows, columns=columns)
         grad_input_TK = grad_weight = None
         if needs_input and "grad_input" in wide:
             grad_input_TK = half_matmul(grad_output_TN, layer.half_weight(transposed=True), ctx.input_dtype)

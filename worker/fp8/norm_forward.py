@@ -4,7 +4,7 @@ The layers after a norm then read its output once, instead of twice, and quantiz
 keeps its class, parameters and hooks; only its `forward` is another. On an accelerator LayerNorm and RMSNorm (torch's,
 `HalfNorm`, and those that `norms.py` knows by what they compute) run as one kernel with the amax. Other norms, and all on a
 CPU, run as they are, and their output carries the place for codes alone; so do norms in a compiled graph, where the compiler
-joins a norm to the addition before it, which saves as many bytes as the amax would. Where the residual stream is in bf16
+joins a norm to the addition before it and the amax, or codes, to both (`in_graph.py`). Where the residual stream is in bf16
 (`residual_stream.py`), norms return bf16 for bf16, and run as one kernel on a CPU too.
 """
 

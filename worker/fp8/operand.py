@@ -15,6 +15,7 @@ from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.casts import KeepsDtypes
 from worker.fp8.gradient_notes import Notes
+from worker.fp8.in_graph import amax_in_graph, codes_in_graph
 from worker.fp8.recipe import OperandFormat, Recipe
 from worker.kernels import ScaledCodes, ScaleKind
 from worker.kernels.operands import Scaling
@@ -56,6 +57,8 @@ class OperandScaling(KeepsDtypes):
     amax_history: Tensor
     window_amax: Tensor
     num_finite_steps: Tensor
+    is_written_in_graph = False
+    """Whether a compiled graph makes the operand in a kernel that can write its codes too."""
     given: Codes | None = None
     """Codes of the next operand that ranks have gathered, each of which had some of its tokens."""
     regather: Callable[[Tensor], Tensor] | None = None
@@ -98,9 +101,14 @@ class OperandScaling(KeepsDtypes):
             return given
         if not rows and not columns:
             return None, None
+        is_whole = rows and columns and unit is None
+        if self.is_written_in_graph and is_whole and (made := self.write_in_graph(x)) is not None:
+            return made
         is_view = columns and transposed_later and self.format.kind.is_transposable and not is_accelerator(x.device)
         sides = "rows" if is_view or not columns else "both" if rows else "columns"
         amax = amax if self.format.kind is ScaleKind.TENSOR else None
+        if amax is None and unit is None and self.format.kind is ScaleKind.TENSOR and not self.recipe.amax_history_length:
+            amax = amax_in_graph(x)
         is_sampled = self.is_sampled and self.training and not is_again
         if unit is not None and amax is not None and not is_sampled:
             quantized, unit = self._requantize(ScaledCodes(x, unit, self.format.kind), sides, amax), None
@@ -135,6 +143,15 @@ class OperandScaling(KeepsDtypes):
         if self.is_sampled and self.training:
             self._sample(x, made.rows, made.columns, None)
         return made.rows, made.columns
+
+    def write_in_graph(self, x: Tensor) -> Codes | None:
+        """What `quantize` makes of x, in fp32 or bf16, where a compiled graph makes it; None where no scale is known before."""
+        if not torch.compiler.is_compiling() or x.dtype not in (torch.float32, torch.bfloat16):
+            return None
+        ahead, amax = self.ahead(), amax_in_graph(x)
+        if ahead is None or amax is None:
+            return None
+        return self.complete(codes_in_graph(x, ahead), x, amax, ahead, columns=True)
 
     def activate(self, x: Tensor, activation: str) -> tuple[ScaledCodes, Tensor | None]:
         """Codes of an activation of x for products over its rows, from reads of x alone: its values are written nowhere.

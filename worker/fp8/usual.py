@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.gradient_hooks import product_dtype
+from worker.fp8.in_graph import amax_in_graph
 from worker.fp8.operand import ForwardPass, product
 from worker.fp8.recipe import Recipe
 from worker.kernels import ScaleKind
@@ -62,19 +63,23 @@ class UsualProducts(torch.autograd.Function):
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
         ctx.layer, ctx.activation, ctx.notes, ctx.input_dtype = layer, activation, notes, input_TK.dtype
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        needs_weight = ctx.needs_input_grad[1]
+        needs_weight, weight_amax = ctx.needs_input_grad[1], layer.weight_amax
+        if unit is None:  # found once, for the backward pass too
+            weight_amax = amax_in_graph(layer.weight)
+            weight_amax = kernels.compute_amax(layer.weight) if weight_amax is None else weight_amax
         if codes is not None:
             rows, columns = codes
             assert rows is not None
-            output_TN = product(rows, layer.weight_operand(), output_dtype, fast_accumulation=True)
+            output_TN = product(rows, layer.weight_operand(amax=weight_amax), output_dtype, fast_accumulation=True)
             kept = [] if columns is None else [columns.codes, columns.dequant_scale]
         else:
             output_TN, *kept = kernels.linear_output(
-                input_TK, layer.weight, unit, layer.weight_amax, recipe.input.dtype, recipe.weight.dtype, recipe.margin,
+                input_TK, layer.weight, unit, weight_amax, recipe.input.dtype, recipe.weight.dtype, recipe.margin,
                 activation, "both" if needs_weight and activation is None else "rows", output_dtype,
+                amax_in_graph(input_TK, activation),
             )  # fmt: skip
         saved = (None, None) if not kept else (input_TK, kept[0]) if activation is not None else (kept[0], kept[1])
-        ctx.save_for_backward(*saved, weight, unit)
+        ctx.save_for_backward(*saved, weight, unit, weight_amax)
         if bias_N is None:
             return output_TN
         bias_N = bias_N.to(output_dtype)
@@ -92,12 +97,15 @@ class UsualProducts(torch.autograd.Function):
 
             grad_input_TK, grad_weight, *_ = Float8Products.backward(ctx, grad_output_TN)
         elif needs_input or needs_weight:
-            input_saved, input_number, _, unit = ctx.saved_tensors  # reading them checks that the weight is unchanged
+            # reading them checks that the weight is unchanged
+            input_saved, input_number, _, unit, weight_amax = ctx.saved_tensors
             sides = "both" if needs_input and needs_weight else "rows" if needs_input else "columns"
+            amax = amax_in_graph(grad_output_TN)
+            amax = ctx.notes.amax_of(grad_output_TN) if amax is None else amax
             gradients = kernels.linear_gradients(
-                grad_output_TN, ctx.notes.amax_of(grad_output_TN), input_saved, input_number, layer.weight, unit,
-                layer.weight_amax, recipe.input.dtype, recipe.weight.dtype, recipe.grad_output.dtype, recipe.margin,
-                activation, sides, ctx.input_dtype, ctx.grad_weight_dtype,
+                grad_output_TN, amax, input_saved, input_number, layer.weight, unit, weight_amax, recipe.input.dtype,
+                recipe.weight.dtype, recipe.grad_output.dtype, recipe.margin, activation, sides, ctx.input_dtype,
+                ctx.grad_weight_dtype,
             )  # fmt: skip
             grad_input_TK, grad_weight = gradients[0] if needs_input else None, gradients[-1] if needs_weight else None
             if activation is not None and grad_input_TK is not None:

@@ -8,7 +8,7 @@ from worker.kernels.activations import ACTIVATIONS
 from worker.kernels.ahead import Ahead, complete
 from worker.kernels.elementwise import activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
-from worker.kernels.gates import activate, activate_backward
+from worker.kernels.gates import WrittenGradient, activate, activate_backward
 from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norms, quantize_gradient
 from worker.kernels.linear import linear_gradients, linear_output
@@ -33,6 +33,7 @@ __all__ = [
     "QuantizedOperand",
     "ScaleKind",
     "ScaledCodes",
+    "WrittenGradient",
     "accumulate_",
     "activate",
     "activate_again",

@@ -25,14 +25,13 @@ class Ahead(NamedTuple):
 
 def _fake_complete(
     codes: Tensor, x: Tensor, _own: Tensor, _margin: int, _amax: Tensor, _uses_amax: Tensor, columns: bool
-) -> list[Tensor]:
-    scale = x.new_empty((), dtype=torch.float32)
-    return [scale, codes.new_empty(codes.shape[::-1])] if columns else [scale]
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty((), dtype=torch.float32), codes.new_empty(codes.shape[::-1] if columns else 0)
 
 
 _complete_op = define(
     "complete(Tensor(a!) codes, Tensor x, Tensor own_amax, int margin, Tensor amax, Tensor uses_amax, bool columns) "
-    "-> Tensor[]",
+    "-> (Tensor, Tensor)",
     _fake_complete,
 )
 
@@ -46,6 +45,6 @@ def complete(codes_MN: Tensor, x_MN: Tensor, own_amax: Tensor, ahead: Ahead, *, 
         got = f"codes {tuple(codes_MN.shape)} of {codes_MN.dtype} for x {tuple(x_MN.shape)}"
         raise ValueError(f"{got}; allowed: a matrix and its codes in {ahead.dtype}. Pass what was written with x.")
     x, how = x_MN.detach(), (ahead.margin, ahead.amax, ahead.uses_amax)
-    scale, *codes_t = _complete_op(codes_MN, x, own_amax, *how, columns)
+    scale, codes_t = _complete_op(codes_MN, x, own_amax, *how, columns)
     rows = ScaledCodes(codes_MN, scale, ScaleKind.TENSOR)
-    return QuantizedOperand(rows, ScaledCodes(codes_t[0], scale, ScaleKind.TENSOR) if columns else None, own_amax)
+    return QuantizedOperand(rows, ScaledCodes(codes_t, scale, ScaleKind.TENSOR) if columns else None, own_amax)

@@ -22,18 +22,29 @@ class Activated(NamedTuple):
     codes: Tensor | None
 
 
-class ActivationGradients(NamedTuple):
-    """The gradients of the input and of what it gates, (M, N), None where it gates nothing, and their amaxes, fp32 ()."""
+class WrittenGradient(NamedTuple):
+    """A gradient (M, N), its amax, fp32 (), and codes of it, where they were asked for."""
 
-    input: Tensor
-    input_amax: Tensor
-    gated: Tensor | None
-    gated_amax: Tensor | None
+    values: Tensor
+    amax: Tensor
+    codes: Tensor | None
 
 
-def _fake_gradients(grad: Tensor, x: Tensor, gated: Tensor | None, _activation: str) -> list[Tensor]:
+def _fake_gradients(
+    grad: Tensor,
+    x: Tensor,
+    gated: Tensor | None,
+    _activation: str,
+    codes_dtype: torch.dtype | None = None,
+    _margin: int = 0,
+    _amax: Tensor | None = None,
+    _uses_amax: Tensor | None = None,
+    gated_codes_dtype: torch.dtype | None = None,
+    *_how: Any,
+) -> list[Tensor]:
     gradients = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(1 if gated is None else 2)]
-    return [*gradients, x.new_empty((len(gradients), AMAX_STRIDE), dtype=torch.float32)]
+    codes = [torch.empty_like(gradients[0], dtype=dtype) for dtype in (codes_dtype, gated_codes_dtype) if dtype is not None]
+    return [*gradients, x.new_empty((len(gradients), AMAX_STRIDE), dtype=torch.float32), *codes]
 
 
 def _fake_activate(
@@ -49,7 +60,13 @@ _activate_op = define(
     "Tensor? uses_amax=None) -> Tensor[]",
     _fake_activate,
 )
-_backward_op = define("activate_backward(Tensor grad, Tensor x, Tensor? gated, str activation) -> Tensor[]", _fake_gradients)
+_backward_op = define(
+    "activate_backward(Tensor grad, Tensor x, Tensor? gated, str activation, ScalarType? codes_dtype=None, int margin=0, "
+    "Tensor? amax=None, Tensor? uses_amax=None, ScalarType? gated_codes_dtype=None, int gated_margin=0, "
+    "Tensor? gated_amax=None, Tensor? gated_uses_amax=None) -> Tensor[]",
+    _fake_gradients,
+)
+_NOT_AHEAD = (None, 0, None, None)
 
 
 def activate(x_MN: Tensor, activation: str, gated_MN: Tensor | None = None, *, ahead: Ahead | None = None) -> Activated:
@@ -65,13 +82,29 @@ def activate(x_MN: Tensor, activation: str, gated_MN: Tensor | None = None, *, a
     return Activated(output, amax, codes[0] if codes else None)
 
 
-def activate_backward(grad_MN: Tensor, x_MN: Tensor, activation: str, gated_MN: Tensor | None = None) -> ActivationGradients:
-    """The gradients of `activate`, as torch computes them from the same tensors. grad: of the output, in its dtype."""
+def activate_backward(
+    grad_MN: Tensor,
+    x_MN: Tensor,
+    activation: str,
+    gated_MN: Tensor | None = None,
+    *,
+    ahead: tuple[Ahead | None, Ahead | None] = (None, None),
+) -> list[WrittenGradient]:
+    """The gradients of x, and of what it gates if it does, as torch computes them from the same tensors.
+
+    grad: of the output, in its dtype. ahead: for each of the two, also write codes of it, for `complete`.
+    """
     _check(x_MN, activation, grad_MN, "grad")
     _check(x_MN, activation, gated_MN, "gated")
-    *gradients, amaxes = _backward_op(grad_MN, x_MN, gated_MN, activation)
-    is_gate = gated_MN is not None
-    return ActivationGradients(gradients[0], amaxes[0, 0], gradients[1] if is_gate else None, amaxes[1, 0] if is_gate else None)
+    num_gradients = 1 if gated_MN is None else 2
+    wanted = ahead[:num_gradients]
+    how = [part for one in wanted for part in one or _NOT_AHEAD] if any(wanted) else ()
+    parts = _backward_op(grad_MN, x_MN, gated_MN, activation, *how)
+    gradients, amaxes, codes = parts[:num_gradients], parts[num_gradients], iter(parts[num_gradients + 1 :])
+    return [
+        WrittenGradient(gradient, amaxes[index, 0], None if one is None else next(codes))
+        for index, (gradient, one) in enumerate(zip(gradients, wanted, strict=True))
+    ]
 
 
 def _check(x: Tensor, activation: str, other: Tensor | None, name: str) -> None:

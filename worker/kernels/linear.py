@@ -15,7 +15,7 @@ from worker.kernels.library import define
 def _fake_output(
     x_TK: Tensor, weight_NK: Tensor, _unit: Tensor | None, _weight_amax: Tensor | None, *formats: Any
 ) -> list[Tensor]:
-    input_dtype, _, _, activation, sides, out_dtype = formats
+    input_dtype, _, _, activation, sides, out_dtype, *_ = formats
     output_TN = x_TK.new_empty((x_TK.shape[0], weight_NK.shape[0]), dtype=out_dtype)
     number = x_TK.new_empty((), dtype=torch.float32)
     if activation is not None:
@@ -34,7 +34,8 @@ def _fake_gradients(
 
 _output_op = define(
     "linear_output(Tensor x, Tensor weight, Tensor? unit, Tensor? weight_amax, ScalarType input_dtype, "
-    "ScalarType weight_dtype, int margin, str? activation, str sides, ScalarType out_dtype) -> Tensor[]",
+    "ScalarType weight_dtype, int margin, str? activation, str sides, ScalarType out_dtype, Tensor? input_amax=None) "
+    "-> Tensor[]",
     _fake_output,
 )
 _gradients_op = define(
@@ -51,10 +52,10 @@ def linear_output(
     """[x, or an activation of it, @ weight.T (T, N)], and what `linear_gradients` needs of x.
 
     unit: the scale () of a weight that is held in codes, of FP16 or FP8, else None. weight_amax: fp32 (), of the weight's
-    values; needed for codes of FP16.
+    values, where it is known; needed for codes of FP16.
     formats: dtypes of the input's and the weight's codes, margin, activation (of ACTIVATIONS) or None, sides, dtype of the
-    output. sides: "both" also returns the codes (K, T) of x and their scale (); of an activation always "rows", which returns
-    its amax ().
+    output, and the amax, fp32 (), of x or of the activation of x, where it is known. sides: "both" also returns the codes of x
+    (K, T) and their scale (); of an activation always "rows", which returns its amax ().
     """
     results: list[Tensor] = _output_op(x_TK, weight_NK, unit, weight_amax, *formats)
     return results

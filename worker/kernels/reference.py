@@ -135,15 +135,18 @@ def _ahead(
 
 def complete(
     codes: Tensor, x: Tensor, own_amax: Tensor, margin: int, amax: Tensor, uses_amax: Tensor, columns: bool
-) -> list[Tensor]:
-    """The scale () of codes, and codes (N, M) of x.T if wanted: of the codes, or, unless *uses_amax, all by x's own amax."""
+) -> tuple[Tensor, Tensor]:
+    """The scale () of codes, and codes (N, M) of x.T, or (0): of the codes, or, unless *uses_amax, all by x's own amax."""
     made, scale = quantize(x, codes.dtype, ScaleKind.TENSOR, margin, torch.where(uses_amax, amax, own_amax))
     codes.view(torch.uint8).copy_(torch.where(uses_amax, codes.view(torch.uint8), made.view(torch.uint8)))
-    return [scale, codes.t().clone(memory_format=torch.contiguous_format)] if columns else [scale]
+    return scale, codes.t().clone(memory_format=torch.contiguous_format) if columns else codes.new_empty(0)
 
 
-def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation: str) -> list[Tensor]:
-    """The gradients of x and of what it gates, and then their amaxes, in the first column of fp32 (gradients, AMAX_STRIDE)."""
+def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation: str, *ahead: Any) -> list[Tensor]:
+    """The gradients of x and of what it gates; their amaxes, in the first column of fp32 (gradients, AMAX_STRIDE); codes.
+
+    ahead: how `_ahead` makes codes of the first, and then of the second.
+    """
     forward, backward = ACTIVATIONS[activation]
     gradients = [backward(grad if gated is None else grad * gated, x).contiguous()]
     if gated is not None:
@@ -151,7 +154,8 @@ def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation:
     amaxes = torch.zeros((len(gradients), AMAX_STRIDE), device=x.device)
     for row, gradient in zip(amaxes, gradients, strict=True):
         row[0] = compute_amax(gradient, ScaleKind.TENSOR)
-    return [*gradients, amaxes]
+    codes = [part for index, gradient in enumerate(gradients) for part in _ahead(gradient, *ahead[4 * index : 4 * index + 4])]
+    return [*gradients, amaxes, *codes]
 
 
 def normalize(
@@ -264,12 +268,13 @@ def linear_output(
     x_TK: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
 ) -> list[Tensor]:
     """The output (T, N), and what waits for the backward pass: the input's codes (K, T) and scale, or the activation's amax."""
-    input_dtype, weight_dtype, margin, activation, sides, out_dtype = formats
-    how = (input_dtype, ScaleKind.TENSOR, margin, sides, None, None)
+    input_dtype, weight_dtype, margin, activation, sides, out_dtype, amax = (*formats, None)[:7]
+    how = (input_dtype, ScaleKind.TENSOR, margin, sides, amax, None)
     if activation is None:
         codes, scale, *kept = quantize_operand(x_TK, *how)
     else:
         codes, scale, *kept = activate_operand(x_TK, activation, *how, None)
+        kept = kept if amax is None else [amax.clone()]
     weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "rows")
     return [matmul(ScaledCodes(codes, scale, ScaleKind.TENSOR), weight, out_dtype, True), *kept]
 

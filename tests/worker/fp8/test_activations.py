@@ -95,7 +95,10 @@ def test_a_layer_that_falls_back_to_bf16_still_applies_it(level: str) -> None:
 
 
 class Passes(TorchDispatchMode):
-    """Notes the ops that read or write a tensor of activations, and the bytes of those tensors; views are free."""
+    """Notes the ops that read or write a tensor of activations, and the bytes of those tensors; views are free.
+
+    What `complete` reads only while a window fills counts none.
+    """
 
     def __init__(self, shape: tuple[int, int]) -> None:
         super().__init__()
@@ -103,7 +106,8 @@ class Passes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(part): part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
+        read = args[:1] if func is torch.ops.octet.complete.default else (args, kwargs)
+        given = {id(part): part for part in tree_leaves(read) if isinstance(part, Tensor)}
         made = [part for part in tree_leaves(result) if isinstance(part, Tensor)]
         moved = [part for part in (*given.values(), *made) if sorted(part.shape) == self.shape]
         if moved and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
@@ -113,7 +117,10 @@ class Passes(TorchDispatchMode):
 
 
 def test_the_activation_is_a_part_of_the_pass_that_quantizes() -> None:
-    """At a delayed scale: no pass writes its values, none reads them, and none looks for an amax in the backward pass."""
+    """At a delayed scale: no pass writes its values, none reads them, and none looks for an amax in the backward pass.
+
+    The pass that computes the gradient of its input writes the codes of that gradient.
+    """
     recipe = {"scaling": "delayed", "amax_history_length": 1}
     found = []
     for apart in (False, True):
@@ -125,13 +132,14 @@ def test_the_activation_is_a_part_of_the_pass_that_quantizes() -> None:
             model.octet_report.health.after_step()
         found.append(passes)
     together, separate = found
-    quantizing = {"activate_operand", "quantize_operand", "gelu"}
-    assert {name: separate.ops[name] for name in quantizing} == {"activate_operand": 0, "quantize_operand": 2, "gelu": 1}
-    assert {name: together.ops[name] for name in quantizing} == {"activate_operand": 2, "quantize_operand": 1, "gelu": 0}
+    names = ("activate_operand", "quantize_operand", "complete", "gelu")
+    assert [separate.ops[name] for name in names] == [0, 2, 0, 1]
+    assert [together.ops[name] for name in names] == [2, 0, 1, 0]
     assert together.ops["compute_amax"] == separate.ops["compute_amax"] == 0
     assert together.ops.total() == separate.ops.total()  # the codes are made again instead of kept
-    # Forward 4 + 1 in the place of 4 + 4, 4 + 1; backward 4 + 1 for the codes that are not kept.
-    assert separate.num_bytes - together.num_bytes == 200 * 128 * (13 - 10)
+    # Forward 4 + 1 in the place of 4 + 4, 4 + 1; backward 4 + 1 for the codes that are not kept, and 1, 1 + 1 for codes of the
+    # gradient in the place of 4 + 2.
+    assert separate.num_bytes - together.num_bytes == 200 * 128 * (13 + 6 - 10 - 3)
 
 
 def test_nothing_but_the_activations_input_waits_for_the_backward_pass() -> None:

@@ -44,11 +44,15 @@ def activate_kernel(
 # fmt: off
 @triton.jit
 def activate_backward_kernel(
-    grad, x, gated, out, gated_out, amaxes, num_elements,
-    ACTIVATION: tl.constexpr, HAS_GATED: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    grad, x, gated, out, gated_out, amaxes, codes, amax, uses_amax, gated_codes, gated_amax, gated_uses_amax, num_elements,
+    ACTIVATION: tl.constexpr, HAS_GATED: tl.constexpr, FORMAT: tl.constexpr, MARGIN: tl.constexpr,
+    GATED_FORMAT: tl.constexpr, GATED_MARGIN: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Write the gradients of x and of gated, and raise amaxes[0] and amaxes[STRIDE] to their largest magnitudes."""
+    """Write the gradients of x and of gated, and raise amaxes[0] and amaxes[STRIDE] to their largest magnitudes.
+
+    FORMAT, GATED_FORMAT: also write codes of either, if *uses_amax, at the scale of *amax; None for no codes.
+    """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     mask = offsets < num_elements - start
@@ -56,10 +60,16 @@ def activate_backward_kernel(
     grad_values = tl.load(grad + start + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_GATED:
         grad_gated = grad_values * activations.activated(given, ACTIVATION)
-        _write(grad_gated, gated_out, amaxes + STRIDE, start, offsets, mask)
+        written = _write(grad_gated, gated_out, amaxes + STRIDE, start, offsets, mask)
+        if GATED_FORMAT is not None:
+            write_ahead(
+                written, gated_codes + start + offsets, gated_amax, gated_uses_amax, mask, GATED_FORMAT, GATED_MARGIN
+            )
         others = tl.load(gated + start + offsets, mask=mask, other=0.0).to(tl.float32)
         grad_values = language.cast(grad_values * others, given.dtype).to(tl.float32)
-    _write(activations.times_derivative(grad_values, given, ACTIVATION), out, amaxes, start, offsets, mask)
+    found = _write(activations.times_derivative(grad_values, given, ACTIVATION), out, amaxes, start, offsets, mask)
+    if FORMAT is not None:
+        write_ahead(found, codes + start + offsets, amax, uses_amax, mask, FORMAT, MARGIN)
 
 
 @triton.jit
@@ -99,16 +109,34 @@ def activate(
     return [output, new_amax] if codes is None else [output, new_amax, codes]
 
 
-def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation: str) -> list[Tensor]:
+def activate_backward(
+    grad: Tensor,
+    x: Tensor,
+    gated: Tensor | None,
+    activation: str,
+    codes_dtype: torch.dtype | None = None,
+    margin: int = 0,
+    amax: Tensor | None = None,
+    uses_amax: Tensor | None = None,
+    gated_codes_dtype: torch.dtype | None = None,
+    gated_margin: int = 0,
+    gated_amax: Tensor | None = None,
+    gated_uses_amax: Tensor | None = None,
+) -> list[Tensor]:
     """See the reference. Two launches: one clears the amaxes."""
     if x.numel() == 0:
-        return reference.activate_backward(grad, x, gated, activation)
+        how = (codes_dtype, margin, amax, uses_amax, gated_codes_dtype, gated_margin, gated_amax, gated_uses_amax)
+        return reference.activate_backward(grad, x, gated, activation, *how)
     grad, x, gated = grad.contiguous(), x.contiguous(), None if gated is None else gated.contiguous()
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(1 if gated is None else 2)]
     amaxes = torch.zeros((len(gradients), AMAX_STRIDE), dtype=torch.float32, device=x.device)
     grad_gated = None if gated is None else gradients[1]
+    dtypes = (codes_dtype, gated_codes_dtype)
+    codes, gated_codes = (None if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in dtypes)
+    name, gated_name = (None if dtype is None else FORMAT_NAMES[dtype] for dtype in dtypes)
     _launch_backward(
-        language.cdiv(x.numel(), BLOCK), grad, x, gated, gradients[0], grad_gated, amaxes, x.numel(),
-        activation, gated is not None, AMAX_STRIDE, BLOCK,
+        language.cdiv(x.numel(), BLOCK), grad, x, gated, gradients[0], grad_gated, amaxes, codes, amax, uses_amax,
+        gated_codes, gated_amax, gated_uses_amax, x.numel(), activation, gated is not None, name, margin, gated_name,
+        gated_margin, AMAX_STRIDE, BLOCK,
     )  # fmt: skip
-    return [*gradients, amaxes]
+    return [*gradients, amaxes, *(part for part in (codes, gated_codes) if part is not None)]

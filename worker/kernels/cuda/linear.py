@@ -105,16 +105,16 @@ def _weight_operand(
 def linear_output(
     x_TK: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
 ) -> list[Tensor]:
-    """See the reference. Three launches and a product; two, where the weight is held in FP8."""
-    input_dtype, weight_dtype, margin, activation, sides, out_dtype = formats
+    """See the reference. Three launches and a product; fewer where amaxes are known or the weight is held in FP8."""
+    input_dtype, weight_dtype, margin, activation, sides, out_dtype, input_amax = (*formats, None)[:7]
     x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
     plan = _plan(x_TK.shape, x_TK.dtype, input_dtype, margin, sides, activation, False)
-    amax = _find_amax(x_TK, plan)
+    amax = _find_amax(x_TK, plan) if input_amax is None else input_amax
     codes, *kept, scale = _encode(x_TK, plan, input_dtype, amax)
     weight, weight_scale = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "rows")
     output_TN = product_of_tensors(codes, scale, weight, weight_scale, out_dtype, True)
     if activation is not None:
-        return [output_TN, amax]
+        return [output_TN, amax if input_amax is None else amax.clone()]
     return [output_TN, *kept, scale] if kept else [output_TN]
 
 
