@@ -38,7 +38,7 @@ from worker.optim import OPTIMIZERS
 TYPES = {  # argument types by name, equal in all kernels
     "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
     "amax": "*fp32", "row_amax": "*fp32", "column_amax": "*fp32", "new_amax": "*fp32", "by_row": "*i32", "by_column": "*i32",
-    "own_amax": "*fp32", "uses_amax": "*i1",
+    "own_amax": "*fp32", "uses_amax": "*i1", "gated_codes": "*u8", "gated_amax": "*fp32", "gated_uses_amax": "*i1",
     "dequant_scale": "*fp32", "row_scale": "*fp32", "column_scale": "*fp32", "stride": "i32", "num_elements": "i32",
     "num_rows": "i32", "num_columns": "i32", "row_scale_stride_m": "i32", "row_scale_stride_n": "i32",
     "column_scale_stride_n": "i32", "column_scale_stride_m": "i32", "scale_stride_m": "i32", "scale_stride_n": "i32",
@@ -49,7 +49,12 @@ TYPES = {  # argument types by name, equal in all kernels
 FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 CAPABILITIES = (89, 90, 100, 120)  # times ten: Ada, Hopper, two Blackwells
 NO_CODES = {"FORMAT": None, "MARGIN": 0, "codes": None, "amax": None, "uses_amax": None}
-UNALIGNED = {"uses_amax", "unless", "seed", "step", "stream", "alpha", "row_step"}
+NO_GRADIENT_CODES = (
+    NO_CODES
+    | {"GATED_FORMAT": None, "GATED_MARGIN": 0, "gated_out": None}
+    | {f"gated_{name}": None for name in ("codes", "amax", "uses_amax")}
+)
+UNALIGNED = {"uses_amax", "gated_uses_amax", "unless", "seed", "step", "stream", "alpha", "row_step"}
 
 
 def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -124,8 +129,8 @@ def activation_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict
         gate = {"ACTIVATION": name, "HAS_GATED": is_gate, "BLOCK": gates.BLOCK, **({} if is_gate else {"gated": None})}
         codes = {"FORMAT": "e4m3", "MARGIN": 0} if is_gate else NO_CODES
         yield f"activate {name}", gates.activate_kernel, {**gate, **codes}
-        backward = {"STRIDE": gates.AMAX_STRIDE, **({} if is_gate else {"gated_out": None})}
-        yield f"activate_backward {name}", gates.activate_backward_kernel, {**gate, **backward}
+        backward = {"FORMAT": "e5m2", "MARGIN": 0, "GATED_FORMAT": "e5m2", "GATED_MARGIN": 0} if is_gate else NO_GRADIENT_CODES
+        yield f"activate_backward {name}", gates.activate_backward_kernel, {**gate, **backward, "STRIDE": gates.AMAX_STRIDE}
     for name, has_columns in (("e4m3", True), ("e5m2", False)):
         tile = {"FORMAT": name, "MARGIN": 0, "COLUMNS": has_columns, "TILE_M": 128, "TILE_N": 128}
         yield f"complete {name}", ahead.complete_kernel, tile if has_columns else {**tile, "codes_t": None}
