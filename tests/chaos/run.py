@@ -105,7 +105,7 @@ def _weather(plan: Plan, folder: Path, server: Server | Cluster, storm: Storm, a
         customers.start()
         _blow(plan, storm, customers, began + 60 * plan.minutes)
         storm.calm()
-        settled = customers.finish(LONG_S)
+        settled = _finish(customers, storm)
         findings = {} if settled else {"customers still waiting": [f"after {LONG_S:g} s without signals"]}
         findings["keys that made a second job"] = customers.submit_again()
         _wait_for_released_slots(database)
@@ -145,6 +145,16 @@ def _blow(plan: Plan, storm: Storm, customers: Customers, ends_at: float) -> Non
             next_at = time.monotonic() + storm.random.expovariate(1 / plan.gap_s)
         time.sleep(0.05)
     logger.info("%d signals over %d jobs that ended; the storm is over", storm.num_sent, customers.num_ended)
+
+
+def _finish(customers: Customers, storm: Storm) -> bool:
+    """Wait for the jobs in flight while parts that end are still started again. False if some do not end."""
+    deadline = time.monotonic() + LONG_S
+    while time.monotonic() < deadline:
+        if customers.finish(1.0):
+            return True
+        storm.do_due()
+    return False
 
 
 def _wait_for_released_slots(database: Database) -> None:

@@ -26,15 +26,21 @@ class Unavailable(Exception):
 
 
 @contextmanager
-def server_or_skip() -> Iterator[str]:
-    """Run a server. If none can be started, skip the test, or fail it under CI=true."""
+def skipping_without_postgres() -> Iterator[None]:
+    """If no server can be started in the block, skip the test, or fail it under CI=true."""
     try:
-        with running_server() as url:
-            yield url
+        yield
     except Unavailable as error:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(error))
+
+
+@contextmanager
+def server_or_skip() -> Iterator[str]:
+    """Run a server. If none can be started, skip the test, or fail it under CI=true."""
+    with skipping_without_postgres(), running_server() as url:
+        yield url
 
 
 @contextmanager
