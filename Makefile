@@ -53,11 +53,13 @@ CHAOS_SEED        := $(or $(CHAOS_SEED),$(strip $(shell od -An -N3 -tu4 /dev/ura
 CHAOS_SIGNALS     ?= 1000
 CHAOS_JOBS        ?= 100
 CHAOS_MINUTES     ?= 240
+CHAOS_CLUSTER_SIGNALS ?= 100
 CHAOS_TRANSITIONS ?= 1000000
 
 .PHONY: chaos
 chaos: install
 	$(BIN)/python -m tests.chaos.run --seed $(CHAOS_SEED) --signals $(CHAOS_SIGNALS) --jobs $(CHAOS_JOBS) --minutes $(CHAOS_MINUTES)
+	$(BIN)/python -m tests.chaos.run --cluster --seed $(CHAOS_SEED) --signals $(CHAOS_CLUSTER_SIGNALS) --jobs 10 --minutes 90
 	$(BIN)/python -m tests.chaos.goodput
 	$(BIN)/python -m tests.chaos.transitions --seed $(CHAOS_SEED) --transitions $(CHAOS_TRANSITIONS)
 

@@ -5,11 +5,16 @@ A request is answered after its transaction is durable, as if it had one of its 
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as NoConnectionFree
+
+KEPT_WAITING_S = 0.5
+"""A transaction that fails after so long was kept waiting, for a lock or a connection."""
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -62,8 +67,17 @@ class Together(Generic[Request, Answer]):
     def _write_until_none_waits(self) -> None:
         while taken := self._take():
             together = [one for one in taken if _is_wanted(one[1])]
+            began_s = time.monotonic()
             answers = self._write([request for request, _ in together]) if together else []
             _settle_all([(future, answer) for (_, future), answer in zip(together, answers, strict=True)])
+            if answers and _is_of_the_database(answers[-1]) and time.monotonic() - began_s >= KEPT_WAITING_S:
+                self._refuse_all(answers[-1])
+
+    def _refuse_all(self, error: Exception) -> None:
+        """Give all who wait the error of a database that kept a transaction waiting, so that nobody waits for a second one."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        _settle_all([(future, error) for _, future in waiting if _is_wanted(future)])
 
     def _take(self) -> "list[tuple[Request, AnyFuture[Answer]]]":
         """Take the requests of the next transaction, at least one. Returns none, and ends the turn, if none waits."""
@@ -80,7 +94,7 @@ class Together(Generic[Request, Answer]):
         try:
             return self._write_all_of(requests)
         except Exception as error:  # noqa: BLE001  the requests get it
-            if len(requests) == 1 or _may_be_stored(error):
+            if len(requests) == 1 or _is_of_the_database(error):
                 return [error] * len(requests)
             # One request is the reason. Nothing was stored, so each is tried alone.
             return [answer for one in requests for answer in self._write([one])]
@@ -117,6 +131,9 @@ def _settle(settled: "Iterable[tuple[AnyFuture[Answer], Answer | Exception]]") -
             future.set_result(answer)
 
 
-def _may_be_stored(error: Exception) -> bool:
-    """Return True for a database that went away: it may have committed, and a second try could store a request twice."""
-    return isinstance(error, DBAPIError) and not isinstance(error, IntegrityError | DataError)
+def _is_of_the_database(answer: object) -> TypeGuard[Exception]:
+    """Return True for the error of a database that is locked or went away, whatever the requests are.
+
+    It may have committed, so a second try could store a request twice; and each try may wait as long as the first.
+    """
+    return isinstance(answer, DBAPIError | NoConnectionFree) and not isinstance(answer, IntegrityError | DataError)

@@ -5,6 +5,8 @@ import random
 import threading
 from collections.abc import Callable
 
+from sqlalchemy.exc import OperationalError
+
 from service.telemetry.loops import LoopHealth
 
 _LONGEST_BACKOFF_S = 30.0
@@ -51,9 +53,18 @@ class Loop:
                 failures = 0
                 self._health.progressed()
                 self._woken.wait(self._interval_s)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  nothing that a step raises ends the loop
                 failures += 1
                 self._health.failed()
-                logger.error("the %s loop failed, %d in a row; it tries again", self._name, failures, exc_info=error)
+                _log(self._name, failures, error)
                 self._stopping.wait(min(_LONGEST_BACKOFF_S, 0.5 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0))
         self._health.leave(self._name)
+
+
+def _log(name: str, failures: int, error: BaseException) -> None:
+    """Log a failure with its trace; that of a database in one line, because all loops fail while it is away."""
+    if isinstance(error, OperationalError):
+        reason = str(error.orig).partition("\n")[0]
+        logger.error("the %s loop failed, %d in a row; it tries again: the database: %s", name, failures, reason)
+    else:
+        logger.error("the %s loop failed, %d in a row; it tries again", name, failures, exc_info=error)

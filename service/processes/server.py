@@ -1,6 +1,7 @@
 """The HTTP server of a process: uvicorn with our limits of connections."""
 
 import resource
+import socket
 
 import uvicorn
 from fastapi import FastAPI
@@ -8,6 +9,18 @@ from fastapi import FastAPI
 from service.processes.connections import Connections, limited_protocol
 from service.processes.startup import SHUTDOWN_S
 from service.settings import Settings
+
+ACCEPTED_AT_ONCE = 16
+"""Connections that the event loop accepts in one turn. Our limits see them some turns later, and until then each has a
+descriptor: uvicorn's 2,048 at once take more than a process with 1,024 has."""
+_WAITING = 2048
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(_WAITING)  # asyncio has it hold no more connections than are accepted at once
 
 
 def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
@@ -21,8 +34,9 @@ def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
         access_log=False,
         proxy_headers=False,  # nothing here asks for the client's address or scheme behind a proxy
         timeout_graceful_shutdown=SHUTDOWN_S,
+        backlog=ACCEPTED_AT_ONCE,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
 
 
 def raise_descriptor_limit() -> int:

@@ -55,6 +55,7 @@ class Customers:
     url: str
     text: Path
     random: random.Random
+    api_key: str | None = None
     accepted: dict[str, str] = field(default_factory=dict)
     """The id that the API gave for each idempotency key, which is the job's name too."""
     num_ended: int = 0
@@ -80,7 +81,7 @@ class Customers:
 
     def submit_again(self) -> list[str]:
         """Repeat every submission with its key; return the keys whose answer is another job than before."""
-        with Client(self.url, patience_s=LONG_S) as client:
+        with Client(self.url, self.api_key, patience_s=LONG_S) as client:
             return [
                 key
                 for key, document in self._documents.items()
@@ -89,7 +90,7 @@ class Customers:
 
     def _run(self) -> None:
         try:
-            with Client(self.url, patience_s=LONG_S) as client:
+            with Client(self.url, self.api_key, patience_s=LONG_S) as client:
                 self._serve_themselves(client)
         except BaseException as error:  # noqa: BLE001  (`check` raises it in the main thread)
             self._failure = error

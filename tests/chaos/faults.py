@@ -1,4 +1,4 @@
-"""Faults for a running `octet serve`: SIGKILL and SIGSTOP of each of its processes, chosen by a seeded random generator.
+"""Faults for a running service: SIGKILL and SIGSTOP of each of its processes, chosen by a seeded random generator.
 
 The dispatcher is a part of the server's process and the reporter is a thread of each rank, so a signal to the process is
 one to them as well. A component that has no process at the instant of a strike is passed over for another.
@@ -8,18 +8,20 @@ import contextlib
 import logging
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import psutil
 
 from tests.e2e.octet_server import Server
+from tests.waiting import wait_until
 
 RAYLET_THEN_SERVER = "raylet, then server"
 MACHINE = "machine"
 KILL, STOP = "SIGKILL", "SIGSTOP"
-# How often a component is struck, relative to the others, by SIGKILL and by SIGSTOP.
 WEIGHTS: dict[tuple[str, str], int] = {
     ("rank", KILL): 16,
     ("rank", STOP): 10,
@@ -70,67 +72,114 @@ def _is_template(process: psutil.Process) -> bool:
 
 
 @dataclass
-class Storm:
-    """Strikes one server. `do_due` has to be called often: it resumes what was stopped and restarts a killed server."""
+class Storm(ABC):
+    """Strikes one service. `do_due` has to be called often: it resumes what was stopped and starts again what was killed."""
 
-    server: Server
     random: random.Random
     num_signals: Counter[tuple[str, str]] = field(default_factory=Counter)
     """SIGKILLs and SIGSTOPs sent, by component and signal. SIGCONTs are not counted."""
     num_pairs: int = 0
     """How often the raylet was killed and the server suspended at once; both signals count in `num_signals` too."""
     ended_by_itself: list[str] = field(default_factory=list)
-    """Ends of the server that no signal of ours explains."""
+    """Ends of a server that no signal of ours explains."""
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    _server_was_killed: bool = False
+
+    weights: ClassVar[Mapping[tuple[str, str], int]]
+    """How often a component is struck, relative to the others, by SIGKILL and by SIGSTOP."""
 
     @property
     def num_sent(self) -> int:
         return sum(self.num_signals.values())
 
     def strike(self) -> None:
-        """Send one random signal, or the pair of the raylet that dies and the server that is suspended."""
+        """Send one random signal, or several at once where a component of `weights` stands for them."""
         found = self._processes()
         if "rank" not in found and self.random.random() < PATIENCE:
             return
-        kinds = [kind for kind in WEIGHTS if self._can_strike(kind[0], found)]
-        if not kinds:
-            return
-        component, number = self.random.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
-        if component == MACHINE:
-            self._kill_the_machine(found)
-        elif component == RAYLET_THEN_SERVER:
-            self.num_pairs += 1
-            self._kill(self.random.choice(found["raylet"]), "raylet")
-            self._stop(found["server"][0], "server")
-        elif number == KILL:
-            self._kill(self.random.choice(found[component]), component)
-        else:
-            self._stop(self.random.choice(found[component]), component)
+        kinds = [kind for kind in self.weights if self._can_strike(kind[0], found)]
+        if kinds:
+            component, number = self.random.choices(kinds, [self.weights[kind] for kind in kinds])[0]
+            self._strike(component, number, found)
 
     def do_due(self) -> None:
-        """Resume and restart what is due, and notice a server that ended without a signal."""
+        """Resume and start again what is due, and what ended without a signal."""
         now = time.monotonic()
         due, self._due = [one for one in self._due if one[0] <= now], [one for one in self._due if one[0] > now]
         for _, act in due:
             act()
-        if not self._server_was_killed and not self.server.is_running:
-            self.ended_by_itself.append(f"after {self.num_sent} signals")
-            self._restart_server()
+        self._start_again()
 
     def calm(self) -> None:
-        """Resume everything, and wait until the server is ready."""
+        """Resume everything, and wait until the service is ready."""
         for _, act in self._due:
             act()
         self._due = []
-        self.server.wait_for(self._is_ready)
+        wait_until(self._is_ready, poll_s=0.2)
 
+    @abstractmethod
     def end(self) -> None:
         """Leave no process behind, whatever happened before."""
+
+    @abstractmethod
+    def _processes(self) -> dict[str, list[psutil.Process]]:
+        """Find what runs, by component."""
+
+    @abstractmethod
+    def _start_again(self) -> None:
+        """Start what has ended and has nobody else to start it."""
+
+    @abstractmethod
+    def _is_ready(self) -> bool:
+        """Do what is due, and return True if the service takes jobs."""
+
+    def _strike(self, component: str, number: str, found: dict[str, list[psutil.Process]]) -> None:
+        process = self.random.choice(found[component])
+        if number == KILL:
+            self._kill(process, component)
+        else:
+            self._stop(process, component)
+
+    def _can_strike(self, component: str, found: dict[str, list[psutil.Process]]) -> bool:
+        return component in found
+
+    def _kill(self, process: psutil.Process, component: str) -> None:
+        self.num_signals[component, KILL] += 1
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+        logger.info("%4d SIGKILL %s (%d)", self.num_sent, component, process.pid)
+
+    def _stop(self, process: psutil.Process, component: str) -> None:
+        seconds = min(LONGEST_STOP_S, self.random.expovariate(1 / MEAN_STOP_S))
+        if self.random.random() < PAST_LEASE_SHARE:
+            seconds = PAST_LEASE_S
+        self.num_signals[component, STOP] += 1
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+            self._after(seconds, lambda: _resume(process))
+        logger.info("%4d SIGSTOP %s (%d) for %.1f s", self.num_sent, component, process.pid, seconds)
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        self._due.append((time.monotonic() + seconds, act))
+
+
+@dataclass
+class ServerStorm(Storm):
+    """Strikes an `octet serve`, its Ray and its ranks."""
+
+    server: Server = field(kw_only=True)
+    _server_was_killed: bool = False
+    weights = WEIGHTS
+
+    def end(self) -> None:
         self._due = []
         if self.server.is_running:
             self.server.kill()
         self.server.kill_the_cluster()
+
+    def _start_again(self) -> None:
+        if not self._server_was_killed and not self.server.is_running:
+            self.ended_by_itself.append(f"after {self.num_sent} signals")
+            self._restart_server()
 
     def _is_ready(self) -> bool:
         self.do_due()
@@ -150,26 +199,22 @@ class Storm:
             return "raylet" in found and "server" in found
         return component in found or (component == MACHINE and "keeper" in found)
 
+    def _strike(self, component: str, number: str, found: dict[str, list[psutil.Process]]) -> None:
+        if component == MACHINE:
+            self._kill_the_machine(found)
+        elif component == RAYLET_THEN_SERVER:
+            self.num_pairs += 1
+            self._kill(self.random.choice(found["raylet"]), "raylet")
+            self._stop(found["server"][0], "server")
+        else:
+            super()._strike(component, number, found)
+
     def _kill(self, process: psutil.Process, component: str) -> None:
-        self.num_signals[component, KILL] += 1
+        super()._kill(process, component)
         if component == "server":
             self._server_was_killed = True
             self.server.kill()
             self._after(self.random.uniform(0, LONGEST_AWAY_S), self._restart_server)
-        else:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        logger.info("%4d SIGKILL %s (%d)", self.num_sent, component, process.pid)
-
-    def _stop(self, process: psutil.Process, component: str) -> None:
-        seconds = min(LONGEST_STOP_S, self.random.expovariate(1 / MEAN_STOP_S))
-        if self.random.random() < PAST_LEASE_SHARE:
-            seconds = PAST_LEASE_S
-        self.num_signals[component, STOP] += 1
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.suspend()
-            self._after(seconds, lambda: _resume(process))
-        logger.info("%4d SIGSTOP %s (%d) for %.1f s", self.num_sent, component, process.pid, seconds)
 
     def _kill_the_machine(self, found: dict[str, list[psutil.Process]]) -> None:
         """Kill all processes at once; the keeper first, so that it starts nothing."""
@@ -180,9 +225,6 @@ class Storm:
     def _restart_server(self) -> None:
         self._server_was_killed = False
         self.server.spawn()
-
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        self._due.append((time.monotonic() + seconds, act))
 
 
 def _resume(process: psutil.Process) -> None:

@@ -1,7 +1,8 @@
-"""A storm over a real `octet serve`: signals to every component at random instants, then the ledger.
+"""A storm over a real `octet serve`, or over cluster mode: signals to every component at random instants, then the ledger.
 
     make chaos                                             1,000 signals, 100 jobs
     make chaos CHAOS_SEED=7 CHAOS_SIGNALS=200 CHAOS_JOBS=20
+    .venv/bin/python -m tests.chaos.run --cluster --signals 50 --jobs 10
 
 The seed decides what is struck, when, and for how long; what the processes do at that instant is up to the machine. Leases
 are shorter than usual (`VARIABLES`), so that a stopped rank outlives its lease now and then. The run ends by itself after
@@ -27,8 +28,10 @@ from sqlalchemy import func, select
 from api_schemas import JobState
 from service.db.engine import Database
 from service.db.tables import AttemptRow, JobRow
+from tests.chaos.cluster import API_KEY, Cluster, cluster_in
+from tests.chaos.cluster_faults import ClusterStorm
 from tests.chaos.customers import Customers, corpus, job_document
-from tests.chaos.faults import Storm
+from tests.chaos.faults import ServerStorm, Storm
 from tests.chaos.ledger import Curve, audit
 from tests.e2e.octet_server import Server, losses
 from tests.waiting import LONG_S
@@ -48,6 +51,8 @@ class Plan:
     minutes: float
     gap_s: float
     """Mean time between two strikes, in seconds."""
+    cluster: bool = False
+    """Cluster mode: PostgreSQL, `octet api` and two `octet dispatcher`s, in place of `octet serve`."""
 
 
 @dataclass(frozen=True)
@@ -79,33 +84,36 @@ class Outcome:
 
 
 def weather(plan: Plan, folder: Path) -> Outcome:
-    """Run a storm with its database and jobs below `folder`, stop the server, and audit its database."""
+    """Run a storm with its database and jobs below `folder`, stop the service, and audit its database."""
+    if plan.cluster:
+        with cluster_in(folder, VARIABLES) as cluster:
+            return _weather(plan, folder, cluster, ClusterStorm(random.Random(plan.seed), cluster=cluster), API_KEY)
     # A keeper that is killed leaves Ray's folder behind. Its name is short: the path of a socket has 107 characters at most.
     with tempfile.TemporaryDirectory(prefix="oc-", ignore_cleanup_errors=True) as ray_folder:
-        return _weather(plan, folder, Server(folder / "octet", variables=VARIABLES | {"TMPDIR": ray_folder}))
+        server = Server(folder / "octet", variables=VARIABLES | {"TMPDIR": ray_folder})
+        return _weather(plan, folder, server, ServerStorm(random.Random(plan.seed), server=server), None)
 
 
-def _weather(plan: Plan, folder: Path, server: Server) -> Outcome:
+def _weather(plan: Plan, folder: Path, server: Server | Cluster, storm: Storm, api_key: str | None) -> Outcome:
     began = time.monotonic()
     text = corpus(folder)
-    storm = Storm(server, random.Random(plan.seed))
-    customers = Customers(server.client.url, text, random.Random(plan.seed + 1))
+    customers = Customers(server.client.url, text, random.Random(plan.seed + 1), api_key)
+    database = Database(server.database_url)
     try:
         server.start()
         expected = {workers: _undisturbed(server, text, workers) for workers in (1, 2)}
         customers.start()
         _blow(plan, storm, customers, began + 60 * plan.minutes)
         storm.calm()
-        settled = customers.finish(LONG_S)
+        settled = _finish(customers, storm)
         findings = {} if settled else {"customers still waiting": [f"after {LONG_S:g} s without signals"]}
         findings["keys that made a second job"] = customers.submit_again()
-        _wait_for_released_slots(server, folder)
+        _wait_for_released_slots(database)
         server.stop()
-        findings["processes left"] = [" ".join(process.cmdline())[:80] for process in server.processes()]
+        findings["processes left"] = [" ".join(process.cmdline())[:80] for process in server.processes_left()]
     finally:
         storm.end()
     findings["server ended by itself"] = storm.ended_by_itself
-    database = Database(f"sqlite:///{folder / 'octet' / 'octet.db'}")
     with database.read() as session:
         findings |= audit(session, customers.accepted, expected).by_kind()
         states = session.execute(select(JobRow.state, func.count()).where(JobRow.name.like("storm-%")).group_by(JobRow.state))
@@ -119,7 +127,7 @@ def _weather(plan: Plan, folder: Path, server: Server) -> Outcome:
     return Outcome(plan, time.monotonic() - began, os.getloadavg()[0], signals, storm.num_pairs, jobs, attempts, findings)
 
 
-def _undisturbed(server: Server, text: Path, workers: int) -> Curve:
+def _undisturbed(server: Server | Cluster, text: Path, workers: int) -> Curve:
     document = job_document(text, workers=workers) | {"name": f"undisturbed-{workers}"}
     job = server.finish(server.client.submit(document).id)
     assert job.state is JobState.SUCCEEDED, job
@@ -139,16 +147,24 @@ def _blow(plan: Plan, storm: Storm, customers: Customers, ends_at: float) -> Non
     logger.info("%d signals over %d jobs that ended; the storm is over", storm.num_sent, customers.num_ended)
 
 
-def _wait_for_released_slots(server: Server, folder: Path) -> None:
+def _finish(customers: Customers, storm: Storm) -> bool:
+    """Wait for the jobs in flight while parts that end are still started again. False if some do not end."""
+    deadline = time.monotonic() + LONG_S
+    while time.monotonic() < deadline:
+        if customers.finish(1.0):
+            return True
+        storm.do_due()
+    return False
+
+
+def _wait_for_released_slots(database: Database) -> None:
     """Wait until the processes of every attempt are known to be gone. If that never happens, the ledger says which."""
-    database = Database(f"sqlite:///{folder / 'octet' / 'octet.db'}")
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with database.read() as session:
             if session.scalar(select(func.count()).where(AttemptRow.released_at.is_(None))) == 0:
                 break
         time.sleep(1)
-    database.close()
 
 
 def report(outcome: Outcome) -> str:
@@ -156,7 +172,8 @@ def report(outcome: Outcome) -> str:
     plan = outcome.plan
     jobs = ", ".join(f"{count} {state}" for state, count in outcome.jobs.items())
     lines = [
-        f"`make chaos CHAOS_SEED={plan.seed} CHAOS_SIGNALS={plan.signals} CHAOS_JOBS={plan.jobs}`, mean gap {plan.gap_s:g} s, "
+        f"`python -m tests.chaos.run {'--cluster ' * plan.cluster}--seed {plan.seed} --signals {plan.signals} --jobs "
+        f"{plan.jobs}`, mean gap {plan.gap_s:g} s, "
         f"{outcome.wall_s / 60:.0f} minutes, load average at the end {outcome.load_average:.1f}. Leases of "
         f"{VARIABLES['OCTET_LEASE_S']} s.",
         "",
@@ -185,12 +202,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=240)
     parser.add_argument("--gap-s", type=float, default=4)
+    parser.add_argument("--cluster", action="store_true", help="PostgreSQL, octet api and octet dispatcher as processes")
     parser.add_argument("--out", type=Path, default=None, help="a file for the outcome in Markdown")
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
-    plan = Plan(seed, options.signals, options.jobs, options.minutes, options.gap_s)
+    plan = Plan(seed, options.signals, options.jobs, options.minutes, options.gap_s, options.cluster)
     logger.info("%s", plan)
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))  # by the `finally` blocks, which leave no process
     folder = Path(tempfile.mkdtemp(prefix="octet-chaos-"))

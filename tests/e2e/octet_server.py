@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pytest
@@ -99,6 +99,14 @@ class Server:
                     found[process.pid] = process
         return list(found.values())
 
+    def processes_left(self) -> list[psutil.Process]:
+        """What has not ended with a server that was stopped."""
+        return self.processes()
+
+    @property
+    def database_url(self) -> str:
+        return f"sqlite:///{self.data_dir / 'octet.db'}"
+
     def ranks(self) -> list[psutil.Process]:
         """Those of `processes` that train: forks of the node's template, or actors whose ranks started without one."""
         actors, forks = [], []
@@ -162,7 +170,13 @@ class Server:
         return [int(line) for line in self._validations_file.read_text().split()] if self._validations_file.exists() else []
 
 
-def losses(server: Server, job: Job) -> list[tuple[int, float | None, float | None]]:
+class HasClient(Protocol):
+    """A service that a test runs."""
+
+    client: Client
+
+
+def losses(server: HasClient, job: Job) -> list[tuple[int, float | None, float | None]]:
     """The curve as the API gives it: step, training loss, evaluation loss."""
     return [(point.step, point.loss, point.evaluation_loss) for point in server.client.metrics(job.id)]
 

@@ -27,20 +27,20 @@ from tests.waiting import LONG_S
 
 Found = TypeVar("Found")
 POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=4)
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # see service/cluster/ray/embedded.py
-_RAYLET = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # see service/cluster/ray/embedded.py
+RAYLET = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 _FEW_PROCESSES = ("--disable-usage-stats", "--include-log-monitor=false", "--num-cpus=0", "--object-store-memory=100000000")
 _POLL_S = 0.1
 _FAST_POLL_S, _STANDSTILL_S = 0.0005, 0.5
 _MOST_STARTS = 5
-_ANY_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--node-ip-address=127.0.0.1")
+ANY_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--node-ip-address=127.0.0.1")
 
 
 class Node:
     """One `ray start`: a raylet, its agents and the ranks on it."""
 
     def __init__(self, module: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", module, "start", "--block", *_FEW_PROCESSES, *_ANY_PORTS, *arguments]
+        command = [sys.executable, "-m", module, "start", "--block", *_FEW_PROCESSES, *ANY_PORTS, *arguments]
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -54,6 +54,15 @@ class Node:
                 return True
             time.sleep(_POLL_S)
         return False
+
+    def poll(self) -> int | None:
+        """Return the status of `ray start`, which ends with its raylet; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def pid(self) -> int:
+        """The process of `ray start`."""
+        return self._process.pid
 
     @property
     def raylet(self) -> psutil.Process | None:
@@ -125,7 +134,7 @@ class Nodes:
         # The path of a socket has 107 characters at most, so the folder's name is short.
         self._temp_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="oc-", ignore_cleanup_errors=True)))
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OCTET_", "RAY_"))}
-        self._environment = inherited | ray_environment(token) | _LOOPBACK | _RAYLET
+        self._environment = inherited | ray_environment(token) | LOOPBACK | RAYLET
         self._start(
             "ray.scripts.scripts",
             ["--head", "--port=0", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self._temp_dir}/ray"],

@@ -15,6 +15,7 @@ from api_schemas import Attempt, FailureReason, Job, JobState
 from tests.chaos.run import Plan, weather
 from tests.e2e.octet_server import Server, losses
 from tests.e2e.specs import on_ranks
+from tests.service.postgres_server import skipping_without_postgres
 from tests.waiting import LONG_S
 
 
@@ -159,6 +160,15 @@ class TestStorm:
     def test_random_signals_to_every_component_lose_nothing(self, tmp_path: Path) -> None:
         plan = Plan(seed=11, signals=30, jobs=4, minutes=12, gap_s=2)
         outcome = weather(plan, tmp_path)
+        assert {kind: found for kind, found in outcome.findings.items() if found} == {}
+        assert outcome.is_complete, outcome
+        assert outcome.jobs["succeeded"] >= 1, outcome
+
+    @pytest.mark.postgres
+    def test_random_signals_to_every_part_of_a_cluster_lose_nothing(self, tmp_path: Path) -> None:
+        plan = Plan(seed=11, signals=15, jobs=2, minutes=12, gap_s=2, cluster=True)
+        with skipping_without_postgres():
+            outcome = weather(plan, tmp_path)
         assert {kind: found for kind, found in outcome.findings.items() if found} == {}
         assert outcome.is_complete, outcome
         assert outcome.jobs["succeeded"] >= 1, outcome

@@ -26,11 +26,10 @@ class Unavailable(Exception):
 
 
 @contextmanager
-def server_or_skip() -> Iterator[str]:
-    """Run a server. If none can be started, skip the test, or fail it under CI=true."""
+def skipping_without_postgres() -> Iterator[None]:
+    """If no server can be started in the block, skip the test, or fail it under CI=true."""
     try:
-        with running_server() as url:
-            yield url
+        yield
     except Unavailable as error:
         if os.environ.get("CI") == "true":
             raise
@@ -38,32 +37,60 @@ def server_or_skip() -> Iterator[str]:
 
 
 @contextmanager
+def server_or_skip() -> Iterator[str]:
+    """Run a server. If none can be started, skip the test, or fail it under CI=true."""
+    with skipping_without_postgres(), running_server() as url:
+        yield url
+
+
+@contextmanager
 def running_server(*, is_durable: bool = False) -> Iterator[str]:
     """Run a server with an empty database and yield its URL; end the server afterwards. is_durable: commits reach the disk."""
     folder = Path(tempfile.mkdtemp(prefix="octet-pg-"))
     try:
-        user = _user(folder)
-        programs = _programs(folder, user)
-        data = folder / "data"
-        _run([programs / "initdb", "-D", data, "--auth=trust", "--encoding=utf8", "-U", "postgres", "--no-sync"], user)
+        server = PostgresServer(folder, is_durable=is_durable)
+        process = server.spawn()
+        try:
+            _wait_until_ready(server, process)
+            yield server.url
+        finally:
+            process.send_signal(signal.SIGINT)  # disconnects every client and stops
+            try:
+                process.wait(LONG_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class PostgresServer:
+    """A server's data in a folder. Its process can be started again after it was killed."""
+
+    def __init__(self, folder: Path, *, is_durable: bool) -> None:
+        """Make an empty database. Nothing runs yet. Raises Unavailable."""
+        self.folder, self._user = folder, _user(folder)
+        self._programs, data = _programs(folder, self._user), folder / "data"
+        _run(
+            [self._programs / "initdb", "-D", data, "--auth=trust", "--encoding=utf8", "-U", "postgres", "--no-sync"],
+            self._user,
+        )
         settings = ["max_connections=60", "shared_buffers=32MB"]
         settings += [] if is_durable else ["fsync=off", "synchronous_commit=off", "full_page_writes=off"]
         options = [part for setting in settings for part in ("-c", setting)]
-        command = [str(programs / "postgres"), "-D", str(data), "-k", str(folder), "-h", "", *options]
-        with (folder / "log").open("w") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, **user)
-        try:
-            _wait_until_ready(programs, folder, server)
-            yield f"postgresql://postgres@/postgres?host={folder}"
-        finally:
-            server.send_signal(signal.SIGINT)  # disconnects every client and stops
-            try:
-                server.wait(LONG_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        self._command = [str(self._programs / "postgres"), "-D", str(data), "-k", str(folder), "-h", "", *options]
+        self.url = f"postgresql://postgres@/postgres?host={folder}"
+
+    def spawn(self) -> "subprocess.Popen[bytes]":
+        """Start the server's process. It takes connections a little later."""
+        with (self.folder / "log").open("a") as log:
+            return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder, **self._user)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the server takes connections."""
+        probe = [str(self._programs / "pg_isready"), "-q", "-h", str(self.folder)]
+        return subprocess.run(probe, check=False, capture_output=True).returncode == 0
 
 
 def _user(folder: Path) -> dict[str, Any]:
@@ -99,10 +126,9 @@ def _run(command: Sequence[str | Path], user: dict[str, Any]) -> None:
         raise Unavailable(f"{Path(command[0]).name} failed: {result.stderr.strip()[-500:]}")
 
 
-def _wait_until_ready(programs: Path, folder: Path, server: subprocess.Popen[bytes]) -> None:
+def _wait_until_ready(server: PostgresServer, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + LONG_S
-    probe = [str(programs / "pg_isready"), "-q", "-h", str(folder)]
-    while subprocess.run(probe, check=False, capture_output=True).returncode != 0:
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise Unavailable(f"the server did not start: {(folder / 'log').read_text()[-500:]}")
+    while not server.is_ready:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise Unavailable(f"the server did not start: {(server.folder / 'log').read_text()[-500:]}")
         time.sleep(0.05)

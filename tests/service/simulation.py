@@ -5,6 +5,7 @@ with its `DispatcherContext`, the database holds what was committed, and the clu
 """
 
 import contextlib
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
 from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
 from service.errors import ServiceError
-from tests.service.world import Rank, World, started, step
+from tests.service.world import Rank, TurnedClock, World, started, step
 
 
 class Crash(BaseException):
@@ -64,6 +65,12 @@ class MortalDatabase(Database):
     """A database whose process can die before or after each commit."""
 
     fuse: Fuse
+
+    def by(self, clock: TurnedClock) -> "MortalDatabase":
+        """Return this database by another clock. The statements that were compiled for one serve the other too."""
+        other = copy.copy(self)
+        other._clock = clock
+        return other
 
     @contextmanager
     def write(self) -> Iterator[Session]:

@@ -1,6 +1,7 @@
 """Clients that do not finish their requests neither stop the service nor fill its memory."""
 
 import http.client
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 from service.app import create_app
 from service.db.engine import Database
 from service.http import bodies
-from service.processes.server import http_server, raise_descriptor_limit
+from service.processes.server import ACCEPTED_AT_ONCE, http_server, raise_descriptor_limit
 from service.processes.startup import listening
 from service.settings import Settings
 from tests.waiting import LONG_S
@@ -25,13 +26,14 @@ Serve = Callable[..., Any]
 @pytest.fixture
 def serve(tmp_path: Path, sqlite_template: Path, openapi_document: dict[str, Any]) -> Serve:
     @contextmanager
-    def serving(**changes: Any) -> Iterator[int]:
-        """Serve on a port of 127.0.0.1 in a thread; the value is the port."""
+    def serving(before: Callable[[int], Any] = lambda _port: None, **changes: Any) -> Iterator[int]:
+        """Serve on a port of 127.0.0.1 in a thread; the value is the port. `before` gets it before the first is accepted."""
         settings = Settings(data_dir=tmp_path, port=0, **changes)
         database = Database(f"sqlite:///{sqlite_template}")
         app = create_app(settings, database=database)
         app.openapi_schema = openapi_document
         with listening(settings) as listener:
+            before(listener.getsockname()[1])
             server = http_server(app, settings)
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()
@@ -118,6 +120,26 @@ def test_all_addresses_together_have_a_limit(serve: Serve) -> None:
         for number in range(40):
             stack.enter_context(connect(port, b"GET", f"127.0.0.{2 + number % 8}"))
         assert status(port) == 200
+
+
+def test_a_burst_of_connections_leaves_descriptors(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limits count a connection some turns of the event loop after it is accepted."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        num_spare = 6 * ACCEPTED_AT_ONCE + 30
+
+        def come_all_at_once(port: int) -> None:
+            held = [stack.enter_context(connect(port, source=f"127.0.0.{2 + number % 8}")) for number in range(250)]
+            few = max(connection.fileno() for connection in held) + num_spare
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+
+        monkeypatch.setattr("service.processes.server.raise_descriptor_limit", lambda: 0)  # which allows 16 connections
+        with serve(come_all_at_once) as port:
+            assert status(port) == 200
+        assert "out of system resource" not in caplog.text
 
 
 def test_a_declared_length_over_the_limit_is_refused_before_the_body_comes(serve: Serve) -> None:

@@ -1,21 +1,25 @@
 """A database that somebody else holds locked: every writer is answered 503 in time, and works again afterwards."""
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, make_url
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
 from api_schemas import PhaseReport
 from service.app import create_app
 from service.db.engine import Database
+from service.db.together import Together
 from tests.service.conftest import TestClient
 from tests.service.world import TurnedClock, World
+from tests.waiting import LONG_S
 
 LOCK_TIMEOUT_S = 1.0
 WRITERS = 12
@@ -68,6 +72,31 @@ def test_all_writers_are_answered_in_time_and_told_to_come_back(
     assert all(int(answer.headers["Retry-After"]) > 0 for answer in answers)
     assert waited_s < WRITERS / 2 * LOCK_TIMEOUT_S, "they wait at the same time, not one after the other"
     assert [call().status_code for call in calls] == [201, 200]
+
+
+@pytest.mark.parametrize(
+    "failure", [OperationalError("BEGIN IMMEDIATE", None, Exception("database is locked")), NoConnectionFree("no connection")]
+)
+def test_whoever_waits_for_a_locked_database_waits_once(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.db.together.KEPT_WAITING_S", 0.0)
+    begun, let_go, tried = threading.Event(), threading.Event(), list[list[int]]()
+
+    def write(requests: Sequence[int]) -> list[int]:
+        tried.append([*requests])
+        if let_go.is_set():
+            return [*requests]
+        begun.set()
+        let_go.wait(LONG_S)
+        raise failure
+
+    together = Together[int, int]("writer", write)
+    futures = [together.add(1)]
+    assert begun.wait(LONG_S)
+    futures += [together.add(number) for number in range(2, 200)]
+    let_go.set()
+    assert {future.exception(LONG_S) for future in futures} == {failure}
+    assert tried == [[1]], "nobody else waited for a transaction of their own"
+    assert together.add(200).result(LONG_S) == 200
 
 
 def test_readers_are_not_held_up(client: TestClient, world: World, database_url: str) -> None:

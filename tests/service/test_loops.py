@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from api_schemas import JobSpec, JobState, PoolCapacity
 from service import store
@@ -55,6 +56,25 @@ def test_a_loop_survives_its_step(failure: BaseException, caplog: pytest.LogCapt
     assert ran.acquire(timeout=LONG_S)
     loop.stop(LONG_S)
     assert "the test loop failed, 1 in a row" in caplog.text
+
+
+def test_a_database_that_is_away_takes_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """All loops fail while it is away. A trace for each would be 5,000 lines in a minute."""
+    ran = threading.Semaphore(0)
+    failures = iter([OperationalError("SELECT 1", None, Exception("the server is away\nIs it running?"))])
+
+    def step() -> None:
+        for error in failures:
+            raise error
+        ran.release()
+
+    loop = Loop("test", step, NEVER_S)
+    loop.start()
+    assert ran.acquire(timeout=LONG_S)
+    loop.stop(LONG_S)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("the database: the server is away")
+    assert record.exc_info is None
 
 
 def test_a_job_runs_through_the_threads(database_url: str, settings: Settings, spec_document: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class ControlPlane(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         clock = TurnedClock()
-        database = MortalDatabase(self.database_url, clock)
+        database = self.opened(clock)
         database.fuse = Fuse()
         with database.write() as session:
             empty(session)
@@ -57,6 +57,10 @@ class ControlPlane(RuleBasedStateMachine):
         self.world = MortalWorld(database, clock, config, launcher, JobSpec.model_validate(SPEC))
         self.cluster = Cluster(self.world)
         self.jobs: list[str] = []
+
+    def opened(self, clock: TurnedClock) -> MortalDatabase:
+        """Open the life's database."""
+        return MortalDatabase(self.database_url, clock)
 
     @rule(workers=st.integers(1, 2), priority=st.integers(0, 2), max_failures=st.integers(0, 2))
     def submit(self, workers: int, priority: int, max_failures: int) -> None:

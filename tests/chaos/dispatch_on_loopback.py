@@ -1,0 +1,20 @@
+"""`octet dispatcher` whose Ray node stays on 127.0.0.1 and takes free ports, so that several share one machine."""
+
+import subprocess
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from client.cli import build_app
+from tests.e2e.ray_nodes import ANY_PORTS
+
+
+def _start(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+    replaced = ["tests.e2e.join_on_loopback" if part == "ray.scripts.scripts" else part for part in command]
+    return subprocess.Popen([*replaced, *ANY_PORTS, "--node-manager-port=0"], **options)
+
+
+if __name__ == "__main__":
+    with mock.patch("service.cluster.ray.node.subprocess", SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL)):
+        build_app()(["dispatcher"])
