@@ -12,7 +12,7 @@ from pathlib import Path
 
 from api_schemas import PoolConfig
 from service import store
-from service.cluster.ray.embedded import ray_environment
+from service.cluster.ray.embedded import ray_environment, without_arrow
 from service.cluster.ray.node import RayNode
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
@@ -24,7 +24,6 @@ from service.processes.startup import (
     database_that_answers,
     end_by_exception,
     log_to_stderr,
-    without_arrow,
 )
 from service.telemetry.dispatcher import serving_metrics
 
