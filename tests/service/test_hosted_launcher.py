@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api_schemas import AttemptRef, LaunchOrder, PoolCapacity, Probe, ProbeState
+from api_schemas import AttemptRef, JobSpec, LaunchOrder, PoolCapacity, Probe, ProbeState
 from service.cluster.fake import FakeLauncher
 from service.cluster.launcher import LauncherError
 from service.cluster.ray import calls
@@ -18,6 +18,23 @@ from service.cluster.ray.host import Calls
 from tests.service.conftest import POOLS
 
 REF = AttemptRef(attempt_id="att_1", epoch=3)
+
+
+@pytest.fixture
+def launch_order(spec_document: dict[str, Any]) -> LaunchOrder:
+    return LaunchOrder(
+        attempt_id=f"att_{'0' * 26}",
+        job_id=f"job_{'0' * 26}",
+        epoch=4,
+        token="secret",
+        spec=JobSpec.model_validate(spec_document | {"resources": {"workers": 2}}),
+        pool=POOLS[0],
+        report_url="http://127.0.0.1:1",
+        job_dir="/none",
+        checkpoints=(),
+        lease_s=60,
+        heartbeat_s=2,
+    )
 
 
 class Cluster(FakeLauncher):
@@ -127,7 +144,7 @@ def test_a_host_that_dies_in_a_call_is_unreachable(tmp_path: Path) -> None:
         assert launcher.probe(REF).state is ProbeState.UNREACHABLE
 
 
-def test_a_host_that_is_suspended_costs_a_call_its_deadline_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_host_costs_a_call_its_deadline_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "CALL_S", 0.0)
     monkeypatch.setattr(calls, "_ANSWER_S", 0.1)
     with (

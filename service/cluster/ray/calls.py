@@ -100,7 +100,9 @@ class HostedLauncher:
             path = self._find_host()
             answer = json.loads(_exchange(path, question, time.monotonic() + deadline_s + _ANSWER_S))
         except TimeoutError as error:
-            raise LauncherError(f"the process of the local Ray did not answer within {deadline_s:g} s", retryable=True) from error
+            raise LauncherError(
+                f"the process of the local Ray did not answer within {deadline_s:g} s", retryable=True
+            ) from error
         except (RuntimeError, OSError, ValueError) as error:
             raise LauncherError(f"{type(error).__name__}: {error}", retryable=True) from error
         if "error" in answer:
@@ -120,5 +122,5 @@ def _exchange(path: str, question: bytes, deadline: float) -> bytes:
             answer += part
             connection.settimeout(max(0.01, deadline - time.monotonic()))
     if not answer:
-        raise ConnectionError("the process of the local Ray ended before it answered")
+        raise ConnectionError("the local Ray's process ended before it answered")
     return bytes(answer)

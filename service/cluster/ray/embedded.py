@@ -2,9 +2,10 @@
 
     python -m service.cluster.ray.embedded --dir DIR --pools JSON --warm-idle-s SECONDS      (started by `LocalRay.ensure`)
 
-The keeper runs Ray in a child (`host.py`), which also makes the servers' calls. It outlives a killed `octet serve` by two minutes, so that a server that is started again finds its jobs still
-training. If no server comes back, the keeper ends the cluster and leaves nothing behind. The cluster has a token that
-only this user can read, its own ports and its own temporary folder.
+The keeper runs Ray in a child (`host.py`), which also makes the server's calls to Ray. It outlives a killed `octet serve` by
+two minutes, so that a server that is started again finds its jobs still training. If no server comes back, the keeper ends
+the cluster and leaves nothing behind. The cluster has a token that only this user can read, its own ports and its own
+temporary folder.
 """
 
 import argparse
@@ -57,7 +58,7 @@ class LocalRay:
         self._is_stopped = False
 
     def ensure(self) -> str:
-        """Start the keeper if none runs; return the path of the host's socket. Raises RuntimeError with the end of Ray's log."""
+        """Start the keeper if none runs; return the path of the host's socket. Raises RuntimeError with the end of the log."""
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_token(self._dir)
         deadline = time.monotonic() + _START_S
