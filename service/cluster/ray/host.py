@@ -50,7 +50,7 @@ def start_node(temp_dir: Path, pools: tuple[PoolConfig, ...]) -> Node:
         temp_dir=str(temp_dir),
         include_dashboard=False,
         # Two processes of 1 CPU second and 90 MB each: nothing is copied to the driver, and one machine does not autoscale.
-        include_log_monitor=False,
+        include_log_monitor=False,  # type: ignore[arg-type]  # Ray's own annotation is wrong
         no_monitor=True,
     )
     return Node(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
@@ -91,7 +91,7 @@ class Calls(socketserver.ThreadingUnixStreamServer):
 
 def host(folder: Path, pools: tuple[PoolConfig, ...], warm_idle_s: float) -> NoReturn:
     """Run Ray, and answer calls, until one of Ray's servers ends or a signal comes. `folder` is this process's own."""
-    node = start_node(folder / TEMP_DIR, pools)
+    node: Any = start_node(folder / TEMP_DIR, pools)  # Ray has annotations for a part of it
     address = str(node.address)
     launcher = RayLauncher(lambda: address, pools, warm_idle_s=warm_idle_s, warms_ahead=True)
     launcher.resources()  # connects
