@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 
 from service.db.bulk import run
 from service.db.log_copies import MOST_PAGES, LogCopies
-from service.db.migrate import upgrade
+from service.db.migrate import check, upgrade
 
 LOCK_TIMEOUT_S = 10.0
 _SQLITE_WRITE = "octet_write"
@@ -69,7 +69,10 @@ class Database:
         return Path(self._engine.url.database) if self.is_sqlite and self._engine.url.database else None
 
     def migrate(self) -> None:
-        """Bring the schema up to this version. Several processes may call it at once; once it is done, a call does nothing."""
+        """Bring the schema up to this version. Several processes may call it at once; once it is done, a call does nothing.
+
+        Raises NewerSchema if a newer version of Octet has migrated the database.
+        """
         if self._is_migrated:
             return
         if self.path is not None:
@@ -79,6 +82,11 @@ class Database:
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtext("octet_migrations"))))
             upgrade(connection)
         self._is_migrated = True
+
+    def check_schema(self) -> None:
+        """Raise NewerSchema if a newer version of Octet has migrated the database since `migrate`."""
+        with self._reading.connect() as connection:
+            check(connection)
 
     @contextmanager
     def read(self) -> Iterator[Session]:

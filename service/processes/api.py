@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from service.app import create_app
+from service.processes.schema_watch import ending_on_newer_schema
 from service.processes.server import http_server
 from service.processes.startup import (
     PRIVATE_UMASK,
@@ -23,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def api(*, database_url_file: Path | None = None) -> None:
-    """Serve the API until SIGTERM or SIGINT. Raises ValueError for settings that cannot work, OSError for the port."""
+    """Serve the API until SIGTERM or SIGINT. Raises ValueError for settings that cannot work, OSError for the port.
+
+    Raises NewerSchema, a RuntimeError, before and while it serves, once a newer version of Octet has migrated the database.
+    """
     settings = cluster_settings(database_url_file)
     end_by_exception()
     os.umask(PRIVATE_UMASK)
@@ -33,5 +37,7 @@ def api(*, database_url_file: Path | None = None) -> None:
     with listening(settings) as listener:
         logger.info("the API listens on http://%s:%d", settings.host, settings.port)
         freeze_what_is_there()
-        http_server(app, settings).run(sockets=[listener])
+        server = http_server(app, settings)
+        with ending_on_newer_schema(database, lambda: setattr(server, "should_exit", True)):
+            server.run(sockets=[listener])
     database.close()

@@ -6,17 +6,18 @@ it waits; while the cluster is away it goes on, and jobs wait in the queue.
 
 import logging
 import os
-import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from api_schemas import PoolConfig
 from service import store
-from service.cluster.ray.embedded import ray_environment
+from service.cluster.ray.embedded import ray_environment, without_arrow
 from service.cluster.ray.node import RayNode
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
 from service.dispatcher.loop import Loop
+from service.processes.schema_watch import ending_on_newer_schema
 from service.processes.startup import (
     PRIVATE_UMASK,
     SHUTDOWN_S,
@@ -24,7 +25,6 @@ from service.processes.startup import (
     database_that_answers,
     end_by_exception,
     log_to_stderr,
-    without_arrow,
 )
 from service.telemetry.dispatcher import serving_metrics
 
@@ -45,7 +45,8 @@ def dispatch(
 
     `autoscale` tells Ray's autoscaler how many slots the queue wants; without it a pool without nodes never gets any.
     `metrics_address` is HOST:PORT, where Prometheus gets this process's metrics; empty for none.
-    Raises ValueError for settings that cannot work, OSError for an address of metrics that is taken.
+    Raises ValueError for settings that cannot work, OSError for an address of metrics that is taken, and
+    NewerSchema, a RuntimeError, before and while it runs, once a newer version of Octet has migrated the database.
     """
     settings = cluster_settings(database_url_file)
     if not settings.report_url:
@@ -70,14 +71,17 @@ def dispatch(
         launcher.request_slots(slots_wanted(database, settings.pools))
 
     demand = Loop("demand", request_slots, _DEMAND_INTERVAL_S, dispatcher.health)
-    with serving_metrics(metrics_address, dispatcher.health, lambda: dispatcher.leads):
+    schema_is_newer = threading.Event()
+    with (
+        ending_on_newer_schema(database, schema_is_newer.set),
+        serving_metrics(metrics_address, dispatcher.health, lambda: dispatcher.leads),
+    ):
         dispatcher.start()
         if autoscale:
             demand.start()
         try:
             logger.info("the dispatcher runs attempts on the Ray cluster at %s", ray_address)
-            while True:
-                signal.pause()
+            schema_is_newer.wait()  # a signal ends the wait by SystemExit
         finally:
             demand.stop(SHUTDOWN_S)
             dispatcher.stop()

@@ -1,6 +1,6 @@
-"""The process behind `octet serve`: API, dispatcher and a local Ray in one process, on SQLite unless told otherwise.
+"""The process behind `octet serve`: API and dispatcher in one process, on SQLite unless told otherwise, with a local Ray.
 
-It only puts the parts together. Ray reads environment variables when it is imported, so it is imported after they are set.
+It only puts the parts together. Ray runs in processes of its own, and this one never imports it.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import Any
 
 from service.app import create_app
 from service.cluster.launcher import Launcher
+from service.cluster.ray.calls import HostedLauncher
 from service.cluster.ray.embedded import LocalRay, hold_serve_lock
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
@@ -26,7 +27,6 @@ from service.processes.startup import (
     listening,
     log_to_stderr,
     private_folder,
-    without_arrow,
 )
 from service.settings import Settings, default_pool
 
@@ -69,7 +69,7 @@ def serve(
 
 
 def _run(settings: Settings, database: Database, launcher: Launcher, listener: socket.socket) -> None:
-    """Serve in a thread and wait for a signal in this one: a blocked signal runs no handler of Ray's, which prints a trace."""
+    """Serve in a thread, and wait for a signal in this one, which stops the two parts one after the other."""
     dispatcher = Dispatcher(database, launcher, settings)
     app = create_app(settings, database=database, wake=dispatcher.wake, loops=dispatcher.health)
     server = http_server(app, settings)
@@ -100,12 +100,8 @@ def _run(settings: Settings, database: Database, launcher: Launcher, listener: s
 @contextmanager
 def _local_cluster(settings: Settings) -> Iterator[Launcher]:
     """A launcher on the embedded Ray. Ray ends with the server; after a kill it runs on for a while, for the next server."""
-    local = LocalRay(settings.data_dir, settings.pools)
-    os.environ.update(local.environment())
-    without_arrow()
-    from service.cluster.ray.launcher import RayLauncher
-
-    launcher = RayLauncher(local.ensure, settings.pools, warm_idle_s=settings.warm_idle_s, warms_ahead=True)
+    local = LocalRay(settings.data_dir, settings.pools, warm_idle_s=settings.warm_idle_s)
+    launcher = HostedLauncher(local.ensure, settings.pools, warm_idle_s=settings.warm_idle_s)
     try:
         yield launcher
     finally:

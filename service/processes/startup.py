@@ -83,14 +83,6 @@ def private_folder(folder: Path) -> None:
             path.chmod(0o600)
 
 
-def without_arrow() -> None:
-    """Keep Ray from importing pyarrow, and numpy with it, into this process, which exchanges texts and numbers with Ray.
-
-    It does so for its data sets wherever pyarrow is installed: 50 MB of memory.
-    """
-    sys.modules.setdefault("pyarrow", None)  # type: ignore[arg-type]  # Python's own way to say that there is none
-
-
 def freeze_what_is_there() -> None:
     """Leave all present objects out of the collector's work; call it once everything is imported and built.
 

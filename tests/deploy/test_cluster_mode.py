@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import text
 from typer.testing import CliRunner
 
 from api_schemas import JobSpec, JobState, PoolConfig
@@ -20,6 +21,7 @@ from client.cli import build_app
 from service import store
 from service.cluster.ray.node import RayNode
 from service.db.engine import Database
+from service.db.migrate import known_revisions
 from service.jobs import commands
 from service.processes.dispatcher import dispatch, slots_wanted
 from service.processes.startup import cluster_settings
@@ -114,6 +116,34 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
         assert not client.is_ready(), "a dispatcher that is told to end hands its lease back"
         assert has_loaded_ray(api) is False
         assert api.end() == 0
+
+
+@pytest.mark.postgres
+@pytest.mark.system
+def test_processes_of_an_older_version_say_so_and_end(postgres_url: str, environment: dict[str, str], tmp_path: Path) -> None:
+    """As after an upgrade that did not stop them first."""
+    (tmp_path / "url").write_text(f"{postgres_url}\n")
+    environment |= {"OCTET_DATABASE_URL_FILE": str(tmp_path / "url")}
+    logs = tmp_path / "api.log", tmp_path / "dispatcher.log"
+    database = Database(postgres_url)
+
+    def set_version(version: str) -> None:
+        with database.write() as session:
+            session.execute(text("UPDATE alembic_version SET version_num = :version"), {"version": version})
+
+    with running("api", environment, logs[0]) as api, running("dispatcher", environment, logs[1]) as dispatcher:
+        wait_until(lambda: api.said("Application startup complete"), poll_s=0.2)
+        wait_until(lambda: dispatcher.said("runs attempts on the Ray cluster"), poll_s=0.2)
+        try:
+            set_version("9999")
+            statuses = [each.process.wait(LONG_S) for each in (api, dispatcher)]
+        finally:
+            set_version(known_revisions()[-1])
+            database.close()
+    for log, status in zip(logs, statuses, strict=True):
+        assert status == 2, log.read_text()
+        assert "has schema '9999', and this version of Octet knows schemas up to" in log.read_text()
+        assert "Traceback" not in log.read_text()
 
 
 @pytest.mark.postgres

@@ -10,23 +10,23 @@ import pytest
 from service.cluster.ray.embedded import LocalRay
 from tests.service.conftest import POOLS
 
-OF_A_KILLED_KEEPER, OF_THE_NEW_ONE = "127.0.0.1:1", "127.0.0.1:2"
+OF_A_KILLED_KEEPER, OF_THE_NEW_ONE = "killed/calls.sock", "new/calls.sock"
 NEW_KEEPER = """
 import fcntl, json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
 lock = (folder / "keeper.lock").open("w")
 fcntl.flock(lock, fcntl.LOCK_EX)
 time.sleep(0.5)  # Ray starts
-(folder / "cluster.json").write_text(json.dumps({"address": sys.argv[2]}))
+(folder / "cluster.json").write_text(json.dumps({"socket": sys.argv[2]}))
 sys.stdin.read()
 """
 
 
-def test_the_address_that_a_killed_keeper_left_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that connects there tries for minutes, and holds up every other call meanwhile."""
+def test_the_socket_that_a_killed_keeper_left_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers there, and a call would fail while the new keeper already starts Ray."""
     folder = tmp_path / "ray"
     folder.mkdir()
-    (folder / "cluster.json").write_text(json.dumps({"address": OF_A_KILLED_KEEPER}))
+    (folder / "cluster.json").write_text(json.dumps({"socket": OF_A_KILLED_KEEPER}))
     local = LocalRay(tmp_path, POOLS)
     command = [sys.executable, "-c", NEW_KEEPER, str(folder), OF_THE_NEW_ONE]
     started: list[subprocess.Popen[bytes]] = []

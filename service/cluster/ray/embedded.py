@@ -1,10 +1,11 @@
 """The embedded Ray: a cluster of one node on this machine. A process of its own, the keeper, starts and ends it.
 
-    python -m service.cluster.ray.embedded --dir DIR --resources JSON --labels LABELS      (started by `LocalRay.ensure`)
+    python -m service.cluster.ray.embedded --dir DIR --pools JSON --warm-idle-s SECONDS      (started by `LocalRay.ensure`)
 
-The keeper outlives a killed `octet serve` by two minutes, so that a server that is started again finds its jobs still
-training. If no server comes back, the keeper ends the cluster and leaves nothing behind. The cluster has a token that
-only this user can read, its own ports and its own temporary folder.
+The keeper runs Ray in a child (`host.py`), which also makes the server's calls to Ray. It outlives a killed `octet serve` by
+two minutes, so that a server that is started again finds its jobs still training. If no server comes back, the keeper ends
+the cluster and leaves nothing behind. The cluster has a token that only this user can read, its own ports and its own
+temporary folder.
 """
 
 import argparse
@@ -32,36 +33,32 @@ _LINGER_S = 120.0
 _STOP_S = 10.0
 _KEEPER_LOCK = "keeper.lock"
 _PUBLISHED = "cluster.json"
-_OBJECT_STORE_BYTES = 100_000_000
+# What the host has in the folder that the keeper makes for it.
+TEMP_DIR, SOCKET_FILE, ADDRESS_FILE = "ray", "calls.sock", "address"
 # With exactly this address Ray's servers listen on loopback alone; with any other, 127.0.0.2 too, they listen on every address.
 # Without the setting Ray replaces it by the address of the current network. Despite its name it works on Linux too.
-_ADDRESS = "127.0.0.1"
+ADDRESS = "127.0.0.1"
 _STAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # By default the raylet answers the first driver only after it has started idle workers. The driver waits for that answer and
-# holds the interpreter's lock: the event loop stood still for 0.6 to 1.1 s, and the first job started 3 s later (docs/log.md).
+# holds the interpreter's lock, and the first job started 3 s later (docs/log.md).
 # By default supervisors and ranks have niceness 15: with other work on the machine they get next to nothing.
 _RAYLET_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
-# By default Ray ends the driver's process, the server, 60 s after a call to a GCS that is gone. The server starts another GCS.
-# And it tries 20 times, 41 s each, to connect to one that went away meanwhile; the next call of the launcher finds the new one.
-_DRIVER_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1000000", "RAY_NUM_REDIS_GET_RETRIES": "2"}
 
 
 class LocalRay:
     """The embedded cluster of one data folder."""
 
-    def __init__(self, data_dir: Path, pools: "tuple[PoolConfig, ...]") -> None:
+    def __init__(self, data_dir: Path, pools: "tuple[PoolConfig, ...]", *, warm_idle_s: float = 0) -> None:
+        """warm_idle_s: how long the node keeps processes warm for further ranks; 0: none."""
         self._dir = data_dir / "ray"
         self._pools = pools
+        self._warm_idle_s = warm_idle_s
         self._lock = threading.Lock()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
 
-    def environment(self) -> dict[str, str]:
-        """The variables that the server needs to talk to the cluster. Set them before it imports Ray, which reads them then."""
-        return ray_environment(self._dir / "token") | _STAY_ON_LOOPBACK | _DRIVER_SETTINGS
-
     def ensure(self) -> str:
-        """Start the keeper if none runs, and return the cluster's address. Raises RuntimeError with the end of Ray's log."""
+        """Start the keeper if none runs; return the path of the host's socket. Raises RuntimeError with the end of the log."""
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_token(self._dir)
         deadline = time.monotonic() + _START_S
@@ -70,8 +67,8 @@ class LocalRay:
             with self._lock:
                 if self._is_stopped:
                     raise RuntimeError("the local Ray was stopped with its server")
-                if address := self._running_address():
-                    return address
+                if path := self._running_socket():
+                    return path
                 if not _is_locked(self._dir / _KEEPER_LOCK) and not (self._keeper and self._keeper.poll() is None):
                     if num_started:
                         break
@@ -100,19 +97,18 @@ class LocalRay:
         lock = self._dir / _KEEPER_LOCK
         return int(lock.read_text()) if _is_locked(lock) else None
 
-    def _running_address(self) -> str | None:
+    def _running_socket(self) -> str | None:
         if not _is_locked(self._dir / _KEEPER_LOCK):
             return None
         try:
-            return str(json.loads((self._dir / _PUBLISHED).read_text())["address"])
+            return str(json.loads((self._dir / _PUBLISHED).read_text())["socket"])
         except (OSError, ValueError, KeyError):
             return None
 
     def _start_keeper(self) -> "subprocess.Popen[bytes]":
-        resources = {pool.slot_resource: pool.slots for pool in self._pools}
-        labels = ",".join(f"{key}={value}" for key, value in {pool.node_label for pool in self._pools})
         command = [sys.executable, "-m", "service.cluster.ray.embedded", "--dir", str(self._dir)]
-        command += ["--resources", json.dumps(resources), "--labels", labels]
+        command += ["--pools", json.dumps([pool.model_dump(mode="json") for pool in self._pools])]
+        command += ["--warm-idle-s", str(self._warm_idle_s)]
         with (self._dir / "keeper.log").open("wb") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=self._full_env()
@@ -121,7 +117,7 @@ class LocalRay:
     def _full_env(self) -> dict[str, str]:
         # Ranks inherit it and run a user's own code. API keys and the database's password are not for them.
         settings = {name for name in os.environ if name.upper().startswith("OCTET_")}
-        inherited = {name: os.environ[name] for name in os.environ.keys() - settings - _DRIVER_SETTINGS.keys()}
+        inherited = {name: os.environ[name] for name in os.environ.keys() - settings}
         return inherited | ray_environment(self._dir / "token") | _STAY_ON_LOOPBACK
 
 
@@ -147,6 +143,14 @@ def ray_environment(token_file: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
+
+
+def without_arrow() -> None:
+    """Keep Ray from importing pyarrow, and numpy with it, into this process, which exchanges texts and numbers with Ray.
+
+    It does so for its data sets wherever pyarrow is installed: 50 MB of memory.
+    """
+    sys.modules.setdefault("pyarrow", None)  # type: ignore[arg-type]  # Python's own way to say that there is none
 
 
 def _write_token(folder: Path) -> None:
@@ -180,7 +184,7 @@ def _is_alive(pid: int, child: "subprocess.Popen[bytes] | None") -> bool:
 # What follows runs in the keeper's process.
 
 
-def _keep(folder: Path, resources: str, labels: str) -> int:
+def _keep(folder: Path, pools: str, warm_idle_s: str) -> int:
     os.umask(0o077)  # Ray and the ranks inherit it
     # The server that started us blocks these signals, and a child process inherits the mask.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
@@ -195,16 +199,15 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
     # Ray opens its temporary folder to everybody (0777), so it gets one inside a folder that only we can enter. Ray keeps its
     # sockets there, and the path of a socket has 107 characters at most.
     private_dir = Path(tempfile.mkdtemp(prefix="octet-ray-"))
-    temp_dir = private_dir / "ray"
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: stopping.append(received))
-    ray = _start_ray(temp_dir, resources, labels)
+    ray = _start_host(private_dir, pools, warm_idle_s)
     try:
         published, unserved_since = False, time.monotonic()
         while ray.poll() is None and not stopping:
             if not published:
-                published = _publish(folder, temp_dir)
+                published = _publish(folder, private_dir)
             if _is_locked(folder.parent / "serve.lock"):
                 unserved_since = time.monotonic()
             elif time.monotonic() - unserved_since > _LINGER_S:
@@ -217,16 +220,9 @@ def _keep(folder: Path, resources: str, labels: str) -> int:
         shutil.rmtree(private_dir, ignore_errors=True)
 
 
-def _start_ray(temp_dir: Path, resources: str, labels: str) -> "subprocess.Popen[bytes]":
-    command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"),
-        *("--include-dashboard=false", "--disable-usage-stats", f"--node-ip-address={_ADDRESS}"),
-        # Two processes of 1 CPU second and 90 MB each: nothing is copied to the driver, and one machine does not autoscale.
-        *("--include-log-monitor=false", "--no-monitor"),
-        *(f"--temp-dir={temp_dir}", f"--resources={resources}", f"--labels={labels}"),
-        # Port 0 takes any free port; with Ray's fixed range two local clusters would collide.
-        *("--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
-    ]
+def _start_host(private_dir: Path, pools: str, warm_idle_s: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "service.cluster.ray.host", "--folder", str(private_dir)]
+    command += ["--pools", pools, "--warm-idle-s", warm_idle_s]
     env = {**os.environ, **_RAYLET_SETTINGS}
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent, env=env)
 
@@ -238,16 +234,15 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _publish(folder: Path, temp_dir: Path) -> bool:
-    """Write the cluster's address for the servers. Returns False until Ray is up; Ray writes its address last."""
+def _publish(folder: Path, private_dir: Path) -> bool:
+    """Write for the servers where the host answers. Returns False until Ray is up; the host writes its address last."""
     try:
-        address = (temp_dir / "ray_current_cluster").read_text().strip()
+        address = (private_dir / ADDRESS_FILE).read_text()
     except OSError:
         return False
-    if not address:
-        return False
+    found = {"address": address, "temp_dir": str(private_dir / TEMP_DIR), "socket": str(private_dir / SOCKET_FILE)}
     unfinished = folder / f"{_PUBLISHED}.new"
-    unfinished.write_text(json.dumps({"address": address, "temp_dir": str(temp_dir)}))
+    unfinished.write_text(json.dumps(found))
     unfinished.rename(folder / _PUBLISHED)
     return True
 
@@ -292,10 +287,10 @@ def _runs(pid: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m service.cluster.ray.embedded")
     parser.add_argument("--dir", type=Path, required=True)
-    parser.add_argument("--resources", required=True)
-    parser.add_argument("--labels", required=True)
+    parser.add_argument("--pools", required=True)
+    parser.add_argument("--warm-idle-s", required=True)
     options = parser.parse_args()
-    return _keep(options.dir, options.resources, options.labels)
+    return _keep(options.dir, options.pools, options.warm_idle_s)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
 from service.cluster.launcher import LauncherError
+from service.cluster.ray.calls import CALL_S, LAUNCH_S, Start, slots_of
 from worker.supervisor import NAMESPACE, Supervisor, actor_name, warm_up
 
 _CONNECT_S = 60.0
-_LAUNCH_S = 60.0
-_CALL_S = 10.0
 _NAME_PREFIX = "octet-"
 
 Answer = TypeVar("Answer")
@@ -53,16 +52,17 @@ class RayLauncher:
 
     def launch(self, order: LaunchOrder) -> None:
         """Start the attempt's supervisor, or find the one that an earlier call started; returns once it answers."""
-        ref = AttemptRef(attempt_id=order.attempt_id, epoch=order.epoch)
-        key, value = order.pool.node_label
+        self.start(Start.of(order, self._warm_idle_s))
+
+    def start(self, wanted: Start) -> None:
+        """Do what `launch` does."""
         actor: Any = ray.remote(Supervisor)
-        spec, pool_json = order.spec, order.pool.model_dump_json()
-        num_workers, num_together = spec.resources.workers, spec.parallelism.tensor
-        arguments = (order.model_dump_json(), pool_json, num_workers, self._warm_idle_s, num_together)
+        key, value = wanted.node_label
+        arguments = (wanted.order_json, wanted.pool_json, wanted.num_workers, wanted.warm_idle_s, wanted.num_together)
 
         def start() -> None:
             supervisor = actor.options(
-                name=actor_name(ref),
+                name=actor_name(wanted.ref),
                 namespace=NAMESPACE,
                 lifetime="detached",
                 get_if_exists=True,
@@ -71,9 +71,9 @@ class RayLauncher:
                 max_restarts=0,
                 label_selector={key: value},
             ).remote(*arguments)
-            ray.get(supervisor.probe.remote(), timeout=_LAUNCH_S)
+            ray.get(supervisor.probe.remote(), timeout=LAUNCH_S)
 
-        self._call(_LAUNCH_S, start)
+        self._call(LAUNCH_S, start)
 
     def probe(self, ref: AttemptRef) -> Probe:
         """Ask the attempt's supervisor. ABSENT means that the present cluster has no such supervisor."""
@@ -82,11 +82,11 @@ class RayLauncher:
             supervisor = _find(ref)
             if supervisor is None:
                 return Probe(state=ProbeState.ABSENT)
-            answer: str = ray.get(supervisor.probe.remote(), timeout=_CALL_S / 2)
+            answer: str = ray.get(supervisor.probe.remote(), timeout=CALL_S / 2)
             return Probe.model_validate_json(answer)
 
         try:
-            return self._call(_CALL_S, ask)
+            return self._call(CALL_S, ask)
         except LauncherError as error:
             if isinstance(error.__cause__, RayActorError):
                 return Probe(
@@ -102,30 +102,34 @@ class RayLauncher:
             if supervisor is None:
                 return
             try:
-                ray.get(supervisor.stop.remote(grace_s), timeout=grace_s + _CALL_S)
+                ray.get(supervisor.stop.remote(grace_s), timeout=grace_s + CALL_S)
             except RayActorError:
                 return
             ray.kill(supervisor, no_restart=True)
 
-        self._call(grace_s + 2 * _CALL_S, end)
+        self._call(grace_s + 2 * CALL_S, end)
 
     def list(self) -> Sequence[AttemptRef]:
         """List every attempt that has a supervisor on the cluster."""
-        names: list[str] = self._call(_CALL_S, ray.util.list_named_actors)
+        names: list[str] = self._call(CALL_S, ray.util.list_named_actors)
         found = [name.removeprefix(_NAME_PREFIX).rsplit("-", 1) for name in names if name.startswith(_NAME_PREFIX)]
         return [AttemptRef(attempt_id=attempt_id, epoch=int(epoch)) for attempt_id, epoch in found]
 
     def capacity(self) -> Sequence[PoolCapacity]:
         """Count the slots of the nodes that are there now."""
-        resources: dict[str, float] = self._call(_CALL_S, ray.cluster_resources)
-        return [PoolCapacity(pool=pool.name, slots_present=int(resources.get(pool.slot_resource, 0))) for pool in self._pools]
+        return slots_of(self._pools, self.resources())
+
+    def resources(self) -> dict[str, float]:
+        """Count Ray's resources of all nodes that are there now."""
+        found: dict[str, float] = self._call(CALL_S, ray.cluster_resources)
+        return found
 
     def request_slots(self, slots: Mapping[str, int]) -> None:
         """Ask the autoscaler for room for this many ranks, by pool. The request holds until the next one."""
         wanted = [pool for pool in self._pools for _ in range(slots.get(pool.name, 0))]
         bundles = [{pool.slot_resource: 1, **({"GPU": 1} if pool.accelerator == "cuda" else {})} for pool in wanted]
         labels = [dict([pool.node_label]) for pool in wanted]
-        self._call(_CALL_S, lambda: request_resources(bundles=bundles, bundle_label_selectors=labels))
+        self._call(CALL_S, lambda: request_resources(bundles=bundles, bundle_label_selectors=labels))
 
     def close(self) -> None:
         """Disconnect. Attempts go on."""
