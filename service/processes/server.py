@@ -5,7 +5,8 @@ import resource
 import uvicorn
 from fastapi import FastAPI
 
-from service.processes.connections import Connections, limited_protocol
+from service.processes.connections import Connections
+from service.processes.direct import direct_protocol
 from service.processes.startup import SHUTDOWN_S
 from service.settings import Settings
 
@@ -13,7 +14,7 @@ from service.settings import Settings
 def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """Make the server of an app. It listens once it is run."""
     connections = Connections.of(settings, raise_descriptor_limit())
-    protocol = limited_protocol(connections)
+    protocol = direct_protocol(connections, app.state.direct)
     config = uvicorn.Config(
         app,
         http=protocol,
