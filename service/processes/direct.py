@@ -95,7 +95,7 @@ class DirectProtocol(LimitedProtocol):
         if not report.keep_alive:
             headers.append((b"connection", b"close"))
         head = b"".join([b"%b: %b\r\n" % header for header in headers])
-        self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[response.status_code], head, response.body))
+        self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[response.status_code], head, bytes(response.body)))
         if not report.keep_alive:
             self.transport.close()
         self.on_response_complete()
