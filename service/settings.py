@@ -138,6 +138,11 @@ class Settings(BaseSettings):
             return False
 
     @cached_property
+    def is_for_this_machine(self) -> bool:
+        """True if the service has no keys, and serves only this machine."""
+        return self.is_loopback and not self.api_keys
+
+    @cached_property
     def tenants_by_key_hash(self) -> tuple[tuple[bytes, str], ...]:
         """The SHA-256 of each API key with its tenant."""
         keys = [_tenant_and_key(entry) for entry in self.api_keys]

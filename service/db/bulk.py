@@ -33,6 +33,7 @@ class Changes:
         """key: the name of the column that finds a row. columns: the names of those that change."""
         self._table, self._key, self._names = table, key, [key, *columns]
         self._converts: dict[str, list[_Convert]] = {}
+        self._sql: dict[tuple[str, int], str] = {}
 
     def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> None:
         """Change rows. Each has its key, and then the values of the columns. No key comes twice."""
@@ -44,9 +45,7 @@ class Changes:
             types = [self._table.columns[name].type for name in self._names]
             self._converts[dialect.name] = [type_.dialect_impl(dialect).bind_processor(dialect) for type_ in types]
         pairs = zip(self._converts[dialect.name], zip(*rows, strict=True), strict=True)
-        columns = [
-            [None if value is None else convert(value) for value in column] if convert else column for convert, column in pairs
-        ]
+        columns = [_converted(column, convert) if convert else column for convert, column in pairs]
         if dialect.name == "sqlite":
             converted = list(zip(*columns, strict=True))
             for begin, end in _parts(len(converted)):
@@ -55,6 +54,12 @@ class Changes:
             run(connection, self._text(dialect, 0), tuple([list(column) for column in columns]))
 
     def _text(self, dialect: Dialect, num_rows: int) -> str:
+        key = dialect.name, num_rows
+        if key not in self._sql:
+            self._sql[key] = self._made(dialect, num_rows)
+        return self._sql[key]
+
+    def _made(self, dialect: Dialect, num_rows: int) -> str:
         changed = ", ".join(f"{name} = given.{name}" for name in self._names[1:])
         given = _given(dialect, [self._table.columns[name] for name in self._names], num_rows)
         where = f"{self._table.name}.{self._key} = given.{self._key}"
@@ -122,11 +127,7 @@ class Rows:
             self._converts[dialect.name] = [(number, convert) for number, convert in enumerate(found) if convert]
         columns: list[Sequence[Any]] = [list(column) for column in zip(*rows, strict=True)]
         for number, convert in self._converts[dialect.name]:
-            values = columns[number]
-            if values.count(values[0]) == len(values):  # as the time of all rows that are added together
-                columns[number] = [None if values[0] is None else convert(values[0])] * len(values)
-            else:
-                columns[number] = [None if value is None else convert(value) for value in values]
+            columns[number] = _converted(columns[number], convert)
         return columns
 
     def _text(self, dialect: Dialect, num_rows: int) -> str:
@@ -214,6 +215,13 @@ def run(connection: Connection, sql: str, parameters: Any = ()) -> Sequence[tupl
         ) from error
     finally:
         cursor.close()
+
+
+def _converted(values: Sequence[Any], convert: Callable[[Any], Any]) -> list[Any]:
+    """Convert the values of a column. None is NULL in a column of any type."""
+    if values.count(values[0]) == len(values):  # as the time of all rows that are written together
+        return [None if values[0] is None else convert(values[0])] * len(values)
+    return [None if value is None else convert(value) for value in values]
 
 
 def _given(dialect: Dialect, columns: Sequence[Column[Any]], num_rows: int) -> str:

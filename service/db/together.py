@@ -50,11 +50,11 @@ class Together(Generic[Request, Answer]):
         self._add(request, future)
         return future
 
-    async def ask(self, request: Request) -> Answer:
-        """Store a request and wait for its answer. Raises what `write` raised or answered for it."""
+    def ask(self, request: Request) -> "asyncio.Future[Answer]":
+        """Store a request soon, for the event loop that runs. The future raises as that of `add` does."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._add(request, future)
-        return await future
+        return future
 
     def _add(self, request: Request, future: "AnyFuture[Answer]") -> None:
         with self._lock:

@@ -30,7 +30,7 @@ class RefuseOtherHosts:
             host, origin = headers.get(b"host", b"").decode("latin-1"), None
             if b"origin" in headers:
                 origin = headers[b"origin"].decode("latin-1")
-            if not _is_loopback(host) or (origin is not None and not _is_loopback(origin.partition("://")[2])):
+            if not is_loopback(host) or (origin is not None and not is_loopback(origin.partition("://")[2])):
                 error = WrongHost(f"Host {host!r}, Origin {origin!r}: without API keys only 127.0.0.1 and localhost are served")
                 await render(error, scope["path"])(scope, receive, send)
                 return
@@ -62,7 +62,8 @@ def _unknown(name: str, value: str, known: list[str]) -> Violation:
 
 
 @lru_cache(maxsize=256)
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return True if a Host header names this machine."""
     name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
     if name.lower() in {"localhost", "localhost."}:
         return True

@@ -53,7 +53,7 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, _expected)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_exception_handler(Exception, unexpected)
 
 
 def expected(request: Request, error: Exception) -> Response | None:
@@ -116,6 +116,7 @@ def _database_away(request: Request, error: Exception) -> Response:
     return render(NotReady("the database does not answer; try again"), request.url.path)
 
 
-def _unexpected(request: Request, error: Exception) -> Response:
+def unexpected(request: Request, error: Exception) -> Response:
+    """Answer an error that nothing here expects, and log it."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return render(ServiceError("an error of ours; the service's log has the details"), request.url.path)

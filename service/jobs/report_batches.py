@@ -4,6 +4,7 @@ A token that was an attempt's once is remembered, so a rank's next batch is read
 still counts is decided where the batch is applied.
 """
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -44,9 +45,9 @@ class ReportBatches:
         """Apply a batch soon. The future raises what `reports.apply` raises, and the database's errors."""
         return self._together.add(sent)
 
-    async def ask(self, sent: SentBatch) -> Applied:
-        """Apply a batch soon and wait for it. Raises as the future of `add` does."""
-        return await self._together.ask(sent)
+    def ask(self, sent: SentBatch) -> "asyncio.Future[Applied]":
+        """Apply a batch soon, for the event loop that runs. The future raises as that of `add` does."""
+        return self._together.ask(sent)
 
     def remembers(self, attempt_id: str, token: str) -> bool:
         """Return True if `knows` has found this token to be the attempt's."""

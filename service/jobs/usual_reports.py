@@ -45,9 +45,13 @@ def apply_usual(transaction: Transaction, together: Sequence[SentBatch], lease_s
         usual = {number: standings[id_] for id_, number in numbers.items() if id_ in standings}
         usual = {number: standing for number, standing in usual.items() if _is_usual(together[number], standing)}
         if usual:
-            until = now + timedelta(seconds=lease_s) if rank == 0 else None
-            store.reporting.note_reports(transaction, [standing.attempt_id for standing in usual.values()], now, until)
-            _write_steps(transaction, [(standing, together[number].batch) for number, standing in usual.items()], now)
+            until = now + timedelta(seconds=lease_s)
+            beats = [standing.attempt_id for number, standing in usual.items() if not together[number].batch.reports]
+            if beats:
+                store.reporting.note_heartbeats(transaction, beats, now, until if rank == 0 else None)
+            if len(beats) < len(usual):
+                batches = [(standing, together[number].batch) for number, standing in usual.items()]
+                _write_steps(transaction, [pair for pair in batches if pair[1].reports], now, until)
         for number, standing in usual.items():
             reports = together[number].batch.reports
             acknowledged = reports[-1].seq if reports else standing.last_seq
@@ -88,16 +92,17 @@ def _rise_from(last: int, steps: Sequence[int]) -> bool:
     return not steps or (steps[0] > last and all(map(lt, steps, steps[1:])))
 
 
-def _write_steps(transaction: Transaction, batches: Sequence[tuple[Standing, ReportBatch | StepBatch]], now: datetime) -> None:
+def _write_steps(
+    transaction: Transaction, batches: Sequence[tuple[Standing, ReportBatch | StepBatch]], now: datetime, until: datetime
+) -> None:
+    """Write the batches of rank 0 that have steps. until: the end of the attempts' leases."""
     attempts: list[tuple[Any, ...]] = []
     jobs: list[tuple[Any, ...]] = []
     sequences: list[tuple[str, int, int]] = []
     parts: list[Part] = []
     for standing, batch in batches:
-        if not batch.reports:
-            continue
         moments, steps = [report.at for report in batch.reports], _steps(batch)
-        attempts.append((standing.attempt_id, steps[-1].step, now))
+        attempts.append((standing.attempt_id, steps[-1].step, now, now, until))
         # In the order of the columns of `store.reporting.note_steps`.
         jobs.append((standing.job_id, *progress(steps[-1], standing.num_steps).values(), now))
         sequences.append((standing.attempt_id, batch.rank, batch.reports[-1].seq))

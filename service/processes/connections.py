@@ -197,12 +197,3 @@ class LimitedProtocol(HttpToolsProtocol):
         for timer in (self._deadline, self._stalled):
             if timer is not None:
                 timer.cancel()
-
-
-def limited_protocol(connections: Connections) -> type[LimitedProtocol]:
-    """Make the protocol of a server; uvicorn calls it for each connection."""
-
-    class Protocol(LimitedProtocol):
-        open_connections = connections
-
-    return Protocol

@@ -6,7 +6,8 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
-from service.processes.connections import Connections, limited_protocol
+from service.processes.connections import Connections
+from service.processes.direct import direct_protocol
 from service.processes.startup import SHUTDOWN_S
 from service.settings import Settings
 
@@ -26,7 +27,7 @@ class _Server(uvicorn.Server):
 def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """Make the server of an app. It listens once it is run."""
     connections = Connections.of(settings, raise_descriptor_limit())
-    protocol = limited_protocol(connections)
+    protocol = direct_protocol(connections, app.state.direct)
     config = uvicorn.Config(
         app,
         http=protocol,

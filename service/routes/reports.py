@@ -7,8 +7,9 @@ from fastapi import APIRouter, Depends
 
 from api_schemas import ReportBatch, ReportReply
 from service.deps import AppContext, AppContextDep, AttemptTokenDep
-from service.errors import StaleAttempt, Unauthenticated
+from service.errors import ServiceError, StaleAttempt, Unauthenticated
 from service.http.problems import answers
+from service.jobs.reports import Applied
 from service.jobs.usual_reports import SentBatch
 from service.telemetry.control_plane import Telemetry, TelemetryDep
 
@@ -40,9 +41,20 @@ async def apply(sent: SentBatch, context: AppContext, telemetry: Telemetry) -> R
     """Apply a batch, observe what it did and wake the dispatcher if its attempt is over."""
     try:
         applied = await context.reports.ask(sent)
-    except (StaleAttempt, Unauthenticated):
-        telemetry.fenced_writes.inc()
+    except ServiceError as error:
+        count_fenced(error, telemetry)
         raise
+    return observed(applied, context, telemetry)
+
+
+def count_fenced(error: Exception, telemetry: Telemetry) -> None:
+    """Count a refusal if its attempt is not, or no longer, the current one."""
+    if isinstance(error, StaleAttempt | Unauthenticated):
+        telemetry.fenced_writes.inc()
+
+
+def observed(applied: Applied, context: AppContext, telemetry: Telemetry) -> ReportReply:
+    """Observe what a batch did, wake the dispatcher if its attempt is over, and return the reply."""
     telemetry.observe_report(applied.queue_wait_s, applied.phase_s)
     if applied.finished:
         context.wake()

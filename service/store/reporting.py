@@ -71,7 +71,7 @@ def _renewed(ids: Sequence[BindParameter[str]]) -> Update:
 
 
 _LOCK, _STANDINGS, _OF_OTHERS, _OF_RANK_0 = ForIds(_lock), ForIds(_standings), ForIds(_heard), ForIds(_renewed)
-_ATTEMPT_STEPS = Changes(_ATTEMPTS, "id", ["last_step", "last_progress_at"])
+_ATTEMPT_STEPS = Changes(_ATTEMPTS, "id", ["last_step", "last_progress_at", "last_report_at", "lease_expires_at"])
 _JOB_STEPS = Changes(_JOBS, "id", ["step", "loss", "tokens_per_s", "remaining_s", "reported_at"])
 _SEQUENCES = Rows(_STREAMS, replaces=True)
 _STATES, _DESIRED = {state.value: state for state in AttemptState}, {desired.value: desired for desired in DesiredState}
@@ -96,10 +96,10 @@ def standings(transaction: Transaction, attempt_ids: Sequence[str], rank: int) -
     return found
 
 
-def note_reports(
+def note_heartbeats(
     transaction: Transaction, attempt_ids: Sequence[str], now: datetime, lease_expires_at: datetime | None
 ) -> None:
-    """Note that attempts were heard now, and renew their leases if the moment when they end is given."""
+    """Note that attempts were heard now, and renew their leases if the moment when they end is given. At least one attempt."""
     if lease_expires_at is None:
         _OF_OTHERS.execute(transaction, attempt_ids, now=now)
     else:

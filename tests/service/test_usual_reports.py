@@ -52,8 +52,8 @@ def test_many_attempts_take_a_few_statements_and_one_commit(world: World, num_st
     with counted(world) as counts:
         answers = batches._apply_all([sent(rank, *map(step, range(1, 1 + num_steps))) for rank in ranks])
     assert [answer.reply.acknowledged_seq for answer in answers if not isinstance(answer, Exception)] == [1 + num_steps] * 4
-    # How they stand and who was heard; for steps also the attempts, jobs, streams and curves.
-    assert counts == {"statements": num_locks + 2 + 4 * (num_steps > 0), "commits": 1}
+    # How they stand, and who was heard; for steps also the jobs, streams and curves.
+    assert counts == {"statements": num_locks + 2 + 3 * (num_steps > 0), "commits": 1}
     check_invariants(world)
 
 
