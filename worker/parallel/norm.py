@@ -35,23 +35,16 @@ def _sum_of_squares(gradients: list[Tensor], axis: Axis) -> Tensor:
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if gradients and is_accelerator(axis.device):
         return torch.stack(norms_of(gradients)).double().square().sum()
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=axis.device)
-    wide = [gradient for gradient in gradients if not isinstance(gradient, Float8Gradient)]
-    wide_norms = iter(torch._foreach_norm(wide, 2, dtype=torch.float64) if wide else ())
-    norms = [
-        _norm(gradient.dequantize()) if isinstance(gradient, Float8Gradient) else next(wide_norms) for gradient in gradients
-    ]
-    return torch.stack(norms).square().cumsum(0)[-1]  # added up in the order of the gradients
+    squares = torch.zeros((), dtype=torch.float64, device=axis.device)
+    for gradient in gradients:
+        squares += squared_norm(gradient)
+    return squares
 
 
 def squared_norm(gradient: Tensor) -> Tensor:
     """The sum of squares, float64 ()."""
-    return _norm(gradient.dequantize() if isinstance(gradient, Float8Gradient) else gradient).square()
-
-
-def _norm(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values, dtype=torch.float64)
+    values = gradient.dequantize() if isinstance(gradient, Float8Gradient) else gradient
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
