@@ -1,9 +1,10 @@
 """A rank's connection to the control plane: an ordered stream of reports out, the lease and the desired state back.
 
-Training never waits for the network: `send` queues a report and one thread delivers it: steps, evaluations and log lines
-about once a second in one request, what somebody acts upon in a quarter of one. While the control plane is away,
-the queue grows on disk and training continues until the lease ends. Then `check` raises and the rank stops itself, because
-another attempt may be started from then on. This module loads no torch: a rank reports before it has loaded torch.
+Training never waits for the network: `send` queues a report and one thread delivers it. Steps, evaluations and log lines of
+about a second travel in one request; any other report is sent within a quarter of a second and takes them along. While the
+control plane is away, the queue grows on disk and training continues until the lease ends. Then `check` raises and the rank
+stops itself, because another attempt may be started from then on. This module loads no torch: a rank reports before it has
+loaded torch.
 """
 
 import logging
