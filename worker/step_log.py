@@ -16,7 +16,7 @@ from torch import Tensor
 
 from worker.mesh import Mesh
 from worker.mesh.waits import DEVICE
-from worker.metrics.readback import HostCopy, Mark
+from worker.metrics.readback import HostCopy, HostNumbers, Mark
 
 INTERVAL_S = 0.5
 MAX_STEPS = 100
@@ -62,7 +62,7 @@ class _UnderWay:
     """An interval on its way to the host: its losses, its norms and, unless a rank is alone, what the ranks have told."""
 
     steps: list[TakenStep]
-    copy: HostCopy
+    copy: HostCopy | HostNumbers
     told: list[float] | None = None
 
 
@@ -106,12 +106,16 @@ class StepLog:
 
     @torch.no_grad()
     def _send(self, wants_to_stop: bool) -> None:
-        steps = [step for step, _, _ in self._open]
-        losses = torch.stack([loss for _, loss, _ in self._open])
-        norms = torch.stack([norm for _, _, norm in self._open]).to(losses.device)
+        opened, self._open = self._open, []
+        steps = [step for step, _, _ in opened]
         proposal = self._proposed_num_steps if self._mesh.world.is_first else 0.0
         told = [float(wants_to_stop), float(self._is_writing()), proposal]
-        self._open = []
+        if self._mesh.world.size == 1 and not self.is_late:
+            numbers = [loss.item() for _, loss, _ in opened] + [norm.item() for _, _, norm in opened]
+            self._under_way.append(_UnderWay(steps, HostNumbers(numbers), told))
+            return
+        losses = torch.stack([loss for _, loss, _ in opened])
+        norms = torch.stack([norm for _, _, norm in opened]).to(losses.device)
         if self._mesh.world.size == 1:  # nobody to agree with: what this rank says stays on the host
             self._under_way.append(_UnderWay(steps, HostCopy(torch.cat((losses, norms))), told))
             return

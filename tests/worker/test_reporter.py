@@ -9,6 +9,7 @@ import pytest
 
 from api_schemas import (
     DesiredState,
+    EventReport,
     JobSpec,
     LaunchOrder,
     LogReport,
@@ -16,9 +17,11 @@ from api_schemas import (
     Report,
     ReportBatch,
     ReportReply,
+    StepReport,
 )
 from tests.waiting import LONG_S, wait_until
 from worker.errors import Cancelled, Fenced, LeaseLost
+from worker.reporting import reporter as module
 from worker.reporting.reporter import HttpReporter
 
 
@@ -27,6 +30,8 @@ class ControlPlane:
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
+        self.batches: list[list[str]] = []
+        """The kinds of the reports in each request that had any."""
         self.away = False
         self.status = 200
         self.desired = DesiredState.RUN
@@ -42,6 +47,7 @@ class ControlPlane:
         if self.status != 200:
             return httpx.Response(self.status, text="no")
         batch = ReportBatch.model_validate_json(request.content)
+        self.batches += [[report.body.kind for report in batch.reports]] if batch.reports else []
         last_seq = self.reports[-1].seq if self.reports else 0
         new = [report for report in batch.reports if report.seq > last_seq]
         assert [report.seq for report in new] == list(range(last_seq + 1, last_seq + 1 + len(new)))
@@ -74,10 +80,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def reporter(
-    tmp_path: Path, spec_document: dict[str, object], control_plane: ControlPlane, clock: Clock
-) -> Iterator[HttpReporter]:
-    order = LaunchOrder(
+def order(tmp_path: Path, spec_document: dict[str, object]) -> LaunchOrder:
+    return LaunchOrder(
         attempt_id="att_" + "0" * 26,
         job_id="job_" + "0" * 26,
         epoch=1,
@@ -90,6 +94,10 @@ def reporter(
         lease_s=60,
         heartbeat_s=0.02,
     )
+
+
+@pytest.fixture
+def reporter(order: LaunchOrder, control_plane: ControlPlane, clock: Clock) -> Iterator[HttpReporter]:
     with HttpReporter(order, 0, transport=httpx.MockTransport(control_plane), clock=clock) as running:
         yield running
         control_plane.away, control_plane.status = False, 200
@@ -166,3 +174,51 @@ def test_a_fenced_rank_writes_no_more(reporter: HttpReporter, control_plane: Con
     send_lines(reporter, 10)
     wait_until(lambda: "octet-report" not in {thread.name for thread in threading.enumerate()})
     assert len(control_plane.reports) == num_before
+
+
+def send_steps(reporter: HttpReporter, count: int) -> None:
+    for step in range(1, count + 1):
+        reporter.send(
+            StepReport(step=step, loss=1.0, gradient_norm=1.0, learning_rate=0.1, tokens=1, step_time_s=1.0, data_wait_s=0.0)
+        )
+
+
+@pytest.fixture
+def steady(order: LaunchOrder, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpReporter]:
+    """A reporter without heartbeats, which has told of its start, and waits for steps."""
+    monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.0)
+    order = order.model_copy(update={"heartbeat_s": 3600.0})
+    with HttpReporter(order, 0, transport=httpx.MockTransport(control_plane)) as running:
+        assert control_plane.heard.wait(LONG_S)
+        yield running
+
+
+def test_steps_wait_for_each_other_and_whatever_somebody_acts_upon_takes_them_along(
+    steady: HttpReporter, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CURVE_INTERVAL_S", 3600.0)
+    steady.send(EventReport(type="a.first", message="from here on the interval is an hour"))
+    wait_until(lambda: control_plane.batches == [["event"]])
+    send_steps(steady, 20)
+    steady.send(EventReport(type="an.event", message="now"))
+    wait_until(lambda: len(control_plane.reports) == 22)
+    assert control_plane.batches[1:] == [["step"] * 20 + ["event"]]
+
+
+def test_steps_alone_are_sent_when_the_interval_is_over(
+    steady: HttpReporter, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CURVE_INTERVAL_S", 0.01)
+    steady.send(EventReport(type="a.first", message="from here on the interval is a hundredth of a second"))
+    send_steps(steady, 20)
+    wait_until(lambda: len(control_plane.reports) == 21)
+
+
+def test_the_end_waits_for_no_interval(
+    steady: HttpReporter, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CURVE_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 3600.0)
+    send_steps(steady, 3)
+    steady.__exit__(None, None, None)
+    assert [report.seq for report in control_plane.reports] == [1, 2, 3]

@@ -1,6 +1,7 @@
 """Values that an accelerator still computes: they are copied to the host without a wait, and read when they have arrived."""
 
 import time
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -23,6 +24,17 @@ class HostCopy:
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._host.tolist()
+
+
+@dataclass(frozen=True)
+class HostNumbers:
+    """Numbers that the host has read already, in place of a copy that is on its way."""
+
+    numbers: list[float]
+
+    def read(self) -> list[float]:
+        """Return the numbers."""
+        return self.numbers
 
 
 class Mark:
