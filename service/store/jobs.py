@@ -7,7 +7,6 @@ order: event numbers have no gaps, and two transitions never race.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, bindparam, delete, func, literal_column, select
@@ -87,27 +86,37 @@ def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) ->
     events: list[tuple[Any, ...]] = []
     rows: list[tuple[Any, ...]] = []
     for job, event_id in zip(jobs, new_ids("evt", now, len(jobs)), strict=True):
-        rows.append(_in_order_of_columns(_OF_ALL_NEW | job._asdict() | {"queued_at": job.created_at}))
-        message = f"accepted into pool {job.pool!r} with priority {job.priority}"
-        events.append((event_id, job.id, 1, now, "job.accepted", None, message, {}))
+        *others, _, created_at = job
+        rows.append((*others, created_at, created_at))
+        events.append((event_id, job.id, now, f"accepted into pool {job.pool!r} with priority {job.priority}"))
     labels = [(job.id, key, value) for job in jobs for key, value in job.labels.items()]
-    add_together(transaction, [(_JOBS, rows), (_LABELS, labels), (_EVENTS, events)])
+    add_together(transaction, [(_NEW_JOBS, rows), (_LABELS, labels), (_FIRST_EVENTS, events)])
 
 
 _TABLES = Base.metadata.tables
-_JOBS = Rows(_TABLES[JobRow.__tablename__], as_text=["spec"])
-_LABELS, _EVENTS = Rows(_TABLES[JobLabelRow.__tablename__]), Rows(_TABLES[EventRow.__tablename__])
-_STORED_AS = [{"spec": "spec_text"}.get(column.key, column.key) for column in _TABLES[JobRow.__tablename__].columns]
-_in_order_of_columns = itemgetter(*_STORED_AS)
-_OF_ALL_NEW: dict[str, Any] = dict.fromkeys(_STORED_AS) | {
-    "state": JobState.QUEUED,
-    "desired": DesiredState.RUN,
+_OF_ALL_NEW = {
+    "state": JobState.QUEUED.value,
+    "desired": DesiredState.RUN.value,
     "num_attempts": 0,
     "num_failures": 0,
     "num_platform_failures": 0,
     "last_event_seq": 1,
     "last_log_seq": 0,
 }
+_OF_SOME = {"id", "name", "tenant", "pool", "workers", "min_workers", "priority", "spec", "created_at", "queued_at"}
+_NEW_JOBS = Rows(
+    _TABLES[JobRow.__tablename__],
+    as_text=["spec"],
+    always={
+        column.name: _OF_ALL_NEW.get(column.name)
+        for column in _TABLES[JobRow.__tablename__].columns
+        if column.name not in _OF_SOME
+    },
+)
+_LABELS = Rows(_TABLES[JobLabelRow.__tablename__])
+_FIRST_EVENTS = Rows(
+    _TABLES[EventRow.__tablename__], always={"seq": 1, "type": "job.accepted", "attempt_id": None, "data": "{}"}
+)
 
 
 def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:
