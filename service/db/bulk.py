@@ -99,32 +99,37 @@ class Rows:
         replaces: bool = False,
         as_text: Collection[str] = (),
         always: Mapping[str, str | int | None] | None = None,
+        then: str = "",
     ) -> None:
         """replaces: a row takes the place of one with the same primary key, also of one before it among the rows; otherwise
         such a row raises IntegrityError. as_text: names of JSON columns that get JSON texts instead of documents.
-        always: columns that have the same value in all rows; it is in the statement, and not in the rows.
+        always: columns that have the same value in all rows; it is in the statement, and not in the rows. then: the end of
+        the statement where neither suits.
         """
         self._table, self._always = table, always or {}
         self._given = [column for column in table.columns if column.name not in self._always]
-        self._replaces, self._as_text = replaces, as_text
+        self._replaces, self._as_text, self._then = replaces, as_text, then
         self._keys = [number for number, column in enumerate(self._given) if column.primary_key]
         self._converts: dict[str, list[tuple[int, Callable[[Any], Any]]]] = {}
         self._sql: dict[tuple[str, int], str] = {}
 
-    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Write rows. A row has the values of all columns but those of `always`, in the order of the table."""
+    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
+        """Write rows. A row has the values of all columns but those of `always`, in the order of the table.
+
+        Returns what the statement returns (`then`), in no order.
+        """
         if not rows:
-            return
+            return []
         connection = connection_of(transaction)
         dialect = connection.dialect
         if dialect.name == "sqlite":
             converted = list(zip(*self._columns(rows, dialect), strict=True))
-            for begin, end in _parts(len(converted)):
-                run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
-        else:
-            if self._replaces:  # a statement of PostgreSQL writes a row once
-                rows = list({tuple([row[number] for number in self._keys]): row for row in rows}.values())
-            run(connection, self._text(dialect, 0), self._arrays(rows, dialect))
+            parts = [converted[begin:end] for begin, end in _parts(len(converted))]
+            results = [run(connection, self._text(dialect, len(part)), tuple(chain.from_iterable(part))) for part in parts]
+            return list(chain.from_iterable(results))
+        if self._replaces:  # a statement of PostgreSQL writes a row once
+            rows = list({tuple([row[number] for number in self._keys]): row for row in rows}.values())
+        return run(connection, self._text(dialect, 0), self._arrays(rows, dialect))
 
     def _arrays(self, rows: Sequence[tuple[Any, ...]], dialect: Dialect) -> tuple[Any, ...]:
         """Return each column of rows as the parameter of a statement of PostgreSQL."""
@@ -151,7 +156,7 @@ class Rows:
             columns = list(self._table.columns)
             names = ", ".join([*(column.name for column in self._given), *self._always])
             values = _given(dialect, self._given, num_rows, [_literal(value) for value in self._always.values()])
-            sql = f"INSERT INTO {self._table.name} ({names}) {values}"
+            sql = f"INSERT INTO {self._table.name} ({names}) {values} {self._then}".rstrip()
             if self._replaces:
                 others = (f"{column.name} = excluded.{column.name}" for column in columns if not column.primary_key)
                 keys = ", ".join(self._given[number].name for number in self._keys)

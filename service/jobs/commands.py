@@ -13,10 +13,10 @@ from service.errors import IdempotencyMismatch, IllegalTransition, NotFound
 from service.jobs import attempts
 from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
-from service.jobs.requests import Request, Submission, earlier, hash_of
+from service.jobs.requests import Request, Submission, earlier
 from service.settings import DEFAULT_TENANT
 from service.store.ids import new_ids
-from service.store.jobs import NewJob
+from service.store.jobs import NewJob, TakenKey
 
 
 def submit(
@@ -37,12 +37,19 @@ def submit_all(
 
     after: the id that sorts last of all jobs; the new ids sort after it.
     """
-    results: list[Submission | IdempotencyMismatch] = []
-    new: dict[str, NewJob] = {}
     job_ids = new_ids("job", now, len(requests), after)
+    keyed: dict[tuple[str, str], TakenKey] = {}
     for request, job_id in zip(requests, job_ids, strict=True):
         key = request.idempotency_key
-        if key is None or store.jobs.take_idempotency_key(transaction, request.tenant, key, hash_of(request.spec), job_id, now):
+        if key is not None and (request.tenant, key) not in keyed:
+            expires_at = now + store.jobs.IDEMPOTENCY_KEPT
+            keyed[request.tenant, key] = TakenKey(request.tenant, key, request.body_hash, job_id, expires_at)
+    taken = store.jobs.take_idempotency_keys(transaction, list(keyed.values()), now) if keyed else set()
+    results: list[Submission | IdempotencyMismatch] = []
+    new: dict[str, NewJob] = {}
+    for request, job_id in zip(requests, job_ids, strict=True):
+        key = request.idempotency_key
+        if key is None or job_id in taken:
             new[job_id] = _new_job(request, job_id, now)
             results.append(Submission(new[job_id], replayed=False))
             continue

@@ -30,6 +30,11 @@ class Request:
         """The spec as JSON, as it is stored and shown."""
         return self.spec.model_dump_json()
 
+    @cached_property
+    def body_hash(self) -> str:
+        """The hash that tells whether a key is used for the same job again."""
+        return hashlib.sha256(self.spec_text.encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -42,35 +47,27 @@ class Submission:
 def earlier(transaction: Transaction, request: Request, key: str, now: datetime, new: Mapping[str, NewJob]) -> Submission:
     """Find the job of a key that is taken. It may be one of this transaction, which is not in the database yet."""
     with session_of(transaction) as session:
-        job_id = _used_for(session, request.spec, key, now, request.tenant)
+        job_id = _used_for(session, request, key, now)
         assert job_id is not None, "a key that is taken has a job"
         job = new.get(job_id) or store.jobs.find_job(session, job_id)
     assert job is not None, "jobs are never deleted"
     return Submission(job, replayed=True)
 
 
-def replay(
-    session: Session, spec: JobSpec, idempotency_key: str, now: datetime, tenant: str = DEFAULT_TENANT
-) -> Submission | None:
-    """Find the job that the tenant used this key for in the last 24 hours. Raises IdempotencyMismatch if its spec differs."""
-    job_id = _used_for(session, spec, idempotency_key, now, tenant)
-    if job_id is None:
-        return None
-    job = store.jobs.find_job(session, job_id)
-    assert job is not None, "jobs are never deleted"
-    return Submission(job, replayed=True)
+def is_replay(session: Session, request: Request, now: datetime) -> bool:
+    """Return True if the request's key was used for this job in the last 24 hours.
+
+    Raises IdempotencyMismatch if it was used for another.
+    """
+    key = request.idempotency_key
+    return key is not None and _used_for(session, request, key, now) is not None
 
 
-def _used_for(session: Session, spec: JobSpec, key: str, now: datetime, tenant: str) -> str | None:
+def _used_for(session: Session, request: Request, key: str, now: datetime) -> str | None:
     """Find the id of the job that a key was used for. Raises IdempotencyMismatch if its spec differs."""
-    used = store.jobs.find_idempotency_key(session, tenant, key, now)
-    if used is not None and used.body_hash != hash_of(spec):
+    used = store.jobs.find_idempotency_key(session, request.tenant, key, now)
+    if used is not None and used.body_hash != request.body_hash:
         raise IdempotencyMismatch(
             f"Idempotency-Key {key!r} was used for another job, {used.job_id}. Use a new key for a new job."
         )
     return used.job_id if used is not None else None
-
-
-def hash_of(spec: JobSpec) -> str:
-    """Return the hash that tells whether a key is used for the same job again."""
-    return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()

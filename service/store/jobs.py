@@ -10,7 +10,6 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, bindparam, delete, func, literal_column, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from api_schemas import DesiredState, FailureReason, JobState, JsonScalar
@@ -174,25 +173,37 @@ def find_idempotency_key(session: Session, tenant: str, key: str, now: datetime)
     return session.scalar(query.execution_options(populate_existing=True))
 
 
-def take_idempotency_key(transaction: Transaction, tenant: str, key: str, body_hash: str, job_id: str, now: datetime) -> bool:
-    """Take the tenant's key; False if it is in use.
+class TakenKey(NamedTuple):
+    """The use of an idempotency key, as it is stored."""
 
-    Of two transactions that ask at once, the second waits for the first to end.
+    tenant: str
+    key: str
+    body_hash: str
+    job_id: str
+    expires_at: datetime
+
+
+def take_idempotency_keys(transaction: Transaction, keys: Sequence[TakenKey], now: datetime) -> set[str]:
+    """Take the keys that are not in use; returns the jobs that have theirs. No key comes twice.
+
+    Of two transactions that ask at once, the second waits for the first to end. All take keys in the same order, so that
+    none waits for one that waits for it.
     """
-    connection = connection_of(transaction)
-    connection.execute(delete(IdempotencyKeyRow).where(*_is_key(tenant, key), IdempotencyKeyRow.expires_at <= now))
-    insert_or_skip = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-    row = {"tenant": tenant, "key": key, "body_hash": body_hash, "job_id": job_id, "expires_at": now + IDEMPOTENCY_KEPT}
-    taken = insert_or_skip(IdempotencyKeyRow).values(row).on_conflict_do_nothing().returning(IdempotencyKeyRow.key)
-    return connection.scalar(taken) is not None
+    forget_idempotency_keys(transaction, now)
+    return {job_id for (job_id,) in _TAKEN_KEYS.execute(transaction, sorted(keys))}
 
 
 def _is_key(tenant: str, key: str) -> tuple[ColumnElement[bool], ...]:
     return IdempotencyKeyRow.tenant == tenant, IdempotencyKeyRow.key == key
 
 
-def forget_idempotency_keys(session: Session, now: datetime) -> None:
-    session.execute(delete(IdempotencyKeyRow).where(IdempotencyKeyRow.expires_at <= now))
+def forget_idempotency_keys(transaction: Transaction, now: datetime) -> None:
+    """Delete the keys that have expired."""
+    connection_of(transaction).execute(_EXPIRED_KEYS, {"now": now})
+
+
+_EXPIRED_KEYS = delete(IdempotencyKeyRow).where(IdempotencyKeyRow.expires_at <= bindparam("now"))
+_TAKEN_KEYS = Rows(_TABLES[IdempotencyKeyRow.__tablename__], then="ON CONFLICT DO NOTHING RETURNING job_id")
 
 
 def count_failures(session: Session, job_id: str, reason: FailureReason) -> int:

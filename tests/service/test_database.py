@@ -17,6 +17,7 @@ from service.db.engine import Database
 from service.db.migrate import upgrade
 from service.db.tables import AttemptRow, Base
 from service.store.ids import is_id, new_id
+from service.store.jobs import TakenKey
 from tests.service.simulation import check_invariants, check_tallies
 from tests.service.world import World
 
@@ -74,7 +75,8 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         found = store.jobs.find_idempotency_key(session, "research", "used", now)
         assert found is not None
         assert found.job_id == job_id
-        assert store.jobs.take_idempotency_key(session, "other", "used", "hash", job_id, now)
+        key = TakenKey("other", "used", "hash", job_id, now + timedelta(hours=24))
+        assert store.jobs.take_idempotency_keys(session, [key], now) == {job_id}
 
 
 def without_curve_parts(connection: Connection) -> None:
