@@ -13,10 +13,10 @@ from service.errors import IdempotencyMismatch, IllegalTransition, NotFound
 from service.jobs import attempts
 from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
-from service.jobs.requests import Request, Submission, earlier
+from service.jobs.requests import Request, Submission, earlier, take_keys
 from service.settings import DEFAULT_TENANT
 from service.store.ids import new_ids
-from service.store.jobs import NewJob, TakenKey
+from service.store.jobs import NewJob
 
 
 def submit(
@@ -38,13 +38,7 @@ def submit_all(
     after: the id that sorts last of all jobs; the new ids sort after it.
     """
     job_ids = new_ids("job", now, len(requests), after)
-    keyed: dict[tuple[str, str], TakenKey] = {}
-    for request, job_id in zip(requests, job_ids, strict=True):
-        key = request.idempotency_key
-        if key is not None and (request.tenant, key) not in keyed:
-            expires_at = now + store.jobs.IDEMPOTENCY_KEPT
-            keyed[request.tenant, key] = TakenKey(request.tenant, key, request.body_hash, job_id, expires_at)
-    taken = store.jobs.take_idempotency_keys(transaction, list(keyed.values()), now) if keyed else set()
+    taken = take_keys(transaction, requests, job_ids, now)
     results: list[Submission | IdempotencyMismatch] = []
     new: dict[str, NewJob] = {}
     for request, job_id in zip(requests, job_ids, strict=True):

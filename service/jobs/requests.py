@@ -1,7 +1,7 @@
 """Requests for jobs, and the idempotency keys that make a repeated request the same job."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -11,10 +11,11 @@ from sqlalchemy.orm import Session
 from api_schemas import JobSpec
 from service import store
 from service.db.bulk import Transaction, session_of
+from service.db.engine import Database
 from service.db.tables import JobRow
 from service.errors import IdempotencyMismatch
 from service.settings import DEFAULT_TENANT
-from service.store.jobs import NewJob
+from service.store.jobs import NewJob, TakenKey
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,25 @@ def earlier(transaction: Transaction, request: Request, key: str, now: datetime,
     return Submission(job, replayed=True)
 
 
-def is_replay(session: Session, request: Request, now: datetime) -> bool:
+def take_keys(transaction: Transaction, requests: Sequence[Request], job_ids: Sequence[str], now: datetime) -> set[str]:
+    """Take the keys of requests that are to become jobs with these ids. Returns the jobs that have theirs."""
+    keyed: dict[tuple[str, str], TakenKey] = {}
+    for request, job_id in zip(requests, job_ids, strict=True):
+        key = request.idempotency_key
+        if key is not None and (request.tenant, key) not in keyed:
+            expires_at = now + store.jobs.IDEMPOTENCY_KEPT
+            keyed[request.tenant, key] = TakenKey(request.tenant, key, request.body_hash, job_id, expires_at)
+    return store.jobs.take_idempotency_keys(transaction, list(keyed.values()), now) if keyed else set()
+
+
+def is_replay(database: Database, request: Request) -> bool:
     """Return True if the request's key was used for this job in the last 24 hours.
 
     Raises IdempotencyMismatch if it was used for another.
     """
     key = request.idempotency_key
-    return key is not None and _used_for(session, request, key, now) is not None
+    with database.read() as session:
+        return key is not None and _used_for(session, request, key, database.now(session)) is not None
 
 
 def _used_for(session: Session, request: Request, key: str, now: datetime) -> str | None:

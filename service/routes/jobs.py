@@ -8,7 +8,7 @@ from pydantic import StringConstraints
 
 from api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from service import store
-from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
+from service.deps import AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
 from service.errors import InvalidRequest, NotFound, ServiceError
 from service.http.pages import page_as_json
 from service.http.problems import answers
@@ -34,7 +34,7 @@ async def submit(
         await context.admission.check(spec)
     except ServiceError:
         # What was accepted is the same job again, whatever has become of its files.
-        if idempotency_key is None or not await run_sync(_is_replay, context, request):
+        if idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
             raise
     stored = await context.submissions.ask(request)
     headers = {"Location": f"/v1/jobs/{stored.job.job_id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
@@ -98,11 +98,6 @@ def cancel(job_id: JobIdDep, context: AppContextDep) -> Job:
         job = shown_job(session, context, row)
     context.wake()
     return job
-
-
-def _is_replay(context: AppContext, request: Request) -> bool:
-    with context.database.read() as session:
-        return requests.is_replay(session, request, context.database.now(session))
 
 
 def _label(text: str) -> tuple[str, str]:
