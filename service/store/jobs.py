@@ -93,7 +93,7 @@ def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) ->
 
 
 _TABLES = Base.metadata.tables
-_OF_ALL_NEW = {
+_OF_ALL_NEW: dict[str, str | int | None] = {
     "state": JobState.QUEUED.value,
     "desired": DesiredState.RUN.value,
     "num_attempts": 0,
