@@ -5,11 +5,12 @@
 Each tree (a checkout) gets a server and a database of its own and they take turns. Every job has a name and a learning rate
 of its own, as in a sweep; `--corpora N` spreads them over N data sets. Both databases flush each commit: SQLite to the disk of
 `--folder`, PostgreSQL to that of the temporary folder. The client is one thread that sends prepared bytes; its CPU time is in
-the table, because it shares the cores with the server. PostgreSQL's own processes are not in the server's CPU time.
+the table, because it shares the cores with the server, and so is that of PostgreSQL's processes.
 """
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -23,33 +24,47 @@ from tests.service.postgres_server import running_server
 WARM_UP_S = 1.0
 
 
-def submissions(corpora: list[Path]) -> Make:
-    """Prepare requests of jobs that differ in their names and learning rates."""
-    parts = []
+def submissions(corpora: list[Path], *, with_keys: bool = False) -> Make:
+    """Prepare requests of jobs that differ in their names and learning rates. with_keys: each has an Idempotency-Key."""
+    templates = []
     for corpus in corpora:
         training = {**SPEC["training"], "optimizer": {"learning_rate": 0.1111}}
         body = json.dumps(
             {**SPEC, "name": "job-00000000", "training": training, "data": {"source": "text", "path": str(corpus)}}
         )
         head = "POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
-        name, rest = request.split(b"00000000")
-        parts.append((name, *rest.split(b"0.1111")))
+        head += "Idempotency-Key: key-00000000\r\n" if with_keys else ""
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode().replace(b"%", b"%%")
+        templates.append(request.replace(b"00000000", b"%(number)08d").replace(b"0.1111", b"0.%(rate)04d"))
     numbers = count(1)
 
     def make(_: int) -> bytes:
         number = next(numbers)
-        before, between, after = parts[number % len(parts)]
-        return b"%b%08d%b0.%04d%b" % (before, number, between, number % 9999 + 1, after)
+        return templates[number % len(templates)] % {b"number": number, b"rate": number % 9999 + 1}
 
     return make
 
 
-def measure(server: Server, corpora: list[Path], options: argparse.Namespace) -> dict[str, float]:
-    """Measure one server once. The keys name figure and unit."""
-    make = submissions(corpora)
+def postgresql_cpu_s(url: str) -> float:
+    """CPU seconds so far of all processes of the server of `running_server`, from its URL."""
+    folder = Path(url.rpartition("host=")[2])
+    postmaster = int((folder / "data" / "postmaster.pid").read_text().splitlines()[0])
+    children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+    ticks = _ticks(postmaster, with_ended=True) + sum(_ticks(int(child), with_ended=False) for child in children)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(pid: int, *, with_ended: bool) -> int:
+    """The CPU time of a process. with_ended: also that of its children which have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11 : 15 if with_ended else 13]))
+
+
+def measure(server: Server, corpora: list[Path], options: argparse.Namespace, url: str | None) -> dict[str, float]:
+    """Measure one server once. The keys name figure and unit. url: of its PostgreSQL."""
+    make = submissions(corpora, with_keys=options.keys)
     closed_loop(server.port, make, options.connections, WARM_UP_S, status=201)
-    cpu_s = server.cpu_s()
+    cpu_s, database_cpu_s = server.cpu_s(), postgresql_cpu_s(url) if url else 0.0
     load = closed_loop(server.port, make, options.connections, options.seconds, status=201)
     number = len(load.latencies_ms)
     figures = {
@@ -57,6 +72,8 @@ def measure(server: Server, corpora: list[Path], options: argparse.Namespace) ->
         "CPU of each: server (ms)": (server.cpu_s() - cpu_s) / number * 1000,
         "CPU of each: client (ms)": load.client_cpu_ms,
     }
+    if url:
+        figures["CPU of each: PostgreSQL (ms)"] = (postgresql_cpu_s(url) - database_cpu_s) / number * 1000
     load = paced(server.port, make, options.rate, options.seconds, status=201)
     for percent in (50, 99):
         figures[f"at {options.rate:g}/s, p{percent} (ms)"] = load.percentile_ms(percent)
@@ -80,6 +97,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement")
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--rate", type=float, default=200, help="submissions per second of the measurement of latency")
+    parser.add_argument("--keys", action="store_true", help="send an Idempotency-Key with each, as the client does")
     parser.add_argument("--corpora", type=int, default=1, help="data sets that the jobs take turns in reading")
     options = parser.parse_args()
 
@@ -90,7 +108,8 @@ def main() -> int:
         figures = {}
         for database in options.database or ["sqlite", "postgresql"]:
             with settings_for(database) as settings, running(tree, folder, settings=settings) as server:
-                figures |= {f"{database}: {name}": value for name, value in measure(server, corpora, options).items()}
+                measured = measure(server, corpora, options, settings.get("OCTET_DATABASE_URL"))
+                figures |= {f"{database}: {name}": value for name, value in measured.items()}
         return figures
 
     return compare(options, "benchmarks.control_plane_submissions", "Submissions", "submissions", once)

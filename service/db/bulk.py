@@ -7,14 +7,18 @@ Many rows are one statement. With a statement for each row, Python's driver of S
 each row, which another thread may then hold for milliseconds.
 """
 
+import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-from sqlalchemy import BindParameter, Column, Connection, Delete, Dialect, Select, Table, Update, bindparam
+from sqlalchemy import JSON, BindParameter, Column, Connection, Delete, Dialect, LargeBinary, Select, Table, Update, bindparam
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
+
+from service.db.arrays import array_text
 
 Statement = Update | Delete
 Row = Mapping[str, Any]
@@ -42,8 +46,8 @@ class Changes:
         connection = connection_of(transaction)
         dialect = connection.dialect
         if dialect.name not in self._converts:
-            types = [self._table.columns[name].type for name in self._names]
-            self._converts[dialect.name] = [type_.dialect_impl(dialect).bind_processor(dialect) for type_ in types]
+            columns_of_table = [self._table.columns[name] for name in self._names]
+            self._converts[dialect.name] = [_convert_of(column, dialect) for column in columns_of_table]
         pairs = zip(self._converts[dialect.name], zip(*rows, strict=True), strict=True)
         columns = [_converted(column, convert) if convert else column for convert, column in pairs]
         if dialect.name == "sqlite":
@@ -51,7 +55,8 @@ class Changes:
             for begin, end in _parts(len(converted)):
                 run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
         else:
-            run(connection, self._text(dialect, 0), tuple([list(column) for column in columns]))
+            given = [self._table.columns[name] for name in self._names]
+            run(connection, self._text(dialect, 0), _arrays(given, columns))
 
     def _text(self, dialect: Dialect, num_rows: int) -> str:
         key = dialect.name, num_rows
@@ -92,38 +97,53 @@ class Rows:
     each column's values.
     """
 
-    def __init__(self, table: Table, *, replaces: bool = False, as_text: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        table: Table,
+        *,
+        replaces: bool = False,
+        as_text: Collection[str] = (),
+        always: Mapping[str, str | int | None] | None = None,
+        then: str = "",
+    ) -> None:
         """replaces: a row takes the place of one with the same primary key, also of one before it among the rows; otherwise
         such a row raises IntegrityError. as_text: names of JSON columns that get JSON texts instead of documents.
+        always: columns that have the same value in all rows; it is in the statement, and not in the rows. then: the end of
+        the statement where neither suits.
         """
-        self._table = table
-        self._replaces, self._as_text = replaces, as_text
-        self._keys = [number for number, column in enumerate(table.columns) if column.primary_key]
+        self._table, self._always = table, always or {}
+        self._given = [column for column in table.columns if column.name not in self._always]
+        self._replaces, self._as_text, self._then = replaces, as_text, then
+        self._keys = [number for number, column in enumerate(self._given) if column.primary_key]
         self._converts: dict[str, list[tuple[int, Callable[[Any], Any]]]] = {}
         self._sql: dict[tuple[str, int], str] = {}
 
-    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Write rows. A row has the values of all columns, in the order of the table."""
+    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
+        """Write rows. A row has the values of all columns but those of `always`, in the order of the table.
+
+        Returns what the statement returns (`then`), in no order.
+        """
         if not rows:
-            return
+            return []
         connection = connection_of(transaction)
         dialect = connection.dialect
         if dialect.name == "sqlite":
             converted = list(zip(*self._columns(rows, dialect), strict=True))
-            for begin, end in _parts(len(converted)):
-                run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
-        else:
-            if self._replaces:  # a statement of PostgreSQL writes a row once
-                rows = list({tuple([row[number] for number in self._keys]): row for row in rows}.values())
-            run(connection, self._text(dialect, 0), tuple(self._columns(rows, dialect)))
+            parts = [converted[begin:end] for begin, end in _parts(len(converted))]
+            results = [run(connection, self._text(dialect, len(part)), tuple(chain.from_iterable(part))) for part in parts]
+            return list(chain.from_iterable(results))
+        if self._replaces:  # a statement of PostgreSQL writes a row once
+            rows = list({tuple([row[number] for number in self._keys]): row for row in rows}.values())
+        return run(connection, self._text(dialect, 0), self._arrays(rows, dialect))
+
+    def _arrays(self, rows: Sequence[tuple[Any, ...]], dialect: Dialect) -> tuple[Any, ...]:
+        """Return each column of rows as the parameter of a statement of PostgreSQL."""
+        return _arrays(self._given, self._columns(rows, dialect))
 
     def _columns(self, rows: Sequence[tuple[Any, ...]], dialect: Dialect) -> list[Sequence[Any]]:
         """Return the values of each column as the driver takes them. None is NULL in a column of any type."""
         if dialect.name not in self._converts:
-            found = [
-                None if column.name in self._as_text else column.type.dialect_impl(dialect).bind_processor(dialect)
-                for column in self._table.columns
-            ]
+            found = [None if column.name in self._as_text else _convert_of(column, dialect) for column in self._given]
             self._converts[dialect.name] = [(number, convert) for number, convert in enumerate(found) if convert]
         columns: list[Sequence[Any]] = [list(column) for column in zip(*rows, strict=True)]
         for number, convert in self._converts[dialect.name]:
@@ -135,11 +155,12 @@ class Rows:
         key = dialect.name, num_rows
         if key not in self._sql:
             columns = list(self._table.columns)
-            values = _given(dialect, columns, num_rows)
-            sql = f"INSERT INTO {self._table.name} ({', '.join(column.name for column in columns)}) {values}"
+            names = ", ".join([*(column.name for column in self._given), *self._always])
+            values = _given(dialect, self._given, num_rows, [_literal(value) for value in self._always.values()])
+            sql = f"INSERT INTO {self._table.name} ({names}) {values} {self._then}".rstrip()
             if self._replaces:
                 others = (f"{column.name} = excluded.{column.name}" for column in columns if not column.primary_key)
-                keys = ", ".join(columns[number].name for number in self._keys)
+                keys = ", ".join(self._given[number].name for number in self._keys)
                 sql += f" ON CONFLICT ({keys}) DO UPDATE SET {', '.join(others)}"
             self._sql[key] = sql
         return self._sql[key]
@@ -155,8 +176,8 @@ def add_together(transaction: Transaction, parts: Sequence[tuple[Rows, Sequence[
     elif filled:
         statements = [rows._text(connection.dialect, 0) for rows, _ in filled]
         others = ", ".join(f"part_{number} AS ({statement})" for number, statement in enumerate(statements[:-1]))
-        columns = [column for rows, values in filled for column in rows._columns(values, connection.dialect)]
-        run(connection, f"WITH {others} {statements[-1]}" if others else statements[-1], tuple(columns))
+        arrays = chain.from_iterable(rows._arrays(values, connection.dialect) for rows, values in filled)
+        run(connection, f"WITH {others} {statements[-1]}" if others else statements[-1], tuple(arrays))
 
 
 class _Compiled:
@@ -224,12 +245,40 @@ def _converted(values: Sequence[Any], convert: Callable[[Any], Any]) -> list[Any
     return [None if value is None else convert(value) for value in values]
 
 
-def _given(dialect: Dialect, columns: Sequence[Column[Any]], num_rows: int) -> str:
-    """Write a query of rows that are parameters: on SQLite a list of values, on PostgreSQL an array for each column."""
+def _convert_of(column: Column[Any], dialect: Dialect) -> _Convert:
+    """Return what converts a value of a column. Documents become JSON texts on both databases."""
+    if isinstance(column.type, JSON):
+        return json.dumps
+    found: _Convert = column.type.dialect_impl(dialect).bind_processor(dialect)
+    return found
+
+
+def _arrays(columns: Sequence[Column[Any]], values: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
+    """Return converted values, by column, as arrays for PostgreSQL. The driver itself writes those of bytes."""
+    pairs = zip(columns, values, strict=True)
+    return tuple([list(of) if isinstance(column.type, LargeBinary) else array_text(of) for column, of in pairs])
+
+
+def _given(dialect: Dialect, columns: Sequence[Column[Any]], num_rows: int, literals: Sequence[str] = ()) -> str:
+    """Write a query of rows that are parameters, and literals behind them, the same in each row.
+
+    On SQLite it is a list of values, on PostgreSQL an array for each column.
+    """
     if dialect.name == "sqlite":
-        row = f"({', '.join('?' * len(columns))})"
+        row = f"({', '.join(['?'] * len(columns) + [*literals])})"
         return f"VALUES {', '.join([row] * num_rows)}"
-    return f"SELECT * FROM unnest({', '.join(f'%s::{column.type.compile(dialect)}[]' for column in columns)})"
+    arrays = ", ".join(f"%s::{column.type.compile(dialect)}[]" for column in columns)
+    return f"SELECT {', '.join(['*', *literals])} FROM unnest({arrays})"
+
+
+def _literal(value: str | int | None) -> str:
+    """Write a constant of ours for a statement that has parameters."""
+    if value is None:
+        return "NULL"
+    if isinstance(value, int):
+        return str(value)
+    assert re.fullmatch(r"[\w.{}]*", value), "a constant needs no quoting"
+    return f"'{value}'"
 
 
 def _parts(num_rows: int) -> Iterable[tuple[int, int]]:

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select, text
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, DisconnectionError, OperationalError
 from sqlalchemy.orm import Session
 
 from service.db.bulk import run
@@ -28,6 +29,9 @@ _SQLITE_WRITE = "octet_write"
 _SQLITE_WAIT_MS = "octet_wait_ms"
 _WAIT_STEPS = 100
 _CONNECTIONS, _MORE_CONNECTIONS = 10, 20  # of one process with PostgreSQL
+_USED_AT_S = "octet_used_at_s"
+_IDLE_S = 1.0
+"""How long after its last use a connection to PostgreSQL is asked whether it still works before the next: a round trip."""
 
 
 class Clock(Protocol):
@@ -111,13 +115,16 @@ class Database:
         with self._timed("write"), self._turn_to_write() as engine, engine.begin() as connection:
             yield connection
 
-    def now(self, session: Session | Connection) -> datetime:
-        """The time that leases are measured by. On PostgreSQL it is the server's, which all processes share."""
+    def now(self, session: Session | Connection, told: datetime | None = None) -> datetime:
+        """The time that leases are measured by. On PostgreSQL it is the server's, which all processes share.
+
+        told: what a statement of this transaction read from PostgreSQL's clock.
+        """
         if self._clock is not None:
             return self._clock.now()
         if self.is_sqlite:
             return datetime.now(UTC)
-        moment: datetime = session.execute(select(func.clock_timestamp())).scalar_one()
+        moment = told or session.execute(select(func.clock_timestamp())).scalar_one()
         return moment.astimezone(UTC)
 
     def num_bytes(self, session: Session) -> int:
@@ -197,15 +204,32 @@ def _engine(url: str, lock_timeout_s: float) -> Engine:
     if parsed.get_backend_name() == "postgresql":
         # A request first waits for a connection and then for a lock: each gets half of the time.
         server_options = f"-c timezone=UTC -c lock_timeout={int(500 * lock_timeout_s)}ms -c statement_timeout=30s"
-        return create_engine(
+        engine = create_engine(
             parsed.set(drivername="postgresql+psycopg"),
             connect_args={"options": server_options, "connect_timeout": 5},
-            pool_pre_ping=True,
             pool_size=_CONNECTIONS,
             max_overflow=_MORE_CONNECTIONS,
             pool_timeout=lock_timeout_s / 2,
+            pool_use_lifo=True,  # the connection used last has prepared the statements that are executed most
         )
+        event.listen(engine, "checkin", _note_use)
+        event.listen(engine, "checkout", partial(_ask_if_idle, engine.dialect))
+        return engine
     raise ValueError(f"database {parsed.get_backend_name()!r} is not supported; use sqlite:///… or postgresql://…")
+
+
+def _note_use(_connection: Any, record: Any) -> None:
+    record.info[_USED_AT_S] = time.monotonic()
+
+
+def _ask_if_idle(dialect: Any, connection: Any, record: Any, _proxy: Any) -> None:
+    """Ask the server whether it still has a connection that was idle. The pool replaces one that is gone."""
+    if time.monotonic() - record.info.get(_USED_AT_S, -math.inf) < _IDLE_S:
+        return
+    try:
+        dialect.do_ping(connection)
+    except dialect.loaded_dbapi.Error as error:
+        raise DisconnectionError from error
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

@@ -13,7 +13,7 @@ from service.errors import IdempotencyMismatch, IllegalTransition, NotFound
 from service.jobs import attempts
 from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
-from service.jobs.requests import Request, Submission, earlier, hash_of
+from service.jobs.requests import Request, Submission, earlier, take_keys
 from service.settings import DEFAULT_TENANT
 from service.store.ids import new_ids
 from service.store.jobs import NewJob
@@ -37,12 +37,13 @@ def submit_all(
 
     after: the id that sorts last of all jobs; the new ids sort after it.
     """
+    job_ids = new_ids("job", now, len(requests), after)
+    taken = take_keys(transaction, requests, job_ids, now)
     results: list[Submission | IdempotencyMismatch] = []
     new: dict[str, NewJob] = {}
-    job_ids = new_ids("job", now, len(requests), after)
     for request, job_id in zip(requests, job_ids, strict=True):
         key = request.idempotency_key
-        if key is None or store.jobs.take_idempotency_key(transaction, request.tenant, key, hash_of(request.spec), job_id, now):
+        if key is None or job_id in taken:
             new[job_id] = _new_job(request, job_id, now)
             results.append(Submission(new[job_id], replayed=False))
             continue

@@ -1,7 +1,7 @@
 """Requests for jobs, and the idempotency keys that make a repeated request the same job."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -11,10 +11,11 @@ from sqlalchemy.orm import Session
 from api_schemas import JobSpec
 from service import store
 from service.db.bulk import Transaction, session_of
+from service.db.engine import Database
 from service.db.tables import JobRow
 from service.errors import IdempotencyMismatch
 from service.settings import DEFAULT_TENANT
-from service.store.jobs import NewJob
+from service.store.jobs import NewJob, TakenKey
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Request:
         """The spec as JSON, as it is stored and shown."""
         return self.spec.model_dump_json()
 
+    @cached_property
+    def body_hash(self) -> str:
+        """The hash that tells whether a key is used for the same job again."""
+        return hashlib.sha256(self.spec_text.encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -42,35 +48,39 @@ class Submission:
 def earlier(transaction: Transaction, request: Request, key: str, now: datetime, new: Mapping[str, NewJob]) -> Submission:
     """Find the job of a key that is taken. It may be one of this transaction, which is not in the database yet."""
     with session_of(transaction) as session:
-        job_id = _used_for(session, request.spec, key, now, request.tenant)
+        job_id = _used_for(session, request, key, now)
         assert job_id is not None, "a key that is taken has a job"
         job = new.get(job_id) or store.jobs.find_job(session, job_id)
     assert job is not None, "jobs are never deleted"
     return Submission(job, replayed=True)
 
 
-def replay(
-    session: Session, spec: JobSpec, idempotency_key: str, now: datetime, tenant: str = DEFAULT_TENANT
-) -> Submission | None:
-    """Find the job that the tenant used this key for in the last 24 hours. Raises IdempotencyMismatch if its spec differs."""
-    job_id = _used_for(session, spec, idempotency_key, now, tenant)
-    if job_id is None:
-        return None
-    job = store.jobs.find_job(session, job_id)
-    assert job is not None, "jobs are never deleted"
-    return Submission(job, replayed=True)
+def take_keys(transaction: Transaction, requests: Sequence[Request], job_ids: Sequence[str], now: datetime) -> set[str]:
+    """Take the keys of requests that are to become jobs with these ids. Returns the jobs that have theirs."""
+    keyed: dict[tuple[str, str], TakenKey] = {}
+    for request, job_id in zip(requests, job_ids, strict=True):
+        key = request.idempotency_key
+        if key is not None and (request.tenant, key) not in keyed:
+            expires_at = now + store.jobs.IDEMPOTENCY_KEPT
+            keyed[request.tenant, key] = TakenKey(request.tenant, key, request.body_hash, job_id, expires_at)
+    return store.jobs.take_idempotency_keys(transaction, list(keyed.values()), now) if keyed else set()
 
 
-def _used_for(session: Session, spec: JobSpec, key: str, now: datetime, tenant: str) -> str | None:
+def is_replay(database: Database, request: Request) -> bool:
+    """Return True if the request's key was used for this job in the last 24 hours.
+
+    Raises IdempotencyMismatch if it was used for another.
+    """
+    key = request.idempotency_key
+    with database.read() as session:
+        return key is not None and _used_for(session, request, key, database.now(session)) is not None
+
+
+def _used_for(session: Session, request: Request, key: str, now: datetime) -> str | None:
     """Find the id of the job that a key was used for. Raises IdempotencyMismatch if its spec differs."""
-    used = store.jobs.find_idempotency_key(session, tenant, key, now)
-    if used is not None and used.body_hash != hash_of(spec):
+    used = store.jobs.find_idempotency_key(session, request.tenant, key, now)
+    if used is not None and used.body_hash != request.body_hash:
         raise IdempotencyMismatch(
             f"Idempotency-Key {key!r} was used for another job, {used.job_id}. Use a new key for a new job."
         )
     return used.job_id if used is not None else None
-
-
-def hash_of(spec: JobSpec) -> str:
-    """Return the hash that tells whether a key is used for the same job again."""
-    return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()

@@ -51,7 +51,7 @@ class Submissions:
     def _store(self, requests: Sequence[Request]) -> "list[Stored | Exception]":
         with self._database.write_rows() as connection:
             before = store.tallies.read_before_adding(connection)
-            results = commands.submit_all(connection, requests, self._database.now(connection), before.last_job_id)
+            results = commands.submit_all(connection, requests, self._database.now(connection, before.at), before.last_job_id)
             pairs = zip(requests, results, strict=True)
             stored = [(request, result) for request, result in pairs if isinstance(result, Submission)]
             shown = iter(self._show(connection, stored, before))

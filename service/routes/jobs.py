@@ -8,8 +8,8 @@ from pydantic import StringConstraints
 
 from api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from service import store
-from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
-from service.errors import InvalidRequest, NotFound
+from service.deps import AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
+from service.errors import InvalidRequest, NotFound, ServiceError
 from service.http.pages import page_as_json
 from service.http.problems import answers
 from service.jobs import commands, requests
@@ -29,9 +29,13 @@ async def submit(
     spec: JobSpec, context: AppContextDep, tenant: TenantDep, idempotency_key: IdempotencyKeyDep = None
 ) -> Response:
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
-    if idempotency_key is None or not await run_sync(_is_known, context, spec, idempotency_key, tenant):
-        await context.admission.check(spec)
     request = Request(spec, idempotency_key, tenant)
+    try:
+        await context.admission.check(spec)
+    except ServiceError:
+        # What was accepted is the same job again, whatever has become of its files.
+        if idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
+            raise
     stored = await context.submissions.ask(request)
     headers = {"Location": f"/v1/jobs/{stored.job.job_id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
     if stored.job.starts_soon:
@@ -94,12 +98,6 @@ def cancel(job_id: JobIdDep, context: AppContextDep) -> Job:
         job = shown_job(session, context, row)
     context.wake()
     return job
-
-
-def _is_known(context: AppContext, spec: JobSpec, idempotency_key: str, tenant: str) -> bool:
-    """Return True if the key was used for this spec. Raises IdempotencyMismatch if it was used for another."""
-    with context.database.read() as session:
-        return requests.replay(session, spec, idempotency_key, context.database.now(session), tenant) is not None
 
 
 def _label(text: str) -> tuple[str, str]:

@@ -7,11 +7,9 @@ order: event numbers have no gaps, and two transitions never race.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, bindparam, delete, func, literal_column, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from api_schemas import DesiredState, FailureReason, JobState, JsonScalar
@@ -87,27 +85,37 @@ def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) ->
     events: list[tuple[Any, ...]] = []
     rows: list[tuple[Any, ...]] = []
     for job, event_id in zip(jobs, new_ids("evt", now, len(jobs)), strict=True):
-        rows.append(_in_order_of_columns(_OF_ALL_NEW | job._asdict() | {"queued_at": job.created_at}))
-        message = f"accepted into pool {job.pool!r} with priority {job.priority}"
-        events.append((event_id, job.id, 1, now, "job.accepted", None, message, {}))
+        *others, _, created_at = job
+        rows.append((*others, created_at, created_at))
+        events.append((event_id, job.id, now, f"accepted into pool {job.pool!r} with priority {job.priority}"))
     labels = [(job.id, key, value) for job in jobs for key, value in job.labels.items()]
-    add_together(transaction, [(_JOBS, rows), (_LABELS, labels), (_EVENTS, events)])
+    add_together(transaction, [(_NEW_JOBS, rows), (_LABELS, labels), (_FIRST_EVENTS, events)])
 
 
 _TABLES = Base.metadata.tables
-_JOBS = Rows(_TABLES[JobRow.__tablename__], as_text=["spec"])
-_LABELS, _EVENTS = Rows(_TABLES[JobLabelRow.__tablename__]), Rows(_TABLES[EventRow.__tablename__])
-_STORED_AS = [{"spec": "spec_text"}.get(column.key, column.key) for column in _TABLES[JobRow.__tablename__].columns]
-_in_order_of_columns = itemgetter(*_STORED_AS)
-_OF_ALL_NEW: dict[str, Any] = dict.fromkeys(_STORED_AS) | {
-    "state": JobState.QUEUED,
-    "desired": DesiredState.RUN,
+_OF_ALL_NEW: dict[str, str | int | None] = {
+    "state": JobState.QUEUED.value,
+    "desired": DesiredState.RUN.value,
     "num_attempts": 0,
     "num_failures": 0,
     "num_platform_failures": 0,
     "last_event_seq": 1,
     "last_log_seq": 0,
 }
+_OF_SOME = {"id", "name", "tenant", "pool", "workers", "min_workers", "priority", "spec", "created_at", "queued_at"}
+_NEW_JOBS = Rows(
+    _TABLES[JobRow.__tablename__],
+    as_text=["spec"],
+    always={
+        column.name: _OF_ALL_NEW.get(column.name)
+        for column in _TABLES[JobRow.__tablename__].columns
+        if column.name not in _OF_SOME
+    },
+)
+_LABELS = Rows(_TABLES[JobLabelRow.__tablename__])
+_FIRST_EVENTS = Rows(
+    _TABLES[EventRow.__tablename__], always={"seq": 1, "type": "job.accepted", "attempt_id": None, "data": "{}"}
+)
 
 
 def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:
@@ -165,25 +173,37 @@ def find_idempotency_key(session: Session, tenant: str, key: str, now: datetime)
     return session.scalar(query.execution_options(populate_existing=True))
 
 
-def take_idempotency_key(transaction: Transaction, tenant: str, key: str, body_hash: str, job_id: str, now: datetime) -> bool:
-    """Take the tenant's key; False if it is in use.
+class TakenKey(NamedTuple):
+    """The use of an idempotency key, as it is stored."""
 
-    Of two transactions that ask at once, the second waits for the first to end.
+    tenant: str
+    key: str
+    body_hash: str
+    job_id: str
+    expires_at: datetime
+
+
+def take_idempotency_keys(transaction: Transaction, keys: Sequence[TakenKey], now: datetime) -> set[str]:
+    """Take the keys that are not in use; returns the jobs that have theirs. No key comes twice.
+
+    Of two transactions that ask at once, the second waits for the first to end. All take keys in the same order, so that
+    none waits for one that waits for it.
     """
-    connection = connection_of(transaction)
-    connection.execute(delete(IdempotencyKeyRow).where(*_is_key(tenant, key), IdempotencyKeyRow.expires_at <= now))
-    insert_or_skip = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-    row = {"tenant": tenant, "key": key, "body_hash": body_hash, "job_id": job_id, "expires_at": now + IDEMPOTENCY_KEPT}
-    taken = insert_or_skip(IdempotencyKeyRow).values(row).on_conflict_do_nothing().returning(IdempotencyKeyRow.key)
-    return connection.scalar(taken) is not None
+    forget_idempotency_keys(transaction, now)
+    return {job_id for (job_id,) in _TAKEN_KEYS.execute(transaction, sorted(keys))}
 
 
 def _is_key(tenant: str, key: str) -> tuple[ColumnElement[bool], ...]:
     return IdempotencyKeyRow.tenant == tenant, IdempotencyKeyRow.key == key
 
 
-def forget_idempotency_keys(session: Session, now: datetime) -> None:
-    session.execute(delete(IdempotencyKeyRow).where(IdempotencyKeyRow.expires_at <= now))
+def forget_idempotency_keys(transaction: Transaction, now: datetime) -> None:
+    """Delete the keys that have expired."""
+    connection_of(transaction).execute(_EXPIRED_KEYS, {"now": now})
+
+
+_EXPIRED_KEYS = delete(IdempotencyKeyRow).where(IdempotencyKeyRow.expires_at <= bindparam("now"))
+_TAKEN_KEYS = Rows(_TABLES[IdempotencyKeyRow.__tablename__], then="ON CONFLICT DO NOTHING RETURNING job_id")
 
 
 def count_failures(session: Session, job_id: str, reason: FailureReason) -> int:

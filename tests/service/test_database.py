@@ -13,10 +13,12 @@ from sqlalchemy.exc import IntegrityError
 
 from api_schemas import AttemptState
 from service import store
+from service.db import engine
 from service.db.engine import Database
 from service.db.migrate import upgrade
 from service.db.tables import AttemptRow, Base
 from service.store.ids import is_id, new_id
+from service.store.jobs import TakenKey
 from tests.service.simulation import check_invariants, check_tallies
 from tests.service.world import World
 
@@ -74,7 +76,8 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         found = store.jobs.find_idempotency_key(session, "research", "used", now)
         assert found is not None
         assert found.job_id == job_id
-        assert store.jobs.take_idempotency_key(session, "other", "used", "hash", job_id, now)
+        key = TakenKey("other", "used", "hash", job_id, now + timedelta(hours=24))
+        assert store.jobs.take_idempotency_keys(session, [key], now) == {job_id}
 
 
 def without_curve_parts(connection: Connection) -> None:
@@ -233,3 +236,18 @@ def test_postgres_time_is_the_server_s(database_url: str) -> None:
         here = datetime.now(UTC)
         assert abs((database.now(session) - here).total_seconds()) < 60
     database.close()
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("database_url", ["postgres"], indirect=True)
+def test_a_connection_that_was_lost_while_idle_is_replaced(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_IDLE_S", 0.0)
+    own, other = Database(database_url), Database(database_url)
+    with own.read() as session:
+        pid = session.execute(text("SELECT pg_backend_pid()")).scalar_one()
+    with other.write() as session:
+        assert session.execute(text("SELECT pg_terminate_backend(:pid, 10000)"), {"pid": pid}).scalar_one()
+    with own.read() as session:
+        assert session.execute(text("SELECT pg_backend_pid()")).scalar_one() != pid
+    own.close()
+    other.close()

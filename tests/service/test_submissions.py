@@ -16,7 +16,7 @@ from service.db.bulk import Transaction
 from service.errors import IdempotencyMismatch
 from service.jobs import submissions
 from service.jobs.requests import Request, Submission
-from service.jobs.submissions import Shown, Submissions
+from service.jobs.submissions import Shown, Stored, Submissions
 from service.store.ids import is_id, new_id, new_ids
 from service.store.tallies import Before
 from tests.service.simulation import check_invariants
@@ -77,6 +77,25 @@ def test_many_take_a_few_statements_and_one_commit(world: World) -> None:
     assert len({answer.job.job_id for answer in stored if not isinstance(answer, Exception)}) == 3
     # What is there, with the id to sort after, then jobs, labels and events, which are one statement on PostgreSQL.
     assert counts == {"statements": 4 if world.database.is_sqlite else 2, "commits": 1}
+
+
+def test_the_keys_of_a_group_are_two_statements(world: World) -> None:
+    """One forgets keys that have expired, one takes those that are free, however many there are."""
+    together = Submissions(world.database, show)
+    (first,) = together._store([Request(world.spec, "used")])
+    world.clock.turn((store.jobs.IDEMPOTENCY_KEPT - timedelta(seconds=1)).total_seconds())
+    requests = [Request(world.spec, key) for key in ("b", "a", "c", "a")]
+    with counted(world) as counts:
+        stored = together._store(requests)
+    assert isinstance(first, Stored)
+    assert [answer.replayed for answer in stored if isinstance(answer, Stored)] == [False, False, False, True]
+    lookups = counts.pop("statements") - (5 if world.database.is_sqlite else 4)
+    assert (counts, lookups) == ({"commits": 1}, 1)  # the job of the repeated request is looked for
+    world.clock.turn(2)
+    again = together._store([Request(world.spec, "used"), *requests])
+    assert [answer.replayed for answer in again if isinstance(answer, Stored)] == [False, True, True, True, True]
+    assert len(world.all_jobs()) == 5
+    check_invariants(world)
 
 
 def test_one_that_fails_does_not_fail_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
