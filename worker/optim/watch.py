@@ -77,8 +77,9 @@ class Watch:
 
 def _slots(weight: QuantizedWeight) -> list[tuple[Mapping[str, Any], str]]:
     """Where the tensors of a weight are kept: (names, name). To read them there costs less than as a layer's attributes."""
-    holder, slots = weight.holder, [(vars(weight), name) for name in ("piece", "own_residual", "elements")]
+    holder: Any = weight.holder
+    slots: list[tuple[Mapping[str, Any], str]] = [(vars(weight), name) for name in ("piece", "own_residual", "elements")]
     for name in _OF_HOLDERS:
-        places = [holder._parameters, holder._buffers] if isinstance(holder, nn.Module) else []
+        places: list[Mapping[str, Any]] = [holder._parameters, holder._buffers] if isinstance(holder, nn.Module) else []
         slots.append((next((place for place in places if name in place), vars(holder)), name))
     return slots
