@@ -90,7 +90,8 @@ class Products(TorchDispatchMode):
     num_products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_products += func.overloadpacket in (torch.ops.octet.matmul, torch.ops.octet.linear_output)
+        ops = torch.ops.octet
+        self.num_products += func.overloadpacket in (ops.matmul, ops.linear_output, ops.linear_product)
         self.num_products += 2 * (func.overloadpacket is torch.ops.octet.linear_gradients)
         return func(*args, **(kwargs or {}))
 

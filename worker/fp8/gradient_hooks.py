@@ -1,6 +1,7 @@
 """How a gradient reaches a parameter held in few bits: the hook that quantizes it, the port of compiled graphs, and zeros."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -58,6 +59,17 @@ def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
 def _quantize_gradient(parameter: Tensor, position: RoundingPosition) -> None:
     if parameter.grad is not None and not isinstance(parameter.grad, Float8Gradient):  # None: there was no gradient
         parameter.grad = Float8Gradient.quantize(parameter.grad, position)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch's, which enters `no_grad` though autograd is off already, as it is in an ordinary backward pass."""
+    refuses_second = torch.autograd.function.once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        return (refuses_second if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run
 
 
 def zero_gradients(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from api_schemas.recipe import GemmName
 from worker import kernels
@@ -25,7 +24,7 @@ from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
 from worker.fp8.carried import carried_by
 from worker.fp8.fallback import Fallback
 from worker.fp8.gradient import RoundingPosition
-from worker.fp8.gradient_hooks import keep_gradient_in_fp8, open_port, product_dtype, zero_gradients
+from worker.fp8.gradient_hooks import keep_gradient_in_fp8, once_differentiable, open_port, product_dtype, zero_gradients
 from worker.fp8.gradient_notes import note_on, notes_of_pass
 from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
@@ -99,16 +98,16 @@ class Float8Linear(GuardedCodes):
                 return half_linear(input, weight_NK, self.bias, torch.bfloat16).to(output_dtype)
             input_TK, codes = input.reshape(-1, self.in_features), None
             if activation is None and (carried := carried_by(input)) is not None:
-                columns = "grad_weight" not in wide and self.weight.requires_grad and torch.is_grad_enabled()
+                columns = "grad_weight" not in wide and torch.is_grad_enabled() and self.weight.requires_grad
                 codes = carried.codes_for(self.input_scaling, input_TK, rows="output" not in wide, columns=columns)
             weight: Tensor = self.weight
-            if torch.compiler.is_compiling() and self.weight.requires_grad and self._gradient_port is not None:
+            if torch.compiler.is_compiling() and weight.requires_grad and self._gradient_port is not None:
                 weight = self._gradient_port
             is_usual = not wide and is_usual_pass(self, input_TK)
             bias_N = self.bias if is_usual or "output" in wide else None  # added on the way out
             how = ForwardPass(output_dtype, activation, codes, notes_of_pass(self, input, activation))
             output_TN = (UsualProducts if is_usual else Float8Products).apply(input_TK, weight, bias_N, self, how)
-        if self.bias is not None and bias_N is None:
+        if bias_N is None and self.bias is not None:
             output_TN = output_TN + self.bias.to(output_TN.dtype)
         # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
         return note_on(torch.ops.aten._unsafe_view(output_TN, (*input.shape[:-1], self.out_features)), how.notes.own)

@@ -9,6 +9,7 @@ joins a norm to the addition before it and the amax, or codes, to both (`in_grap
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.carried import Taker, Written, carry
+from worker.fp8.gradient_hooks import once_differentiable
 from worker.fp8.linear import Float8Linear
 from worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
 from worker.kernels.normalization import MOST_FEATURES
@@ -51,17 +53,17 @@ class NormForward:
             return self._as_it_is(input)
         has_kernel = is_accelerator(input.device) or self._keeps_bf16(input)
         runs_fused = self.is_fused and has_kernel and not torch.compiler.is_compiling()
-        dtype = self._output_dtype(input) if runs_fused else None
+        weight: Any = self.norm.weight if runs_fused else None
+        dtype = self._output_dtype(input, weight) if runs_fused else None
         if dtype is None:
             return carry(self._as_it_is(input), None)
-        norm: Any = self.norm
-        bias = norm._parameters.get("bias")
+        bias = self.norm._parameters.get("bias")
         scaling = None
         if self.taker is not None:
             scaling, self.taker.scaling = self.taker.scaling, None  # the layer sets it again if it takes codes
         ahead = None if scaling is None else scaling.ahead()
         how = Pass(self.is_layer_norm, dtype, ahead)
-        output_MN, amax, codes = Normalize.apply(input.reshape(-1, input.shape[-1]), norm.weight, bias, self.eps, how)
+        output_MN, amax, codes = Normalize.apply(input.reshape(-1, input.shape[-1]), weight, bias, self.eps, how)
         output: Tensor = torch.ops.aten._unsafe_view(output_MN, input.shape)  # no view, which could not be changed in place
         return carry(output, amax, Written.of(scaling, codes, ahead), self.taker)
 
@@ -72,9 +74,8 @@ class NormForward:
     def _keeps_bf16(self, input: Tensor) -> bool:
         return self.returns_dtype_of_input and input.dtype == torch.bfloat16
 
-    def _output_dtype(self, input: Tensor) -> torch.dtype | None:
+    def _output_dtype(self, input: Tensor, weight: Tensor) -> torch.dtype | None:
         """The dtype that the norm's own forward returns; None where it is the one to compute it."""
-        weight: Any = self.norm.weight
         is_known = self.eps is not None and weight.shape == input.shape[-1:] and input.shape[-1] <= MOST_FEATURES
         if not is_known or not input.numel():
             return None
@@ -102,17 +103,19 @@ class Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x_MN: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Pass
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        found = kernels.normalize(x_MN, weight, bias, eps, **how._asdict())
+        is_layer_norm, dtype, ahead = how
+        found = kernels.normalize(x_MN, weight, bias, eps, is_layer_norm=is_layer_norm, dtype=dtype, ahead=ahead)
         ctx.save_for_backward(x_MN, weight, bias, found.mean, found.rstd)
         ctx.mark_non_differentiable(found.amax, *(() if found.codes is None else (found.codes,)))
         ctx.set_materialize_grads(False)  # a launch for the amax, which has no gradient
         return found.output, found.amax, found.codes
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_MN: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         x_MN, weight, bias, mean, rstd = ctx.saved_tensors
-        with torch.autocast(x_MN.device.type, enabled=False):
+        is_cast = torch.is_autocast_enabled(x_MN.device.type)
+        with torch.autocast(x_MN.device.type, enabled=False) if is_cast else nullcontext():
             return *kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd)), None, None
 
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
-from worker.fp8.gradient_hooks import product_dtype
+from worker.fp8.gradient_hooks import once_differentiable, product_dtype
 from worker.fp8.in_graph import amax_in_graph
-from worker.fp8.operand import ForwardPass, product
+from worker.fp8.operand import ForwardPass
 from worker.fp8.recipe import Recipe
 from worker.kernels import ScaleKind
 from worker.kernels.gemm import ALIGNMENT
@@ -70,7 +69,10 @@ class UsualProducts(torch.autograd.Function):
         if codes is not None:
             rows, columns = codes
             assert rows is not None
-            output_TN = product(rows, layer.weight_operand(amax=weight_amax), output_dtype, fast_accumulation=True)
+            output_TN = kernels.linear_product(
+                rows.codes, rows.dequant_scale, layer.weight.detach(), unit, weight_amax, recipe.weight.dtype, recipe.margin,
+                output_dtype,
+            )  # fmt: skip
             kept = [] if columns is None else [columns.codes, columns.dequant_scale]
         else:
             output_TN, *kept = kernels.linear_output(
@@ -82,9 +84,7 @@ class UsualProducts(torch.autograd.Function):
         ctx.save_for_backward(*saved, weight, unit, weight_amax)
         if bias_N is None:
             return output_TN
-        bias_N = bias_N.to(output_dtype)
-        # Selective checkpointing keeps what `product` returns, and raises if it is changed in place
-        return output_TN.add_(bias_N) if codes is None else output_TN + bias_N
+        return output_TN.add_(bias_N.to(output_dtype))
 
     @staticmethod
     @once_differentiable

@@ -11,7 +11,7 @@ from worker.kernels.formats import finite_or_nan
 from worker.kernels.gates import WrittenGradient, activate, activate_backward
 from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, mean_of_shards, norms, quantize_gradient
-from worker.kernels.linear import linear_gradients, linear_output
+from worker.kernels.linear import linear_gradients, linear_output, linear_product
 from worker.kernels.measurement import measure
 from worker.kernels.normalization import normalize, normalize_backward
 from worker.kernels.operands import QuantizedOperand, activate_operand, quantize_operand, requantize
@@ -49,6 +49,7 @@ __all__ = [
     "finite_or_nan",
     "linear_gradients",
     "linear_output",
+    "linear_product",
     "matmul",
     "mean_of_shards",
     "measure",

@@ -52,6 +52,7 @@ def count_flops() -> None:
     if torch.ops.octet.matmul not in flop_registry:
         register_flop_formula(torch.ops.octet.matmul)(_matmul_flops)
         register_flop_formula(torch.ops.octet.linear_output)(_linear_flops)
+        register_flop_formula(torch.ops.octet.linear_product)(_linear_product_flops)
         register_flop_formula(torch.ops.octet.linear_gradients)(_linear_gradients_flops)
 
 
@@ -71,6 +72,12 @@ def _matmul_flops(
 def _linear_flops(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_args: Any, **_options: Any) -> int:
     """2 · T · N · K."""
     return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+def _linear_product_flops(
+    codes_shape: tuple[int, int], _scale: Any, weight_shape: tuple[int, int], *_args: Any, **_options: Any
+) -> int:
+    return _linear_flops(codes_shape, weight_shape)
 
 
 def _linear_gradients_flops(

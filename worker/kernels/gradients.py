@@ -49,7 +49,7 @@ def quantize_gradient(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
     The scale is NaN where a value is not finite.
     """
-    codes, dequant_scale = _quantize_op(values.detach(), dtype)
+    codes, dequant_scale = _quantize_op(values.detach() if values.requires_grad else values, dtype)
     return codes, dequant_scale
 
 

@@ -26,6 +26,7 @@ _KINDS = {kind.value: kind for kind in ScaleKind}
 _LIBRARY = torch.library.Library("octet", "FRAGMENT")
 _num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _is_grad_enabled = torch._C._functorch.peek_interpreter_stack, torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 DIRECT_DEVICES = {"cuda"}
 """Types of devices on which eager code calls our implementations without torch's dispatcher."""
 _ON_DEVICE: dict[str, Function] = {}
@@ -54,7 +55,7 @@ def define(signature: str, fake: Function, around: Callable[[Function], Function
     _LIBRARY.impl(name, _ON_DEVICE[name], "CUDA")
 
     def call_directly(*arguments: Any) -> Any:
-        if not torch.compiler.is_compiling() and _is_plain(arguments[0]):
+        if not _is_compiling() and _is_plain(arguments[0]):
             return implementation()(*arguments)
         return call(*arguments)
 

@@ -1,4 +1,4 @@
-"""The two passes of a linear layer as one op each, where every operand has one scale, found now: check, op and fake.
+"""The passes of a linear layer as one op each, where every operand has one scale, found now: check, op and fake.
 
 They equal `quantize_operand`, `requantize`, `activate_operand` and `matmul`, called one after the other, bit for bit.
 T, N and K are multiples of 16. Shape suffixes as in worker/fp8/linear.py.
@@ -23,6 +23,10 @@ def _fake_output(
     return [output_TN, x_TK.new_empty(x_TK.shape[::-1], dtype=input_dtype), number] if sides == "both" else [output_TN]
 
 
+def _fake_product(codes_TK: Tensor, _scale: Tensor, weight_NK: Tensor, *rest: Any) -> Tensor:
+    return codes_TK.new_empty((codes_TK.shape[0], weight_NK.shape[0]), dtype=rest[-1])
+
+
 def _fake_gradients(
     grad_output_TN: Tensor, _amax: Any, _input: Any, _scale: Any, weight_NK: Tensor, *rest: Any
 ) -> list[Tensor]:
@@ -37,6 +41,11 @@ _output_op = define(
     "ScalarType weight_dtype, int margin, str? activation, str sides, ScalarType out_dtype, Tensor? input_amax=None) "
     "-> Tensor[]",
     _fake_output,
+)
+_product_op = define(
+    "linear_product(Tensor codes, Tensor scale, Tensor weight, Tensor? unit, Tensor? weight_amax, ScalarType weight_dtype, "
+    "int margin, ScalarType out_dtype) -> Tensor",
+    _fake_product,
 )
 _gradients_op = define(
     "linear_gradients(Tensor grad_output, Tensor? grad_amax, Tensor? input, Tensor? input_scale, Tensor weight, Tensor? unit, "
@@ -59,6 +68,17 @@ def linear_output(
     """
     results: list[Tensor] = _output_op(x_TK, weight_NK, unit, weight_amax, *formats)
     return results
+
+
+def linear_product(
+    codes_TK: Tensor, scale: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
+) -> Tensor:
+    """x @ weight.T (T, N), where the codes of x and their scale () are there already.
+
+    unit, weight_amax: as for `linear_output`. formats: dtype of the weight's codes, margin, dtype of the output.
+    """
+    output_TN: Tensor = _product_op(codes_TK, scale, weight_NK, unit, weight_amax, *formats)
+    return output_TN
 
 
 def linear_gradients(

@@ -75,8 +75,10 @@ def normalize(
         raise ValueError(f"x has shape {tuple(x_MN.shape)}; allowed: (M, N) with N up to {MOST_FEATURES}. Use torch's norm.")
     if bias_N is not None and not is_layer_norm:
         raise ValueError("an RMSNorm has no bias, and got one. Leave it out, or set is_layer_norm.")
-    weight_N, bias_N = (None if part is None else part.detach() for part in (weight_N, bias_N))
-    output, *parts = _normalize_op(x_MN.detach(), weight_N, bias_N, eps, is_layer_norm, dtype, *(ahead or ()))
+    if torch.is_grad_enabled():  # else autograd follows nothing
+        weight_N, bias_N = (None if part is None else part.detach() for part in (weight_N, bias_N))
+        x_MN = x_MN.detach()
+    output, *parts = _normalize_op(x_MN, weight_N, bias_N, eps, is_layer_norm, dtype, *(ahead or ()))
     mean = parts.pop(0) if is_layer_norm else None
     return Normalized(output, mean, parts[0], parts[1], None if ahead is None else parts[2])
 

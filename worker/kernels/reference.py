@@ -279,6 +279,15 @@ def linear_output(
     return [matmul(ScaledCodes(codes, scale, ScaleKind.TENSOR), weight, out_dtype, True), *kept]
 
 
+def linear_product(
+    codes_TK: Tensor, scale: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
+) -> Tensor:
+    """The output (T, N) of an input whose codes are there already."""
+    weight_dtype, margin, out_dtype = formats
+    weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "rows")
+    return matmul(ScaledCodes(codes_TK, scale, ScaleKind.TENSOR), weight, out_dtype, True)
+
+
 def linear_gradients(
     grad_output_TN: Tensor,
     grad_amax: Tensor | None,

@@ -4,10 +4,10 @@ This side builds the tables of addresses. They are sent to the device only when 
 from pinned memory and without waiting.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,12 @@ from worker.fp8.gradient import Float8Gradient
 from worker.kernels.cuda import optimizer as kernel
 from worker.kernels.cuda import optimizer_tables as tables
 from worker.kernels.held import hold
+from worker.optim.origin import is_small
 from worker.optim.rule import Group, Rule
 from worker.optim.weights import QuantizedWeight
+
+if TYPE_CHECKING:
+    from worker.optim.optimizer import LowBitOptimizer
 
 _PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _Rows = Sequence[Sequence[float]]
@@ -46,6 +50,80 @@ class Update(NamedTuple):
     first_element: int
 
 
+def describe(optimizer: "LowBitOptimizer", updates: Iterable[tuple[Tensor, Group]]) -> Iterator[Update]:
+    """Yield the update of each parameter, given with its group. States that are missing are allocated."""
+    num_states = len(optimizer.rule.state_codecs)
+    groups = {id(group): (index, optimizer._codec_names(group)) for index, group in enumerate(optimizer.param_groups)}
+    for parameter, group in updates:
+        origin, (index, codecs) = optimizer._origins[parameter], groups[id(group)]
+        yield Update(
+            parameter,
+            optimizer.state[parameter] or optimizer._allocate(parameter, group),
+            optimizer._quantized.get(parameter),
+            ("fp32",) * num_states if is_small(origin) else codecs,
+            index,
+            origin.parameter_index * (1 + num_states),
+            origin.first_draw,
+        )
+
+
+class Row:
+    """One parameter's row of a table. While the update stays the same, only the gradient's columns change."""
+
+    __slots__ = ("_arriving", "_gradient", "_held", "_wide", "columns", "formats", "has_decay", "update")
+
+    def __init__(self, update: Update, rule: Rule) -> None:
+        self.update = update
+        fixed = _addresses(update, rule)
+        self.columns, self._held, self._wide = tuple(fixed), _held(update, fixed), _wide(fixed)
+        self._gradient, self._arriving = (0, 0), ""
+        self.formats: kernel.Formats | None = None
+        self.has_decay = False
+
+    def take(self, gradient: Tensor, rule: str, *, has_decay: bool) -> bool:
+        """Write down where the gradient is. Returns whether the kernels' formats have changed."""
+        if isinstance(gradient, Float8Gradient):
+            arriving, found = "fp8", (gradient.codes.data_ptr(), gradient.dequant_scale.data_ptr())
+        else:
+            arriving, found = _PLAIN[gradient.dtype], (gradient.data_ptr(), 0)
+        if found == self._gradient and arriving == self._arriving and has_decay == self.has_decay:
+            return False
+        self._gradient, self._arriving, self.has_decay = found, arriving, has_decay
+        columns = list(self.columns)
+        columns[_GRADIENT], columns[_GRADIENT_SCALE] = found
+        self.columns, before = tuple(columns), self.formats
+        is_aligned = not (self._wide | found[0]) % kernel.ALIGNMENT
+        self.formats = _formats(rule, self._held, arriving, self.update.codecs, has_decay, is_aligned)
+        return self.formats is not before
+
+
+class Rows:
+    """The rows of a step's parameters. They may be used again as long as all but the gradients is where it was."""
+
+    def __init__(self, updates: Iterable[Update], rule: Rule) -> None:
+        self.rule, self.rows = rule, [Row(update, rule) for update in updates]
+        self.launches: dict[tuple[kernel.Formats, torch.device], list[Row]] = {}
+        """By what the kernels are compiled for, and where they run."""
+
+    def take_gradients(self, decays: Sequence[bool]) -> list[Tensor]:
+        """Write down where the gradients are. Returns them, of which copies have to outlive the launch.
+
+        decays: of each group, whether weight decay is part of the gradient.
+        """
+        gradients, is_changed, name = [], False, self.rule.name
+        for row in self.rows:
+            gradient = _contiguous(row.update.parameter)
+            gradients.append(gradient)
+            if row.take(gradient, name, has_decay=decays[row.update.group_index]):
+                is_changed = True
+        if is_changed:
+            self.launches = {}
+            for row in self.rows:
+                assert row.formats is not None
+                self.launches.setdefault((row.formats, row.update.parameter.device), []).append(row)
+        return gradients
+
+
 @dataclass
 class FusedStep:
     """Steps parameters by a rule. Keeps the tables last sent to the device."""
@@ -53,22 +131,14 @@ class FusedStep:
     rule: Rule
     sent: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
 
-    def run(self, updates: Iterable[Update], groups: list[Group], finite: Tensor, seed: int) -> None:
+    def run(self, rows: Rows, groups: list[Group], finite: Tensor, seed: int) -> None:
         """One step, unless `finite`, bool () on the parameters' device, is false there. The host does not wait."""
-        launches: dict[tuple[kernel.Formats, torch.device], list[tuple[int, ...]]] = {}
-        gradients = [(update, _contiguous(update.parameter)) for update in updates]  # a copy has to outlive the launch
-        decays = [bool(self.rule.decays(group)[1]) for group in groups]
-        for update, gradient in gradients:
-            row = _addresses(update, gradient, self.rule)
-            formats = _formats(
-                self.rule.name, _held(update, row), _arriving(gradient), update.codecs, decays[update.group_index],
-                _is_aligned(row),
-            )  # fmt: skip
-            launches.setdefault((formats, update.parameter.device), []).append(row)
-        for (formats, device), rows in launches.items():
-            sizes = [row[_NUM_ELEMENTS] for row in rows]
+        _gradients = rows.take_gradients([bool(self.rule.decays(group)[1]) for group in groups])
+        for (formats, device), alike in rows.launches.items():
+            columns = [row.columns for row in alike]
+            sizes = [row[_NUM_ELEMENTS] for row in columns]
             on_device = kernel.Tables(
-                self._send((formats, "parameters"), rows, device, lambda rows: rows, torch.int64),
+                self._send((formats, "parameters"), columns, device, lambda rows: rows, torch.int64),
                 self._send_groups(groups, device),
                 self._send((formats, "chunks"), sizes, device, _chunks, torch.int32),
             )
@@ -118,8 +188,8 @@ def _contiguous(parameter: Tensor) -> Tensor:
     return gradient.contiguous()
 
 
-def _addresses(update: Update, gradient: Tensor, rule: Rule) -> tuple[int, ...]:
-    """The parameter's row."""
+def _addresses(update: Update, rule: Rule) -> list[int]:
+    """The parameter's row, without its gradient. `Watch` has to know of everything that is read here."""
     parameter, state, weight = update.parameter, update.state, update.weight
     row = [0] * tables.NUM_PARAMETER_COLUMNS.value
     row[_WEIGHT] = parameter.data_ptr()
@@ -138,13 +208,9 @@ def _addresses(update: Update, gradient: Tensor, rule: Rule) -> tuple[int, ...]:
             if part in parts:
                 row[column + number] = parts[part].data_ptr()
         column += _NUM_STATE_COLUMNS
-    if isinstance(gradient, Float8Gradient):
-        row[_GRADIENT_SCALE] = gradient.dequant_scale.data_ptr()
-        gradient = gradient.codes
-    row[_GRADIENT] = gradient.data_ptr()
     row[_STEP], row[_NUM_ELEMENTS] = state["step"].data_ptr(), parameter.numel()
     row[_FIRST_ELEMENT], row[_STREAM], row[_GROUP] = update.first_element, update.stream, update.group_index
-    return tuple(row)
+    return row
 
 
 @cache
@@ -153,23 +219,19 @@ def _formats(rule: str, held: str, arriving: str, codecs: tuple[str, ...], adds_
     return kernel.Formats(rule, held, arriving, " ".join(codecs), adds_decay, aligned)
 
 
-def _held(update: Update, row: tuple[int, ...]) -> str:
+def _held(update: Update, row: list[int]) -> str:
     """How the weight is held."""
     if update.weight is None:
         return _PLAIN[update.parameter.dtype]
     return "master" if row[_MASTER_SCALE] else "split" if row[_REFINEMENT] else "fp16-scaled"
 
 
-def _arriving(gradient: Tensor) -> str:
-    return "fp8" if isinstance(gradient, Float8Gradient) else _PLAIN[gradient.dtype]
-
-
-def _is_aligned(row: tuple[int, ...]) -> bool:
-    """Whether all that kernels read in wide accesses is aligned."""
-    wide = row[_WEIGHT] | row[_REFINEMENT] | row[_GRADIENT] | row[_NUM_ELEMENTS]
+def _wide(row: list[int]) -> int:
+    """All bits of what kernels read in wide accesses, apart from the gradient."""
+    wide = row[_WEIGHT] | row[_REFINEMENT] | row[_NUM_ELEMENTS]
     for column in range(_STATES, len(row), _NUM_STATE_COLUMNS):
         wide |= row[column]
-    return not wide % kernel.ALIGNMENT
+    return wide
 
 
 def _chunks(sizes: list[int]) -> list[tuple[int, int]]:

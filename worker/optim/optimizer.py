@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from worker.optim.fused import FusedStep
     from worker.optim.offload import HostStates
     from worker.optim.release import GradientRelease
+    from worker.optim.watch import Watch
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
@@ -60,6 +61,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
     """What steps parameters in the backward pass, if anything does."""
     host_states: "HostStates | None" = None
     """What keeps the states in host memory, if anything does."""
+    _watch: "Watch | None" = None
+    """Knows the last step's tables while all that they were made of, but for gradients, is where it was."""
 
     def __init__(
         self,
@@ -114,8 +117,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         updates = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter, _ in updates:
-            self._follow(parameter)
+        if self._watch is None or not self._watch.is_unchanged(self, updates):
+            self._watch = None
+            for parameter, _ in updates:
+                self._follow(parameter)
         finite = all_finite(parameter.grad for parameter, _ in updates)
         if self.all_ranks_finite is not None:
             finite = self.all_ranks_finite(finite)
@@ -262,33 +267,24 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self, updates: list[tuple[Tensor, Group]], finite: Tensor, alone: Tensor | None
     ) -> list[tuple[Tensor, Group]]:
         """Step the parameters that the kernels take; returns the others."""
+        if self._watch is not None and alone is None:
+            self._fused_steps[None].run(self._watch.rows, self.param_groups, finite, self.seed)
+            return []
         fused: list[tuple[Tensor, Group]] = []
         plain: list[tuple[Tensor, Group]] = []
         for update in updates:
             (fused if self.is_fused(update[0]) else plain).append(update)
         if not fused:
             return plain
-        from worker.optim.fused import FusedStep, Update  # loads Triton
+        from worker.optim.fused import FusedStep, Rows, describe  # loads Triton
+        from worker.optim.watch import Watch
 
         if alone not in self._fused_steps:
             self._fused_steps[alone] = FusedStep(self.rule)
-        num_states = len(self.rule.state_codecs)
-        of_group = {id(group): (index, self._codec_names(group)) for index, group in enumerate(self.param_groups)}
-        described = []
-        for parameter, group in fused:
-            origin, (index, codecs) = self._origins[parameter], of_group[id(group)]
-            described.append(
-                Update(
-                    parameter,
-                    self.state[parameter] or self._allocate(parameter, group),
-                    self._quantized.get(parameter),
-                    ("fp32",) * num_states if is_small(origin) else codecs,
-                    index,
-                    origin.parameter_index * (1 + num_states),
-                    origin.first_draw,
-                )
-            )
-        self._fused_steps[alone].run(described, self.param_groups, finite, self.seed)
+        rows = Rows(describe(self, fused), self.rule)
+        self._fused_steps[alone].run(rows, self.param_groups, finite, self.seed)
+        if alone is None and not plain and self.host_states is None:
+            self._watch = Watch(self, updates, rows)
         return plain
 
     def is_fused(self, parameter: Tensor) -> bool:

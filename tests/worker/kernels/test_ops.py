@@ -93,6 +93,9 @@ def linear_calls(x_TK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...
             yield ops.linear_output, (x_TK, *weight, E4M3, E4M3, 1, None, sides, torch.bfloat16)
             yield ops.linear_output, (x_TK, *weight, E4M3, E4M3, 0, "relu", "rows", torch.float16)
         kept = ops.quantize_operand(x_TK, E4M3, "tensor", 0, "columns", None, None)
+        if sides == "rows":
+            made = ops.quantize_operand(x_TK, E4M3, "tensor", 0, "rows", None, None)
+            yield ops.linear_product, (*made, *weight, E4M3, 1, torch.bfloat16)
         formats = (sides, torch.bfloat16, torch.float32)
         yield ops.linear_gradients, (grad_output_TN, None, *kept, *weight, E4M3, E4M3, E5M2, 0, None, *formats)
         amax = torch.tensor(2.0)
@@ -140,7 +143,13 @@ def test_cuda_tensors_get_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(language.triton.runtime.interpreter.InterpretedFunction, "run", note)
     on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     for op, arguments in calls((16, 130)):
-        if op in (ops.matmul, ops.linear_output, ops.linear_gradients, ops.sqrt):  # cuBLAS's and torch's own
+        if op in (
+            ops.matmul,
+            ops.linear_output,
+            ops.linear_product,
+            ops.linear_gradients,
+            ops.sqrt,
+        ):  # cuBLAS's and torch's own
             continue
         launched.clear()
         twin = tree_map_only(Tensor, Tensor.clone, arguments)

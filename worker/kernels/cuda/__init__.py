@@ -10,10 +10,10 @@ from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gates import activate, activate_backward
 from worker.kernels.cuda.gemm import matmul
 from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norms
-from worker.kernels.cuda.linear import linear_gradients, linear_output, quantize_gradient
+from worker.kernels.cuda.linear import linear_gradients, linear_output, linear_product, quantize_gradient, quantize_operand
 from worker.kernels.cuda.measurement import measure
 from worker.kernels.cuda.normalization import normalize
-from worker.kernels.cuda.quantization import activate_operand, quantize, quantize_operand, requantize
+from worker.kernels.cuda.quantization import activate_operand, quantize, requantize
 from worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "encode",
     "linear_gradients",
     "linear_output",
+    "linear_product",
     "matmul",
     "mean_of_shards",
     "measure",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from worker.kernels import reference
-from worker.kernels.cuda import language
+from worker.kernels.cuda import language, quantization
 from worker.kernels.cuda.amax import FLAT_BLOCK as AMAX_BLOCK
 from worker.kernels.cuda.amax import FLAT_BLOCKS_PER_PROGRAM
 from worker.kernels.cuda.amax import launch_flat as launch_amax
@@ -77,15 +77,30 @@ def _find_amax(x: Tensor, plan: _Plan) -> Tensor:
     return amax
 
 
-def _encode(x: Tensor, plan: _Plan, dtype: torch.dtype, amax: Tensor, unit: Tensor | None = None) -> list[Tensor]:
-    """The codes that the plan makes, for products over rows before those over columns, and the scale () that they share."""
+def _encode(
+    x: Tensor, plan: _Plan, dtype: torch.dtype, amax: Tensor, unit: Tensor | None = None, column_scale: Tensor | None = None
+) -> list[Tensor]:
+    """The codes that the plan makes, for products over rows before those over columns, and the scale () that they share.
+
+    column_scale: is written too, with the same number.
+    """
     device, sides = x.device, plan.sides
     scale, made = torch.empty((), dtype=_FP32, device=device), []
     if sides != "columns":
         made.append(torch.empty(plan.shape, dtype=dtype, device=device))
     if sides != "rows":
         made.append(torch.empty(plan.shape_t, dtype=dtype, device=device))
-        plan.encode(x, amax, None, unit, None, made[0] if sides == "both" else None, scale, made[-1], scale)
+        plan.encode(
+            x,
+            amax,
+            None,
+            unit,
+            None,
+            made[0] if sides == "both" else None,
+            scale,
+            made[-1],
+            scale if column_scale is None else column_scale,
+        )
     else:
         plan.encode(x, amax, unit, made[0], scale, None)
     made.append(scale)
@@ -116,6 +131,37 @@ def linear_output(
     if activation is not None:
         return [output_TN, amax if input_amax is None else amax.clone()]
     return [output_TN, *kept, scale] if kept else [output_TN]
+
+
+def linear_product(
+    codes_TK: Tensor, scale: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
+) -> Tensor:
+    """See the reference. One launch and a product; the product alone, where the weight is held in FP8."""
+    weight_dtype, margin, out_dtype = formats
+    weight, weight_scale = _weight_operand(weight_NK.contiguous(), unit, weight_amax, weight_dtype, margin, "rows")
+    return product_of_tensors(codes_TK.contiguous(), scale, weight, weight_scale, out_dtype, True)
+
+
+def quantize_operand(
+    x_MN: Tensor,
+    dtype: torch.dtype,
+    kind: ScaleKind,
+    margin: int,
+    sides: str,
+    amax: Tensor | None = None,
+    uses_amax: Tensor | None = None,
+) -> list[Tensor]:
+    """See the reference. One launch for an amax that is known and used, settled as those of a layer's passes."""
+    is_settled = amax is not None and uses_amax is None and kind is ScaleKind.TENSOR and x_MN.is_contiguous()
+    if not is_settled or not x_MN.numel():
+        return quantization.quantize_operand(x_MN, dtype, kind, margin, sides, amax, uses_amax)
+    assert amax is not None
+    plan = _plan(x_MN.shape, x_MN.dtype, dtype, margin, sides, None, False)
+    if sides != "both":
+        return _encode(x_MN, plan, dtype, amax)
+    column_scale = torch.empty((), dtype=_FP32, device=x_MN.device)  # an op's results share no memory
+    codes, codes_t, scale = _encode(x_MN, plan, dtype, amax, column_scale=column_scale)
+    return [codes, scale, codes_t, column_scale]
 
 
 def linear_gradients(

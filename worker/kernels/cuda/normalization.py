@@ -6,6 +6,7 @@ Sizes are for an H200 and fp32 or bf16 rows of a thousand features or more.
 """
 
 import struct
+from functools import lru_cache
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from worker.kernels.cuda import language
 from worker.kernels.cuda.ahead import write_ahead
-from worker.kernels.cuda.launching import Launcher
+from worker.kernels.cuda.launching import MOST_KNOWN, Launcher, PreparedLaunch
 from worker.kernels.cuda.rescale import FORMAT_NAMES
 
 TILE = 8192  # elements: short rows share a program
@@ -24,7 +25,7 @@ WARPS = 8
 # fmt: off
 @triton.jit
 def normalize_kernel(
-    x, stride, weight, bias, out, mean, rstd, new_amax, codes, amax, uses_amax, num_rows, num_columns,
+    x, weight, bias, out, mean, rstd, new_amax, codes, amax, uses_amax, stride, num_rows, num_columns,
     EPS_BITS: tl.constexpr, IS_LAYER_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr, MARGIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
@@ -77,18 +78,30 @@ def normalize(
     uses_amax: Tensor | None = None,
 ) -> list[Tensor]:
     """See the reference. Two launches: one clears the amax."""
-    num_rows, num_columns = x_MN.shape
     x_MN = x_MN if x_MN.stride(1) == 1 else x_MN.contiguous()
-    output = torch.empty(x_MN.shape, dtype=dtype, device=x_MN.device)
-    rstd = torch.empty((num_rows, 1), dtype=torch.float32, device=x_MN.device)
+    shape, device = x_MN.shape, x_MN.device
+    dtypes = x_MN.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype, dtype, codes_dtype
+    launch = _plan(shape, x_MN.stride(0), dtypes, eps, is_layer_norm, margin)
+    output = torch.empty(shape, dtype=dtype, device=device)
+    rstd = torch.empty((shape[0], 1), dtype=torch.float32, device=device)
     mean = torch.empty_like(rstd) if is_layer_norm else None
-    new_amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
-    codes = None if codes_dtype is None else torch.empty(x_MN.shape, dtype=codes_dtype, device=x_MN.device)
+    new_amax = torch.zeros((), dtype=torch.float32, device=device)
+    codes = None if codes_dtype is None else torch.empty(shape, dtype=codes_dtype, device=device)
+    launch(x_MN, weight, bias, output, mean, rstd, new_amax, codes, amax, uses_amax)
+    return [part for part in (output, mean, rstd, new_amax, codes) if part is not None]
+
+
+@lru_cache(MOST_KNOWN)
+def _plan(
+    shape: torch.Size, stride: int, dtypes: tuple[torch.dtype | None, ...], eps: float, is_layer_norm: bool, margin: int
+) -> PreparedLaunch:
+    """The launch for inputs of one shape. dtypes: of x, weight, bias, output and codes; None for what is not there."""
+    num_rows, num_columns = shape
     columns = triton.next_power_of_2(num_columns)
     rows = max(1, TILE // columns)
-    _launch(
-        language.cdiv(num_rows, rows), x_MN, x_MN.stride(0), weight, bias, output, mean, rstd, new_amax, codes, amax, uses_amax,
-        num_rows, num_columns, struct.unpack("<i", struct.pack("<f", eps))[0], is_layer_norm, weight is not None,
-        bias is not None, None if codes_dtype is None else FORMAT_NAMES[codes_dtype], margin, rows, columns,
+    _, weight, bias, _, codes = dtypes
+    return PreparedLaunch(
+        _launch, language.cdiv(num_rows, rows), stride, num_rows, num_columns,
+        struct.unpack("<i", struct.pack("<f", eps))[0], is_layer_norm, weight is not None, bias is not None,
+        None if codes is None else FORMAT_NAMES[codes], margin, rows, columns,
     )  # fmt: skip
-    return [part for part in (output, mean, rstd, new_amax, codes) if part is not None]
