@@ -5,7 +5,6 @@
   block 1×32 (..., ceil(K/32)), OCP's MXFP8: a power of two within ±126, which E8M0 holds exactly
 A 1-D x has one row. Non-finite elements become NaN codes (one positive NaN per format, Inf included), finite ones
 never do: they are clamped before the cast, whose own overflow differs between torch versions.
-
 Times in comments: 2 M elements, one thread of an AVX-512 CPU, torch 2.13.
 """
 
@@ -238,9 +237,8 @@ def sqrt(x: Tensor) -> Tensor:
 def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The scaled GEMM a @ b.T of FP8 codes, (M, N), accumulated in fp32, which a CPU always does precisely.
 
-    Tensor and row scales multiply the product, as CUDA's epilogue does; block scales multiply the operands. Decoding
-    and an fp32 matmul take 0.6 of the time of torch._scaled_mm on a CPU, which has no block scales and checks neither
-    alignment nor layout.
+    Tensor and row scales multiply the product, as CUDA's epilogue does; block scales multiply the operands. Decoding and an
+    fp32 matmul take 0.6 of the time of torch._scaled_mm on a CPU, which has no block scales.
     """
     if a_MK.kind.is_blockwise or b_NK.kind.is_blockwise:
         out_MN = _values(a_MK) @ _values(b_NK).t()
@@ -255,13 +253,13 @@ def _weight_operand(
     """The weight's codes over its rows, (N, K), or over its columns, (K, N): as they are held, or made of what is held."""
     if unit is None:
         parts = quantize_operand(weight_NK, dtype, ScaleKind.TENSOR, margin, side, amax)
-    elif weight_NK.dtype != torch.float16:
-        stored = ScaledCodes(weight_NK, unit, ScaleKind.TENSOR)
+        return ScaledCodes(parts[0], parts[1], ScaleKind.TENSOR)
+    stored = ScaledCodes(weight_NK, unit, ScaleKind.TENSOR)
+    if weight_NK.dtype != torch.float16:
         return stored if side == "rows" else stored.t()
-    else:
-        assert amax is not None
-        parts = requantize(ScaledCodes(weight_NK, unit, ScaleKind.TENSOR), amax, dtype, margin, side)
-    return ScaledCodes(parts[0], parts[1], ScaleKind.TENSOR)
+    assert amax is not None
+    codes, scale = requantize(stored, amax, dtype, margin, side)
+    return ScaledCodes(codes, scale, ScaleKind.TENSOR)
 
 
 def linear_output(
@@ -300,8 +298,7 @@ def linear_gradients(
 ) -> list[Tensor]:
     """The gradients of input (T, K) and weight (N, K), as `sides` asks for them, of what `linear_output` has kept."""
     input_dtype, weight_dtype, grad_dtype, margin, activation, sides, grad_input_dtype, grad_weight_dtype = formats
-    parts = quantize_operand(grad_output_TN, grad_dtype, ScaleKind.TENSOR, margin, sides, grad_amax, None)
-    gradients = []
+    parts, gradients = quantize_operand(grad_output_TN, grad_dtype, ScaleKind.TENSOR, margin, sides, grad_amax, None), []
     if sides != "columns":
         weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "columns")
         gradients.append(matmul(ScaledCodes(parts[0], parts[1], ScaleKind.TENSOR), weight, grad_input_dtype, False))
@@ -309,9 +306,9 @@ def linear_gradients(
         assert input is not None
         assert input_scale is not None
         if activation is not None:
-            how = (input_dtype, ScaleKind.TENSOR, margin, "columns", input_scale, None, None)
-            input, input_scale = activate_operand(input, activation, *how)
-        left, right = (ScaledCodes(*side, ScaleKind.TENSOR) for side in ((parts[-2], parts[-1]), (input, input_scale)))
+            how = (activation, input_dtype, ScaleKind.TENSOR, margin, "columns", input_scale, None, None)
+            input, input_scale = activate_operand(input, *how)
+        left, right = ScaledCodes(parts[-2], parts[-1], ScaleKind.TENSOR), ScaledCodes(input, input_scale, ScaleKind.TENSOR)
         gradients.append(matmul(left, right, grad_weight_dtype, False))
     return gradients
 
