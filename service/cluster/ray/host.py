@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import TypeAdapter
 
@@ -24,11 +24,10 @@ from service.cluster.launcher import LauncherError
 from service.cluster.ray.calls import Start
 from service.cluster.ray.embedded import ADDRESS, ADDRESS_FILE, SOCKET_FILE, TEMP_DIR, without_arrow
 
-without_arrow()
-from ray._private.node import Node  # noqa: E402  (Ray looks for pyarrow when it is imported)
-from ray._private.parameter import RayParams  # noqa: E402
+if TYPE_CHECKING:
+    from ray._private.node import Node
 
-from service.cluster.ray.launcher import RayLauncher  # noqa: E402
+    from service.cluster.ray.launcher import RayLauncher
 
 _OBJECT_STORE_BYTES = 100_000_000
 _WATCH_S = 0.5
@@ -36,8 +35,11 @@ _WATCH_S = 0.5
 logger = logging.getLogger(__name__)
 
 
-def start_node(temp_dir: Path, pools: tuple[PoolConfig, ...]) -> Node:
+def start_node(temp_dir: Path, pools: tuple[PoolConfig, ...]) -> "Node":
     """Start Ray's servers, which end with this process: the GCS, the raylet and its agents, all on loopback."""
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
     parameters = RayParams(
         node_ip_address=ADDRESS,
         node_name=ADDRESS,
@@ -56,7 +58,7 @@ def start_node(temp_dir: Path, pools: tuple[PoolConfig, ...]) -> Node:
     return Node(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
 
 
-def answer(launcher: RayLauncher, question: dict[str, Any]) -> dict[str, Any]:
+def answer(launcher: "RayLauncher", question: dict[str, Any]) -> dict[str, Any]:
     """Make a call for a server; return its value, or the error in words. Raises KeyError and TypeError for no such call."""
     arguments = question["arguments"]
     if "ref" in arguments:
@@ -80,7 +82,7 @@ class Calls(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, path: Path, launcher: RayLauncher) -> None:
+    def __init__(self, path: Path, launcher: "RayLauncher") -> None:
         class OneCall(socketserver.StreamRequestHandler):
             def handle(self) -> None:
                 question = json.loads(self.rfile.read())
@@ -91,6 +93,9 @@ class Calls(socketserver.ThreadingUnixStreamServer):
 
 def host(folder: Path, pools: tuple[PoolConfig, ...], warm_idle_s: float) -> NoReturn:
     """Run Ray, and answer calls, until one of Ray's servers ends or a signal comes. `folder` is this process's own."""
+    without_arrow()  # before Ray is imported, which looks for it
+    from service.cluster.ray.launcher import RayLauncher
+
     node: Any = start_node(folder / TEMP_DIR, pools)  # Ray has annotations for a part of it
     address = str(node.address)
     launcher = RayLauncher(lambda: address, pools, warm_idle_s=warm_idle_s, warms_ahead=True)
