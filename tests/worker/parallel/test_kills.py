@@ -67,10 +67,17 @@ class Life:
                     return True
         return False
 
+    def has_written(self) -> bool:
+        """Whether there is a whole checkpoint, of this life or an earlier one."""
+        return any(not path.name.startswith(".") for path in (self.folder / "run" / "checkpoints").glob("*"))
+
     def wait_for(self, num_steps: int, *, writing: bool) -> None:
-        """Wait until so many steps were reported, and until a checkpoint is being written where that is asked for."""
+        """Wait until so many steps were reported, and until a checkpoint is being written, or else until there is a whole one.
+
+        Without the latter no life might go on from another: on a loaded machine one can be killed before it has written any.
+        """
         until = time.monotonic() + START_S
-        while len(self.losses()) < num_steps or (writing and not self.is_writing()):
+        while len(self.losses()) < num_steps or not (self.is_writing() if writing else self.has_written()):
             assert time.monotonic() < until, self.log.read_text()[-3000:]
             assert all(process.is_alive() for process in self.processes), self.log.read_text()[-3000:]
             time.sleep(0.001)
