@@ -47,21 +47,26 @@ class Together(Generic[Request, Answer]):
     def add(self, request: Request) -> "Future[Answer]":
         """Store a request soon. The future raises what `write` raised or answered for it."""
         future: Future[Answer] = Future()
-        self._add(request, future)
+        if self._add(request, future):
+            self._begin()
         return future
 
     def ask(self, request: Request) -> "asyncio.Future[Answer]":
         """Store a request soon, for the event loop that runs. The future raises as that of `add` does."""
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._add(request, future)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Answer] = loop.create_future()
+        if self._add(request, future):
+            loop.call_soon(self._begin)  # requests that the loop has read in the same turn share the transaction
         return future
 
-    def _add(self, request: Request, future: "AnyFuture[Answer]") -> None:
+    def _add(self, request: Request, future: "AnyFuture[Answer]") -> bool:
+        """Return True if the writer has to be woken."""
         with self._lock:
             self._waiting.append((request, future))
-            if self._is_writing:
-                return
-            self._is_writing = True
+            was_writing, self._is_writing = self._is_writing, True
+        return not was_writing
+
+    def _begin(self) -> None:
         self._writer.submit(self._write_until_none_waits)
 
     def _write_until_none_waits(self) -> None:
