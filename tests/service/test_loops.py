@@ -41,8 +41,8 @@ def test_a_loop_runs_at_once_when_woken_and_stops_when_told() -> None:
     assert not ran.acquire(timeout=0.05)
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("boom"), SystemExit(1), KeyboardInterrupt("boom")])
-def test_a_loop_survives_its_step(failure: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+def run_until_it_works(failure: BaseException) -> None:
+    """Start a loop whose first step fails, wait until a step has gone through, and stop it."""
     ran = threading.Semaphore(0)
     failures = iter([failure])
 
@@ -55,23 +55,17 @@ def test_a_loop_survives_its_step(failure: BaseException, caplog: pytest.LogCapt
     loop.start()
     assert ran.acquire(timeout=LONG_S)
     loop.stop(LONG_S)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("boom"), SystemExit(1), KeyboardInterrupt("boom")])
+def test_a_loop_survives_its_step(failure: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    run_until_it_works(failure)
     assert "the test loop failed, 1 in a row" in caplog.text
 
 
 def test_a_database_that_is_away_takes_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """All loops fail while it is away. A trace for each would be 5,000 lines in a minute."""
-    ran = threading.Semaphore(0)
-    failures = iter([OperationalError("SELECT 1", None, Exception("the server is away\nIs it running?"))])
-
-    def step() -> None:
-        for error in failures:
-            raise error
-        ran.release()
-
-    loop = Loop("test", step, NEVER_S)
-    loop.start()
-    assert ran.acquire(timeout=LONG_S)
-    loop.stop(LONG_S)
+    run_until_it_works(OperationalError("SELECT 1", None, Exception("the server is away\nIs it running?")))
     (record,) = caplog.records
     assert record.getMessage().endswith("the database: the server is away")
     assert record.exc_info is None
