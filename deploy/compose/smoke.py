@@ -5,9 +5,11 @@
 
 Jobs go through the published API. While two of them train, a container is killed with SIGKILL and started again some seconds
 later; both jobs must succeed, with each step of their curves reported once and equal to those of undisturbed jobs.
-Exit status 0 only if all of it holds. The stack and its volumes are removed at the end: do not run it where they matter.
+`--kill dispatcher ray-head` kills those alone. Exit status 0 only if all of it holds. The stack and its volumes are removed at
+the end: do not run it where they matter.
 """
 
+import argparse
 import json
 import logging
 import os
@@ -18,7 +20,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,6 +109,10 @@ def spec(name: str, pool: str, workers: int) -> dict[str, Any]:
 
 
 def main() -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kill", nargs="*", default=KILLED, choices=KILLED, metavar="SERVICE", help=f"of {', '.join(KILLED)}")
+    killed = parser.parse_args().kill
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     began = time.monotonic()
@@ -114,7 +120,7 @@ def main() -> int:
         compose("up", "-d", "--build")
         logger.info("the stack is built and started after %.0f s", time.monotonic() - began)
         with Client(API, wait_for("the API key", api_key, UP_S), patience_s=60) as client:
-            prove(Stack(client))
+            prove(Stack(client), killed)
     except (Failed, OctetError) as failure:
         logger.error("FAILED: %s", failure)
         return 1
@@ -124,7 +130,7 @@ def main() -> int:
     return 0
 
 
-def prove(stack: Stack) -> None:
+def prove(stack: Stack, killed: Sequence[str]) -> None:
     wait_for("a service that is ready", stack.client.is_ready, UP_S)
     undisturbed = stack.submit("undisturbed")
     wait_for("each rank's own metrics in Prometheus", lambda: ranks_scraped(undisturbed), JOB_S)
@@ -136,7 +142,7 @@ def prove(stack: Stack) -> None:
     refused = status_of(f"{API}/v1/jobs")
     if refused != 401:
         raise Failed(f"GET /v1/jobs without the API key answers {refused}, not 401")
-    for service in KILLED:
+    for service in killed:
         kill(stack, service, expected)
 
 
