@@ -1,7 +1,7 @@
 """The shortest way of a submission: usual ones are taken where the HTTP server has parsed them, before ASGI.
 
-Every check is the route's own: `JobSpec` validates, `Admission` checks, and `routes.jobs` stores and answers. What the head or
-the body of a request makes unusual is left to the app, and errors are answered as those of the route.
+Every check is the route's own: `KnownSpecs` validates as `JobSpec` does, `Admission` checks, and `routes.jobs` stores. What is
+unusual about the head or the body of a request is left to the app, and errors are answered as those of the route.
 """
 
 import asyncio
@@ -11,15 +11,16 @@ from collections.abc import Callable
 from fastapi import Request, Response
 from pydantic import ValidationError
 
-from api_schemas import JobSpec
 from service.deps import AppContext, is_idempotency_key, tenant_of
 from service.errors import Unauthenticated
 from service.http.problems import expected, unexpected
 from service.http.shortcuts import Usual, route_of
 from service.jobs import requests
+from service.jobs.known_specs import KnownSpecs
 from service.jobs.submissions import Stored
 from service.routes import jobs
 from service.routes.direct import is_from_here
+from service.routes.shown import accepted
 from service.telemetry.control_plane import Telemetry
 
 MAX_BYTES = 16 << 10
@@ -33,6 +34,7 @@ class DirectSubmissions:
         self._context, self._telemetry = context, telemetry
         self._route = route_of(jobs.router, "submit_job")
         self._url = self._route.path.encode()
+        self._specs = KnownSpecs()
         self._checking: set[asyncio.Task[Stored]] = set()
 
     def matches(self, method: bytes, url: bytes) -> dict[str, str] | None:
@@ -57,7 +59,7 @@ class DirectSubmissions:
         tenant = self._tenant(usual)
         assert tenant is not None, "`takes` has seen the key of the tenant"
         try:
-            spec = JobSpec.model_validate_json(usual.body)
+            spec = self._specs.read(usual.body)
         except ValidationError:
             return False
 
@@ -82,7 +84,7 @@ class DirectSubmissions:
     def _response(self, request: Request, stored: "asyncio.Future[Stored]") -> Response:
         error = stored.exception()
         if error is None:
-            return jobs.accepted(stored.result(), self._context)
+            return accepted(stored.result(), self._context)
         assert isinstance(error, Exception), "a future that was cancelled has no answer"
         return expected(request, error) or unexpected(request, error)
 

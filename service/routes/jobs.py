@@ -15,7 +15,7 @@ from service.http.problems import answers
 from service.jobs import commands, requests
 from service.jobs.requests import Request
 from service.jobs.submissions import Stored
-from service.routes.shown import rendered_jobs, shown_job
+from service.routes.shown import accepted, rendered_jobs, shown_job
 from service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -42,14 +42,6 @@ async def store_checked(request: Request, context: AppContext) -> Stored:
         if request.idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
             raise
     return await context.submissions.ask(request)
-
-
-def accepted(stored: Stored, context: AppContext) -> Response:
-    """Answer a submission, and wake the dispatcher if the job starts soon."""
-    headers = {"Location": f"/v1/jobs/{stored.job.job_id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
-    if stored.job.starts_soon:
-        context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
-    return Response(stored.job.text, 201, headers, media_type="application/json")
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422))
