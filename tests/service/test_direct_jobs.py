@@ -38,7 +38,8 @@ class Served:
         """Send a submission; returns the answer's status, headers and body, without what no two jobs share."""
         self.connection.request("POST", path, body, {"Content-Type": "application/json"} | headers)
         answer = self.connection.getresponse()
-        alike = re.sub(rb"job_\w{26}|\d{4}-\d\d-\d\dT[\d:.]+Z|position\":\d+|\d+ jobs are ahead", b"", answer.read())
+        of_one = rb'job_\w{26}|\d{4}-\d\d-\d\dT[\d:.]+Z|(?<="position":)\d+|\d+(?= jobs are ahead)'
+        alike = re.sub(of_one, b"0", answer.read())
         others = [(name, value) for name, value in answer.getheaders() if name not in ("date", "content-length")]
         return answer.status, [(name, re.sub(r"job_\w{26}", "", value)) for name, value in others], alike
 
@@ -87,7 +88,6 @@ def test_the_answer_is_that_of_the_route(
         {},
         {"labels": {"team": 'ü "quoted"'}, "priority": 7},
         {"resources": {"pool": "none", "workers": 1}},
-        {"resources": {"pool": "cpu", "workers": 99}},
         {"data": {"source": "text", "path": "/nowhere"}},
         {"name": "a b"},
         {"name": None},
@@ -101,7 +101,7 @@ def test_the_answer_is_that_of_the_route(
     bodies += [json.dumps({"name": "only"}).encode(), b"", b"{", b"[]", b"null", b'"\xff"', bodies[0] + b" x"]
     direct = [(served.send(body), served.send(body)) for body in bodies]
     num_direct = 2 * len(bodies) - len(served.through_asgi)
-    assert num_direct == 2 * 5, "the two jobs and the three that admission refuses"
+    assert num_direct == 2 * 4, "the two jobs and the two that admission refuses"
     monkeypatch.setattr(DirectSubmissions, "matches", lambda *_: None)
     served.through_asgi.clear()
     assert [(served.send(body),) * 2 for body in bodies] == direct
@@ -128,7 +128,7 @@ UNUSUAL: dict[str, tuple[int, dict[str, str]]] = {
     "another Host": (421, {"Host": "attacker.example"}),
     "a web page": (421, {"Origin": "https://attacker.example"}),
     "an unknown parameter": (422, {"path": "/v1/jobs?more=1"}),
-    "another path": (404, {"path": "/v1/jobs/"}),
+    "another path": (307, {"path": "/v1/jobs/"}),
     "a key of other characters": (422, {"Idempotency-Key": "o n e"}),
     "a long key": (422, {"Idempotency-Key": "k" * 256}),
     "the last request": (201, {"Connection": "close"}),
@@ -163,7 +163,7 @@ def test_a_tenant_needs_its_key(
 
 
 def test_an_answer_means_that_the_job_is_stored(served: Served, spec_document: dict[str, Any]) -> None:
-    """A commit that fails is answered with 503, and no job is there."""
+    """A job that the database refuses is answered with an error, and is not there."""
     body = json.dumps(spec_document).encode()
     assert served.send(body)[0] == 201
     with served.database.read() as session:
@@ -172,8 +172,7 @@ def test_an_answer_means_that_the_job_is_stored(served: Served, spec_document: d
         pytest.skip("the file of SQLite is taken away")
     (count,) = connection.execute("SELECT count(*) FROM jobs").fetchone()
     connection.execute("CREATE TRIGGER full BEFORE INSERT ON jobs BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
-    status = served.send(body)[0]
-    assert status in (500, 503)
+    assert served.send(body)[0] == 500
     assert connection.execute("SELECT count(*) FROM jobs").fetchone() == (count,)
     connection.execute("DROP TRIGGER full")
     assert served.send(body)[0] == 201
