@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from api_schemas import JobSpec
 from service.app import create_app
 from service.db.engine import Database
 from service.http.bodies import LimitBodies
@@ -181,7 +182,7 @@ def test_an_answer_means_that_the_job_is_stored(served: Served, spec_document: d
 
 def test_known_specs_are_read_as_others(spec_document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is known, a body gets the spec or the error that the contract alone gives."""
-    specs, contract = known_specs.KnownSpecs(), known_specs.JobSpec
+    specs, contract = known_specs.KnownSpecs(), JobSpec
     training = spec_document["training"]
     documents: list[dict[str, Any]] = [
         spec_document,
@@ -204,7 +205,12 @@ def test_known_specs_are_read_as_others(spec_document: dict[str, Any], monkeypat
         assert outcome(specs.read, body) == outcome(contract.model_validate_json, body), body
     whole = []
     validate = contract.model_validate_json
-    monkeypatch.setattr(contract, "model_validate_json", lambda body: whole.append(body) or validate(body))
+
+    def watched(body: bytes) -> JobSpec:
+        whole.append(body)
+        return validate(body)
+
+    monkeypatch.setattr(contract, "model_validate_json", watched)
     for number in range(3):
         specs.read(json.dumps(spec_document | {"name": f"job-{number}"}).encode())
     assert whole == []
