@@ -23,7 +23,7 @@ from service.jobs.admission import Admission
 from service.jobs.report_batches import ReportBatches
 from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Shown, Submissions
-from service.routes import catalog, direct, files, jobs, operations, prometheus, records, reports, usual
+from service.routes import catalog, direct, direct_jobs, files, jobs, operations, prometheus, records, reports, usual
 from service.routes.shown import shown_submissions
 from service.scheduling.arrivals import Arrivals
 from service.scheduling.places import QueuePlaces
@@ -80,7 +80,7 @@ def create_app(
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
-    app.state.direct = direct.DirectReports(context, telemetry)
+    app.state.direct = [direct.DirectReports(context, telemetry), direct_jobs.DirectSubmissions(context, telemetry)]
     for router in (jobs.router, records.router, files.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
     app.include_router(reports.router)

@@ -5,6 +5,7 @@ They are coroutines because FastAPI would run each function of another kind in a
 
 import hashlib
 import hmac
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -110,3 +111,8 @@ IdempotencyKeyDep = Annotated[
         description="The same key and body give the same job again for 24 hours.",
     ),
 ]
+
+
+def is_idempotency_key(key: str) -> bool:
+    """Return True for a key that the header may have, as `IdempotencyKeyDep` checks it."""
+    return len(key) <= IDEMPOTENCY_KEY_MAX_LENGTH and re.fullmatch(IDEMPOTENCY_KEY, key) is not None

@@ -9,6 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request, Response
@@ -46,6 +47,25 @@ class Usual:
     @property
     def is_json(self) -> bool:
         return self._headers.get(b"content-type") == b"application/json"
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The length of the body as its header has it; None without that header."""
+        value = self.header(b"content-length")
+        return None if value is None else int(value)
+
+
+class Direct(Protocol):
+    """Answers requests of one kind where the HTTP server has parsed them, before ASGI."""
+
+    def matches(self, method: bytes, url: bytes) -> dict[str, str] | None:
+        """Return the variable parts of the path of a request of this kind, or None for another request."""
+
+    def takes(self, usual: Usual) -> bool:
+        """Return True if the head of a request is usual. Its body, which has not come yet, is held in memory then."""
+
+    def ask(self, usual: Usual, answer: Callable[[Response], None]) -> bool:
+        """Begin to answer a whole request, and call `answer` later. Returns False, and does nothing, if it is not usual."""
 
 
 Answer = Callable[[Usual], Awaitable[Response | None]]

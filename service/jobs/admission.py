@@ -46,20 +46,35 @@ class Admission:
         Files that have just passed for a job with the same inputs are not read again: they may change after any check.
         """
         check_options(spec, self._settings)
-        longest_wait_s = self._settings.data_check_timeout_s
         inputs = inputs_of(spec)
         key = inputs.key
-        age_s = time.monotonic() - self._passed_at_s.get(key, -math.inf)
-        if age_s < PASSED_S:
-            if age_s >= AGAIN_S and key not in self._again:
-                self._again[key] = asyncio.create_task(self._check_again(key, inputs))
+        if self._has_passed(key, inputs):
             return
         try:
             await self._check_files(key, inputs)
         except Overdue:
+            longest_wait_s = self._settings.data_check_timeout_s
             raise NotReady(
                 f"{CHECKS_AT_ONCE} jobs are being checked and no turn came in {longest_wait_s:g} s; try again"
             ) from None
+
+    def passes_now(self, spec: JobSpec) -> bool:
+        """Return True if `check` would return without waiting. False says nothing: the job has to be checked."""
+        try:
+            check_options(spec, self._settings)
+        except InvalidRequest:
+            return False
+        inputs = inputs_of(spec)
+        return self._has_passed(inputs.key, inputs)
+
+    def _has_passed(self, key: Hashable, inputs: "Inputs") -> bool:
+        """Return True if these files have just passed. Before that is too long ago they are checked again."""
+        age_s = time.monotonic() - self._passed_at_s.get(key, -math.inf)
+        if age_s >= PASSED_S:
+            return False
+        if age_s >= AGAIN_S and key not in self._again:
+            self._again[key] = asyncio.create_task(self._check_again(key, inputs))
+        return True
 
     async def _check_files(self, key: Hashable, inputs: "Inputs") -> None:
         began_s = time.monotonic()

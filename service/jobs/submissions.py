@@ -1,5 +1,6 @@
 """Stores submissions, those that arrive together in one transaction."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -44,9 +45,9 @@ class Submissions:
         """Store a job soon. The future raises IdempotencyMismatch, and the database's errors."""
         return self._together.add(request)
 
-    async def ask(self, request: Request) -> Stored:
-        """Store a job soon and wait for it. Raises as the future of `add` does."""
-        return await self._together.ask(request)
+    def ask(self, request: Request) -> "asyncio.Future[Stored]":
+        """Store a job soon, for the event loop that runs. The future raises as that of `add` does."""
+        return self._together.ask(request)
 
     def _store(self, requests: Sequence[Request]) -> "list[Stored | Exception]":
         with self._database.write_rows() as connection:

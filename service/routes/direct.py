@@ -33,21 +33,21 @@ class DirectReports:
         self._context, self._telemetry = context, telemetry
         self._route = route_of(reports.router, "report")
 
-    def attempt_of(self, method: bytes, url: bytes) -> str | None:
+    def matches(self, method: bytes, url: bytes) -> dict[str, str] | None:
         """Return the id of the attempt whose reports are sent to this URL; None for another request."""
         found = _URL.fullmatch(url) if method == b"POST" else None
-        return found[1].decode() if found else None
+        return {"attempt_id": found[1].decode()} if found else None
 
     def takes(self, usual: Usual) -> bool:
         """Return True if the head of a request is usual. Its body is held in memory then; it has at most 64 KiB."""
-        token, num_bytes = _token(usual), usual.header(b"content-length")
+        token, num_bytes = _token(usual), usual.num_bytes
         return (
             token is not None
             and num_bytes is not None
-            and int(num_bytes) <= MAX_STRANGER_BYTES
+            and num_bytes <= MAX_STRANGER_BYTES
             and usual.is_json
             and self._context.reports.remembers(usual.path_params["attempt_id"], token)
-            and (_is_from_here(usual) or not self._context.settings.is_for_this_machine)
+            and (not self._context.settings.is_for_this_machine or is_from_here(usual))
         )
 
     def ask(self, usual: Usual, answer: Callable[[Response], None]) -> bool:
@@ -83,6 +83,6 @@ def _token(usual: Usual) -> str | None:
     return token if scheme == "Bearer" and token else None
 
 
-def _is_from_here(usual: Usual) -> bool:
+def is_from_here(usual: Usual) -> bool:
     """Return True if `RefuseOtherHosts` would let the request through, and no web page sent it."""
     return is_loopback(usual.header(b"host") or "") and usual.header(b"origin") is None

@@ -8,13 +8,14 @@ from pydantic import StringConstraints
 
 from api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from service import store
-from service.deps import AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
+from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
 from service.errors import InvalidRequest, NotFound, ServiceError
 from service.http.pages import page_as_json
 from service.http.problems import answers
 from service.jobs import commands, requests
 from service.jobs.requests import Request
-from service.routes.shown import rendered_jobs, shown_job
+from service.jobs.submissions import Stored
+from service.routes.shown import accepted, rendered_jobs, shown_job
 from service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -29,18 +30,18 @@ async def submit(
     spec: JobSpec, context: AppContextDep, tenant: TenantDep, idempotency_key: IdempotencyKeyDep = None
 ) -> Response:
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
-    request = Request(spec, idempotency_key, tenant)
+    return accepted(await store_checked(Request(spec, idempotency_key, tenant), context), context)
+
+
+async def store_checked(request: Request, context: AppContext) -> Stored:
+    """Check a job and store it."""
     try:
-        await context.admission.check(spec)
+        await context.admission.check(request.spec)
     except ServiceError:
         # What was accepted is the same job again, whatever has become of its files.
-        if idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
+        if request.idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
             raise
-    stored = await context.submissions.ask(request)
-    headers = {"Location": f"/v1/jobs/{stored.job.job_id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
-    if stored.job.starts_soon:
-        context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
-    return Response(stored.job.text, 201, headers, media_type="application/json")
+    return await context.submissions.ask(request)
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422))

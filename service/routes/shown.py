@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fastapi import Response
 from sqlalchemy.orm import Session
 
 from api_schemas import Job, JobState
@@ -11,7 +12,7 @@ from service.db.tables import AttemptRow, JobRow
 from service.deps import AppContext
 from service.jobs import views
 from service.jobs.requests import Request, Submission
-from service.jobs.submissions import Shown
+from service.jobs.submissions import Shown, Stored
 from service.scheduling.places import STARTS_SOON
 from service.store.jobs import NewJob
 from service.store.shown import ShownRow
@@ -56,3 +57,11 @@ def shown_submissions(
             text = views.job(known[id_], current.get(id_), place, request.spec).model_dump_json()
         shown[id_] = Shown(id_, text, place is not None and place.why == STARTS_SOON)
     return [shown[submission.job.id] for _, submission in pairs]
+
+
+def accepted(stored: Stored, context: AppContext) -> Response:
+    """Answer a submission, and wake the dispatcher if the job starts soon."""
+    headers = {"Location": f"/v1/jobs/{stored.job.job_id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
+    if stored.job.starts_soon:
+        context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
+    return Response(stored.job.text, 201, headers, media_type="application/json")

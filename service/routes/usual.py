@@ -8,7 +8,7 @@ from fastapi import Response
 from pydantic import ValidationError
 
 from api_schemas import JobSpec, ReportBatch, ReportReply
-from service.deps import IDEMPOTENCY_KEY, IDEMPOTENCY_KEY_MAX_LENGTH, AppContext, tenant_of
+from service.deps import AppContext, is_idempotency_key, tenant_of
 from service.http.pages import as_json
 from service.http.shortcuts import Shortcut, Usual, route_of
 from service.jobs.step_batches import read_step_batch
@@ -34,7 +34,7 @@ def shortcuts(context: AppContext, telemetry: Telemetry) -> list[Shortcut]:
 
     async def submit(usual: Usual) -> Response | None:
         key = usual.header(b"idempotency-key")
-        if not usual.is_json or not (key is None or _is_idempotency_key(key)):
+        if not usual.is_json or not (key is None or is_idempotency_key(key)):
             return None
         tenant = tenant_of(context.settings, usual.header(b"authorization") or "")
         try:
@@ -72,7 +72,3 @@ def shortcuts(context: AppContext, telemetry: Telemetry) -> list[Shortcut]:
 def _answer(reply: ReportReply) -> Response:
     """Render a reply. A heartbeat is mostly answered as the one before it, and an answer may be sent any number of times."""
     return as_json(reply)
-
-
-def _is_idempotency_key(key: str) -> bool:
-    return len(key) <= IDEMPOTENCY_KEY_MAX_LENGTH and re.fullmatch(IDEMPOTENCY_KEY, key) is not None

@@ -20,7 +20,7 @@ from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
 from service.http.bodies import LimitBodies
 from service.processes.connections import Connections
-from service.processes.direct import DirectProtocol, _Report
+from service.processes.direct import DirectProtocol, _Held
 from service.processes.server import http_server
 from service.processes.startup import listening
 from service.routes.direct import DirectReports
@@ -119,7 +119,7 @@ def test_answers_are_those_of_the_route(served: Served, monkeypatch: pytest.Monk
             session.execute(text("UPDATE attempts SET token_hash = :hash"), {"hash": hashlib.sha256(b"another").digest()})
     direct = served.send(body)
     assert served.through_asgi == []
-    monkeypatch.setattr(DirectReports, "attempt_of", lambda *_: None)
+    monkeypatch.setattr(DirectReports, "matches", lambda *_: None)
     assert served.send(body) == direct
     assert served.through_asgi == [served.path]
 
@@ -199,7 +199,7 @@ def test_a_server_that_stops_answers_what_it_took(served: Served) -> None:
     with served.world.database.write() as session:  # the report waits for its turn to write
         store.jobs.lock_attempt(session, served.rank.order.attempt_id)
         served.connection.sock.sendall(raw(served, body))
-        wait_until(lambda: any(isinstance(each.cycle, _Report) for each in served.server.server_state.connections))
+        wait_until(lambda: any(isinstance(each.cycle, _Held) for each in served.server.server_state.connections))
         served.server.should_exit = True
         wait_until(lambda: any(not each.cycle.keep_alive for each in served.server.server_state.connections))
     answer = served.connection.sock.recv(65_536)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from sqlalchemy import event, text
 
 from api_schemas import (
     CheckpointReport,
@@ -21,6 +22,7 @@ from api_schemas import (
     StepReport,
 )
 from service.app import create_app
+from service.db.tables import JobRow
 from service.settings import Settings
 from service.telemetry import jobs as job_telemetry
 from tests.service.statements import counted
@@ -208,3 +210,43 @@ def test_an_event_of_a_rank_that_serves_nothing_is_kept(world: Any, client: Test
     job_id, rank = world.start()
     rank.send(EventReport(type="exporter.failed", message="no way"))
     assert "exporter.failed" in [event.type for event in world.events(job_id)]
+
+
+def test_a_scrape_reads_no_job_that_ended_long_ago(world: World, client: TestClient) -> None:
+    """SQLite's steps, which grow with the rows that it reads, are as many behind a long history as behind a short one."""
+    if not world.database.is_sqlite:
+        pytest.skip("counts the steps of SQLite")
+    job_id, rank = world.start()
+    rank.train(1, 2)
+    rank.succeed()
+    world.clock.turn(2 * job_telemetry.ENDED_SHOWN_FOR.total_seconds())
+    counted_steps: list[None] = []
+    engine = world.database._engine
+
+    def count(connection: Any, *_: Any) -> None:
+        connection.set_progress_handler(lambda: counted_steps.append(None), 1)
+
+    def num_steps() -> int:
+        counted_steps.clear()
+        assert client.get("/metrics").status_code == 200
+        return len(counted_steps)
+
+    event.listen(engine, "checkout", count)
+    try:
+        num_steps()
+        before = num_steps()
+        _copy_job(world, job_id, 500)
+        assert before > 0
+        assert num_steps() - before < 50
+    finally:
+        event.remove(engine, "checkout", count)
+
+
+def _copy_job(world: World, job_id: str, num_copies: int) -> None:
+    """Add copies of a job that are older than it."""
+    with world.database.write() as session:
+        names = [column.name for column in JobRow.__table__.columns]
+        copied = ", ".join("'job_' || printf('%026d', i)" if name == "id" else name for name in names)
+        copies = f"WITH RECURSIVE copies(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM copies WHERE i < {num_copies})"
+        sql = f"{copies} INSERT INTO jobs ({', '.join(names)}) SELECT {copied} FROM jobs, copies WHERE id = :id"
+        session.execute(text(sql), {"id": job_id})
