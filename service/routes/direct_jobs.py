@@ -1,6 +1,6 @@
 """The shortest way of a submission: usual ones are taken where the HTTP server has parsed them, before ASGI.
 
-Every check is the route's own: `KnownSpecs` validates as `JobSpec` does, `Admission` checks, and `routes.jobs` stores. What is
+Every check is the route's own: `JobSpec` validates, `Admission` checks, and `routes.jobs` stores. What is
 unusual about the head or the body of a request is left to the app, and errors are answered as those of the route.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from fastapi import Request, Response
 from pydantic import ValidationError
 
+from api_schemas import JobSpec
 from service.deps import AppContext, is_idempotency_key, tenant_of
 from service.errors import Unauthenticated
 from service.http.problems import expected, unexpected
 from service.http.shortcuts import Usual, route_of
 from service.jobs import requests
-from service.jobs.known_specs import KnownSpecs
 from service.jobs.submissions import Stored
 from service.routes import jobs
 from service.routes.direct import is_from_here
@@ -34,7 +34,6 @@ class DirectSubmissions:
         self._context, self._telemetry = context, telemetry
         self._route = route_of(jobs.router, "submit_job")
         self._url = self._route.path.encode()
-        self._specs = KnownSpecs()
         self._checking: set[asyncio.Task[Stored]] = set()
 
     def matches(self, method: bytes, url: bytes) -> dict[str, str] | None:
@@ -59,7 +58,7 @@ class DirectSubmissions:
         tenant = self._tenant(usual)
         assert tenant is not None, "`takes` has seen the key of the tenant"
         try:
-            spec = self._specs.read(usual.body)
+            spec = JobSpec.model_validate_json(usual.body)
         except ValidationError:
             return False
 

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from api_schemas import JobSpec
 from service.app import create_app
 from service.db.engine import Database
 from service.http.bodies import LimitBodies
-from service.jobs import known_specs
 from service.processes.server import http_server
 from service.processes.startup import listening
 from service.routes.direct_jobs import MAX_BYTES, DirectSubmissions
@@ -178,55 +176,3 @@ def test_an_answer_means_that_the_job_is_stored(served: Served, spec_document: d
     connection.execute("DROP TRIGGER full")
     assert served.send(body)[0] == 201
     assert served.through_asgi == []
-
-
-def test_known_specs_are_read_as_others(spec_document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is known, a body gets the spec or the error that the contract alone gives."""
-    specs, contract = known_specs.KnownSpecs(), JobSpec
-    training = spec_document["training"]
-    documents: list[dict[str, Any]] = [
-        spec_document,
-        spec_document | {"name": "another"},
-        spec_document | {"training": training | {"steps": 7}},
-        spec_document | {"name": "-"},
-        spec_document | {"training": training | {"steps": 0}},
-        spec_document | {"training": training | {"sequence_length": 1 << 20}},
-        spec_document | {"priority": 3},
-        spec_document | {"priority": "x"},
-        dict(reversed(spec_document.items())),
-    ]
-    bodies = [json.dumps(each).encode() for each in documents]
-    bodies += [json.dumps(each, separators=(",", ":")).encode() for each in documents]
-    bodies += [json.dumps(each, indent=1).encode() for each in documents]
-    first = bodies[0]
-    bodies += [b'{"name": "twice", ' + first[1:], b'{"name": "\xff", ' + first[1:], b'{"priority": 9, ' + first[1:]]
-    bodies += [first[:-1], first + b"1", b"\xef\xbb\xbf" + first, first.replace(b'"name"', b'"n\\u0061me"'), b"{}", b"3"]
-    for body in bodies * 2:
-        assert outcome(specs.read, body) == outcome(contract.model_validate_json, body), body
-    whole = []
-    validate = contract.model_validate_json
-
-    def watched(body: bytes) -> JobSpec:
-        whole.append(body)
-        return validate(body)
-
-    monkeypatch.setattr(contract, "model_validate_json", watched)
-    for number in range(3):
-        specs.read(json.dumps(spec_document | {"name": f"job-{number}"}).encode())
-    assert whole == []
-
-
-def outcome(read: Any, body: bytes) -> Any:
-    try:
-        spec = read(body)
-    except ValueError as error:
-        return str(error)
-    return spec, spec.model_fields_set, spec.model_dump_json()
-
-
-def test_what_is_known_has_a_bound(spec_document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_specs, "_MOST_KNOWN", 2)
-    specs = known_specs.KnownSpecs()
-    for priority in range(7):
-        assert specs.read(json.dumps(spec_document | {"priority": priority}).encode()).priority == priority
-        assert len(specs._known) <= 2
