@@ -2,10 +2,11 @@
 
     python -m benchmarks.control_plane_reports --tree . --tree ../before --write
 
-The servers are those of `benchmarks.control_plane`: SQLite with synchronous=FULL, the cluster in memory. Each attempt reports
-over a keep-alive connection of its own, and a client of one thread sends what was made before, so that it is not what
-limits a rate; its CPU time is in the table, because it shares the cores with the server. The lag of an event is the time from
-its report's first byte to the subscriber's last, in a client on the same machine that reads all streams in one thread.
+The servers are those of `benchmarks.control_plane`: SQLite with synchronous=FULL, or with `--database postgresql` a PostgreSQL
+that flushes each commit; the cluster in memory. Each attempt reports over a keep-alive connection of its own, and a client of
+one thread sends what was made before, so that it is not what limits a rate; its CPU time is in the table, because it shares
+the cores with the server. The lag of an event is the time from its report's first byte to the subscriber's last, in a client
+on the same machine that reads all streams in one thread.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import json
 import random
 import selectors
 import socket
-import sqlite3
 import statistics
 import threading
 import time
@@ -23,8 +23,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import create_engine, make_url, text
+
 from benchmarks.control_plane import Connection, Server, running, submission
 from benchmarks.control_plane_client import closed_loop
+from benchmarks.control_plane_submissions import postgresql_cpu_s, settings_for
 from benchmarks.control_plane_tables import compare, options_of
 
 TOKEN = "token-of-the-benchmark"
@@ -98,48 +101,56 @@ def _measured(seed: int) -> str:
 _MEASURED = [_measured(seed) for seed in range(997)]
 
 
-def ranks_of(server: Server, corpus: Path) -> tuple[list[Rank], list[str]]:
+def ranks_of(server: Server, corpus: Path, url: str | None) -> tuple[list[Rank], list[str]]:
     """Submit jobs, wait until the cluster in memory has them, and give their attempts a token that we know."""
     connection = Connection(server.port)
     ids = [json.loads(connection.ask(submission(corpus), status=201))["id"] for _ in range(NUM_ATTEMPTS)]
     connection.close()
     deadline = time.monotonic() + START_S
-    with sqlite3.connect(server.folder / "octet.db", timeout=60) as database:
-        while True:
-            found = "SELECT job_id, id, epoch FROM attempts WHERE state = 'starting'"
+    parsed = make_url(url or f"sqlite:///{server.database}")
+    engine = create_engine(parsed.set(drivername="postgresql+psycopg") if url else parsed)
+    found = text("SELECT job_id, id, epoch FROM attempts WHERE state = 'starting'")
+    attempts: dict[str, tuple[str, int]] = {}
+    while len(attempts) < NUM_ATTEMPTS:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"only {len(attempts)} of {NUM_ATTEMPTS} attempts were launched")
+        time.sleep(0.1)
+        with engine.connect() as database:
             attempts = {job_id: (attempt_id, epoch) for job_id, attempt_id, epoch in database.execute(found)}
-            if len(attempts) == NUM_ATTEMPTS:
-                break
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"only {len(attempts)} of {NUM_ATTEMPTS} attempts were launched")
-            time.sleep(0.1)
-        database.execute("UPDATE attempts SET token_hash = ?", (hashlib.sha256(TOKEN.encode()).digest(),))
-    database.close()
+    with engine.begin() as database:
+        database.execute(text("UPDATE attempts SET token_hash = :hash"), {"hash": hashlib.sha256(TOKEN.encode()).digest()})
+    engine.dispose()
     ranks = [Rank(server, *attempts[job_id]) for job_id in ids]
     for rank in ranks:
         rank.start()
     return ranks, ids
 
 
-def report_load(server: Server, ranks: list[Rank], duration_s: float, name: str, num_steps: int) -> dict[str, float]:
+def report_load(
+    server: Server, ranks: list[Rank], duration_s: float, name: str, num_steps: int, url: str | None
+) -> dict[str, float]:
     """Let all ranks report at once, each over a connection of its own. All requests are made before.
 
-    num_steps: in each batch; 0 for heartbeats. Returns batches or samples per second, and the CPU ms of each batch.
+    num_steps: in each batch; 0 for heartbeats. url: of the server's PostgreSQL.
+    Returns batches or samples per second, and the CPU ms of each batch.
     """
     num_requests = int(MOST_PER_S[num_steps] * duration_s / len(ranks)) + 1
     waiting = [deque(rank.requests(num_requests, num_steps)) for rank in ranks]
-    cpu_s = server.cpu_s()
+    cpu_s, database_cpu_s = server.cpu_s(), postgresql_cpu_s(url) if url else 0.0
     load = closed_loop(
         server.port, lambda number: waiting[number].popleft() if waiting[number] else None, len(ranks), duration_s
     )
     num_batches = len(load.latencies_ms)
     for rank, unsent in zip(ranks, waiting, strict=True):
         rank.forget(len(unsent), num_steps)
-    return {
+    figures = {
         f"{name} (1/s)": load.per_s * (num_steps or 1),
         f"{name}: CPU of each, server (ms)": (server.cpu_s() - cpu_s) / num_batches * 1000,
         f"{name}: CPU of each, client (ms)": load.client_cpu_ms,
     }
+    if url:
+        figures[f"{name}: CPU of each, PostgreSQL (ms)"] = (postgresql_cpu_s(url) - database_cpu_s) / num_batches * 1000
+    return figures
 
 
 def event_lags(server: Server, rank: Rank, job_id: str, num_streams: int, num_events: int) -> tuple[list[float], list[float]]:
@@ -185,12 +196,13 @@ def event_lags(server: Server, rank: Rank, job_id: str, num_streams: int, num_ev
     return lags_ms, reports_ms
 
 
-def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Measure one server once. The keys name figure and unit."""
-    ranks, job_ids = ranks_of(server, corpus)
-    figures = report_load(server, ranks, options.seconds, f"heartbeats, {NUM_ATTEMPTS} connections", 0)
-    for size in (20, 1000):
-        figures |= report_load(server, ranks, options.seconds, f"metric samples, batches of {size}", size)
+def measure(server: Server, corpus: Path, options: argparse.Namespace, url: str | None) -> dict[str, float]:
+    """Measure one server once. The keys name figure and unit. url: of its PostgreSQL."""
+    ranks, job_ids = ranks_of(server, corpus, url)
+    figures: dict[str, float] = {}
+    for size in options.batch or MOST_PER_S:
+        name = f"metric samples, batches of {size}" if size else f"heartbeats, {NUM_ATTEMPTS} connections"
+        figures |= report_load(server, ranks, options.seconds, name, size, url)
     if not options.streams:
         return figures
     lags_ms, reports_ms = event_lags(server, ranks[0], job_ids[0], options.streams, options.events)
@@ -204,14 +216,21 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
 def main() -> int:
     """Print and write the table."""
     parser = options_of(__doc__)
+    parser.add_argument("--database", choices=["sqlite", "postgresql"], default="sqlite")
+    parser.add_argument(
+        "--batch", type=int, choices=sorted(MOST_PER_S), action="append", help="steps of a batch (default: all)"
+    )
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement of reports")
     parser.add_argument("--streams", type=int, default=1000, help="open streams of events; 0 leaves them out")
     parser.add_argument("--events", type=int, default=20)
     options = parser.parse_args()
 
     def once(tree: Path, folder: Path, corpus: Path) -> dict[str, float]:
-        with running(tree, folder, slots=NUM_ATTEMPTS, settings=SETTINGS) as server:
-            return measure(server, corpus, options)
+        with (
+            settings_for(options.database) as settings,
+            running(tree, folder, slots=NUM_ATTEMPTS, settings=SETTINGS | settings) as server,
+        ):
+            return measure(server, corpus, options, settings.get("OCTET_DATABASE_URL"))
 
     title = "Reports and streams of the control plane"
     return compare(options, "benchmarks.control_plane_reports", title, "reports-and-streams", once)

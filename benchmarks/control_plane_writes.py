@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,17 @@ SUBMISSIONS = {16: 30, 4: 60, 1: 100}
 class Application:
     """The application of the tree that PYTHONPATH names, with a database of its own and attempts that train."""
 
-    def __init__(self, folder: Path, corpus: Path) -> None:
+    def __init__(self, folder: Path, corpus: Path, url: str | None = None) -> None:
+        """url: of an empty database; None for one of SQLite in the folder."""
         from api_schemas import PoolConfig
         from service.app import create_app
         from service.db.engine import Database
         from service.settings import Settings
 
         pools = (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=CLIENTS),)
-        self.database = Database(f"sqlite:///{folder}/octet.db")
+        self.database = Database(url or f"sqlite:///{folder}/octet.db")
         self.database.migrate()
-        self._app: Callable[..., Awaitable[None]] = create_app(Settings(data_dir=folder, pools=pools), database=self.database)
+        self.asgi: Any = create_app(Settings(data_dir=folder, pools=pools), database=self.database)
         self._corpus = corpus
         self._num_jobs = 0
         self._num_reports: dict[str, int] = {}
@@ -67,7 +68,7 @@ class Application:
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
 
-        await self._app(scope, receive, send)
+        await self.asgi(scope, receive, send)
         if sent[0]["status"] >= 300:
             raise RuntimeError(f"{path}: {sent[1]['body'].decode()}")
         return json.loads(sent[1]["body"])

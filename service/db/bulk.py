@@ -19,11 +19,14 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from service.db.arrays import array_text
+from service.db.kept import Kept
 
 Statement = Update | Delete
 Row = Mapping[str, Any]
 Transaction = Session | Connection
 """A transaction that has begun: of a session, or without one."""
+RowTransaction = Transaction | Kept
+"""A transaction in which the statements below are executed."""
 _Convert = Callable[[Any], Any] | None
 
 _MOST_ROWS = 128
@@ -39,24 +42,30 @@ class Changes:
         self._converts: dict[str, list[_Convert]] = {}
         self._sql: dict[tuple[str, int], str] = {}
 
-    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> None:
+    def execute(self, transaction: RowTransaction, rows: Sequence[tuple[Any, ...]]) -> None:
         """Change rows. Each has its key, and then the values of the columns. No key comes twice."""
         if not rows:
             return
-        connection = connection_of(transaction)
+        connection = runner_of(transaction)
         dialect = connection.dialect
+        if dialect.name == "sqlite":
+            converted = list(zip(*self._columns(rows, dialect), strict=True))
+            for begin, end in _parts(len(converted)):
+                run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
+        else:
+            run(connection, self._text(dialect, 0), self._arrays(rows, dialect))
+
+    def _arrays(self, rows: Sequence[tuple[Any, ...]], dialect: Dialect) -> tuple[Any, ...]:
+        """Return each column of rows as the parameter of a statement of PostgreSQL."""
+        return _arrays([self._table.columns[name] for name in self._names], self._columns(rows, dialect))
+
+    def _columns(self, rows: Sequence[tuple[Any, ...]], dialect: Dialect) -> list[Sequence[Any]]:
+        """Return the values of each column as the driver takes them."""
         if dialect.name not in self._converts:
             columns_of_table = [self._table.columns[name] for name in self._names]
             self._converts[dialect.name] = [_convert_of(column, dialect) for column in columns_of_table]
         pairs = zip(self._converts[dialect.name], zip(*rows, strict=True), strict=True)
-        columns = [_converted(column, convert) if convert else column for convert, column in pairs]
-        if dialect.name == "sqlite":
-            converted = list(zip(*columns, strict=True))
-            for begin, end in _parts(len(converted)):
-                run(connection, self._text(dialect, end - begin), tuple(chain.from_iterable(converted[begin:end])))
-        else:
-            given = [self._table.columns[name] for name in self._names]
-            run(connection, self._text(dialect, 0), _arrays(given, columns))
+        return [_converted(column, convert) if convert else column for convert, column in pairs]
 
     def _text(self, dialect: Dialect, num_rows: int) -> str:
         key = dialect.name, num_rows
@@ -80,9 +89,9 @@ class ForIds:
         self._build = build
         self._compiled: dict[tuple[str, int], _Compiled] = {}
 
-    def execute(self, transaction: Transaction, ids: Sequence[str], **others: Any) -> Sequence[tuple[Any, ...]]:
+    def execute(self, transaction: RowTransaction, ids: Sequence[str], **others: Any) -> Sequence[tuple[Any, ...]]:
         """Execute the statement; returns a query's rows as the driver gives them. ids: at least one."""
-        connection = connection_of(transaction)
+        connection = runner_of(transaction)
         key = connection.dialect.name, len(ids)
         names = [f"id_{number}" for number in range(len(ids))]
         if key not in self._compiled:
@@ -118,14 +127,14 @@ class Rows:
         self._converts: dict[str, list[tuple[int, Callable[[Any], Any]]]] = {}
         self._sql: dict[tuple[str, int], str] = {}
 
-    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
+    def execute(self, transaction: RowTransaction, rows: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
         """Write rows. A row has the values of all columns but those of `always`, in the order of the table.
 
         Returns what the statement returns (`then`), in no order.
         """
         if not rows:
             return []
-        connection = connection_of(transaction)
+        connection = runner_of(transaction)
         dialect = connection.dialect
         if dialect.name == "sqlite":
             converted = list(zip(*self._columns(rows, dialect), strict=True))
@@ -166,9 +175,12 @@ class Rows:
         return self._sql[key]
 
 
-def add_together(transaction: Transaction, parts: Sequence[tuple[Rows, Sequence[tuple[Any, ...]]]]) -> None:
-    """Add rows to several tables, which may refer to rows that are added before them: on PostgreSQL by one statement."""
-    connection = connection_of(transaction)
+def write_together(transaction: RowTransaction, parts: Sequence[tuple[Rows | Changes, Sequence[tuple[Any, ...]]]]) -> None:
+    """Add and change rows of several tables, by one statement on PostgreSQL. Rows may refer to rows that are added before them.
+
+    No row is written twice.
+    """
+    connection = runner_of(transaction)
     filled = [(rows, values) for rows, values in parts if values]
     if connection.dialect.name == "sqlite":
         for rows, values in filled:
@@ -207,6 +219,11 @@ def connection_of(transaction: Transaction) -> Connection:
     return transaction if isinstance(transaction, Connection) else transaction.connection()
 
 
+def runner_of(transaction: RowTransaction) -> Connection | Kept:
+    """Return what `run` executes the statements of a transaction with."""
+    return transaction.connection() if isinstance(transaction, Session) else transaction
+
+
 @contextmanager
 def session_of(transaction: Transaction) -> Iterator[Session]:
     """Give a transaction a session if it has none, for the ORM. What the session writes is flushed when the block ends."""
@@ -218,8 +235,10 @@ def session_of(transaction: Transaction) -> Iterator[Session]:
         session.flush()
 
 
-def run(connection: Connection, sql: str, parameters: Any = ()) -> Sequence[tuple[Any, ...]]:
+def run(connection: Connection | Kept, sql: str, parameters: Any = ()) -> Sequence[tuple[Any, ...]]:
     """Let the driver execute a statement; returns a query's rows. Raises the driver's errors as SQLAlchemy does."""
+    if isinstance(connection, Kept):
+        return connection.run(sql, parameters)
     dialect = connection.dialect
     cursor = connection.connection.cursor()
     try:

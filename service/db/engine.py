@@ -20,7 +20,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, make_url,
 from sqlalchemy.exc import DBAPIError, DisconnectionError, OperationalError
 from sqlalchemy.orm import Session
 
-from service.db.bulk import run
+from service.db.bulk import RowTransaction, run
+from service.db.kept import Kept
 from service.db.log_copies import MOST_PAGES, LogCopies
 from service.db.migrate import check, upgrade
 
@@ -58,10 +59,12 @@ class Database:
         self._is_migrated = False
         self._one_writer = threading.Lock()
         self._log_copies: LogCopies | None = None
+        self._kept: Kept | None = None
         self._writing_by_step: dict[int, Engine] = {}  # only for whoever has `_one_writer`
         if self.is_sqlite:
             self._reading, self._writing = self._engine, self._engine.execution_options(**{_SQLITE_WRITE: True})
             if self._engine.url.database:
+                self._kept = Kept(self._engine)
                 self._log_copies = LogCopies(self._engine.url.database, self._alone)
         else:
             self._writing = self._engine
@@ -115,7 +118,21 @@ class Database:
         with self._timed("write"), self._turn_to_write() as engine, engine.begin() as connection:
             yield connection
 
-    def now(self, session: Session | Connection, told: datetime | None = None) -> datetime:
+    @contextmanager
+    def write_rows_quickly(self) -> Iterator[Connection | Kept]:
+        """Open a write transaction as `write_rows` does, of which no session can be made."""
+        if self._kept is None:
+            with self.write_rows() as connection:
+                yield connection
+            return
+        with (
+            self._timed("write"),
+            self._turn_to_write() as engine,
+            self._kept.transaction(engine.get_execution_options()[_SQLITE_WAIT_MS]) as kept,
+        ):
+            yield kept
+
+    def now(self, session: RowTransaction, told: datetime | None = None) -> datetime:
         """The time that leases are measured by. On PostgreSQL it is the server's, which all processes share.
 
         told: what a statement of this transaction read from PostgreSQL's clock.
@@ -124,6 +141,7 @@ class Database:
             return self._clock.now()
         if self.is_sqlite:
             return datetime.now(UTC)
+        assert not isinstance(session, Kept), "only SQLite has one"
         moment = told or session.execute(select(func.clock_timestamp())).scalar_one()
         return moment.astimezone(UTC)
 
@@ -136,6 +154,8 @@ class Database:
     def close(self) -> None:
         if self._log_copies is not None:
             self._log_copies.close()
+        if self._kept is not None:
+            self._kept.close()
         self._engine.dispose()
 
     @contextmanager

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Generic, TypeGuard, TypeVar
 
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
@@ -18,7 +19,23 @@ KEPT_WAITING_S = 0.5
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
-AnyFuture = Future[Answer] | asyncio.Future[Answer]
+
+
+@dataclass(frozen=True, eq=False)
+class _Told(Generic[Answer]):
+    """A function that an event loop calls with an answer, without a future for each."""
+
+    loop: asyncio.AbstractEventLoop
+    answered: Callable[[Answer | Exception], None]
+
+    def settle(self, answer: Answer | Exception) -> None:
+        try:
+            self.answered(answer)
+        except Exception as error:  # noqa: BLE001  the other requests of the transaction get their answers
+            self.loop.call_exception_handler({"message": "an answer was not taken", "exception": error})
+
+
+Waiter = Future[Answer] | asyncio.Future[Answer] | _Told[Answer]
 
 
 class Together(Generic[Request, Answer]):
@@ -39,7 +56,7 @@ class Together(Generic[Request, Answer]):
         """name: of the thread. max_weight: of the requests of one transaction together, as `weigh` tells it."""
         self._write_all_of = write
         self._max_weight, self._weigh = max_weight, weigh
-        self._waiting: list[tuple[Request, AnyFuture[Answer]]] = []
+        self._waiting: list[tuple[Request, Waiter[Answer]]] = []
         self._lock = threading.Lock()
         self._is_writing = False
         self._writer = ThreadPoolExecutor(1, name)
@@ -55,14 +72,22 @@ class Together(Generic[Request, Answer]):
         """Store a request soon, for the event loop that runs. The future raises as that of `add` does."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
-        if self._add(request, future):
-            loop.call_soon(self._begin)  # requests that the loop has read in the same turn share the transaction
+        self._ask(loop, request, future)
         return future
 
-    def _add(self, request: Request, future: "AnyFuture[Answer]") -> bool:
+    def tell(self, request: Request, answered: Callable[[Answer | Exception], None]) -> None:
+        """Store a request soon, and let the event loop that runs call `answered` once, with what `ask` returns or raises."""
+        loop = asyncio.get_running_loop()
+        self._ask(loop, request, _Told(loop, answered))
+
+    def _ask(self, loop: asyncio.AbstractEventLoop, request: Request, waiter: "Waiter[Answer]") -> None:
+        if self._add(request, waiter):
+            loop.call_soon(self._begin)  # requests that the loop has read in the same turn share the transaction
+
+    def _add(self, request: Request, waiter: "Waiter[Answer]") -> bool:
         """Return True if the writer has to be woken."""
         with self._lock:
-            self._waiting.append((request, future))
+            self._waiting.append((request, waiter))
             was_writing, self._is_writing = self._is_writing, True
         return not was_writing
 
@@ -84,7 +109,7 @@ class Together(Generic[Request, Answer]):
             waiting, self._waiting = self._waiting, []
         _settle_all([(future, error) for _, future in waiting if _is_wanted(future)])
 
-    def _take(self) -> "list[tuple[Request, AnyFuture[Answer]]]":
+    def _take(self) -> "list[tuple[Request, Waiter[Answer]]]":
         """Take the requests of the next transaction, at least one. Returns none, and ends the turn, if none waits."""
         with self._lock:
             number, weight = 0, 0
@@ -105,20 +130,21 @@ class Together(Generic[Request, Answer]):
             return [answer for one in requests for answer in self._write([one])]
 
 
-def _is_wanted(future: "AnyFuture[Answer]") -> bool:
+def _is_wanted(waiter: "Waiter[Answer]") -> bool:
     """Return False if the request was cancelled while it waited."""
-    return not future.cancelled() if isinstance(future, asyncio.Future) else future.set_running_or_notify_cancel()
+    if isinstance(waiter, _Told):
+        return True
+    return not waiter.cancelled() if isinstance(waiter, asyncio.Future) else waiter.set_running_or_notify_cancel()
 
 
-def _settle_all(settled: "Sequence[tuple[AnyFuture[Answer], Answer | Exception]]") -> None:
-    """Give each future its answer. An event loop is woken once for all of its own: each time costs a system call."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[AnyFuture[Answer], Answer | Exception]]] = {}
-    here: list[tuple[AnyFuture[Answer], Answer | Exception]] = []
-    for future, answer in settled:
-        of_loop = by_loop.setdefault(future.get_loop(), []) if isinstance(future, asyncio.Future) else here
-        of_loop.append((future, answer))
-    _settle(here)
+def _settle_all(settled: "Sequence[tuple[Waiter[Answer], Answer | Exception]]") -> None:
+    """Give each its answer. An event loop is woken once for all of its own: each time costs a system call."""
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Waiter[Answer], Answer | Exception]]] = {}
+    for waiter, answer in settled:
+        by_loop.setdefault(_loop_of(waiter), []).append((waiter, answer))
+    _settle(by_loop.pop(None, ()))
     for loop, of_loop in by_loop.items():
+        assert loop is not None, "those without a loop are settled"
         try:
             loop.call_soon_threadsafe(_settle, of_loop)
         except RuntimeError:
@@ -126,14 +152,22 @@ def _settle_all(settled: "Sequence[tuple[AnyFuture[Answer], Answer | Exception]]
                 raise
 
 
-def _settle(settled: "Iterable[tuple[AnyFuture[Answer], Answer | Exception]]") -> None:
-    for future, answer in settled:
-        if future.cancelled():
+def _loop_of(waiter: "Waiter[Answer]") -> asyncio.AbstractEventLoop | None:
+    if isinstance(waiter, _Told):
+        return waiter.loop
+    return waiter.get_loop() if isinstance(waiter, asyncio.Future) else None
+
+
+def _settle(settled: "Iterable[tuple[Waiter[Answer], Answer | Exception]]") -> None:
+    for waiter, answer in settled:
+        if isinstance(waiter, _Told):
+            waiter.settle(answer)
+        elif waiter.cancelled():
             continue
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
+        elif isinstance(answer, Exception):
+            waiter.set_exception(answer)
         else:
-            future.set_result(answer)
+            waiter.set_result(answer)
 
 
 def _is_of_the_database(answer: object) -> TypeGuard[Exception]:

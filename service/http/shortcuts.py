@@ -37,6 +37,12 @@ class Usual:
         value = self._headers.get(name)
         return None if value is None else value.decode("latin-1")
 
+    def again(self, body: bytes, num_bytes: int) -> "Usual":
+        """Make a request with the same head, but for the length of its body. body: what has come of it."""
+        other = Usual(self.scope, body, self.path_params)
+        other._headers = self._headers | {b"content-length": b"%d" % num_bytes}
+        return other
+
     @property
     def query(self) -> dict[str, str] | None:
         """The query's parameters; None if one comes twice."""
@@ -64,8 +70,11 @@ class Direct(Protocol):
     def takes(self, usual: Usual) -> bool:
         """Return True if the head of a request is usual. Its body, which has not come yet, is held in memory then."""
 
-    def ask(self, usual: Usual, answer: Callable[[Response], None]) -> bool:
-        """Begin to answer a whole request, and call `answer` later. Returns False, and does nothing, if it is not usual."""
+    def ask(self, usual: Usual, answer: Callable[[Response | bytes], None]) -> bool:
+        """Begin to answer a whole request, and call `answer` later; bytes are the JSON of an answer with 200.
+
+        Returns False, and does nothing, if it is not usual.
+        """
 
 
 Answer = Callable[[Usual], Awaitable[Response | None]]

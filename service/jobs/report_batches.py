@@ -7,10 +7,11 @@ still counts is decided where the batch is applied.
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy.orm import Session
 
@@ -21,7 +22,7 @@ from service.errors import ServiceError
 from service.jobs import reports
 from service.jobs.reports import Applied
 from service.jobs.step_batches import StepBatch
-from service.jobs.usual_reports import SentBatch, apply_usual
+from service.jobs.usual_reports import SentBatch, apply_usual, may_be_usual
 from service.store.ids import is_id
 
 _MAX_REPORTS_TOGETHER = 2000
@@ -49,6 +50,10 @@ class ReportBatches:
         """Apply a batch soon, for the event loop that runs. The future raises as that of `add` does."""
         return self._together.ask(sent)
 
+    def tell(self, sent: SentBatch, answered: Callable[[Applied | Exception], None]) -> None:
+        """Apply a batch soon, and let the event loop that runs call `answered` with what `ask` returns or raises."""
+        self._together.tell(sent, answered)
+
     def remembers(self, attempt_id: str, token: str) -> bool:
         """Return True if `knows` has found this token to be the attempt's."""
         return hmac.compare_digest(self._token_hashes.get(attempt_id, b""), _hash(token))
@@ -66,13 +71,28 @@ class ReportBatches:
         self._token_hashes[attempt_id] = _hash(token)
         return True
 
-    def _apply_all(self, together: Sequence[SentBatch]) -> "list[Applied | Exception]":
+    def _apply_all(self, together: Sequence[SentBatch]) -> "Sequence[Applied | Exception]":
+        if len({sent.attempt_id for sent in together}) == len(together) and all(may_be_usual(sent.batch) for sent in together):
+            with suppress(_Unusual):
+                return self._apply_usual(together)
+        return self._decide_all(together)
+
+    def _apply_usual(self, together: Sequence[SentBatch]) -> list[Applied]:
+        """Apply batches of which there is nothing to decide. Raises _Unusual, and does nothing, if there is after all."""
+        with self._database.write_rows_quickly() as transaction:
+            store.reporting.lock_jobs(transaction, sorted({sent.attempt_id for sent in together}))
+            applied = apply_usual(transaction, together, self._lease_s, partial(self._database.now, transaction))
+            if len(applied) < len(together):
+                raise _Unusual
+        return [applied[number] for number in range(len(together))]
+
+    def _decide_all(self, together: Sequence[SentBatch]) -> "list[Applied | Exception]":
         answers: dict[int, Applied | Exception] = {}
         with self._database.write_rows() as connection:
             # Two processes that lock the same jobs lock them in this order.
             store.reporting.lock_jobs(connection, sorted({sent.attempt_id for sent in together}))
             now = self._database.now(connection)
-            answers |= apply_usual(connection, together, self._lease_s, now)
+            answers |= apply_usual(connection, together, self._lease_s, lambda _: now)
             if len(answers) < len(together):
                 with Session(connection, expire_on_commit=False) as session, session.begin():
                     for number, sent in enumerate(together):
@@ -88,6 +108,10 @@ class ReportBatches:
                 return reports.apply(session, sent.attempt_id, sent.token, batch, self._lease_s, now)
         except ServiceError as error:
             return error
+
+
+class _Unusual(Exception):
+    """There is something to decide about a batch."""
 
 
 def _hash(token: str) -> bytes:

@@ -51,10 +51,17 @@ _ENDINGS = {"succeeded": AttemptEvent.SUCCEED, "failed": AttemptEvent.FAIL, "can
 class Applied:
     """What a batch did. `phase_s` holds the duration in seconds of each phase of the start that it reported."""
 
-    reply: ReportReply
-    finished: bool
+    desired: DesiredState
+    lease_s: float
+    acknowledged_seq: int
+    finished: bool = False
     queue_wait_s: float | None = None
     phase_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def reply(self) -> ReportReply:
+        """The answer to the rank."""
+        return ReportReply(desired=self.desired, lease_s=self.lease_s, acknowledged_seq=self.acknowledged_seq)
 
 
 def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lease_s: float, now: datetime) -> Applied:
@@ -79,7 +86,7 @@ def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lea
             f"attempt {attempt_id} has epoch {attempt.epoch} and is {attempt.state.value}; got epoch {batch.epoch}. "
             "It no longer counts; end this process."
         )
-    applied = Applied(ReportReply(desired=job.desired, lease_s=lease_s, acknowledged_seq=last_seq), finished=False)
+    applied = Applied(job.desired, lease_s, last_seq)
     if attempt.state.is_terminal:
         return applied  # the rank sends its last batch again because it did not get the answer
     new = _unseen(batch.reports, last_seq)
@@ -89,7 +96,7 @@ def apply(session: Session, attempt_id: str, token: str, batch: ReportBatch, lea
     _Batch(session, job, attempt, batch.rank, now, applied).apply(new)
     if new:
         store.records.set_last_sequence(session, attempt.id, batch.rank, new[-1].seq)
-        applied.reply = ReportReply(desired=job.desired, lease_s=lease_s, acknowledged_seq=new[-1].seq)
+        applied.acknowledged_seq = new[-1].seq
     return applied
 
 

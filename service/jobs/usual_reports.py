@@ -6,19 +6,19 @@ that of `reports.apply`, which decides about all others.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from operator import lt
 from typing import Any
 
-from api_schemas import AttemptState, ReportBatch, ReportReply, StepReport
+from api_schemas import AttemptState, ReportBatch, StepReport
 from service import store
-from service.db.bulk import Transaction
+from service.db.bulk import RowTransaction
 from service.jobs.reports import Applied, is_hash_of, progress
 from service.jobs.step_batches import StepBatch
-from service.store.curves import Part, part_of
-from service.store.reporting import Standing
+from service.store.curves import part_of
+from service.store.reporting import Standing, Steps
 
 _HEARD_BEFORE = {AttemptState.STARTING, AttemptState.RUNNING}
 
@@ -32,12 +32,17 @@ class SentBatch:
     batch: ReportBatch | StepBatch
 
 
-def apply_usual(transaction: Transaction, together: Sequence[SentBatch], lease_s: float, now: datetime) -> dict[int, Applied]:
-    """Apply the usual batches and renew their leases; returns what each did, by its number. The jobs must be locked."""
+def apply_usual(
+    transaction: RowTransaction, together: Sequence[SentBatch], lease_s: float, clock: Callable[[datetime | None], datetime]
+) -> dict[int, Applied]:
+    """Apply the usual batches and renew their leases; returns what each did, by its number. The jobs must be locked.
+
+    clock: tells the time, given what PostgreSQL said in a statement.
+    """
     num_batches = Counter(sent.attempt_id for sent in together)
     by_rank: dict[int, dict[str, int]] = {}
     for number, sent in enumerate(together):
-        if num_batches[sent.attempt_id] == 1 and _may_be_usual(sent.batch):
+        if num_batches[sent.attempt_id] == 1 and may_be_usual(sent.batch):
             by_rank.setdefault(sent.batch.rank, {})[sent.attempt_id] = number
     applied: dict[int, Applied] = {}
     for rank, numbers in by_rank.items():
@@ -45,6 +50,7 @@ def apply_usual(transaction: Transaction, together: Sequence[SentBatch], lease_s
         usual = {number: standings[id_] for id_, number in numbers.items() if id_ in standings}
         usual = {number: standing for number, standing in usual.items() if _is_usual(together[number], standing)}
         if usual:
+            now = clock(next(iter(usual.values())).told)
             until = now + timedelta(seconds=lease_s)
             beats = [standing.attempt_id for number, standing in usual.items() if not together[number].batch.reports]
             if beats:
@@ -55,12 +61,12 @@ def apply_usual(transaction: Transaction, together: Sequence[SentBatch], lease_s
         for number, standing in usual.items():
             reports = together[number].batch.reports
             acknowledged = reports[-1].seq if reports else standing.last_seq
-            reply = ReportReply.model_construct(desired=standing.desired, lease_s=lease_s, acknowledged_seq=acknowledged)
-            applied[number] = Applied(reply, finished=False)
+            applied[number] = Applied(standing.desired, lease_s, acknowledged)
     return applied
 
 
-def _may_be_usual(batch: ReportBatch | StepBatch) -> bool:
+def may_be_usual(batch: ReportBatch | StepBatch) -> bool:
+    """Return True for a heartbeat, and for steps of rank 0."""
     if not batch.reports:
         return True
     return batch.rank == 0 and (
@@ -93,20 +99,15 @@ def _rise_from(last: int, steps: Sequence[int]) -> bool:
 
 
 def _write_steps(
-    transaction: Transaction, batches: Sequence[tuple[Standing, ReportBatch | StepBatch]], now: datetime, until: datetime
+    transaction: RowTransaction, batches: Sequence[tuple[Standing, ReportBatch | StepBatch]], now: datetime, until: datetime
 ) -> None:
     """Write the batches of rank 0 that have steps. until: the end of the attempts' leases."""
-    attempts: list[tuple[Any, ...]] = []
-    jobs: list[tuple[Any, ...]] = []
-    sequences: list[tuple[str, int, int]] = []
-    parts: list[Part] = []
+    rows = Steps()
     for standing, batch in batches:
         moments, steps = [report.at for report in batch.reports], _steps(batch)
-        attempts.append((standing.attempt_id, steps[-1].step, now, now, until))
+        rows.attempts.append((standing.attempt_id, steps[-1].step, now, now, until))
         # In the order of the columns of `store.reporting.note_steps`.
-        jobs.append((standing.job_id, *progress(steps[-1], standing.num_steps).values(), now))
-        sequences.append((standing.attempt_id, batch.rank, batch.reports[-1].seq))
-        parts.append(part_of(standing.job_id, standing.attempt_id, moments, steps))
-    store.reporting.note_steps(transaction, attempts, jobs)
-    store.reporting.put_sequences(transaction, sequences)
-    store.curves.add_parts(transaction, parts)
+        rows.jobs.append((standing.job_id, *progress(steps[-1], standing.num_steps).values(), now))
+        rows.sequences.append((standing.attempt_id, batch.rank, batch.reports[-1].seq))
+        rows.parts.append(part_of(standing.job_id, standing.attempt_id, moments, steps))
+    store.reporting.note_steps(transaction, rows)

@@ -9,7 +9,7 @@ Requests are parsed by httptools (the parser of Node.js), which is C where h11 i
 
 import asyncio
 import logging
-import time
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,7 +92,12 @@ class LimitedProtocol(HttpToolsProtocol):
     address: str
     _num_head_bytes = 0
     _num_unread_bytes = 0
+    _ends_at = math.inf
+    """When the phase has to be over, by the clock of the event loop."""
+    _rests_until = math.inf
+    """When a connection that rests between two requests is ended."""
     _deadline: asyncio.TimerHandle | None = None
+    """Comes no later than both. It is not moved with each request: it looks when it comes, and waits again."""
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -175,14 +180,41 @@ class LimitedProtocol(HttpToolsProtocol):
             self._begin("body", self.open_connections.body_timeout_s)
 
     def _begin(self, phase: Phase, timeout_s: float | None) -> None:
-        self.phase, self.phase_began_at = phase, time.monotonic()
+        self.phase, self.phase_began_at = phase, self.loop.time()
+        self._ends_at = math.inf if timeout_s is None else self.phase_began_at + timeout_s
+        self._watch()
+
+    def _rest(self, timeout_s: float) -> None:
+        """Begin to wait for the next request. Does what uvicorn does after an answer, and sets no timer for each."""
+        self._rests_until = self.loop.time() + timeout_s
+        self.flow.resume_reading()
+        self._follow()
+        self._watch()
+
+    def _unset_keepalive_if_required(self) -> None:
+        self._rests_until = math.inf
+        super()._unset_keepalive_if_required()
+
+    def _watch(self) -> None:
+        """Have a timer that comes no later than the next deadline."""
+        next_at = min(self._ends_at, self._rests_until)
+        if next_at == math.inf or (self._deadline is not None and self._deadline.when() <= next_at):
+            return
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if timeout_s is None else self.loop.call_later(timeout_s, self._end_late)
+        self._deadline = self.loop.call_at(next_at, self._look)
 
-    def _end_late(self) -> None:
-        if not self.transport.is_closing():
+    def _look(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        now = self.loop.time()
+        if now >= self._rests_until:
+            self.transport.close()
+        elif now >= self._ends_at:
             self._refuse("408 Request Timeout", f"the {self.phase} of the request did not arrive in time")
+        else:
+            self._watch()
 
     def _refuse(self, status: str, reason: str) -> None:
         """Answer in plain bytes, if no answer has begun, and end the connection. Nothing of it reaches the app."""

@@ -44,7 +44,8 @@ async def apply(sent: SentBatch, context: AppContext, telemetry: Telemetry) -> R
     except ServiceError as error:
         count_fenced(error, telemetry)
         raise
-    return observed(applied, context, telemetry)
+    observe(applied, context, telemetry)
+    return applied.reply
 
 
 def count_fenced(error: Exception, telemetry: Telemetry) -> None:
@@ -53,9 +54,8 @@ def count_fenced(error: Exception, telemetry: Telemetry) -> None:
         telemetry.fenced_writes.inc()
 
 
-def observed(applied: Applied, context: AppContext, telemetry: Telemetry) -> ReportReply:
-    """Observe what a batch did, wake the dispatcher if its attempt is over, and return the reply."""
+def observe(applied: Applied, context: AppContext, telemetry: Telemetry) -> None:
+    """Observe what a batch did, and wake the dispatcher if its attempt is over."""
     telemetry.observe_report(applied.queue_wait_s, applied.phase_s)
     if applied.finished:
         context.wake()
-    return applied.reply

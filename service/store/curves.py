@@ -19,12 +19,12 @@ from sqlalchemy import Select, delete, func, select
 from sqlalchemy.orm import Session
 
 from api_schemas.report import MAX_REPORTS_PER_BATCH
-from service.db.bulk import Rows, Transaction
+from service.db.bulk import Rows, RowTransaction
 from service.db.tables import Base, CurvePartRow, EvaluationRow, JobRow
 
 MAX_STEPS_PER_PART = MAX_REPORTS_PER_BATCH
 _PARTS, _EVALUATIONS = Base.metadata.tables[CurvePartRow.__tablename__], Base.metadata.tables[EvaluationRow.__tablename__]
-_ADDED, _EVALUATED = Rows(_PARTS), Rows(_EVALUATIONS, replaces=True)
+ADDED_PARTS, _EVALUATED = Rows(_PARTS), Rows(_EVALUATIONS, replaces=True)
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
 
 _INTEGERS = ("step", "at", "tokens")
@@ -99,9 +99,9 @@ def part_of(job_id: str, attempt_id: str, moments: Sequence[datetime], steps: Se
     return Part(job_id, steps[-1].step, steps[0].step, count, attempt_id, packed)
 
 
-def add_parts(transaction: Transaction, parts: Sequence[Part]) -> None:
+def add_parts(transaction: RowTransaction, parts: Sequence[Part]) -> None:
     """Add parts that begin after the ends of their jobs' curves."""
-    _ADDED.execute(transaction, parts)
+    ADDED_PARTS.execute(transaction, parts)
 
 
 def put_points(session: Session, job_id: str, points: Iterable[Point]) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, bindparam, delete, func, literal_column, s
 from sqlalchemy.orm import Session
 
 from api_schemas import DesiredState, FailureReason, JobState, JsonScalar
-from service.db.bulk import Rows, Transaction, add_together, connection_of
+from service.db.bulk import Rows, Transaction, connection_of, write_together
 from service.db.tables import AttemptRow, Base, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
 from service.store.ids import new_id, new_ids
 
@@ -89,7 +89,7 @@ def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) ->
         rows.append((*others, created_at, created_at))
         events.append((event_id, job.id, now, f"accepted into pool {job.pool!r} with priority {job.priority}"))
     labels = [(job.id, key, value) for job in jobs for key, value in job.labels.items()]
-    add_together(transaction, [(_NEW_JOBS, rows), (_LABELS, labels), (_FIRST_EVENTS, events)])
+    write_together(transaction, [(_NEW_JOBS, rows), (_LABELS, labels), (_FIRST_EVENTS, events)])
 
 
 _TABLES = Base.metadata.tables

@@ -4,14 +4,18 @@ The rows stay outside the session, so these functions come before anything else 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, BindParameter, Select, Update, bindparam, cast, func, select, update
+from sqlalchemy import BigInteger, BindParameter, DateTime, Select, Update, bindparam, cast, func, select, update
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 from api_schemas import AttemptState, DesiredState
-from service.db.bulk import Changes, ForIds, Rows, Transaction, connection_of
+from service.db.bulk import Changes, ForIds, Rows, RowTransaction, runner_of, write_together
 from service.db.tables import AttemptRow, Base, CurvePartRow, JobRow, ReportStreamRow
+from service.store.curves import ADDED_PARTS, Part
 
 _ATTEMPTS, _JOBS = Base.metadata.tables[AttemptRow.__tablename__], Base.metadata.tables[JobRow.__tablename__]
 _STREAMS = Base.metadata.tables[ReportStreamRow.__tablename__]
@@ -31,6 +35,25 @@ class Standing(NamedTuple):
     num_steps: int | None
     last_seq: int
     last_step: int
+    told: datetime | None
+    """What PostgreSQL's clock said."""
+
+
+class _Clock(FunctionElement[datetime]):
+    """The time of PostgreSQL, and NULL on SQLite: `Database.now` knows it there."""
+
+    type = DateTime(timezone=True)
+    inherit_cache = True
+
+
+@compiles(_Clock)
+def _clock(_element: _Clock, _compiler: Any, **_: Any) -> str:
+    return "clock_timestamp()"
+
+
+@compiles(_Clock, "sqlite")
+def _no_clock(_element: _Clock, _compiler: Any, **_: Any) -> str:
+    return "NULL"
 
 
 def _lock(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
@@ -55,6 +78,7 @@ def _standings(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
             func.coalesce(JobRow.steps, cast(JobRow.spec[("training", "steps")].as_string(), BigInteger)),
             func.coalesce(ReportStreamRow.last_seq, 0),
             func.coalesce(end_of_curve, 0),
+            _Clock(),
         )
         .join(JobRow, JobRow.id == AttemptRow.job_id)
         .outerjoin(ReportStreamRow, (ReportStreamRow.attempt_id == AttemptRow.id) & is_rank)
@@ -74,16 +98,30 @@ _LOCK, _STANDINGS, _OF_OTHERS, _OF_RANK_0 = ForIds(_lock), ForIds(_standings), F
 _ATTEMPT_STEPS = Changes(_ATTEMPTS, "id", ["last_step", "last_progress_at", "last_report_at", "lease_expires_at"])
 _JOB_STEPS = Changes(_JOBS, "id", ["step", "loss", "tokens_per_s", "remaining_s", "reported_at"])
 _SEQUENCES = Rows(_STREAMS, replaces=True)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Rows of batches of steps, at most one batch of an attempt. Attempts and jobs have an id, and then the columns of the
+    statements above; sequences and parts have the columns of their tables, in their order.
+    """
+
+    attempts: list[tuple[Any, ...]] = field(default_factory=list)
+    jobs: list[tuple[Any, ...]] = field(default_factory=list)
+    sequences: list[tuple[str, int, int]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+
 _STATES, _DESIRED = {state.value: state for state in AttemptState}, {desired.value: desired for desired in DesiredState}
 
 
-def lock_jobs(transaction: Transaction, attempt_ids: Sequence[str]) -> None:
+def lock_jobs(transaction: RowTransaction, attempt_ids: Sequence[str]) -> None:
     """Lock the jobs of attempts, in the order of the attempts' ids. On SQLite a writer is alone already."""
-    if connection_of(transaction).dialect.name != "sqlite":
+    if runner_of(transaction).dialect.name != "sqlite":
         _LOCK.execute(transaction, attempt_ids)
 
 
-def standings(transaction: Transaction, attempt_ids: Sequence[str], rank: int) -> dict[str, Standing]:
+def standings(transaction: RowTransaction, attempt_ids: Sequence[str], rank: int) -> dict[str, Standing]:
     """Find how attempts stand with their rank of this number; by attempt id. Their jobs must be locked."""
     found = {}
     for attempt_id, job_id, epoch, state, workers, token_hash, was_heard, desired, *numbers in _STANDINGS.execute(
@@ -97,7 +135,7 @@ def standings(transaction: Transaction, attempt_ids: Sequence[str], rank: int) -
 
 
 def note_heartbeats(
-    transaction: Transaction, attempt_ids: Sequence[str], now: datetime, lease_expires_at: datetime | None
+    transaction: RowTransaction, attempt_ids: Sequence[str], now: datetime, lease_expires_at: datetime | None
 ) -> None:
     """Note that attempts were heard now, and renew their leases if the moment when they end is given. At least one attempt."""
     if lease_expires_at is None:
@@ -106,12 +144,14 @@ def note_heartbeats(
         _OF_RANK_0.execute(transaction, attempt_ids, now=now, until=lease_expires_at)
 
 
-def note_steps(transaction: Transaction, attempts: Sequence[tuple[Any, ...]], jobs: Sequence[tuple[Any, ...]]) -> None:
-    """Write how far attempts and jobs are. Rows have an id, and then the columns of the statements above."""
-    _ATTEMPT_STEPS.execute(transaction, attempts)
-    _JOB_STEPS.execute(transaction, jobs)
-
-
-def put_sequences(transaction: Transaction, rows: Sequence[tuple[str, int, int]]) -> None:
-    """Write the sequence numbers of the last reports that were applied. Rows have the columns of the table, in its order."""
-    _SEQUENCES.execute(transaction, rows)
+def note_steps(transaction: RowTransaction, steps: Steps) -> None:
+    """Write what batches of steps say: on PostgreSQL with one statement."""
+    write_together(
+        transaction,
+        [
+            (_ATTEMPT_STEPS, steps.attempts),
+            (_JOB_STEPS, steps.jobs),
+            (_SEQUENCES, steps.sequences),
+            (ADDED_PARTS, steps.parts),
+        ],
+    )

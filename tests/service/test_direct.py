@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from sqlalchemy import text
 
 from api_schemas import JobSpec
@@ -58,6 +59,12 @@ class Served:
         self.connection.request("POST", self.path + query, body, usual | headers)
         answer = self.connection.getresponse()
         return answer.status, {**dict(answer.getheaders()), "date": ""}, answer.read()
+
+    def forget_tokens(self) -> None:
+        """Let the server ask the database about the next report's token."""
+        app = self.server.config.app
+        assert isinstance(app, FastAPI)
+        app.state.context.reports._token_hashes.clear()
 
     def beat(self) -> None:
         """Send a heartbeat, which makes the token known."""
@@ -120,6 +127,7 @@ def test_answers_are_those_of_the_route(served: Served, monkeypatch: pytest.Monk
     direct = served.send(body)
     assert served.through_asgi == []
     monkeypatch.setattr(DirectReports, "matches", lambda *_: None)
+    monkeypatch.setattr(DirectProtocol, "_is_known", lambda *_: False)
     assert served.send(body) == direct
     assert served.through_asgi == [served.path]
 

@@ -24,15 +24,15 @@ class Gate:
 
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.let_go, self.num_transactions = threading.Event(), threading.Event(), 0
-        write = world.database.write_rows
+        turn = world.database._turn_to_write
 
         def held() -> Any:
             self.num_transactions += 1
             self.began.set()
             assert self.let_go.wait(LONG_S)
-            return write()
+            return turn()
 
-        monkeypatch.setattr(world.database, "write_rows", held)
+        monkeypatch.setattr(world.database, "_turn_to_write", held)
 
 
 def sent(rank: Rank, *bodies: Any, token: str | None = None) -> SentBatch:
