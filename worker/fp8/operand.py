@@ -19,7 +19,7 @@ from worker.fp8.in_graph import amax_in_graph, codes_in_graph
 from worker.fp8.recipe import OperandFormat, Recipe
 from worker.kernels import ScaledCodes, ScaleKind
 from worker.kernels.operands import Scaling
-from worker.kernels.sampling import NUM_MEASURES
+from worker.kernels.sampling import NUM_MEASURES, sampled_rows
 
 
 def product(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
@@ -164,7 +164,8 @@ class OperandScaling(KeepsDtypes):
         if own_amax is not None and self.recipe.amax_history_length and self.training:
             self._remember(own_amax)
         if self.is_sampled and self.training:
-            self._sample(kernels.ACTIVATIONS[activation].forward(x), rows, None, None)
+            step = sampled_rows(*x.shape).step
+            self._sample(kernels.ACTIVATIONS[activation].forward(x[::step]), rows.every(step), None, None)
         if own_amax is not None and uses_amax is not None and amax is not None:
             return rows, torch.where(uses_amax, amax, own_amax)
         return rows, own_amax
@@ -263,6 +264,6 @@ class OperandScaling(KeepsDtypes):
 
     def _sample(self, x: Tensor, rows: ScaledCodes | None, columns: ScaledCodes | None, unit: Tensor | None) -> None:
         if rows is not None:
-            self.sample.copy_(kernels.measure(x, rows, unit))
+            kernels.measure(x, rows, unit, self.sample)
         elif columns is not None:
-            self.sample.copy_(kernels.measure(x.t(), columns, unit))
+            kernels.measure(x.t(), columns, unit, self.sample)
