@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
 from api_schemas import GPTSizes
+from api_schemas.levels import LEVELS
 from api_schemas.models.llama import LlamaSizes
 from api_schemas.precision import DEFAULT_STATISTICS_EVERY
 from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
@@ -35,6 +36,7 @@ CASES: tuple[tuple[str, dict[str, object]], ...] = (
     ("te", {}), ("O2", {}), ("O2", {"scaling": "delayed", "amax_history_length": 4}),
 )  # fmt: skip
 NUM_LAYERS = (4, 24)
+OPTIMIZER_LEVELS = tuple(name for name, level in LEVELS.items() if level.engine == "octet")
 NO_LAUNCH = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "detach_", "_unsafe_view", "alias")
 ) | {"device"}
@@ -178,6 +180,19 @@ def clipping(num_layers: int, level: str, clip: Callable[..., Any]) -> tuple[Lau
         return launches, live.peak_bytes
 
 
+def optimizer_step(num_layers: int, level: str) -> Launches:
+    """Count AdamW's second step of so many layers of 512 × 512, with biases and norms."""
+    with fake_gpu(), torch.device(DEVICE_TYPE):
+        layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512)) for _ in range(num_layers)))
+        adamw = torch.optim.AdamW(layers.parameters())
+        model, optimizer = initialize(layers, adamw, level, statistics_every=0, auto_filter=False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(64, 512)).sum().backward()
+            counted = count(optimizer.step)
+        return counted
+
+
 def main() -> None:
     for level, recipe in CASES:
         found = mlp(level, recipe)
@@ -194,6 +209,9 @@ def main() -> None:
         counted = f"{added.num_launches} launches, {added.num_bytes / 1e9:.3f} GB in the step that is sampled"
         shared = f"{launches:.2%} of the launches and {num_bytes:.2%} of the bytes of {DEFAULT_STATISTICS_EVERY} steps"
         sys.stdout.write(f"statistics, block of {family}, {level} {recipe or ''}: {counted}; {shared}\n")
+    for level, num_layers in itertools.product(OPTIMIZER_LEVELS, NUM_LAYERS):
+        by_name = optimizer_step(num_layers, level).by_name
+        sys.stdout.write(f"AdamW's step, {num_layers} layers, {level}: {by_name.total()} launches {dict(by_name)}\n")
     for level, num_layers in itertools.product(("O2", "te"), NUM_LAYERS):
         for name, clip in (("ours", clip_grad_norm_), ("torch's", nn.utils.clip_grad_norm_)):
             found, peak_bytes = clipping(num_layers, level, clip)

@@ -19,7 +19,8 @@ from worker import kernels
 from worker.fp8.gradient import Float8Gradient
 
 _VALUES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-Norm, Clip = Callable[..., Tensor], Callable[..., None]
+Norm = Callable[..., Tensor]
+Clip = Callable[..., None]
 
 
 def let_torch_clip() -> None:
@@ -77,13 +78,13 @@ def _around_clip(torchs: Clip) -> Clip:
     def clip_grads_with_norm_(
         parameters: Tensor | Iterable[nn.Parameter], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        held: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        gradients: list[Any] = [parameter.grad for parameter in held if parameter.grad is not None]
         is_ours = foreach is not False and _are_ours(gradients) and _is_plain(total_norm)
         if is_ours and (total_norm.dtype, total_norm.ndim, total_norm.device) == (torch.float32, 0, gradients[0].device):
             with torch.no_grad():
                 kernels.clip_(codes_of(gradients), scales_of(gradients), total_norm, float(max_norm))
         else:
-            torchs(parameters, max_norm, total_norm, foreach)
+            torchs(held, max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_
