@@ -113,9 +113,9 @@ def norms_kernel(table, parts, out, ORDER: tl.constexpr, SUMS: tl.constexpr):
 
 
 @triton.jit
-def total_norm_kernel(parts, out, num_parts, ORDER: tl.constexpr, SUMS: tl.constexpr):
-    """One program does so for all gradients."""
-    tl.store(out, _norm_of(parts, tl.multiple_of(num_parts, 4), ORDER, SUMS))
+def total_norm_kernel(parts, out, num_quads, ORDER: tl.constexpr, SUMS: tl.constexpr):
+    """One program does so for all gradients. num_quads: a quarter of the number of parts."""
+    tl.store(out, _norm_of(parts, 4 * num_quads, ORDER, SUMS))
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: flo
     """See the twin. Two launches; in fp32, whatever the gradients' dtypes."""
     _, parts, _ = _parts(gradients, scaled, order)
     out = parts.new_empty(())
-    _launch_total(1, parts, out, len(parts), _as_constant(order), SUMS)
+    _launch_total(1, parts, out, len(parts) // 4, _as_constant(order), SUMS)
     return out
 
 
