@@ -24,6 +24,7 @@ from worker.kernels.cuda import (
     amax,
     gates,
     gemm,
+    gradient_norms,
     gradients,
     measurement,
     mx,
@@ -54,7 +55,19 @@ NO_GRADIENT_CODES = (
     | {"GATED_FORMAT": None, "GATED_MARGIN": 0, "gated_out": None}
     | {f"gated_{name}": None for name in ("codes", "amax", "uses_amax")}
 )
-UNALIGNED = {"uses_amax", "gated_uses_amax", "unless", "seed", "step", "stream", "alpha", "row_step"}
+UNALIGNED = {
+    "uses_amax",
+    "gated_uses_amax",
+    "unless",
+    "seed",
+    "step",
+    "stream",
+    "alpha",
+    "low",
+    "high",
+    "row_step",
+    "num_parts",
+}
 
 
 def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -102,11 +115,23 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
             yield f"matmul {name} {is_blockwise}", gemm._matmul, constants
     yield "transpose", transpose._transpose, {"TILE_M": 128, "TILE_N": 128}
     yield from optimizer_kernels(spread=spread)
+    yield from gradient_kernels(spread=spread)
+
+
+def gradient_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Norms of gradients by order 2, infinity and others, clipping, and what works on gradients in codes. spread: order 2."""
+    table = {"ALIGNED": True, "CHUNK": gradient_norms.CHUNK}
+    for order in (2,) if spread else (2, "inf", 3.0):
+        sums = {"ORDER": order, "SUMS": gradient_norms.SUMS}
+        yield f"norm of parts, {order}", gradient_norms.norm_parts_kernel, {**table, "ORDER": order}
+        yield f"norm, {order}", gradient_norms.norms_kernel, sums
+        yield f"norm, total, {order}", gradient_norms.total_norm_kernel, sums
+    yield "clip", gradient_norms.clip_kernel, table
     chunk = {"CHUNK": gradients.CHUNK}
-    yield "norm", gradients.sums_of_squares_kernel, {**chunk, "ALIGNED": True}
-    yield "norm, total", gradients.norms_kernel, {"SUMS": gradients.SUMS}
     yield "accumulated_amax", gradients.accumulated_amax_kernel, chunk
     yield "accumulate", gradients.accumulate_kernel, chunk
+    yield "clamped_amax", gradients.clamped_amax_kernel, chunk
+    yield "clamp", gradients.clamp_kernel, chunk
     yield "mean_of_shards", gradients.mean_of_shards_kernel, {**chunk, "NUM_RANKS": 8}
 
 
@@ -179,12 +204,14 @@ def types_of(name: str) -> dict[str, str]:
         **{f"matmul {a} {blocks}": {"a": pointer, "out": "*bf16"} for a, pointer in FP8.items() for blocks in (True, False)},
     }
     tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}
+    of_norms = {"parts": "*fp32", "norm": "*fp32", "num_quads": "i32", "max_norm_bits": "i32"}
     counted = {"seed": "i64", "step": "i64", "stream": "i64", "stride": "i64", "count": "*i64"}
     if name.startswith("activate"):
         return {**TYPES, **dict.fromkeys(("grad", "gated", "out", "gated_out"), "*bf16"), "amaxes": "*fp32"}
-    if name in ("accumulated_amax", "accumulate"):
-        return {**TYPES, **counted, "alpha": "fp32", "other": "*bf16", "new_scale": "*fp32"}
-    return {**TYPES, **tables, **counted, "partial": "*fp32", "mean": "*fp32", **changed.get(name, {})}
+    if name in ("accumulated_amax", "accumulate", "clamped_amax", "clamp"):
+        given = {"alpha": "fp32", "other": "*bf16", "new_scale": "*fp32", "low": "fp32", "high": "fp32", "is_changed": "*i32"}
+        return {**TYPES, **counted, **given}
+    return {**TYPES, **tables, **counted, "mean": "*fp32", **of_norms, **changed.get(name, {})}
 
 
 def num_warps(name: str) -> int:
@@ -192,7 +219,7 @@ def num_warps(name: str) -> int:
         return optimizer.NUM_WARPS
     if name.startswith("measure"):
         return measurement.WARPS
-    return 4 if name in ("norm", "accumulated_amax", "accumulate", "mean_of_shards") else 8
+    return 4 if name in ("accumulated_amax", "accumulate", "clamped_amax", "clamp", "mean_of_shards") else 8
 
 
 def compile_kernel(name: str, kernel: Any, constants: dict[str, Any], capability: int = 90) -> Any:

@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from triton import knobs
 from triton.runtime.jit import JITFunction
@@ -90,7 +91,18 @@ def fake_gpu() -> Iterator[torch.device]:
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(fake_tensors())
+        stack.enter_context(foreach_takes_fakes())
         yield fake
+
+
+@contextmanager
+def foreach_takes_fakes() -> Iterator[None]:
+    """Let torch's clipping and optimizers take lists of fake tensors at once, as lists of real ones on CUDA."""
+    _foreach_supported_types.append(FakeTensor)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        _foreach_supported_types.remove(FakeTensor)  # type: ignore[arg-type]
 
 
 def see_within(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

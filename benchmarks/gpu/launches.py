@@ -1,4 +1,4 @@
-"""Count the launches of a GPT's MLP, of blocks, and of clipping, on the fake GPU: nothing is launched.
+"""Count the launches of a GPT's MLP, of blocks, of statistics and of clipping, on the fake GPU: nothing is launched.
 
     python -m benchmarks.gpu.launches
 
@@ -7,8 +7,11 @@ tensors of activations that a launch is given or returns; what is read only whil
 once before.
 """
 
+import itertools
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -19,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
 from api_schemas import GPTSizes
+from api_schemas.levels import LEVELS
 from api_schemas.models.llama import LlamaSizes
+from api_schemas.precision import DEFAULT_STATISTICS_EVERY
 from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from benchmarks.gpu.live_bytes import LiveBytes
 from worker import initialize
@@ -31,9 +36,10 @@ CASES: tuple[tuple[str, dict[str, object]], ...] = (
     ("te", {}), ("O2", {}), ("O2", {"scaling": "delayed", "amax_history_length": 4}),
 )  # fmt: skip
 NUM_LAYERS = (4, 24)
+OPTIMIZER_LEVELS = tuple(name for name, level in LEVELS.items() if level.has_own_fp8)
 NO_LAUNCH = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "detach_", "_unsafe_view", "alias")
-) | {"device"}
+) | {"device", "_record_function_enter_new", "_record_function_exit"}
 
 
 class Launches(TorchDispatchMode):
@@ -61,7 +67,16 @@ class Launches(TorchDispatchMode):
         name = kernel.fn.__name__
         is_idle = name == "_amax_flat" and args[2] is not None
         first_read = 1 if name == "complete_kernel" else 0  # its values are read only while a window fills
-        self._count(name, () if is_idle else args[first_read:])
+        if name == "_measure_sample":
+            self._count_sample(*args)
+        else:
+            self._count(name, () if is_idle else args[first_read:])
+
+    def _count_sample(self, x: Tensor, *args: Any) -> None:
+        """Count the rows that `measurement.measure` reads of an operand and of its codes."""
+        codes, (num_rows, num_columns) = args[2], args[10:12]
+        self.by_name["_measure_sample"] += 1
+        self.num_bytes += num_rows * num_columns * (x.itemsize + codes.itemsize)
 
     def _count(self, name: str, arguments: Any) -> None:
         self.by_name[name] += 1
@@ -104,14 +119,19 @@ def mlp(level: str, recipe: dict[str, object]) -> Launches:
         return count_second(model, (x,), gradient)
 
 
-def block(family: str, level: str, recipe: dict[str, object]) -> Launches:
-    """Count the forward and backward pass of one block of a GPT or a Llama, eagerly; its residual stream is fp32."""
+def block(family: str, level: str, recipe: dict[str, object], statistics_every: int = 0) -> Launches:
+    """Count the forward and backward pass of one block of a GPT or a Llama, eagerly; its residual stream is fp32.
+
+    statistics_every: 1 to count a step that samples its operands.
+    """
     with fake_gpu(), torch.device(DEVICE_TYPE):
-        model, given = block_of(family, level, recipe)
+        model, given = block_of(family, level, recipe, statistics_every)
         return count_second(model, given, given[0].detach())
 
 
-def block_of(family: str, level: str, recipe: dict[str, object]) -> tuple[nn.Module, tuple[Any, ...]]:
+def block_of(
+    family: str, level: str, recipe: dict[str, object], statistics_every: int = 0
+) -> tuple[nn.Module, tuple[Any, ...]]:
     """One block of a GPT or a Llama, and what it is called with."""
     sizes = {"hidden_size": HIDDEN, "num_layers": 1, "num_heads": 16, "vocab_size": 64, "max_sequence_length": TOKENS}
     if family == "gpt":
@@ -119,22 +139,58 @@ def block_of(family: str, level: str, recipe: dict[str, object]) -> tuple[nn.Mod
     else:
         sizes |= {"num_key_value_heads": 16, "intermediate_size": 4 * HIDDEN, "rope_theta": 10000, "tie_embeddings": False}
         layers = llama.Block(LlamaSizes.model_validate(sizes))
-    model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=0, auto_filter=False)
+    model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=statistics_every, auto_filter=False)
     x = torch.randn(4, TOKENS // 4, HIDDEN, requires_grad=True)
     turns = llama.rotation(TOKENS // 4, HIDDEN // 16, 10000, x.device)
     return model, (x,) if family == "gpt" else (x, turns)
 
 
-def clipping(num_layers: int) -> tuple[Launches, int]:
-    """Count clipping by the norm of so many layers of 512 × 512 at O2. Also returns the bytes that torch's function takes."""
+@dataclass(frozen=True)
+class Sampling:
+    """What a sampled step of a block adds to one that is not."""
+
+    num_launches: int
+    num_bytes: int
+    plain: Launches
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of the launches and of the bytes of all steps between two samples, at the default interval."""
+        launches = self.num_launches / (DEFAULT_STATISTICS_EVERY * self.plain.by_name.total())
+        return launches, self.num_bytes / (DEFAULT_STATISTICS_EVERY * self.plain.num_bytes)
+
+
+def sampling(family: str, level: str, recipe: dict[str, object]) -> Sampling:
+    """Count what statistics add to a block's step that samples them. The bytes of other activations count as in `block`."""
+    sampled, plain = (block(family, level, recipe, every) for every in (1, 0))
+    added = sampled.by_name.total() - plain.by_name.total(), sampled.num_bytes - plain.num_bytes
+    assert sampled.by_name["_measure_sample"] > plain.by_name["_measure_sample"] == 0
+    return Sampling(*added, plain)
+
+
+def clipping(num_layers: int, level: str, clip: Callable[..., Any]) -> tuple[Launches, int]:
+    """Count clipping by the norm of so many layers of 512 × 512. Also returns the bytes that it takes at its peak."""
     with fake_gpu():
         layers = nn.Sequential(*(linear(512, 512) for _ in range(num_layers)))
-        model, _ = initialize(layers, None, "O2", statistics_every=0, auto_filter=False)
+        model, _ = initialize(layers, None, level, statistics_every=0, auto_filter=False)
         model(torch.randn(64, 512, device=DEVICE_TYPE)).sum().backward()
-        launches = count(lambda: clip_grad_norm_(model.parameters(), 1.0))
+        launches = count(lambda: clip(model.parameters(), 1.0))
         with LiveBytes(see_within=see_within) as live:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            clip(model.parameters(), 1.0)
         return launches, live.peak_bytes
+
+
+def optimizer_step(num_layers: int, level: str) -> Launches:
+    """Count AdamW's second step of so many layers of 512 × 512, with biases and norms."""
+    with fake_gpu(), torch.device(DEVICE_TYPE):
+        layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512)) for _ in range(num_layers)))
+        adamw = torch.optim.AdamW(layers.parameters())
+        model, optimizer = initialize(layers, adamw, level, statistics_every=0, auto_filter=False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(64, 512)).sum().backward()
+            counted = count(optimizer.step)
+        return counted
 
 
 def main() -> None:
@@ -147,10 +203,20 @@ def main() -> None:
             found = block(family, level, recipe)
             moved = f"{found.by_name.total()} launches, {found.num_bytes / 1e9:.3f} GB of activations"
             sys.stdout.write(f"block of {family}, {level} {recipe or ''}: {moved}\n")
-    for num_layers in NUM_LAYERS:
-        found, peak_bytes = clipping(num_layers)
-        launched = f"{found.by_name.total()} launches {dict(found.by_name)}"
-        sys.stdout.write(f"clip {num_layers} layers: {launched}; torch's function takes {peak_bytes:,} bytes\n")
+    for family, (level, recipe) in itertools.product(("gpt", "llama"), CASES):
+        added = sampling(family, level, recipe)
+        launches, num_bytes = added.shares
+        counted = f"{added.num_launches} launches, {added.num_bytes / 1e9:.3f} GB in the step that is sampled"
+        shared = f"{launches:.2%} of the launches and {num_bytes:.2%} of the bytes of {DEFAULT_STATISTICS_EVERY} steps"
+        sys.stdout.write(f"statistics, block of {family}, {level} {recipe or ''}: {counted}; {shared}\n")
+    for level, num_layers in itertools.product(OPTIMIZER_LEVELS, NUM_LAYERS):
+        by_name = optimizer_step(num_layers, level).by_name
+        sys.stdout.write(f"AdamW's step, {num_layers} layers, {level}: {by_name.total()} launches {dict(by_name)}\n")
+    for level, num_layers in itertools.product(("O2", "te"), NUM_LAYERS):
+        for name, clip in (("ours", clip_grad_norm_), ("torch's", nn.utils.clip_grad_norm_)):
+            found, peak_bytes = clipping(num_layers, level, clip)
+            launched = f"{found.by_name.total()} launches {dict(found.by_name)}"
+            sys.stdout.write(f"clip {num_layers} layers, {level}, {name}: {launched}; {peak_bytes:,} bytes\n")
 
 
 if __name__ == "__main__":

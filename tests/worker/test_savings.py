@@ -47,6 +47,9 @@ def families_and_levels() -> list[Any]:
     ]
 
 
+LEVELS_OF_8_BITS = ("O2-8bit", "O3-split-8bit")
+
+
 def levels_in_codes() -> list[Any]:
     levels = ("fp32", *FP8_LEVELS)
     return [level if level in KEEPING else pytest.param(level, marks=pytest.mark.matrix) for level in levels]
@@ -228,10 +231,11 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert torch.equal(leaf, expected_leaf) if isinstance(leaf, Tensor) else leaf == expected_leaf
 
 
-def test_at_8_bits_a_parameter_takes_4_2_bytes_and_one_gradient_is_alive_at_a_time() -> None:
+@pytest.mark.parametrize("level", LEVELS_OF_8_BITS)
+def test_at_8_bits_a_parameter_takes_4_2_bytes_and_one_gradient_is_alive_at_a_time(level: str) -> None:
     blocks = GPTSizes(hidden_size=256, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
     model: Any = GPT(blocks)
-    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), "O2-8bit", statistics_every=0)
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), level, statistics_every=0)
     assert optimizer is not None
     alive: list[int] = []
     for parameter in model.parameters():  # these hooks run before those that release
@@ -328,15 +332,35 @@ def test_only_states_of_what_is_stepped_and_of_the_next_are_on_the_device() -> N
         assert torch.equal(state["exp_avg"]["codes"], torch.full((64,), 0.1 + 1.0))
 
 
-def test_an_offloaded_optimizer_continues_from_a_saved_one() -> None:
-    model, optimizer = make("gpt", "O2-8bit")
-    offload_optimizer(optimizer)
-    model.loss(batch_of("gpt")).loss.backward()
-    optimizer.step()
-    again = copy.deepcopy(optimizer)
-    assert again.host_states is not None
-    again.load_state_dict(optimizer.state_dict())
-    assert_equal(again.state_dict(), optimizer.state_dict())
+@pytest.mark.parametrize("level", LEVELS_OF_8_BITS)
+def test_an_offloaded_optimizer_continues_from_a_saved_one(level: str) -> None:
+    """Also one that was saved without offload, to the bits of a run that was not interrupted."""
+
+    def step(model: Any, optimizer: LowBitOptimizer) -> None:
+        model.loss(batch_of("gpt")).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make("gpt", level)
+    step(model, optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    step(model, optimizer)
+    for is_saved_offloaded in (False, True):
+        again, continued = make("gpt", level)
+        offload_optimizer(continued)
+        if is_saved_offloaded:
+            step(again, continued)
+            assert_equal(continued.state_dict(), saved[1])
+            again, continued = copy.deepcopy((again, continued))
+        again.load_state_dict(saved[0])
+        continued.load_state_dict(saved[1])
+        assert continued.host_states is not None
+        step(again, continued)
+        assert_equal((again.state_dict(), continued.state_dict()), (model.state_dict(), optimizer.state_dict()))
+
+
+def test_only_an_optimizer_of_initialize_is_offloaded() -> None:
+    model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="got a SGD not from initialize"):
         offload_optimizer(torch.optim.SGD(model.parameters()))
 
@@ -352,8 +376,11 @@ SAVINGS = {
 }
 
 
-def test_a_job_trains_with_all_of_them_and_resumes_to_the_bit(tmp_path: Path, spec_document: dict[str, Any]) -> None:
-    document = with_training(spec_document, "O2-8bit", steps=4, checkpoint_every=2, **SAVINGS)
+@pytest.mark.parametrize("level", LEVELS_OF_8_BITS)
+def test_a_job_trains_with_all_of_them_and_resumes_to_the_bit(
+    tmp_path: Path, spec_document: dict[str, Any], level: str
+) -> None:
+    document = with_training(spec_document, level, steps=4, checkpoint_every=2, **SAVINGS)
     recorder, summary = train(document, tmp_path)
     assert summary.memory_bytes["gradients"] == 0
     assert all(step.gradient_norm > 0 for step in recorder.of(StepReport))

@@ -28,7 +28,7 @@ from worker.errors import InvalidConfig
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.fp8.fallback import Fallback
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.kernels.cuda import gradients
+from worker.kernels.cuda import gradient_norms
 from worker.kernels.held import holding
 from worker.mesh import Mesh
 from worker.optim import LowBitAdamW, LowBitOptimizer
@@ -292,7 +292,7 @@ def test_the_table_of_groups_stays_where_it_is() -> None:
 
 def test_a_table_lives_as_long_as_the_recording_that_reads_it() -> None:
     def send(content: list[list[int]]) -> Tensor:
-        return gradients._sent("of a test", content, torch.device("cpu"), torch.int64, lambda rows: rows)
+        return gradient_norms._sent("of a test", content, torch.device("cpu"), torch.int64, lambda rows: rows)
 
     table = weakref.ref(send([[1, 2]]))
     with holding() as held:

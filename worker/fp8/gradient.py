@@ -7,6 +7,7 @@ lose every contribution smaller than 1/16 of the running sum). Any other op read
 into the gradient or a view of it, has the changed values encoded again (`gradient_ops.py`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,12 @@ class RoundingPosition:
         """codes × dequant_scale += alpha · other, rounded with the next draw; shapes and dtypes as `kernels.accumulate_`."""
         draw, count = (self.seed, self.share, self.stream), self.counter_on(codes.device)
         kernels.accumulate_(codes, dequant_scale, other, alpha, draw, count, self.num_shares)
+
+    def clamp_(self, codes: Tensor, dequant_scale: Tensor, low: float, high: float) -> None:
+        """codes × dequant_scale clamped to low … high, rounded with the next draw where a value is beyond."""
+        limit = max((abs(bound) for bound in (low, high) if abs(bound) < math.inf), default=0.0)
+        draw, count = (self.seed, self.share, self.stream), self.counter_on(codes.device)
+        kernels.clamp_(codes, dequant_scale, (low, high, limit), draw, count, self.num_shares)
 
 
 class Float8Gradient(Tensor):

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _foreach_supported_types
 
 from worker.fp8.accelerator import is_accelerator
+from worker.fp8.clipping import let_torch_clip
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 
 
 def keep_gradient_in_fp8(parameter: nn.Parameter, position: RoundingPosition) -> None:
     """Make a parameter hold each gradient that arrives as a `Float8Gradient`."""
-    if Float8Gradient not in _foreach_supported_types:  # as DTensor is: then torch clips all gradients at once, not one by one
-        _foreach_supported_types.append(Float8Gradient)  # type: ignore[arg-type]
+    let_torch_clip()
     parameter.grad_dtype = None  # autograd widens nothing that is rounded at once
     parameter.register_post_accumulate_grad_hook(partial(_quantize_gradient, position=position))
 

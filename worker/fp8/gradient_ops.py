@@ -3,6 +3,7 @@
 An op that writes into a gradient, or into a view of one, works on decoded values, which are then encoded again.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from worker import kernels
+from worker.fp8.clipping import scales_of
 from worker.fp8.gradient import Float8Gradient, GradientView
 
 aten = torch.ops.aten
@@ -156,11 +158,6 @@ def _is_one_number(factor: Any) -> bool:
     return not isinstance(factor, Tensor) or (factor.numel() == 1 and factor.ndim <= 1 and not _is_encoded(factor))
 
 
-def scales_of(gradients: list[Tensor]) -> list[Tensor]:
-    """The scales of FP8 gradients, and the others as they are."""
-    return [gradient.dequant_scale if isinstance(gradient, Float8Gradient) else gradient for gradient in gradients]
-
-
 def _unscale_(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """Multiply by the inverse of GradScaler's loss scale; found_inf becomes 1 if one is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(scales_of(gradients), found_inf, inverse_scale)
@@ -184,31 +181,45 @@ def _copy_(gradient: Float8Gradient, source: Tensor, _non_blocking: bool = False
 
 def _clip(func: Any) -> Handler:
     """An op that limits values: nothing changes if none is beyond the limits, and a limit that is a number is held exactly."""
+    names = ("min", "max") if "clamp_." in str(func) else ("min",) if "min" in str(func) else ("max",)
 
     def clip(gradient: Float8Gradient, *limits: Any, **named_limits: Any) -> Float8Gradient:
+        given = dict(zip(names, limits, strict=False)) | named_limits
+        if not any(isinstance(limit, Tensor) for limit in given.values()):
+            low, high = given.get("min"), given.get("max")
+            bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
+            gradient.position.clamp_(gradient.codes, gradient.dequant_scale, *bounds)
+            return gradient
         values = gradient.dequantize()
         clipped = func(values.clone(), *limits, **named_limits)
-        numbers = [abs(limit) for limit in (*limits, *named_limits.values()) if isinstance(limit, int | float)]
-        limit = torch.full((), max(numbers), device=values.device) if numbers else kernels.compute_amax(clipped)
-        gradient.overwrite_clipped(clipped, (clipped != values).any() & clipped.isfinite().all(), limit)
+        is_changed = (clipped != values).any() & clipped.isfinite().all()
+        gradient.overwrite_clipped(clipped, is_changed, kernels.compute_amax(clipped))
         return gradient
 
     return clip
 
 
 def norms_of(gradients: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """In one op for FP8 and fp32 gradients, if any is in FP8; by another order than 2, FP8 ones are decoded one at a time."""
+    """In one op for FP8 and fp32 gradients, if any is in FP8; by an order that is not above 0, FP8 ones are decoded in turn."""
     encoded = [gradient for gradient in gradients if isinstance(gradient, Float8Gradient)]
     plain = [gradient for gradient in gradients if not isinstance(gradient, Float8Gradient)]
-    in_codes = encoded if order == 2 else []
+    in_codes = encoded if order > 0 else []
     with_codes = [gradient for gradient in plain if in_codes and gradient.dtype == torch.float32]
     apart = plain if not in_codes else [gradient for gradient in plain if gradient.dtype != torch.float32]
-    found = kernels.norms([(gradient.codes, gradient.dequant_scale) for gradient in in_codes], with_codes)
+    found = kernels.norms([(gradient.codes, gradient.dequant_scale) for gradient in in_codes], with_codes, float(order))
     found += torch._foreach_norm(apart, order) if apart else ()
     norms = dict(zip(map(id, (*in_codes, *with_codes, *apart)), found, strict=True))
     if not in_codes:
-        norms.update({id(gradient): torch.linalg.vector_norm(gradient, order) for gradient in encoded})
-    return [norms[id(gradient)] for gradient in gradients]
+        norms.update({id(gradient): torch.linalg.vector_norm(gradient.dequantize(), order) for gradient in encoded})
+    return [norms[id(gradient)] if dtype is None else norms[id(gradient)].to(dtype) for gradient in gradients]
+
+
+def _vector_norm(
+    gradient: Float8Gradient, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """The norm of a whole gradient, from its codes."""
+    is_whole = dim is None and not keepdim and dtype in (None, torch.float32) and order > 0
+    return norms_of([gradient], order)[0] if is_whole else NotImplemented
 
 
 _CLIPS = (
@@ -228,6 +239,7 @@ _ON_CODES: dict[Any, Handler] = {
     **{op: _on_scale(op) for op in (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default)},
     **{op: _foreach_on_scales(op) for op in _PRODUCTS},
     aten._foreach_norm.Scalar: norms_of,
+    aten.linalg_vector_norm.default: _vector_norm,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
     aten.zero_.default: _zero_,
     aten.copy_.default: _copy_,

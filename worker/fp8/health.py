@@ -16,6 +16,7 @@ from api_schemas.precision import DemotionSpec
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.fallback import Fallback
 from worker.fp8.linear import Float8Linear
+from worker.fp8.operand import advance
 from worker.fp8.statistics import OperandSample
 from worker.metrics.readback import HostCopy
 
@@ -63,10 +64,8 @@ class StepKeeper:
 
     def after_step(self) -> None:
         """Close the step that the optimizer has just taken or skipped."""
-        for layer in self.layers.values():
-            if layer.fallback is not Fallback.FILTERED:  # a filtered layer quantizes nothing
-                for scaling in layer.scalings().values():
-                    scaling.advance()
+        quantizing = (layer for layer in self.layers.values() if layer.fallback is not Fallback.FILTERED)
+        advance(scaling for layer in quantizing for scaling in layer.scalings().values())
         if self.counts_steps:
             self.count_step()
 

@@ -5,7 +5,7 @@ micro-batches of a step the largest value collects in one slot, and `advance`, c
 into the window. Until the window is full the scale is exact; a non-finite amax restarts it; evaluation leaves no trace.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from worker.fp8.in_graph import amax_in_graph, codes_in_graph
 from worker.fp8.recipe import OperandFormat, Recipe
 from worker.kernels import ScaledCodes, ScaleKind
 from worker.kernels.operands import Scaling
-from worker.kernels.sampling import NUM_MEASURES
+from worker.kernels.sampling import NUM_MEASURES, sampled_rows
 
 
 def product(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
@@ -164,7 +164,8 @@ class OperandScaling(KeepsDtypes):
         if own_amax is not None and self.recipe.amax_history_length and self.training:
             self._remember(own_amax)
         if self.is_sampled and self.training:
-            self._sample(kernels.ACTIVATIONS[activation].forward(x), rows, None, None)
+            step = sampled_rows(*x.shape).step
+            self._sample(kernels.ACTIVATIONS[activation].forward(x[::step]), rows.every(step), None, None)
         if own_amax is not None and uses_amax is not None and amax is not None:
             return rows, torch.where(uses_amax, amax, own_amax)
         return rows, own_amax
@@ -198,21 +199,6 @@ class OperandScaling(KeepsDtypes):
 
     def extra_repr(self) -> str:
         return f"{self.format}, {self.format.kind.value} scales"
-
-    def advance(self) -> None:
-        """Close the slot of this optimizer step. No device is waited for."""
-        if not self.recipe.amax_history_length:
-            return
-        was_used, finite = self.step_amax != 0, torch.isfinite(self.step_amax)
-        history = torch.cat((self.step_amax.reshape(1), self.amax_history[:-1]))
-        history = torch.where(was_used, torch.where(finite, history, 0.0), self.amax_history)
-        num_steps = torch.where(was_used, torch.where(finite, self.num_finite_steps + 1, 0), self.num_finite_steps)
-        is_due = (num_steps % self.recipe.interval == 0) | (num_steps <= self.recipe.amax_history_length)
-        newest = history.amax() if self.recipe.amax_compute_algorithm == "max" else history[0]
-        self.window_amax.copy_(torch.where(is_due, newest, self.window_amax))
-        self.amax_history.copy_(history)
-        self.num_finite_steps.copy_(num_steps)
-        self.step_amax.zero_()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Start afresh where the state dict, of a plain model or another recipe, remembers nothing or in another shape."""
@@ -263,6 +249,32 @@ class OperandScaling(KeepsDtypes):
 
     def _sample(self, x: Tensor, rows: ScaledCodes | None, columns: ScaledCodes | None, unit: Tensor | None) -> None:
         if rows is not None:
-            self.sample.copy_(kernels.measure(x, rows, unit))
+            kernels.measure(x, rows, unit, self.sample)
         elif columns is not None:
-            self.sample.copy_(kernels.measure(x.t(), columns, unit))
+            kernels.measure(x.t(), columns, unit, self.sample)
+
+
+def advance(scalings: Iterable[OperandScaling]) -> None:
+    """Close the slots of this optimizer step, of all windows at once. No device is waited for."""
+    alike: dict[tuple[Any, ...], list[OperandScaling]] = {}
+    for scaling in scalings:
+        if scaling.recipe.amax_history_length:
+            alike.setdefault((scaling.recipe, scaling.step_amax.device), []).append(scaling)
+    for (recipe, _device), group in alike.items():
+        _advance(recipe, group)
+
+
+def _advance(recipe: Recipe, scalings: list[OperandScaling]) -> None:
+    """S windows of H steps, all by the same rule."""
+    held = [[getattr(scaling, name) for scaling in scalings] for name in REMEMBERED]
+    step_amax_S, history_SH, window_amax_S, num_finite_S = map(torch.stack, held)
+    was_used_S, finite_S = step_amax_S != 0, torch.isfinite(step_amax_S)
+    moved_SH = torch.cat((step_amax_S.unsqueeze(1), history_SH[:, :-1]), 1)
+    moved_SH = torch.where(finite_S.unsqueeze(1), moved_SH, 0.0)
+    history_SH = torch.where(was_used_S.unsqueeze(1), moved_SH, history_SH)
+    num_steps_S = torch.where(was_used_S, torch.where(finite_S, num_finite_S + 1, 0), num_finite_S)
+    is_due_S = (num_steps_S % recipe.interval == 0) | (num_steps_S <= recipe.amax_history_length)
+    newest_S = history_SH.amax(1) if recipe.amax_compute_algorithm == "max" else history_SH[:, 0]
+    window_amax_S = torch.where(is_due_S, newest_S, window_amax_S)
+    for kept, values in zip(held, (torch.zeros_like(step_amax_S), history_SH, window_amax_S, num_steps_S), strict=True):
+        torch._foreach_copy_(kept, list(values.unbind()))

@@ -10,7 +10,7 @@ from worker.kernels.elementwise import activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.gates import WrittenGradient, activate, activate_backward
 from worker.kernels.gemm import count_flops, matmul
-from worker.kernels.gradients import accumulate_, mean_of_shards, norms, quantize_gradient
+from worker.kernels.gradients import accumulate_, clamp_, clip_, mean_of_shards, norms, quantize_gradient, total_norm
 from worker.kernels.linear import linear_gradients, linear_output, linear_product
 from worker.kernels.measurement import measure
 from worker.kernels.normalization import normalize, normalize_backward
@@ -40,6 +40,8 @@ __all__ = [
     "activate_backward",
     "activate_operand",
     "all_finite",
+    "clamp_",
+    "clip_",
     "complete",
     "compute_amax",
     "count_flops",
@@ -66,5 +68,6 @@ __all__ = [
     "split_encode",
     "sqrt",
     "stochastic_round",
+    "total_norm",
     "values_of",
 ]

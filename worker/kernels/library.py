@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,11 +34,14 @@ _ON_DEVICE: dict[str, Function] = {}
 """By the op's name, what runs the Triton implementation."""
 
 
-def define(signature: str, fake: Function, around: Callable[[Function], Function] = lambda run: run) -> Function:
+def define(
+    signature: str, fake: Function, around: Callable[[Function], Function] = lambda run: run, twins: ModuleType = reference
+) -> Function:
     """Register `reference.NAME` and `cuda.NAME` as the op `octet::NAME`; returns the function that calls the op.
 
     signature: of torch.library, with the two types above. fake: the shapes, strides and dtypes of the results, for a compiler.
-    around: what each implementation is wrapped in. Results are new tensors; callers have checked the arguments.
+    around: what each implementation is wrapped in. twins: the module in the place of `reference`. Results are new tensors;
+    callers have checked the arguments.
     """
     name = signature.partition("(")[0]
     types = _parameter_types(signature)
@@ -51,7 +55,7 @@ def define(signature: str, fake: Function, around: Callable[[Function], Function
 
     _ON_DEVICE[name] = _packed(on_device, types)
     call = _define(signature, fake)
-    _LIBRARY.impl(name, _packed(around(getattr(reference, name)), types), "CPU")
+    _LIBRARY.impl(name, _packed(around(getattr(twins, name)), types), "CPU")
     _LIBRARY.impl(name, _ON_DEVICE[name], "CUDA")
 
     def call_directly(*arguments: Any) -> Any:

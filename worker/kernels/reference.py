@@ -8,7 +8,6 @@ never do: they are clamped before the cast, whose own overflow differs between t
 Times in comments: 2 M elements, one thread of an AVX-512 CPU, torch 2.13.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.kernels.activations import ACTIVATIONS
-from worker.kernels.formats import BLOCK, ROUNDED_FORMATS, SCALED_FORMATS, dequant_scale_from_amax, finite_or_nan
-from worker.kernels.rounding import random_bits, split_decode, stochastic_round
-from worker.kernels.sampling import MOST_DECIBELS, NUM_MEASURES, sampled_rows
+from worker.kernels.formats import BLOCK, SCALED_FORMATS, dequant_scale_from_amax
+from worker.kernels.rounding import split_decode
+from worker.kernels.sampling import MOST_DECIBELS, sampled_rows
 from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
 AMAX_STRIDE = 4
@@ -324,48 +323,11 @@ def _values(quantized: ScaledCodes) -> Tensor:
     return values
 
 
-def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """The 2-norms of FP8 codes with one scale each, one of which is decoded at a time, and then of fp32 values."""
-    gradients = [ScaledCodes(*pair, ScaleKind.TENSOR) for pair in zip(codes, dequant_scales, strict=True)]
-    found = [torch.linalg.vector_norm(dequantize(gradient, torch.float32)) for gradient in gradients]
-    return torch.stack([*found, *(torch._foreach_norm(list(values)) if values else ())])
-
-
-def accumulate_(
-    codes: Tensor,
-    dequant_scale: Tensor,
-    other: Tensor,
-    alpha: float,
-    draw: Sequence[int],
-    count: Tensor | None = None,
-    stride: int = 1,
-) -> None:
-    """codes × dequant_scale += alpha · other, at the scale of the sum, stochastically rounded.
-
-    draw: seed, step and stream of the random numbers. count: int64 (), becomes one more; the step is step + stride · count.
-    """
-    total = dequantize(ScaledCodes(codes, dequant_scale, ScaleKind.TENSOR), torch.float32).add_(other.float().mul(alpha))
-    new_scale = finite_or_nan(compute_amax(total, ScaleKind.TENSOR), codes.dtype)
-    seed, step, stream = draw
-    drawn = step if count is None else count.add_(1) * stride + step
-    random_numbers = random_bits(seed, drawn, stream, range(total.numel()), total.device).view(total.shape)
-    codes.copy_(stochastic_round(total.div_(new_scale), ROUNDED_FORMATS[codes.dtype], random_numbers))
-    dequant_scale.copy_(new_scale)
-
-
-def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The fp32 mean of each rank's codes, and its amax."""
-    total_S = torch.zeros(codes_RS.shape[1], device=codes_RS.device)
-    for codes_S, dequant_scale in zip(codes_RS, scales_R, strict=True):
-        total_S += dequantize(ScaledCodes(codes_S, dequant_scale, ScaleKind.TENSOR), torch.float32)
-    total_S /= codes_RS.shape[0]
-    return total_S, compute_amax(total_S, ScaleKind.TENSOR)
-
-
-def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor:
+def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None, out: Tensor) -> None:
     """Five numbers of a sample of rows, see `measurement.measure`. Counts and squares are summed in float64."""
     if x_MN.numel() == 0:
-        return torch.full((NUM_MEASURES,), torch.nan, device=x_MN.device)
+        out.fill_(torch.nan)
+        return
     largest, sample = SCALED_FORMATS[quantized.codes.dtype].max, quantized.every(sampled_rows(*x_MN.shape).step)
     values, stored = _values(sample), decode(sample.codes).abs()
     wide = x_MN[:: sampled_rows(*x_MN.shape).step].float()
@@ -376,9 +338,8 @@ def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor
     factor = 1.0 if unit is None else unit
     decibels = torch.where(noise == 0, MOST_DECIBELS, 10 * torch.log10(signal / noise))
     largest_scale = sample.dequant_scale.amax() * factor
-    return torch.stack(
-        (magnitude.amax() * factor, largest_scale, num_clamped / wide.numel(), num_lost / wide.numel(), decibels)
-    )
+    shares = (num_clamped / wide.numel(), num_lost / wide.numel())
+    out.copy_(torch.stack((magnitude.amax() * factor, largest_scale, *shares, decibels)))
 
 
 def _inf_to_nan(x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""Clips gradients by their norm, to the bits of `torch.nn.utils.clip_grad_norm_`, in three ops for all of them.
+"""Clips gradients by their norm: the bits of `torch.nn.utils.clip_grad_norm_` on a CPU, three launches on a device.
 
-torch's function does the same to gradients in FP8: `keep_gradient_in_fp8` tells it that it may take a list of them. But the
-first subclass that torch dispatches makes it load DTensor and sympy, more than a second of a rank's start; so gradients in
-FP8 are read here, not dispatched.
+torch's function does the same to gradients in FP8 (`fp8/clipping.py`). But the first subclass that torch dispatches makes it
+load DTensor and sympy, more than a second of a rank's start; so gradients in FP8 are read here, not dispatched.
 """
 
 from collections.abc import Iterable
@@ -10,7 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from worker.fp8.gradient_ops import norms_of, scales_of
+from worker import kernels
+from worker.fp8.clipping import codes_of, scales_of
 
 
 @torch.no_grad()
@@ -26,11 +26,11 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     gradients = [gradient for group in by_dtype.values() for gradient in group]  # torch adds the squares in this order
-    norm = torch.linalg.vector_norm(torch.stack(norms_of(gradients)))
+    norm = kernels.total_norm(codes_of(gradients), scales_of(gradients))
     clip_by(gradients, norm, max_norm)
     return norm
 
 
 def clip_by(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients that are a part of a vector whose norm is known, fp32 (), as if the vector were clipped to max_norm."""
-    torch._foreach_mul_(scales_of(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    kernels.clip_(codes_of(gradients), scales_of(gradients), norm, max_norm)

@@ -1,7 +1,8 @@
 """The norm of gradients that ranks hold in parts, and clipping by it.
 
-On an accelerator one op reads all gradients, codes and fp32 alike, and one multiplies them, however many there are. On a CPU
-each is read in float64, so that the norm hardly depends on how gradients are divided.
+On an accelerator two launches read all gradients, codes and values alike, and one multiplies them, however many there are; four
+more, and the ranks' sum, are on one number. On a CPU each is read in float64, so that the norm hardly depends on how gradients
+are divided.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,9 +10,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from worker import kernels
 from worker.fp8.accelerator import is_accelerator
+from worker.fp8.clipping import codes_of, scales_of
 from worker.fp8.gradient import Float8Gradient
-from worker.fp8.gradient_ops import norms_of, scales_of
 from worker.mesh import Axis
 
 
@@ -26,7 +28,8 @@ def clip_together(gradients: Mapping[Tensor, Tensor], max_norm: float, counts: C
         axis.sum_(_sum_of_squares([gradients[parameter] for parameter in gradients if counts(parameter)], axis)).sqrt().float()
     )
     if gradients:
-        torch._foreach_mul_(scales_of(list(gradients.values())), clip_factor(norm, max_norm))
+        held = list(gradients.values())
+        kernels.clip_(codes_of(held), scales_of(held), norm, max_norm)
     return norm
 
 
@@ -34,7 +37,7 @@ def _sum_of_squares(gradients: list[Tensor], axis: Axis) -> Tensor:
     """float64 (), of all gradients."""
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if gradients and is_accelerator(axis.device):
-        return torch.stack(norms_of(gradients)).double().square().sum()
+        return kernels.total_norm(codes_of(gradients), scales_of(gradients)).double().square()
     squares = torch.zeros((), dtype=torch.float64, device=axis.device)
     for gradient in gradients:
         squares += squared_norm(gradient)

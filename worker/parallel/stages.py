@@ -67,7 +67,7 @@ class Stages:
     def clip(self, max_norm: float) -> Tensor:
         """Scale whole gradients so that their norm over all stages is at most max_norm. Returns the norm before, fp32 ().
 
-        Norms of single gradients are put in the order of the whole model, so the bits are those of one process.
+        Norms of single gradients are put in the order of the whole model, so on a CPU the bits are those of one process.
         """
         held = [parameter for parameter in self.numbers if parameter.grad is not None]
         gradients = [parameter.grad for parameter in held if parameter.grad is not None]

@@ -16,6 +16,7 @@ from worker import follow_optimizer, fp8_statistics, initialize
 from worker.fp8.fallback import Fallback
 from worker.fp8.health import LayerDemoted
 from worker.fp8.linear import Float8Linear
+from worker.fp8.operand import OperandScaling
 from worker.kernels import ScaledCodes, ScaleKind, dequantize, encode, measure, quantize, values_of
 from worker.kernels.sampling import SAMPLE_ELEMENTS, sampled_rows
 
@@ -105,6 +106,24 @@ def test_a_sample_has_few_elements_of_all_parts(shape: tuple[int, int]) -> None:
     assert len(rows) * shape[1] <= max(SAMPLE_ELEMENTS, 16 * shape[1])
     assert len(rows) == shape[0] or (rows.step % 2 == 1 and len(rows) * shape[1] >= SAMPLE_ELEMENTS / 3)
     assert shape[0] - rows[-1] <= rows.step
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_of_an_activation_that_a_layer_applies_the_sampled_rows_are_computed(
+    granularity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured is what would be of the whole activation."""
+    model = nn.Sequential(nn.GELU(), nn.Linear(1024, 32))
+    recipe = {"scaling": "current", "granularity": granularity}
+    converted, _ = initialize(model, None, "O2", recipe=recipe, statistics_every=1, auto_filter=False)
+    x, (layer,) = mixed_magnitudes(700, 1024), [part for part in converted.modules() if isinstance(part, Float8Linear)]
+    sampled: list[int] = []
+    sample = OperandScaling._sample
+    monkeypatch.setattr(OperandScaling, "_sample", lambda own, x, *how: (sampled.append(x.shape[0]), sample(own, x, *how))[1])
+    rows, _ = layer.input_scaling.activate(x, "gelu")
+    assert sampled == [len(sampled_rows(700, 1024))]
+    assert sampled[0] < 700
+    assert torch.equal(layer.input_scaling.sample, measure(nn.functional.gelu(x), rows))
 
 
 @pytest.mark.parametrize("opt_level", ["te", "O2"])

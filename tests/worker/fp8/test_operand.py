@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from api_schemas.recipe import RecipeSpec
-from worker.fp8.operand import OperandScaling
+from worker.fp8.operand import REMEMBERED, OperandScaling, advance
 from worker.fp8.recipe import E4M3, OperandFormat, Recipe
 from worker.kernels import ScaleKind, dequant_scale_from_amax, values_of
 
@@ -30,7 +30,7 @@ def run_steps(scaling: OperandScaling, *amaxes: float) -> list[float]:
     scales = []
     for amax in amaxes:
         scales.append(scale_of(scaling, amax))
-        scaling.advance()
+        advance([scaling])
     return scales
 
 
@@ -58,7 +58,7 @@ def test_micro_batches_of_a_step_share_one_slot() -> None:
     scaling = make(amax_history_length=1)
     for amax in (2.0, 32.0, 4.0):
         assert scale_of(scaling, amax) == exact(amax)
-    scaling.advance()
+    advance([scaling])
     assert scale_of(scaling, 1.0) == exact(32)
 
 
@@ -70,7 +70,7 @@ def test_a_non_finite_amax_restarts_the_window(wrong: float) -> None:
     assert codes is not None
     assert codes.dequant_scale.item() == exact(8)
     assert codes.codes.float().isnan().tolist() == [[False, True]]
-    scaling.advance()
+    advance([scaling])
     assert run_steps(scaling, 1, 2, 4, 1) == [exact(1), exact(2), exact(4), exact(4)]
 
 
@@ -86,8 +86,8 @@ def test_evaluation_leaves_no_trace() -> None:
 def test_a_step_in_which_the_layer_did_not_run_is_not_counted() -> None:
     scaling = make(amax_history_length=2)
     run_steps(scaling, 8, 4)
-    scaling.advance()
-    scaling.advance()
+    advance([scaling])
+    advance([scaling])
     assert scale_of(scaling, 1) == exact(8)
 
 
@@ -104,7 +104,7 @@ def test_a_history_restores_to_the_bit() -> None:
     scale_of(one, 5)
     other.load_state_dict(one.state_dict())
     for scaling in (one, other):
-        scaling.advance()
+        advance([scaling])
     assert run_steps(one, 1, 2, 3, 4) == run_steps(other, 1, 2, 3, 4)
 
 
@@ -147,5 +147,23 @@ def test_history_is_of_values_whatever_their_unit() -> None:
         assert codes is not None
         assert codes.dequant_scale.item() == exact(3.0)
         assert torch.equal(values_of(codes), values)
-        scaling.advance()
+        advance([scaling])
     assert scaling.amax_history.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_windows_that_close_together_are_those_that_close_alone() -> None:
+    """By two rules: windows that are full, that start, that were not used, and whose step was not finite."""
+    rules = ({}, {"amax_history_length": 2, "amax_compute_algorithm": "most_recent", "interval": 2})
+    together, alone = ([make(**rules[number % 2]) for number in range(12)] for _ in range(2))
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(7):
+        for one, other in zip(together, alone, strict=True):
+            kind, amax = int(torch.randint(5, (), generator=draw)), float(torch.rand((), generator=draw))
+            for scaling in (one, other):
+                scaling.step_amax.fill_(0.0 if kind == 0 else torch.inf if kind == 1 else amax)
+            advance([other])
+        advance(together)
+        for one, other in zip(together, alone, strict=True):
+            for name in REMEMBERED:
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert len({float(scaling.window_amax) for scaling in together}) > 6

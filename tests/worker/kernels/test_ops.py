@@ -22,7 +22,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """(op, arguments) of every op, with every kind of scale. Only `accumulate_` and `complete` change what was given."""
+    """(op, arguments) of every op, with every kind of scale. `complete`, `measure` and ops with a final _ write into them."""
     for shape in shapes or ((300, 260), (16, 1)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         for kind in (kind.value for kind in ScaleKind):
@@ -51,8 +51,8 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield ops.matmul, (codes, scale, "row", codes, scale, "row", torch.bfloat16, False)
         for sides in ("rows", "columns", "both"):
             yield from linear_calls(x, sides)
-        yield ops.measure, (x, codes, scale, "row", None)
-        yield ops.measure, (x, codes, scale, "row", torch.tensor(0.5))
+        yield ops.measure, (x, codes, scale, "row", None, torch.empty(5))
+        yield ops.measure, (x, codes, scale, "row", torch.tensor(0.5), torch.empty(5))
         for is_layer_norm, bias in ((True, x[0] + 1), (False, None)):
             yield ops.normalize, (x, x[0], bias, 1e-5, is_layer_norm, torch.float32)
             yield ops.normalize, (x.t(), x.t()[0].bfloat16(), None, 1e-5, is_layer_norm, torch.bfloat16)
@@ -61,7 +61,11 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield ops.sqrt, (x.abs() + 1e-20,)
         yield ops.split_dequantize, (codes, torch.ones_like(codes, dtype=torch.int8), torch.tensor(0.5), torch.bfloat16)
         codes, scale = ops.quantize(x, E4M3, "tensor", 0, None)
-        yield ops.norms, ([codes, codes[1:]], [scale, scale / 2], [x])
+        for order in (2.0, float("inf"), 3.0):
+            yield ops.norms, ([codes, codes[1:]], [scale, scale / 2], [x], order)
+            yield ops.total_norm, ([codes, x], [scale, x], order)
+        yield ops.clip_, ([codes, codes[1:]], [scale, scale / 2], torch.tensor(3.0), 0.5)
+        yield ops.clamp_, (codes, scale, [-0.5, 0.25, 0.5], [3, 4, 5])
         yield ops.mean_of_shards, (codes, torch.ones(len(codes)))
         yield ops.accumulate_, (codes, scale, x, 0.5, [3, 4, 5])
 
@@ -155,7 +159,12 @@ def test_cuda_tensors_get_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) ->
         twin = tree_map_only(Tensor, Tensor.clone, arguments)
         expected, actual = op(*arguments), op.default.redispatch(on_cuda, *twin)
         assert launched, op
-        bounds = {ops.norms: (1e-5, 0.0), ops.measure: (1e-5, 0.0), ops.normalize: (1e-5, 4e-6)}  # they add in other orders
+        bounds = {
+            ops.norms: (1e-5, 0.0),
+            ops.total_norm: (1e-5, 0.0),
+            ops.measure: (1e-5, 0.0),
+            ops.normalize: (1e-5, 4e-6),
+        }  # they add in other orders
         rtol, atol = bounds.get(op, (0.0, 0.0))
         pairs = zip(tree_leaves((expected, arguments)), tree_leaves((actual, twin)), strict=True)
         for one, other in pairs:

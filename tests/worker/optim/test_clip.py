@@ -2,15 +2,18 @@
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worker.small import FP8_LEVELS, make
 from worker import initialize
+from worker.fp8.accelerator import cpu_as_accelerator
 from worker.fp8.gradient import Float8Gradient
 from worker.optim import clip_grad_norm_
 
@@ -64,24 +67,102 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_torch_s_own_function_takes_all_gradients_at_once_and_decodes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ops read or write gradients, however many there are, in FP8 and in fp32."""
-    found = []
+def layers_with_gradients(num_layers: int) -> nn.Module:
+    """Linear layers at O2 after a backward pass: weights' gradients are in FP8, biases' in fp32."""
+    model, _ = initialize(nn.Sequential(*(nn.Linear(32, 32) for _ in range(num_layers))), None, "O2")
+    model(torch.randn(8, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    kinds = Counter(type(parameter.grad) for parameter in model.parameters())
+    assert kinds == {Float8Gradient: num_layers, torch.Tensor: num_layers}
+    return model
+
+
+def values_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([(parameter.grad + 0).reshape(-1) for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("is_accelerator", [False, True])
+@pytest.mark.parametrize("order", [2.0, float("inf"), 1.0, 3])
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, clip_grad_norm_], ids=["torch's", "ours"])
+def test_clipping_is_two_ops_for_all_gradients_and_decodes_none(
+    clip: Any, order: float, is_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are, in FP8 and in fp32; on CUDA the first is two launches, the second one."""
+    found, options = [], {} if clip is clip_grad_norm_ else {"norm_type": order}
+    order = order if options else 2.0
     for num_layers in (1, 5):
-        model, _ = initialize(nn.Sequential(*(nn.Linear(32, 32) for _ in range(num_layers))), None, "O2")
-        model(torch.randn(8, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
-        kinds = Counter(type(parameter.grad) for parameter in model.parameters())
-        assert kinds == {Float8Gradient: num_layers, torch.Tensor: num_layers}
-        norm = sum(float((parameter.grad + 0).square().sum()) for parameter in model.parameters()) ** 0.5
-        monkeypatch.setattr(Float8Gradient, "dequantize", None)
-        with Ops() as ops:
-            clipped = nn.utils.clip_grad_norm_(model.parameters(), norm / 2)
-        monkeypatch.undo()
+        model = layers_with_gradients(num_layers)
+        before = values_of(model)
+        norm = float(torch.linalg.vector_norm(before.double(), order))
+        with monkeypatch.context() as patch, cpu_as_accelerator() if is_accelerator else nullcontext(), Ops() as ops:
+            patch.setattr(Float8Gradient, "dequantize", None)
+            clipped = clip(model.parameters(), norm / 2, **options)
+        assert type(clipped) is torch.Tensor
         assert float(clipped) == pytest.approx(norm)
-        after = sum(float((parameter.grad + 0).square().sum()) for parameter in model.parameters()) ** 0.5
-        assert after == pytest.approx(norm / 2, rel=1e-4)
-        found.append(ops.found)
-    assert found[0] == found[1]
-    assert {name: found[1][name] for name in ("_foreach_norm", "linalg_vector_norm", "_foreach_mul_", "mul_")} == {
-        "_foreach_norm": 1, "linalg_vector_norm": 1, "_foreach_mul_": 1, "mul_": 0,
-    }  # fmt: skip
+        torch.testing.assert_close(values_of(model), before / 2, rtol=1e-4, atol=0)
+        found.append({name: times for name, times in ops.found.items() if name not in ("detach", "view")})
+    assert found == [{"total_norm": 1, "clip_": 1}] * 2
+
+
+def test_without_foreach_torch_s_function_takes_gradients_in_turn_and_decodes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """foreach=False asks for an op for each gradient: its norm and its scale."""
+    model = layers_with_gradients(3)
+    before = values_of(model)
+    norm = float(before.norm())
+    with monkeypatch.context() as patch, Ops() as ops:
+        patch.setattr(Float8Gradient, "dequantize", None)
+        clipped = nn.utils.clip_grad_norm_(model.parameters(), norm / 2, foreach=False)
+    assert float(clipped) == pytest.approx(norm)
+    assert ops.found["linalg_vector_norm"] == 6 + 1
+    assert ops.found["_to_copy"] == 0
+    torch.testing.assert_close(values_of(model), before / 2, rtol=1e-4, atol=0)
+
+
+def test_error_if_nonfinite_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers_with_gradients(2)
+    norm = float(values_of(model).norm())
+    with monkeypatch.context() as patch:
+        patch.setattr(Float8Gradient, "dequantize", None)
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)) == pytest.approx(norm)
+        model[0].weight.grad.dequant_scale.fill_(torch.nan)
+        with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).isnan()
+    assert values_of(model).isnan().all()
+
+
+def test_the_halves_of_torch_s_function_work_alone() -> None:
+    """A user's own norm clips, too: of another dtype, on which ours does not compute."""
+    model = layers_with_gradients(2)
+    before = values_of(model)
+    norm = clip_grad._get_total_norm([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(norm, before.norm())
+    clip_grad._clip_grads_with_norm_(model.parameters(), float(norm) / 2, norm.double())
+    torch.testing.assert_close(values_of(model), before / 2, rtol=1e-5, atol=0)
+    parameter = model[0].weight
+    clip_grad._clip_grads_with_norm_(parameter, 1.0, clip_grad._get_total_norm(parameter.grad))
+    assert float((parameter.grad + 0).norm()) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_gradients_of_other_dtypes_are_clipped_with_those_in_fp8(dtype: torch.dtype) -> None:
+    """Complex ones by torch's own ops, which take the two dtypes apart."""
+    model = layers_with_gradients(2)
+    other = nn.Parameter(torch.zeros(5, dtype=dtype))
+    other.grad = torch.arange(5).to(dtype)
+    norm = float((values_of(model).square().sum() + 30) ** 0.5)
+    for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_):
+        found = clip([*model.parameters(), other], norm / 2)
+        assert float(found) == pytest.approx(norm, rel=1e-3)
+        norm /= 2
+    torch.testing.assert_close(other.grad, torch.arange(5).to(dtype) / 4, rtol=2**-7, atol=0)
+
+
+def test_gradients_of_plain_models_are_torch_s_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a process in which there are gradients in FP8."""
+    layers_with_gradients(1)
+    model = nn.Linear(4, 4)
+    model(torch.ones(2, 4)).sum().backward()
+    with Ops() as ops:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert ops.found["total_norm"] == ops.found["clip_"] == 0
+    assert ops.found["_foreach_mul_"] == 1

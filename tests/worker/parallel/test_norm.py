@@ -47,8 +47,8 @@ def test_one_op_reads_all_gradients_and_one_multiplies_them(monkeypatch: pytest.
             torch.testing.assert_close(gradient + 0, twin + 0, rtol=1e-6, atol=0.0)
         counted.append({name: times for name, times in ops.found.items() if name != "detach"})  # a view, no launch
     assert counted[0] == counted[1]
-    assert {name: counted[1].get(name, 0) for name in ("norms", "_foreach_mul_", "mul_", "linalg_vector_norm")} == {
-        "norms": 1, "_foreach_mul_": 1, "mul_": 0, "linalg_vector_norm": 0,
+    assert {name: counted[1].get(name, 0) for name in ("total_norm", "clip_", "mul_", "linalg_vector_norm")} == {
+        "total_norm": 1, "clip_": 1, "mul_": 0, "linalg_vector_norm": 0,
     }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def work(rank: int, ports: list[int], folder: str, _cases: Any) -> None:
 
 
 def test_shards_are_read_and_multiplied_at_once(tmp_path: Path) -> None:
-    """An op for norms in codes and fp32, none for other dtypes here, and one that multiplies; none for single gradients."""
+    """An op for the norm of all and one that multiplies; none for single gradients."""
     ranks = found_by_ranks(work, 2, tmp_path)
     for level in LEVELS:
         for stage in STAGES:
@@ -83,5 +83,5 @@ def test_shards_are_read_and_multiplied_at_once(tmp_path: Path) -> None:
                 assert norm == pytest.approx(expected, rel=1e-6), (level, stage)
                 assert clipped == pytest.approx(expected / 2, rel=1e-4)
                 ops = rank[level, stage]["ops"]
-                assert ops["norms"] + ops["_foreach_norm"] == ops["_foreach_mul_"] == 1, (level, stage)
+                assert ops["total_norm"] == ops["clip_"] == 1, (level, stage)
                 assert ops["mul_"] == ops["linalg_vector_norm"] == ops["dequantize"] == 0

@@ -9,7 +9,8 @@ from worker.kernels.cuda.ahead import complete
 from worker.kernels.cuda.amax import all_finite, compute_amax
 from worker.kernels.cuda.gates import activate, activate_backward
 from worker.kernels.cuda.gemm import matmul
-from worker.kernels.cuda.gradients import accumulate_, mean_of_shards, norms
+from worker.kernels.cuda.gradient_norms import clip_, norms, total_norm
+from worker.kernels.cuda.gradients import accumulate_, clamp_, mean_of_shards
 from worker.kernels.cuda.linear import linear_gradients, linear_output, linear_product, quantize_gradient, quantize_operand
 from worker.kernels.cuda.measurement import measure
 from worker.kernels.cuda.normalization import normalize
@@ -22,6 +23,8 @@ __all__ = [
     "activate_backward",
     "activate_operand",
     "all_finite",
+    "clamp_",
+    "clip_",
     "complete",
     "compute_amax",
     "dequantize",
@@ -40,4 +43,5 @@ __all__ = [
     "requantize",
     "split_dequantize",
     "sqrt",
+    "total_norm",
 ]

@@ -13,7 +13,7 @@ from worker.kernels import reference
 from worker.kernels.cuda import language
 from worker.kernels.cuda.rescale import FORMAT_NAMES
 from worker.kernels.formats import SCALED_FORMATS
-from worker.kernels.sampling import MOST_DECIBELS, NUM_MEASURES, sampled_rows
+from worker.kernels.sampling import MOST_DECIBELS, sampled_rows
 from worker.kernels.scales import ScaledCodes, ScaleKind
 
 TILE, MAX_COLUMNS, WARPS = 4096, 1024, 16
@@ -82,17 +82,17 @@ def _measure_sample(
     tl.store(out + 4, tl.where(total_noise == 0, _MOST_DECIBELS, tl.log2(ratio) * _DECIBELS_PER_BINADE))
 
 
-def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor:
+def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None, out: Tensor) -> None:
     """See the reference. One launch."""
     if x_MN.numel() == 0:
-        return reference.measure(x_MN, quantized, unit)
+        reference.measure(x_MN, quantized, unit, out)
+        return
     codes, dequant_scale, kind = quantized
     rows, num_columns = sampled_rows(*x_MN.shape), x_MN.shape[1]
     scale_strides = (0, 0) if kind is ScaleKind.TENSOR else (dequant_scale.stride(0), 0)
     if kind.is_blockwise:
         scale_strides = (dequant_scale.stride(0), dequant_scale.stride(1))
     columns = min(triton.next_power_of_2(num_columns), MAX_COLUMNS)
-    out = torch.empty(NUM_MEASURES, dtype=torch.float32, device=x_MN.device)
     given = (
         x_MN,
         *x_MN.stride(),
@@ -108,4 +108,3 @@ def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None) -> Tensor
         SCALED_FORMATS[codes.dtype].max, unit is not None, max(1, TILE // columns), columns,
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return out

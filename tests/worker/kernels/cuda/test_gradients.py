@@ -1,6 +1,6 @@
-"""Kernels on FP8 gradients against their plain-torch twins: norm, accumulation with stochastic rounding, mean of shards."""
+"""Kernels on FP8 gradients against their plain-torch twins: accumulation with stochastic rounding, mean of shards."""
 
-from typing import Any
+import math
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.numerics.measure import mixed_magnitudes
 from worker import kernels
-from worker.kernels import reference
+from worker.kernels import gradient_reference as reference
 from worker.kernels.cuda import gradients, language
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
@@ -19,36 +19,6 @@ SIZES = (1, 127, 129, 4096, 10_000)
 
 def values_of(size: int, seed: int = 0) -> Tensor:
     return mixed_magnitudes(-(-size // 128), 128, seed).view(-1)[:size].to(DEVICE)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_norm(size: int) -> None:
-    codes, dequant_scale = kernels.quantize(values_of(size), E4M3)
-    expected = torch.linalg.vector_norm(kernels.dequantize(codes, dequant_scale).double())
-    torch.testing.assert_close(gradients.norms([codes], [dequant_scale], [])[0].double(), expected, rtol=1e-6, atol=0)
-
-
-def test_norm_of_a_gradient_that_is_not_finite() -> None:
-    codes, _ = kernels.quantize(values_of(300), E4M3)
-    assert gradients.norms([codes], [torch.tensor(torch.nan, device=DEVICE)], [])[0].isnan()
-
-
-@pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
-@pytest.mark.parametrize("sizes", [(1, 127, 5000), (4096, 16)], ids=["odd", "aligned"])
-def test_norms_of_all_gradients_are_two_launches(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[str] = []
-    run = language.triton.runtime.interpreter.InterpretedFunction.run
-
-    def note(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        launched.append(kernel.fn.__name__)
-        return run(kernel, *arguments, **options)
-
-    monkeypatch.setattr(language.triton.runtime.interpreter.InterpretedFunction, "run", note)
-    pairs = [kernels.quantize(values_of(size, seed), E4M3) for seed, size in enumerate(sizes)]
-    codes, scales, values = [pair[0] for pair in pairs], [-pair[1] for pair in pairs], [values_of(size) for size in sizes]
-    found = gradients.norms(codes, scales, values)
-    torch.testing.assert_close(found, reference.norms(codes, scales, values).abs(), rtol=1e-6, atol=0)
-    assert launched == ["sums_of_squares_kernel", "norms_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -84,6 +54,35 @@ def test_what_is_not_finite_makes_the_scale_nan(bad: float) -> None:
     other[4500] = bad
     gradients.accumulate_(codes, dequant_scale, other, 1.0, (0, 1, 2))
     assert dequant_scale.isnan()
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.3, 0.3), (-math.inf, 0.2), (0.0, math.inf), (-1e6, 1e6), (0.0, 0.0)])
+@pytest.mark.parametrize("size", SIZES)
+def test_clamp(size: int, low: float, high: float) -> None:
+    start = kernels.quantize(values_of(size), E4M3)
+    words, limit = (2**35 + 1, 4, 2**31 + 9), max(abs(bound) for bound in (low, high) if abs(bound) < math.inf)
+    (actual, count), (expected, expected_count) = [([part.clone() for part in start], torch.tensor(6)) for _ in range(2)]
+    count = count.to(DEVICE)
+    gradients.clamp_(*actual, (low, high, limit), words, count, 3)
+    reference.clamp_(*[part.cpu() for part in expected], (low, high, limit), words, expected_count, 3)
+    if DEVICE == "cpu":
+        assert torch.equal(actual[1], expected[1])
+        assert torch.equal(actual[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert count == expected_count == 7
+    values, before = kernels.dequantize(*actual).cpu(), kernels.dequantize(*start).cpu()
+    beyond = (before < low) | (before > high)
+    tolerance = limit * 2**-23
+    torch.testing.assert_close(values[beyond], before[beyond].clamp(low, high), rtol=0, atol=tolerance)
+    if not beyond.any():
+        assert torch.equal(values, before)
+
+
+def test_clamping_leaves_what_is_not_finite() -> None:
+    codes, _ = kernels.quantize(values_of(300), E4M3)
+    held, dequant_scale = codes.clone(), torch.tensor(torch.nan, device=DEVICE)
+    gradients.clamp_(held, dequant_scale, (-0.1, 0.1, 0.1), (0, 1, 2))
+    assert dequant_scale.isnan()
+    assert torch.equal(held.view(torch.uint8), codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])

@@ -1,5 +1,7 @@
 """The kernel that measures a sample of an operand against its plain-torch twin."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,11 +13,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
 
 
+def measured_by(module: Any, *given: Any) -> torch.Tensor:
+    out = torch.zeros(5, device=given[0].device)
+    module.measure(*given, out)
+    return out
+
+
 def check(x: torch.Tensor, quantized: ScaledCodes, unit: torch.Tensor | None = None) -> torch.Tensor:
-    measured = measurement.measure(x, quantized, unit)
-    expected = reference.measure(
-        x.cpu(), ScaledCodes(quantized.codes.cpu(), quantized.dequant_scale.cpu(), quantized.kind), unit
-    )
+    measured = measured_by(measurement, x, quantized, unit)
+    on_cpu = ScaledCodes(quantized.codes.cpu(), quantized.dequant_scale.cpu(), quantized.kind)
+    expected = measured_by(reference, x.cpu(), on_cpu, unit)
     assert torch.equal(measured[:4].cpu(), expected[:4])
     torch.testing.assert_close(measured[4].cpu(), expected[4], rtol=0, atol=1e-3)
     return measured
@@ -61,5 +68,5 @@ def test_noise_that_is_not_a_number_has_no_decibels() -> None:
     x = torch.full((2, 16), 3.0, device=DEVICE)
     quantized = ScaledCodes(*quantize(x, torch.float8_e4m3fn), ScaleKind.TENSOR)
     x[1, 3] = torch.nan
-    for found in (measurement.measure(x, quantized, None), reference.measure(x, quantized, None)):
-        assert found[4].isnan()
+    for module in (measurement, reference):
+        assert measured_by(module, x, quantized, None)[4].isnan()

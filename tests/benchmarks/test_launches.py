@@ -1,0 +1,51 @@
+"""What a step launches on a GPU, counted on the fake one, in a process whose Triton does not interpret."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def found_by(program: str) -> Any:
+    """What a program prints as JSON that has everything of `benchmarks.gpu.launches`."""
+    lines = f"import json\nfrom benchmarks.gpu.launches import *\nprint(json.dumps({program}))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", lines]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.system
+def test_clipping_is_three_launches_by_ours_and_by_torch_s_function() -> None:
+    ways = "(clip_grad_norm_, nn.utils.clip_grad_norm_)"
+    found = found_by(f"[clipping(layers, 'O2', clip)[0].by_name for clip in {ways} for layers in (1, 5)]")
+    assert found == [{"norm_parts_kernel": 1, "total_norm_kernel": 1, "clip_kernel": 1}] * 4
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("level", ["te", "O2"])
+def test_statistics_are_a_launch_for_each_operand_and_below_1_percent(level: str) -> None:
+    """By launches, and by bytes, of all steps between two samples. A block of a GPT has four layers."""
+    program = "[block('gpt', LEVEL, {}, 1).by_name['_measure_sample'], sampling('gpt', LEVEL, {}).shares]"
+    num_measured, shares = found_by(program.replace("LEVEL", repr(level)))
+    assert num_measured == 4 * 3
+    assert 0 < max(shares) < 0.01
+
+
+@pytest.mark.system
+def test_an_optimizer_s_step_launches_no_more_for_more_layers() -> None:
+    """At each level that has our optimizer. te has one format of parameters, and closes the windows of delayed scaling."""
+    program = "{level: [optimizer_step(layers, level).by_name for layers in (1, 4)] for level in OPTIMIZER_LEVELS}"
+    found = found_by(program)
+    assert {"te", "O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit"} == set(found)
+    for level, (few, many) in found.items():
+        assert few == many, level
+        assert many["update_kernel"] == many["prepare_kernel"] == (1 if level == "te" else 2), level
+        assert sum(many.values()) <= (45 if level == "te" else 25), level

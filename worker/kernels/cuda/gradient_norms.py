@@ -1,0 +1,245 @@
+"""Norms of gradients on a CUDA device, and clipping by them: E4M3 codes and values of any dtype, by tables of addresses.
+
+Twins: `worker/kernels/gradient_reference.py`. Sums over programs are written down and added in one order: the same result in
+every run. A table is sent, and no launch, when an address has changed.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker.kernels.cuda import language
+from worker.kernels.cuda.launching import Launcher
+from worker.kernels.held import hold
+
+CHUNK, WARPS = 8192, 8
+"""Elements that a program reads."""
+SUMS = 8192
+"""Partial sums that a program adds at a time."""
+FORMATS = {torch.float8_e4m3fn: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
+"""How the table writes a dtype."""
+
+# The columns of the table of gradients, int64. A gradient that is not in codes has no scale.
+_GRADIENT, _SCALE, _NUM_ELEMENTS, _FORMAT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_FIRST_SUM, _NUM_SUMS = tl.constexpr(4), tl.constexpr(5)  # multiples of 4, 16 bytes
+_NUM_COLUMNS = tl.constexpr(6)
+
+
+@triton.jit
+def _pointer(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE)) + start
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _part(
+    address,
+    start,
+    remaining,
+    scale,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ORDER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """What a chunk of a gradient adds to its norm before the root: a sum of powers, or the largest magnitude."""
+    at = tl.arange(0, CHUNK)
+    loaded = tl.load(_pointer(address, start, DTYPE, ALIGNED) + at, mask=at < remaining, other=0)
+    values = language.decode(loaded, FORMAT) * scale
+    if ORDER == "inf":
+        return language.amax(values, 0)
+    elif ORDER == 2:
+        return tl.sum(values * values, 0)
+    else:
+        return tl.sum(tl.exp2(tl.log2(tl.abs(values)) * ORDER), 0)
+
+
+@triton.jit
+def norm_parts_kernel(table, chunks, parts, ORDER: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    """A program for each chunk of each gradient. chunks: int32, (the gradient's row, the chunk's number); some are empty."""
+    row = table + tl.load(chunks + 2 * tl.program_id(0)) * _NUM_COLUMNS
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    address, out, form = tl.load(row + _GRADIENT), parts + tl.program_id(0), tl.load(row + _FORMAT)
+    remaining = tl.minimum(tl.load(row + _NUM_ELEMENTS) - start, CHUNK).to(tl.int32)
+    if ALIGNED:
+        remaining = tl.multiple_of(remaining, 16)
+    if form == 0:
+        scale = tl.load(tl.load(row + _SCALE).to(tl.pointer_type(tl.float32)))
+        tl.store(out, _part(address, start, remaining, scale, "e4m3", tl.uint8, ORDER, ALIGNED, CHUNK))
+    elif form == 1:
+        tl.store(out, _part(address, start, remaining, 1.0, "wide", tl.float32, ORDER, ALIGNED, CHUNK))
+    elif form == 2:
+        tl.store(out, _part(address, start, remaining, 1.0, "wide", tl.bfloat16, ORDER, ALIGNED, CHUNK))
+    elif form == 3:
+        tl.store(out, _part(address, start, remaining, 1.0, "wide", tl.float16, ORDER, ALIGNED, CHUNK))
+    else:
+        tl.store(out, _part(address, start, remaining, 1.0, "wide", tl.float64, ORDER, ALIGNED, CHUNK))
+
+
+@triton.jit
+def _norm_of(parts, num_parts, ORDER: tl.constexpr, SUMS: tl.constexpr):
+    at, total = tl.arange(0, SUMS), tl.zeros((SUMS,), tl.float32)
+    for start in tl.range(0, num_parts, SUMS):
+        found = tl.load(parts + start + at, mask=at < num_parts - start, other=0.0)
+        if ORDER == "inf":  # of two magnitudes the larger, or NaN, by their bits
+            larger = tl.maximum(total.to(tl.int32, bitcast=True), found.to(tl.int32, bitcast=True))
+            total = larger.to(tl.float32, bitcast=True)
+        else:
+            total += found
+    if ORDER == "inf":
+        return language.amax(total, 0)
+    elif ORDER == 2:
+        return tl.sqrt_rn(tl.sum(total, 0))
+    else:
+        return tl.exp2(tl.log2(tl.sum(total, 0)) / ORDER)
+
+
+@triton.jit
+def norms_kernel(table, parts, out, ORDER: tl.constexpr, SUMS: tl.constexpr):
+    """A program for each gradient adds what its chunks have found, in one order, and takes the root."""
+    row = table + tl.program_id(0) * _NUM_COLUMNS
+    first, num_parts = tl.multiple_of(tl.load(row + _FIRST_SUM), 4), tl.multiple_of(tl.load(row + _NUM_SUMS), 4)
+    tl.store(out + tl.program_id(0), _norm_of(parts + first, num_parts, ORDER, SUMS))
+
+
+@triton.jit
+def total_norm_kernel(parts, out, num_quads, ORDER: tl.constexpr, SUMS: tl.constexpr):
+    """One program does so for all gradients. num_quads: a quarter of the number of parts."""
+    tl.store(out, _norm_of(parts, 4 * num_quads, ORDER, SUMS))
+
+
+@triton.jit
+def _scale_chunk(address, start, remaining, factor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    at, pointer = tl.arange(0, CHUNK), _pointer(address, start, DTYPE, ALIGNED)
+    values = tl.load(pointer + at, mask=at < remaining, other=0)
+    if tl.float64 == DTYPE:
+        tl.store(pointer + at, values * factor.to(tl.float64), mask=at < remaining)
+    else:
+        tl.store(pointer + at, language.cast(values.to(tl.float32) * factor, DTYPE), mask=at < remaining)
+
+
+@triton.jit(do_not_specialize=["max_norm_bits"])
+def clip_kernel(table, chunks, norm, max_norm_bits, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    """A program for each gradient in codes, whose scale it multiplies, and for each chunk of the others."""
+    row = table + tl.load(chunks + 2 * tl.program_id(0)) * _NUM_COLUMNS
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    max_norm = tl.cast(max_norm_bits, tl.int32).to(tl.float32, bitcast=True)
+    factor = tl.div_rn(1.0, tl.load(norm) + 1e-6) * max_norm
+    factor = tl.where(factor > 1.0, 1.0, factor)  # NaN stays
+    address, form = tl.load(row + _GRADIENT), tl.load(row + _FORMAT)
+    remaining = tl.minimum(tl.load(row + _NUM_ELEMENTS) - start, CHUNK).to(tl.int32)
+    if ALIGNED:
+        remaining = tl.multiple_of(remaining, 16)
+    if form == 0:
+        scale = tl.load(row + _SCALE).to(tl.pointer_type(tl.float32))
+        tl.store(scale, tl.load(scale) * factor)
+    elif form == 1:
+        _scale_chunk(address, start, remaining, factor, tl.float32, ALIGNED, CHUNK)
+    elif form == 2:
+        _scale_chunk(address, start, remaining, factor, tl.bfloat16, ALIGNED, CHUNK)
+    elif form == 3:
+        _scale_chunk(address, start, remaining, factor, tl.float16, ALIGNED, CHUNK)
+    else:
+        _scale_chunk(address, start, remaining, factor, tl.float64, ALIGNED, CHUNK)
+
+
+_launch_parts = Launcher(norm_parts_kernel, num_warps=WARPS)
+_launch_norms = Launcher(norms_kernel, num_warps=WARPS)
+_launch_total = Launcher(total_norm_kernel, num_warps=WARPS)
+_launch_clip = Launcher(clip_kernel, num_warps=WARPS, enable_fp_fusion=False)
+_SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
+"""By name and device, what was last sent there and from what it was made: it is sent again only when that has changed."""
+
+
+def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor], order: float) -> Tensor:
+    """See the twin. Two launches for all of them."""
+    table, parts, _ = _parts([*codes, *values], [*dequant_scales, *values], order)
+    out = parts.new_empty(len(codes) + len(values))
+    _launch_norms(len(out), table, parts, out, _as_constant(order), SUMS)
+    return out
+
+
+def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
+    """See the twin. Two launches; in fp32, whatever the gradients' dtypes."""
+    _, parts, _ = _parts(gradients, scaled, order)
+    out = parts.new_empty(())
+    _launch_total(1, parts, out, len(parts) // 4, _as_constant(order), SUMS)
+    return out
+
+
+def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """See the twin. One launch; one more op of torch for values that are not contiguous."""
+    dense = [index for index, gradient in enumerate(gradients) if gradient.is_contiguous()]
+    if len(dense) < len(gradients):
+        torch._foreach_mul_([each for each in scaled if not each.is_contiguous()], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        gradients, scaled = [gradients[index] for index in dense], [scaled[index] for index in dense]
+    if not gradients:
+        return
+    table, is_aligned = _table(gradients, scaled)
+    num_chunks = [1 if FORMATS[each.dtype] == 0 else language.cdiv(each.numel(), CHUNK) for each in gradients]
+    chunks = _sent("chunks to scale", num_chunks, norm.device, torch.int32, _chunks)
+    if not len(chunks):
+        return
+    (bits,) = struct.unpack("i", struct.pack("f", max_norm))  # of a number of Python a launch would be slow
+    _launch_clip(len(chunks), table, chunks, norm, bits, is_aligned, CHUNK)
+
+
+def _parts(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> tuple[Tensor, Tensor, bool]:
+    """The table of gradients, and what each chunk adds to the norm."""
+    gradients = [each.contiguous() for each in gradients]  # a copy has to outlive the launch
+    table, is_aligned = _table(gradients, scaled)
+    chunks = _sent("chunks", [_num_parts(each) for each in gradients], table.device, torch.int32, _chunks)
+    parts = chunks.new_empty(len(chunks), dtype=torch.float32)
+    if len(chunks):
+        _launch_parts(len(chunks), table, chunks, parts, _as_constant(order), is_aligned, CHUNK)
+    return table, parts, is_aligned
+
+
+def _table(gradients: Sequence[Tensor], scaled: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """The table on the device, and whether all addresses and sizes are multiples of 16."""
+    sizes, addresses = [each.numel() for each in gradients], [each.data_ptr() for each in gradients]
+    forms = [FORMATS[each.dtype] for each in gradients]
+    scales = [0 if form else scale.data_ptr() for form, scale in zip(forms, scaled, strict=True)]
+    num_parts = [_num_parts(each) for each in gradients]
+    firsts = [0, *accumulate(num_parts)][:-1]
+    rows = [*zip(addresses, scales, sizes, forms, firsts, num_parts, strict=True)]
+    is_aligned = all(address % 16 == size % 16 == 0 for address, size in zip(addresses, sizes, strict=True))
+    return _sent("table", rows, gradients[0].device, torch.int64, lambda rows: rows), is_aligned
+
+
+def _num_parts(gradient: Tensor) -> int:
+    return 4 * language.cdiv(gradient.numel(), 4 * CHUNK)
+
+
+def _as_constant(order: float) -> int | str | float:
+    return "inf" if order == math.inf else 2 if order == 2 else order
+
+
+def _chunks(num_chunks: list[int]) -> list[tuple[int, int]]:
+    return [(row, chunk) for row, number in enumerate(num_chunks) for chunk in range(number)]
+
+
+def _sent(
+    name: str, content: list[Any], device: torch.device, dtype: torch.dtype, rows: Callable[[list[Any]], list[Any]]
+) -> Tensor:
+    """The rows made of a content, on the device. The host does not wait."""
+    known = _SENT.get((name, device))
+    if known is not None and known[0] == content:
+        hold(known[1])
+        return known[1]
+    host = torch.tensor(rows(content), dtype=dtype, pin_memory=device.type == "cuda")
+    on_device = host.to(device, non_blocking=True)
+    hold(on_device, host)
+    if type(on_device) is Tensor:  # a fake one belongs to its mode
+        _SENT[name, device] = (content, on_device)
+    return on_device
