@@ -298,19 +298,9 @@ _TO_JUDGE = (
     .options(load_only(JobRow.desired, JobRow.cancel_requested_at, raiseload=True))
     .order_by(AttemptRow.id)
 )
-_NEWEST_CHECKPOINT_AT = (
-    select(func.max(CheckpointRow.created_at)).where(CheckpointRow.attempt_id == AttemptRow.id).scalar_subquery()
-)
+_NEWEST = select(func.max(CheckpointRow.created_at)).where(CheckpointRow.attempt_id == AttemptRow.id).scalar_subquery()
 _SHRUNK = (
-    select(
-        AttemptRow.id,
-        AttemptRow.epoch,
-        JobRow.id,
-        AttemptRow.pool,
-        AttemptRow.workers,
-        cast(JobRow.spec, Text),
-        _NEWEST_CHECKPOINT_AT,
-    )
+    select(AttemptRow.id, AttemptRow.epoch, JobRow.id, AttemptRow.pool, AttemptRow.workers, cast(JobRow.spec, Text), _NEWEST)
     .join(JobRow, JobRow.id == AttemptRow.job_id)
     .where(AttemptRow.state == AttemptState.RUNNING, JobRow.min_workers.is_not(None))
     .where(AttemptRow.workers < JobRow.workers, JobRow.desired == DesiredState.RUN)
@@ -357,6 +347,11 @@ def holds_lease(session: Session, name: str, token: str, now: datetime) -> bool:
 
 def give_up_lease(session: Session, name: str, token: str, now: datetime) -> None:
     session.execute(update(LeaseRow).where(LeaseRow.name == name, LeaseRow.token == token).values(expires_at=now))
+
+
+def end_lease_of(session: Session, name: str, holder: str, now: datetime) -> None:
+    held = (LeaseRow.name == name, LeaseRow.holder == holder, LeaseRow.expires_at > now)
+    session.execute(update(LeaseRow).where(*held).values(expires_at=now))
 
 
 def lease_is_held(session: Session, name: str, now: datetime) -> bool:
