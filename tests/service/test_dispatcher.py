@@ -64,42 +64,6 @@ def test_a_dead_rank_is_given_three_seconds_for_its_last_report(world: World) ->
     assert job.hint == FailureReason.WORKER_LOST.hint
 
 
-def test_ranks_that_were_silent_for_three_seconds_are_given_no_more_time(world: World) -> None:
-    """A cluster that starts again is asked after seconds in which no rank reported."""
-    job_id, _ = world.start(max_failures=1)
-    world.turn(3)  # since this dispatcher leads, and since the last report
-    world.launcher.lose_everything()
-    world.dispatch()
-    attempt = world.attempts(job_id)[0]
-    assert (attempt.state, attempt.reason) == (AttemptState.FAILED, FailureReason.CLUSTER_LOST)
-
-
-def test_ranks_that_reported_while_their_cluster_was_away_are_given_the_rest_of_three_seconds(world: World) -> None:
-    job_id, rank = world.start(max_failures=1)
-    world.turn(10)
-    rank.train(1)
-    world.turn(2)
-    world.launcher.lose_everything()
-    world.dispatch()
-    assert world.attempts(job_id)[0].state is AttemptState.RUNNING
-    world.turn(1)
-    world.dispatch()
-    assert world.attempts(job_id)[0].state is AttemptState.FAILED
-
-
-def test_a_new_leader_gives_silent_ranks_three_seconds_of_its_own(world: World) -> None:
-    """While no dispatcher led, perhaps no server took reports."""
-    job_id, _ = world.start(max_failures=1)
-    world.turn(10)
-    world.launcher.lose_everything()
-    world.restart()
-    world.dispatch()
-    assert world.attempts(job_id)[0].state is AttemptState.RUNNING
-    world.turn(3)
-    world.dispatch()
-    assert world.attempts(job_id)[0].state is AttemptState.FAILED
-
-
 def test_a_last_report_beats_the_exit_of_its_processes(world: World) -> None:
     job_id, rank = world.start()
     world.launcher.exit(rank.ref)
