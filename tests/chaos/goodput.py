@@ -1,6 +1,6 @@
 """Goodput under failures: the seconds of training that each kind of failure costs, and the share left at one in ten minutes.
 
-    .venv/bin/python -m tests.chaos.goodput                5 minutes on a quiet machine of two cores
+    .venv/bin/python -m tests.chaos.goodput --repeats 2 --minutes 6
 
 One job trains on a real `octet serve` with its usual leases while one failure after the other is injected. A failure's loss
 is the time from the struck attempt's last new step, or from the signal if none came after it, until the API shows a step above
@@ -13,6 +13,7 @@ one had its slots, until that one trained, and until it had passed the last step
 
 import argparse
 import logging
+import math
 import os
 import signal
 import statistics
@@ -102,13 +103,18 @@ class Loss:
         return self.total_s - sum(filter(None, (self.ended_s, self.placed_s, self.trains_s)))
 
 
-def measure(repeats: int, folder: Path, kinds: Collection[str] = FAILURES.keys()) -> dict[str, list[Loss]]:
-    """Return what each failure cost, by its kind."""
+def measure(
+    repeats: int, folder: Path, kinds: Collection[str] = FAILURES.keys(), *, limit_s: float = math.inf
+) -> dict[str, list[Loss]]:
+    """Return what each failure cost, by its kind. A repeat that would probably end after `limit_s` is left out."""
     server = Server(folder / "octet")
     found: dict[str, list[Loss]] = {kind: [] for kind in kinds}
     try:
         server.start()
-        for _ in range(repeats):
+        began = time.monotonic()
+        for number in range(repeats):
+            if number and (time.monotonic() - began) * (number + 1) / number > limit_s:
+                break
             # A job has ten failures of the platform to its name at most, and its pauses grow with their number.
             for kind in kinds:
                 job_id = _new_job(server, folder / "corpus")
@@ -202,13 +208,14 @@ def _parts(values: list[Loss]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.goodput")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=6, help="begin no repeat that would probably end after this time")
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))  # by the `finally` block, which leaves no process
     with tempfile.TemporaryDirectory(prefix="octet-goodput-") as folder:
         corpus(Path(folder))
-        losses = measure(options.repeats, Path(folder))
+        losses = measure(options.repeats, Path(folder), limit_s=60 * options.minutes)
     sys.stdout.write(report(losses))
     return 0 if goodput(losses)[0] >= GOAL else 1
 
