@@ -60,8 +60,8 @@ CHAOS_TRANSITIONS ?= 1000000
 chaos: install
 	$(BIN)/python -m tests.chaos.run --seed $(CHAOS_SEED) --signals $(CHAOS_SIGNALS) --jobs $(CHAOS_JOBS) --minutes $(CHAOS_MINUTES)
 	$(BIN)/python -m tests.chaos.run --cluster --seed $(CHAOS_SEED) --signals $(CHAOS_CLUSTER_SIGNALS) --jobs 10 --minutes 90
-	$(BIN)/python -m tests.chaos.goodput
 	$(BIN)/python -m tests.chaos.transitions --seed $(CHAOS_SEED) --transitions $(CHAOS_TRANSITIONS)
+	$(BIN)/python -m tests.chaos.goodput
 
 # The rest of the long matrices: crash points, levels, compilers, smoke runs of benchmarks. Before a release, and after a change there.
 test-matrix: install $(OTHER_TRITON)

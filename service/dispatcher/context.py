@@ -30,6 +30,11 @@ class NotLeading(Exception):
     """Another dispatcher leads, so the transaction was not committed."""
 
 
+def holder_of(pid: int) -> str:
+    """The name under which a process of this machine leads."""
+    return f"{socket.gethostname()}:{pid}"
+
+
 @dataclass
 class Outage:
     """Logs once that the cluster does not answer, and once that it answers again."""
@@ -57,7 +62,7 @@ class DispatcherContext:
     settings: Settings
     wake: Callable[[], None] = lambda: None
     executor: Executor | None = None
-    holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    holder: str = field(default_factory=lambda: holder_of(os.getpid()))
     leads_since: datetime | None = None
     outage: Outage = field(default_factory=Outage)
     health: LoopHealth = field(default_factory=LoopHealth)
@@ -90,6 +95,11 @@ class DispatcherContext:
         """Stop acting as leader. The lease in the database stays as it is."""
         logger.warning("%s leads no longer", self.holder)
         self._token, self.leads_since = None, None
+
+    def end_lease_of(self, holder: str) -> None:
+        """End the leader's lease if `holder` has it, which never renews it again."""
+        with self.database.write() as session:
+            store.queue.end_lease_of(session, store.queue.LEADER, holder, self.database.now(session))
 
     def give_up(self) -> None:
         """Hand the lease back, so that another dispatcher can lead at once."""

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from service.cluster.launcher import Launcher
 from service.db.engine import Database
 from service.dispatcher import grow, launch, orphans, place, release, watch
-from service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading
+from service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading, holder_of
 from service.dispatcher.loop import Loop
 from service.settings import Settings
 from service.telemetry.loops import LoopHealth
@@ -44,6 +44,10 @@ class Dispatcher:
     def leads(self) -> bool:
         """True while this dispatcher leads."""
         return self._context.leads_since is not None
+
+    def succeed(self, pid: int) -> None:
+        """End the lease of a process of this machine that has ended, so that nobody waits until it runs out."""
+        self._context.end_lease_of(holder_of(pid))
 
     def start(self) -> None:
         for loop in (self._lead_loop, *self._job_loops, self._orphans_loop):

@@ -20,7 +20,8 @@ from service.settings import Settings
 
 AT_ONCE = 64
 """Attempts that are probed, and then judged in one read. One that does not answer in time holds up no earlier group."""
-EXIT_GRACE = timedelta(seconds=3)  # the last report of an ended process may arrive this much later
+EXIT_GRACE = timedelta(seconds=3)
+"""The last report of an ended process may arrive this much later. It has had that time already if nobody reported meanwhile."""
 
 _ON_CLUSTER = {AttemptState.STARTING, AttemptState.RUNNING}
 
@@ -91,13 +92,18 @@ def judge(
     exited_at = attempt.exited_at if is_unknown else (attempt.exited_at or now) if is_gone else None
     placed_at = attempt.placed_at or (probe.placed_at if probe else None)
     ending = None
-    if is_gone and exited_at is not None and now >= exited_at + EXIT_GRACE:
+    if is_gone and exited_at is not None and now >= min(exited_at, _heard_at(attempt, exited_at, leads_since)) + EXIT_GRACE:
         ending = _gone(job, probe)
     elif job.desired is DesiredState.CANCEL:
         ending = _cancelled(job, attempt, now, settings)
     elif now >= leads_since + timedelta(seconds=settings.lease_grace_s):
         ending = _overdue(attempt, now, settings)
     return Finding(exited_at, placed_at, ending)
+
+
+def _heard_at(attempt: AttemptRow, exited_at: datetime, leads_since: datetime) -> datetime:
+    """When a rank reported last. While no dispatcher led, perhaps no server listened either."""
+    return max(attempt.last_report_at or exited_at, leads_since)
 
 
 def _gone(job: JobRow, probe: Probe | None) -> Ending:

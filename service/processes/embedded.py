@@ -61,16 +61,21 @@ def serve(
     log_to_stderr()
     with listening(settings) as listener:
         private_folder(settings.data_dir)
-        hold_serve_lock(settings.data_dir)
+        former_pid = hold_serve_lock(settings.data_dir)
         database = database_of_one_machine(settings)
         with _local_cluster(settings) as launcher:
-            _run(settings, database, launcher, listener)
+            _run(settings, database, launcher, listener, former_pid)
         database.close()
 
 
-def _run(settings: Settings, database: Database, launcher: Launcher, listener: socket.socket) -> None:
-    """Serve in a thread, and wait for a signal in this one, which stops the two parts one after the other."""
+def _run(settings: Settings, database: Database, launcher: Launcher, listener: socket.socket, former_pid: int | None) -> None:
+    """Serve in a thread, and wait for a signal in this one, which stops the two parts one after the other.
+
+    former_pid: the process that served this data folder before. It has ended.
+    """
     dispatcher = Dispatcher(database, launcher, settings)
+    if former_pid is not None:
+        dispatcher.succeed(former_pid)
     app = create_app(settings, database=database, wake=dispatcher.wake, loops=dispatcher.health)
     server = http_server(app, settings)
 

@@ -46,7 +46,7 @@ def last_job_id(session: Session) -> str | None:
 
 def lock_job(session: Session, job_id: str) -> JobRow | None:
     """Find a job and lock it: no other transaction writes about it until this one ends."""
-    return session.get(JobRow, job_id, with_for_update=True, populate_existing=True)
+    return session.scalars(_JOB_TO_WRITE, {"id": job_id}).one_or_none()
 
 
 def find_attempt(session: Session, attempt_id: str) -> AttemptRow | None:
@@ -55,14 +55,21 @@ def find_attempt(session: Session, attempt_id: str) -> AttemptRow | None:
 
 def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow] | None:
     """Find an attempt and its job and lock both, the job first; every transaction locks in this order."""
-    job_id = session.scalar(select(AttemptRow.job_id).where(AttemptRow.id == attempt_id))
+    job_id = session.scalar(_JOB_OF_ATTEMPT, {"id": attempt_id})
     if job_id is None:
         return None
     job = lock_job(session, job_id)
-    attempt = session.get(AttemptRow, attempt_id, with_for_update=True, populate_existing=True)
+    attempt = session.scalars(_ATTEMPT_TO_WRITE, {"id": attempt_id}).one_or_none()
     assert job is not None, "an attempt has a job"
     assert attempt is not None, "attempts are never deleted"
     return job, attempt
+
+
+# Every report and every decision of the dispatcher begins with these. To build one costs more than to execute it.
+_FRESH = {"populate_existing": True}
+_JOB_TO_WRITE = select(JobRow).where(JobRow.id == bindparam("id")).with_for_update().execution_options(**_FRESH)
+_JOB_OF_ATTEMPT = select(AttemptRow.job_id).where(AttemptRow.id == bindparam("id"))
+_ATTEMPT_TO_WRITE = select(AttemptRow).where(AttemptRow.id == bindparam("id")).with_for_update().execution_options(**_FRESH)
 
 
 class NewJob(NamedTuple):

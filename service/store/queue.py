@@ -249,19 +249,11 @@ def live_attempts(session: Session) -> list[tuple[AttemptRef, AttemptState]]:
 
 def shrunk_attempts(session: Session) -> list[ShrunkAttempt]:
     """List the attempts that train with fewer ranks than their elastic jobs may have, and that nobody has told to stop."""
-    newest = select(func.max(CheckpointRow.created_at)).where(CheckpointRow.attempt_id == AttemptRow.id).scalar_subquery()
-    query = (
-        select(AttemptRow.id, AttemptRow.epoch, JobRow.id, AttemptRow.pool, AttemptRow.workers, cast(JobRow.spec, Text), newest)
-        .join(JobRow, JobRow.id == AttemptRow.job_id)
-        .where(AttemptRow.state == AttemptState.RUNNING, JobRow.min_workers.is_not(None))
-        .where(AttemptRow.workers < JobRow.workers, JobRow.desired == DesiredState.RUN)
-        .order_by(AttemptRow.id)
-    )
     return [
         ShrunkAttempt(
             AttemptRef(attempt_id=attempt_id, epoch=epoch), job_id, pool, workers, _worker_counts(spec), checkpoint_at
         )
-        for attempt_id, epoch, job_id, pool, workers, spec, checkpoint_at in session.execute(query)
+        for attempt_id, epoch, job_id, pool, workers, spec, checkpoint_at in session.execute(_SHRUNK)
     ]
 
 
@@ -306,6 +298,14 @@ _TO_JUDGE = (
     .options(load_only(JobRow.desired, JobRow.cancel_requested_at, raiseload=True))
     .order_by(AttemptRow.id)
 )
+_NEWEST = select(func.max(CheckpointRow.created_at)).where(CheckpointRow.attempt_id == AttemptRow.id).scalar_subquery()
+_SHRUNK = (
+    select(AttemptRow.id, AttemptRow.epoch, JobRow.id, AttemptRow.pool, AttemptRow.workers, cast(JobRow.spec, Text), _NEWEST)
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(AttemptRow.state == AttemptState.RUNNING, JobRow.min_workers.is_not(None))
+    .where(AttemptRow.workers < JobRow.workers, JobRow.desired == DesiredState.RUN)
+    .order_by(AttemptRow.id)
+)
 _SLOTS_PRESENT = select(PoolCapacityRow.pool, PoolCapacityRow.slots_present)
 _SLOTS_USED = (
     select(AttemptRow.pool, func.sum(AttemptRow.workers)).where(AttemptRow.released_at.is_(None)).group_by(AttemptRow.pool)
@@ -323,7 +323,7 @@ def take_lease(session: Session, name: str, holder: str, token: str | None, leas
 
     Returns the token to use from now on, or None if another holder leads.
     """
-    lease = session.get(LeaseRow, name, with_for_update=True, populate_existing=True)
+    lease = session.scalars(_LEASE_TO_WRITE, {"name": name}).one_or_none()
     expires_at = now + timedelta(seconds=lease_s)
     if lease is None:
         lease = LeaseRow(name=name, holder=holder, token=secrets.token_hex(16), expires_at=expires_at)
@@ -341,12 +341,17 @@ def take_lease(session: Session, name: str, holder: str, token: str | None, leas
 
 def holds_lease(session: Session, name: str, token: str, now: datetime) -> bool:
     """True if the holder of `token` leads; the row is locked, so that it leads until this transaction ends."""
-    lease = session.get(LeaseRow, name, with_for_update={"read": True}, populate_existing=True)
+    lease = session.scalars(_LEASE_TO_HOLD, {"name": name}).one_or_none()
     return lease is not None and lease.token == token and lease.expires_at > now
 
 
 def give_up_lease(session: Session, name: str, token: str, now: datetime) -> None:
     session.execute(update(LeaseRow).where(LeaseRow.name == name, LeaseRow.token == token).values(expires_at=now))
+
+
+def end_lease_of(session: Session, name: str, holder: str, now: datetime) -> None:
+    held = (LeaseRow.name == name, LeaseRow.holder == holder, LeaseRow.expires_at > now)
+    session.execute(update(LeaseRow).where(*held).values(expires_at=now))
 
 
 def lease_is_held(session: Session, name: str, now: datetime) -> bool:
@@ -369,7 +374,7 @@ def note_loops(session: Session, holder: str, token: str, seconds_left: Mapping[
 
 
 def forget_loops(session: Session) -> None:
-    session.execute(delete(LeaseRow).where(LeaseRow.name.startswith(_LOOP)))
+    session.connection().execute(_FORGET_LOOPS)
 
 
 def loops_stalled(session: Session, now: datetime) -> dict[str, bool]:
@@ -377,11 +382,13 @@ def loops_stalled(session: Session, now: datetime) -> dict[str, bool]:
     return {row.name.removeprefix(_LOOP): row.expires_at <= now for row in session.scalars(_LOOPS)}
 
 
+_LEASE = select(LeaseRow).where(LeaseRow.name == bindparam("name")).execution_options(populate_existing=True)
+_LEASE_TO_WRITE, _LEASE_TO_HOLD = _LEASE.with_for_update(), _LEASE.with_for_update(read=True)
 _LOOPS = select(LeaseRow).where(LeaseRow.name.startswith(_LOOP)).order_by(LeaseRow.name)
+_FORGET_LOOPS = delete(LeaseRow).where(LeaseRow.name.startswith(_LOOP))
+_BREAK_CLAIMS = update(AttemptRow).where(AttemptRow.claim_token.is_not(None)).values(claim_token=None, claim_expires_at=None)
 
 
 def break_claims(session: Session) -> None:
     """Free everything that the former leader had claimed. Its late results are then discarded."""
-    session.execute(
-        update(AttemptRow).where(AttemptRow.claim_token.is_not(None)).values(claim_token=None, claim_expires_at=None)
-    )
+    session.connection().execute(_BREAK_CLAIMS)

@@ -1,37 +1,14 @@
-"""Faults for cluster mode: SIGKILL and SIGSTOP of each part and of each process inside of it."""
+"""Strikes cluster mode: SIGKILL and SIGSTOP of each part and of each process inside of it, and SIGKILL of whole nodes."""
 
 import time
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import psutil
 
 from tests.chaos.cluster import Cluster, Part
-from tests.chaos.faults import KILL, LONGEST_AWAY_S, STOP, Storm, logger
+from tests.chaos.faults import FAULTS, KILL, LONGEST_AWAY_S, NODE, Storm, Weights, logger
 
-NODE = "node"
-WEIGHTS: dict[tuple[str, str], int] = {
-    ("rank", KILL): 10,
-    ("rank", STOP): 6,
-    ("supervisor", KILL): 6,
-    ("supervisor", STOP): 4,
-    ("template", KILL): 2,
-    ("raylet", KILL): 3,
-    ("raylet", STOP): 4,
-    ("gcs", KILL): 3,
-    ("gcs", STOP): 4,
-    ("other Ray", KILL): 2,
-    (NODE, KILL): 3,
-    ("api", KILL): 8,
-    ("api", STOP): 8,
-    ("dispatcher", KILL): 10,
-    ("dispatcher", STOP): 12,
-    ("dispatcher's Ray", KILL): 3,
-    ("dispatcher's Ray", STOP): 2,
-    ("postgres", KILL): 3,
-    ("postgres", STOP): 3,
-    ("backend", KILL): 3,
-    ("backend", STOP): 6,
-}
 # What may end when its peers are away, as docker-compose.yml says, and is then started again. The others may not.
 ENDS_WITH_ITS_PEERS = ("postgres", "head", "node-1", "node-2", "dispatcher-1", "dispatcher-2")
 RESTART_S = 1.0
@@ -43,7 +20,7 @@ class ClusterStorm(Storm):
 
     cluster: Cluster = field(kw_only=True)
     _starts_at: dict[str, float] = field(default_factory=dict)
-    weights = WEIGHTS
+    weights: ClassVar[Weights] = {(fault.component, fault.signal): fault.of_cluster for fault in FAULTS if fault.of_cluster}
 
     def end(self) -> None:
         self._due = []

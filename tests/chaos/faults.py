@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import psutil
 
@@ -21,27 +21,56 @@ from tests.waiting import wait_until
 
 RAYLET_THEN_SERVER = "raylet, then server"
 MACHINE = "machine"
+NODE = "node"
 KILL, STOP = "SIGKILL", "SIGSTOP"
-WEIGHTS: dict[tuple[str, str], int] = {
-    ("rank", KILL): 16,
-    ("rank", STOP): 10,
-    ("supervisor", KILL): 8,
-    ("supervisor", STOP): 5,
-    ("template", KILL): 3,
-    ("template", STOP): 2,
-    ("raylet", KILL): 5,
-    ("raylet", STOP): 5,
-    ("gcs", KILL): 4,
-    ("gcs", STOP): 5,
-    ("keeper", KILL): 3,
-    ("keeper", STOP): 3,
-    ("other Ray", KILL): 3,
-    ("other Ray", STOP): 2,
-    ("server", KILL): 12,
-    ("server", STOP): 10,
-    (RAYLET_THEN_SERVER, STOP): 4,
-    (MACHINE, KILL): 1,
-}
+
+Weights = Mapping[tuple[str, str], int]
+
+
+class Fault(NamedTuple):
+    """A signal to a component, and how often it is sent, relative to the others, to each kind of service. 0: never.
+
+    Components that only one kind has: `octet serve` the server, Ray's keeper, both of them with the whole machine, and a raylet
+    that is killed while the server is suspended; cluster mode nodes, the api, dispatchers with their Ray, and PostgreSQL.
+    """
+
+    component: str
+    signal: str
+    of_serve: int
+    of_cluster: int
+
+
+FAULTS = (
+    Fault("rank", KILL, 16, 10),
+    Fault("rank", STOP, 10, 6),
+    Fault("supervisor", KILL, 8, 6),
+    Fault("supervisor", STOP, 5, 4),
+    Fault("template", KILL, 3, 2),
+    Fault("template", STOP, 2, 2),
+    Fault("raylet", KILL, 5, 3),
+    Fault("raylet", STOP, 5, 4),
+    Fault("gcs", KILL, 4, 3),
+    Fault("gcs", STOP, 5, 4),
+    Fault("other Ray", KILL, 3, 2),
+    Fault("other Ray", STOP, 2, 2),
+    Fault("keeper", KILL, 3, 0),
+    Fault("keeper", STOP, 3, 0),
+    Fault("server", KILL, 12, 0),
+    Fault("server", STOP, 10, 0),
+    Fault(RAYLET_THEN_SERVER, STOP, 4, 0),
+    Fault(MACHINE, KILL, 1, 0),
+    Fault(NODE, KILL, 0, 3),
+    Fault("api", KILL, 0, 8),
+    Fault("api", STOP, 0, 8),
+    Fault("dispatcher", KILL, 0, 10),
+    Fault("dispatcher", STOP, 0, 12),
+    Fault("dispatcher's Ray", KILL, 0, 3),
+    Fault("dispatcher's Ray", STOP, 0, 2),
+    Fault("postgres", KILL, 0, 3),
+    Fault("postgres", STOP, 0, 3),
+    Fault("backend", KILL, 0, 3),
+    Fault("backend", STOP, 0, 6),
+)
 MEAN_STOP_S, LONGEST_STOP_S = 3.0, 12.0
 PAST_LEASE_S, PAST_LEASE_SHARE = 40.0, 0.05
 LONGEST_AWAY_S = 5.0
@@ -84,7 +113,7 @@ class Storm(ABC):
     """Ends of a server that no signal of ours explains."""
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
-    weights: ClassVar[Mapping[tuple[str, str], int]]
+    weights: ClassVar[Weights]
     """How often a component is struck, relative to the others, by SIGKILL and by SIGSTOP."""
 
     @property
@@ -168,7 +197,7 @@ class ServerStorm(Storm):
 
     server: Server = field(kw_only=True)
     _server_was_killed: bool = False
-    weights = WEIGHTS
+    weights: ClassVar[Weights] = {(fault.component, fault.signal): fault.of_serve for fault in FAULTS if fault.of_serve}
 
     def end(self) -> None:
         self._due = []

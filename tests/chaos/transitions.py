@@ -1,20 +1,23 @@
 """Random lives of the control plane on a simulated cluster: any number of transitions, from a seed.
 
-    .venv/bin/python -m tests.chaos.transitions --seed 7 --transitions 100000 --processes 2
+    .venv/bin/python -m tests.chaos.transitions --seed 7 --transitions 100000 --processes 2 --progress lives.jsonl
 
 These are the rules and the invariants of tests/service/test_stateful.py, where Hypothesis chooses and shrinks; here a plain
 generator chooses, which takes a third of the time. A transition is one rule: a request, a step of a loop, a report, a death,
 a lost cluster, time that passes. The invariants are checked after each, and each life has to end with every job over.
-A broken invariant ends the run with the life's seed and its last transitions.
+A broken invariant ends the run with the life's seed and its last transitions. The lives are lived in slices, and each slice's
+outcome is a line of its own in the file of `--progress`, so a run that is interrupted says how far it came.
 """
 
 import argparse
+import gc
+import json
 import logging
 import multiprocessing
 import os
 import random
-import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -22,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from tests.service.world import TurnedClock
 
 LIFE = 40
 """Transitions in a life."""
-_REPORT_EVERY_S = 60.0
+_ALLOCATIONS_BETWEEN_COLLECTIONS = 50_000  # sessions make many objects, and few cycles
 
 Draw = Callable[[random.Random], dict[str, Any]]
 RULES: dict[str, Draw] = {
@@ -61,8 +64,6 @@ RULES: dict[str, Draw] = {
 }
 """How the arguments of each rule are drawn; Hypothesis draws the same ones."""
 
-logger = logging.getLogger("transitions")
-
 
 class _Life(ControlPlane):
     """A life on a database of former lives, which saves a sixth of the time: their statements are compiled."""
@@ -76,7 +77,20 @@ class _Life(ControlPlane):
 
 
 class LifeBroken(Exception):
-    """A life broke an invariant. The message has its seed and what happened last."""
+    """A life broke an invariant. The message has its seed, what happened last and what does not hold."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Lives whose seeds follow each other, and what came of them."""
+
+    seed: int
+    database: str
+    transitions: int
+    counts: dict[str, int] = field(default_factory=dict)
+    """How often each rule was applied."""
+    cpu_s: float = 0.0
+    broken: str | None = None
 
 
 def live(database_url: str, seed: int, num_transitions: int = LIFE) -> Counter[str]:
@@ -100,21 +114,16 @@ def _live(database: MortalDatabase, seed: int, num_transitions: int) -> Counter[
             machine.nothing_is_broken()
         machine.teardown()
     except Exception as error:
-        raise LifeBroken(f"the life of seed {seed} broke after {len(applied)} transitions, at last {applied[-8:]}") from error
+        message = f"the life of seed {seed} broke after {len(applied)} transitions, at last {applied[-8:]}: {error!r}"
+        raise LifeBroken(message) from error
     return Counter(applied)
 
 
 def live_on(database_url: str, seed: int, num_transitions: int) -> Counter[str]:
     """Live one life after the other until there were this many transitions."""
-    counts: Counter[str] = Counter()
     database = MortalDatabase(database_url)
-    began = reported = time.monotonic()
-    for number in range(-(-num_transitions // LIFE)):
-        counts += _live(database, seed + number, LIFE)
-        if time.monotonic() - reported > _REPORT_EVERY_S:
-            reported = time.monotonic()
-            logger.info("%d transitions in %.0f s", counts.total(), reported - began)
-    return counts
+    lives = range(-(-num_transitions // LIFE))
+    return sum((_live(database, seed + number, LIFE) for number in lives), Counter[str]())
 
 
 @contextmanager
@@ -128,51 +137,71 @@ def sqlite_url() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def _live_apart(database: str, seed: int, num_transitions: int) -> Counter[str]:
-    """Live on a new database of this kind, in a process of its own."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+def _live_apart(slice_: Slice) -> Slice:
+    """Live a slice on a new database, in a process of its own."""
     logging.getLogger("service").setLevel(logging.CRITICAL)  # thousands of deaths, each with its lines
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    with running_server() if database == "postgres" else sqlite_url() as url:
+    gc.freeze()
+    gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS)
+    began = time.process_time()
+    with running_server() if slice_.database == "postgres" else sqlite_url() as url:
         empty = Database(url)
         empty.migrate()
         empty.close()
-        return live_on(url, seed, num_transitions)
-
-
-def live_in_processes(database: str, seed: int, num_transitions: int, num_processes: int) -> Counter[str]:
-    """Share the lives out to processes: the seeds follow each other. Raises LifeBroken as soon as one breaks."""
-    num_lives = -(-num_transitions // LIFE)
-    starts = [num_lives * number // num_processes for number in range(num_processes + 1)]
-    counts: Counter[str] = Counter()
-    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as processes:
-        shares = [
-            processes.submit(_live_apart, database, seed + start, LIFE * (end - start)) for start, end in pairwise(starts)
-        ]
         try:
-            for share in as_completed(shares):
-                counts += share.result()
+            counts, broken = live_on(url, slice_.seed, slice_.transitions), None
+        except LifeBroken as error:
+            counts, broken = Counter(), str(error)
+    return replace(slice_, counts=dict(counts), cpu_s=time.process_time() - began, broken=broken)
+
+
+def slices_of(database: str, seed: int, num_transitions: int, slice_transitions: int) -> list[Slice]:
+    """Divide lives among slices. Each life has a seed of its own, which does not depend on the slices."""
+    num_lives, lives_of_slice = -(-num_transitions // LIFE), -(-slice_transitions // LIFE)
+    starts = range(0, num_lives, lives_of_slice)
+    return [Slice(seed + start, database, LIFE * min(lives_of_slice, num_lives - start)) for start in starts]
+
+
+def live_in_processes(slices: list[Slice], num_processes: int, progress: Path | None = None) -> Iterator[Slice]:
+    """Live the slices in several processes, and yield each when it has ended. Raises LifeBroken as soon as a life broke.
+
+    progress: a file to which the outcome of each slice is appended as a line of JSON.
+    """
+    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as processes:
+        try:
+            for future in as_completed([processes.submit(_live_apart, slice_) for slice_ in slices]):
+                ended = future.result()
+                if progress is not None:
+                    with progress.open("a") as file:
+                        file.write(json.dumps(asdict(ended)) + "\n")
+                if ended.broken is not None:
+                    raise LifeBroken(ended.broken)
+                yield ended
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
-    return counts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.transitions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transitions", type=int, default=100_000)
+    parser.add_argument("--slice", type=int, default=10_000, help="transitions of a slice")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--database", choices=["sqlite", "postgres"], default="sqlite")
+    parser.add_argument("--progress", type=Path, default=None, help="a file that gets a line of JSON for each slice")
     options = parser.parse_args()
-    began = time.monotonic()
-    counts = live_in_processes(options.database, options.seed, options.transitions, options.processes)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))  # through `live_in_processes`, which ends its processes
+    began, counts, cpu_s = time.monotonic(), Counter[str](), 0.0
+    slices = slices_of(options.database, options.seed, options.transitions, options.slice)
+    for ended in live_in_processes(slices, options.processes, options.progress):
+        counts, cpu_s = counts + Counter(ended.counts), cpu_s + ended.cpu_s
+        sys.stderr.write(f"{counts.total()} transitions in {time.monotonic() - began:.0f} s, {cpu_s:.0f} CPU s\n")
     sys.stdout.write(
         f"{counts.total()} transitions in {counts.total() // LIFE} lives on {options.database}, seeds from {options.seed}, "
-        f"{options.processes} processes, {time.monotonic() - began:.0f} s, {used.ru_utime + used.ru_stime:.0f} CPU s: "
-        "no invariant broke\n"
+        f"{options.processes} processes, {time.monotonic() - began:.0f} s, {cpu_s:.0f} CPU s: no invariant broke\n"
+        + "".join(f"{count:8} {name}\n" for name, count in counts.most_common())
     )
     return 0
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
 from api_schemas import JobSpec, PoolConfig
 from service.app import create_app
 from service.cluster.fake import FakeLauncher
+from service.db.bulk import run
 from service.db.engine import Database
 from service.db.tables import Base, TallyRow
 from service.settings import Settings
@@ -78,10 +78,13 @@ def database_url(request: pytest.FixtureRequest) -> Iterator[str]:
     shutil.rmtree(folder)
 
 
+TABLES = [table.name for table in reversed(Base.metadata.sorted_tables) if table.name != TallyRow.__tablename__]
+"""All tables in an order in which they can be emptied, but for the one that triggers empty."""
+
+
 def empty(session: Session) -> None:
-    for table in reversed(Base.metadata.sorted_tables):
-        if table.name != TallyRow.__tablename__:  # triggers empty it
-            session.execute(delete(table))
+    for table in TABLES:
+        run(session.connection(), f"DELETE FROM {table}")
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from service.dispatcher.context import NotLeading
 from service.errors import IllegalTransition
 from service.settings import Settings
 from tests.service.conftest import POOLS, empty
+from tests.service.invariants import check_invariants
 from tests.service.simulation import (
     Cluster,
     Fuse,
     MortalDatabase,
     MortalLauncher,
     MortalWorld,
-    check_invariants,
     curve,
     is_settled,
     settle,

@@ -19,7 +19,7 @@ from service.db.migrate import upgrade
 from service.db.tables import AttemptRow, Base
 from service.store.ids import is_id, new_id
 from service.store.jobs import TakenKey
-from tests.service.simulation import check_invariants, check_tallies
+from tests.service.invariants import check_invariants, check_tallies
 from tests.service.world import World
 
 TALLIED = ("jobs", "attempts", "pool_capacities")

@@ -1,10 +1,12 @@
 """The dispatcher's threads: they run when woken, survive errors, and among several dispatchers one leads."""
 
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from api_schemas import JobSpec, JobState, PoolCapacity
 from service import store
 from service.cluster.fake import FakeLauncher
 from service.cluster.launcher import LauncherError
+from service.cluster.ray.embedded import hold_serve_lock
 from service.db.engine import Database
 from service.dispatcher import Dispatcher
-from service.dispatcher.context import DispatcherContext, NotLeading
+from service.dispatcher.context import DispatcherContext, NotLeading, holder_of
 from service.dispatcher.loop import Loop
 from service.settings import Settings
 from service.store.queue import LOOP_PRECISION
@@ -212,3 +215,30 @@ def test_of_two_dispatchers_one_leads_until_it_falls_silent(world: World) -> Non
     second.give_up()
     first.lead()
     assert first.leads_since is not None
+
+
+def test_the_lease_of_a_server_that_ended_is_not_waited_for(world: World, settings: Settings) -> None:
+    """`octet serve` knows from its data folder which process served there before."""
+    former = DispatcherContext(world.database, world.launcher, settings, holder=holder_of(12345))
+    world.context.give_up()
+    former.lead()
+    for pid, leads in [(12346, False), (12345, True)]:
+        dispatcher = Dispatcher(world.database, world.launcher, settings)
+        dispatcher.succeed(pid)
+        dispatcher._lead()
+        assert dispatcher.leads == leads
+    with pytest.raises(NotLeading), former.write():
+        pass
+
+
+def test_a_data_folder_knows_its_former_server(tmp_path: Path) -> None:
+    """The second server is refused while the first one runs, and is told the first one's process once it has ended."""
+    lock = "import sys; from pathlib import Path; from service.cluster.ray.embedded import hold_serve_lock; "
+    command = [sys.executable, "-c", lock + f"print(hold_serve_lock(Path({str(tmp_path)!r})), flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "None\n"
+        with pytest.raises(RuntimeError, match="another `octet serve` uses"):
+            hold_serve_lock(tmp_path)
+        first.kill()
+    assert subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout == f"{first.pid}\n"

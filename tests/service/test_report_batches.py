@@ -9,7 +9,8 @@ from api_schemas import FinishedReport, JobState
 from service.errors import InvalidRequest, StaleAttempt, Unauthenticated
 from service.jobs import report_batches
 from service.jobs.report_batches import ReportBatches, SentBatch
-from tests.service.simulation import check_invariants, curve
+from tests.service.invariants import check_invariants
+from tests.service.simulation import curve
 from tests.service.world import Rank, World, step
 from tests.waiting import LONG_S
 

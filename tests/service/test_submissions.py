@@ -19,7 +19,7 @@ from service.jobs.requests import Request, Submission
 from service.jobs.submissions import Shown, Stored, Submissions
 from service.store.ids import is_id, new_id, new_ids
 from service.store.tallies import Before
-from tests.service.simulation import check_invariants
+from tests.service.invariants import check_invariants
 from tests.service.statements import counted
 from tests.service.world import World
 from tests.waiting import LONG_S

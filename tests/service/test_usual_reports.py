@@ -13,7 +13,7 @@ from service.db.tables import AttemptRow, JobRow, ReportStreamRow
 from service.errors import ServiceError
 from service.jobs.report_batches import ReportBatches
 from service.jobs.usual_reports import SentBatch, apply_usual
-from tests.service.simulation import check_invariants
+from tests.service.invariants import check_invariants
 from tests.service.statements import counted
 from tests.service.world import Rank, World, step
 

@@ -1,5 +1,6 @@
 """A small world for tests: a database, a clock that is turned by hand, a fake cluster, and ranks that report."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest.mock import patch
@@ -97,11 +98,12 @@ class World:
         with self.database.write() as session:
             commands.cancel(session, job_id, self.database.now(session))
 
-    def dispatch(self) -> None:
-        """Run every loop of jobs once."""
+    def dispatch(self, look: Callable[[], object] = lambda: None) -> None:
+        """Run every loop of jobs once. look: called after each."""
         self.renew()
         for loop in (place, launch, watch, release, grow):
             loop.step(self.context)
+            look()
 
     def tidy(self) -> None:
         orphans.step(self.context)

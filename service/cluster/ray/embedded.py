@@ -121,8 +121,12 @@ class LocalRay:
         return inherited | ray_environment(self._dir / "token") | _STAY_ON_LOOPBACK
 
 
-def hold_serve_lock(data_dir: Path) -> int:
-    """Lock the data folder for this process until it ends. Raises RuntimeError if another server holds the lock."""
+def hold_serve_lock(data_dir: Path) -> int | None:
+    """Lock the data folder for this process until it ends, and note its id there.
+
+    Returns the id of the process that held the lock before, which has ended; None if none did. Raises RuntimeError if another
+    server holds it.
+    """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(data_dir / "serve.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -132,7 +136,10 @@ def hold_serve_lock(data_dir: Path) -> int:
         raise RuntimeError(
             f"another `octet serve` uses {data_dir}. Stop it, or choose another folder with --data-dir."
         ) from error
-    return descriptor
+    former = os.pread(descriptor, 20, 0)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return int(former) if former.isdigit() else None
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
