@@ -106,5 +106,5 @@ def test_nobody_there_is_a_failure() -> None:
 
 
 def test_an_address_without_http_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"cannot report to 'ftp://host'; allowed: a URL that begins with http"):
+    with pytest.raises(ValueError, match=r"cannot report to 'ftp://host'; allowed: http://"):
         Connection("ftp://host", "secret", 1)

@@ -5,7 +5,7 @@ still do what it was told before. So whatever a step changes too early is in the
 """
 
 import threading
-from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from api_schemas import JobSpec
 from tests.ports import free_port
@@ -34,6 +33,103 @@ SAVINGS: dict[str, dict[str, Any]] = {
 }
 SMALL_BYTES = 256
 """Of models this small, each weight is larger."""
+
+
+class FakeCuda:
+    """Stands for torch.cuda and for the pinned memory of its tensors: keeps what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.present = "steps"
+
+    def Stream(self, _device: object) -> "FakeStream":
+        return FakeStream(self, "side")
+
+    def current_stream(self, _device: object) -> "FakeStream":
+        return FakeStream(self, self.present)
+
+    @contextmanager
+    def stream(self, stream: "FakeStream") -> Iterator[None]:
+        self.present, before = stream.name, self.present
+        yield
+        self.present = before
+
+    def Event(self) -> "FakeStream":
+        return FakeStream(self, "host")
+
+
+class FakeStream:
+    """A stream, or an event."""
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.cuda.told.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, _event: object) -> None:
+        self.cuda.told.append(f"{self.name} waits for the event")
+
+    def record(self, stream: "FakeStream") -> None:
+        self.cuda.told.append(f"event in {stream.name}")
+
+    def synchronize(self) -> None:
+        self.cuda.told.append(f"{self.name} waits for the event")
+
+
+class CudaTensor:
+    """A tensor of a GPU, as far as copies look at it."""
+
+    is_cuda, device = True, "cuda"
+
+    def __init__(self, cuda: FakeCuda, num_bytes: int) -> None:
+        self.shape, self.dtype, self.nbytes = (num_bytes,), torch.uint8, num_bytes
+
+    def detach(self) -> "CudaTensor":
+        return self
+
+
+class PinnedMemory:
+    """Memory of the host."""
+
+    def __init__(self, cuda: FakeCuda, shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> None:
+        self.cuda, self.shape, self.dtype = cuda, shape, dtype
+        cuda.told.append(f"memory, {'pinned' if pin_memory else 'not pinned'}")
+
+    def copy_(self, tensor: CudaTensor, non_blocking: bool = False) -> None:
+        waits = "" if non_blocking else ", and the host waits"
+        self.cuda.told.append(f"{tensor.nbytes} bytes in {self.cuda.present}{waits}")
+
+
+def test_on_cuda_the_host_waits_for_nothing_and_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch.cuda is told: no GPU is here. Only the thread that writes waits, in `wait`."""
+    cuda = FakeCuda()
+    large = host_copies.SMALL_BYTES + 1
+    tensors: Any = {"weight": CudaTensor(cuda, large), "amaxes": CudaTensor(cuda, 16), "moments": CudaTensor(cuda, 2 * large)}
+    for name in ("Stream", "Event", "current_stream", "stream"):
+        monkeypatch.setattr(host_copies.torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(host_copies.torch, "empty", lambda shape, **options: PinnedMemory(cuda, shape, **options))
+    copies = HostCopies()
+    order = [
+        "16 bytes in steps",
+        "side waits for steps",
+        f"{large} bytes in side",
+        f"{2 * large} bytes in side",
+        "event in side",
+    ]
+    held = copies.take(tensors)
+    assert cuda.told == ["memory, pinned"] * 3 + order
+    cuda.told.clear()
+    copies.hold_back()
+    copies.hold_back()  # of the second of two steps
+    assert cuda.told == ["steps waits for the event"]
+    cuda.told.clear()
+    copies.wait()
+    assert cuda.told == ["host waits for the event"]
+    cuda.told.clear()
+    again = copies.take(tensors)
+    assert cuda.told == order
+    assert all(again[path] is held[path] for path in tensors)
 
 
 class Latest:

@@ -34,7 +34,7 @@ class Connection:
         """token: sent as a bearer token. timeout_s: of each wait for the server."""
         parts = urlsplit(url)
         if parts.scheme not in CONNECTIONS or not parts.hostname:
-            raise ValueError(f"cannot report to {url!r}; allowed: a URL that begins with http:// or https://. Change report_url.")
+            raise ValueError(f"cannot report to {url!r}; allowed: http://… and https://…. Change report_url.")
         self._target = parts.path or "/"
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._http = CONNECTIONS[parts.scheme](parts.hostname, parts.port, timeout=timeout_s)
