@@ -13,7 +13,7 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone, from TORCH_INDEX_URL if that is set. On Linux, PyPI's torch is
@@ -117,6 +117,12 @@ test-gpu:
 
 bench-gpu-kernels bench-gpu-train bench-gpu-accuracy: bench-gpu-%:
 	$(GPU_PYTHON) -m benchmarks.gpu.$* --out $(OUT)
+
+# The packages that a GPU machine's Python 3.12 has not, for a machine without network. Triton, torch, NumPy and safetensors it has.
+GPU_WHEELS := pydantic|pydantic_core|annotated-types|typing-inspection
+gpu-wheels: | install
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest build/wheels --python-version 3.12 \
+	  --implementation cp $(foreach glibc,28 17,--platform manylinux_2_$(glibc)_x86_64) $$(grep -E '^($(GPU_WHEELS))==' constraints.txt)
 
 # The same steps' peak memory and speed, predicted on a machine without a GPU.
 bench-predicted-memory bench-predicted-speed: bench-predicted-%: install

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,6 +39,7 @@ from worker import initialize
 from worker import main as job
 from worker.config import RankEnv, resolve
 from worker.data import open_source
+from worker.data.prefetch import on_device
 from worker.models import TrainedModel
 from worker.optim.build import build_optimizer
 from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
@@ -46,6 +47,7 @@ from worker.pretrained.start import start_model
 from worker.train import Trainer
 
 LEVELS = ("bf16-amp", "O2")
+CPU = torch.device("cpu")
 TO_LOG, TO_CONTROL_PLANE = "log", "control plane"
 NUM_WARM_UP = 5
 MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 256, "max_sequence_length": 64}
@@ -69,12 +71,12 @@ def spec_of(level: str, corpus: Path, num_steps: int) -> dict[str, Any]:
     return {"name": "overhead", "model": MODEL, "precision": {"level": level}, "data": data, "training": training}
 
 
-def bare_loop(spec: dict[str, Any]) -> Iterator[None]:
-    """Train as the job does in a plain loop: each `next` takes one step."""
+def bare_loop(spec: dict[str, Any], device: torch.device = CPU) -> Generator[None, None, None]:
+    """Train as the job does in a plain loop: each `next` takes one step. On a CPU it reads each loss, as the job does there."""
     config = resolve(JobSpec.model_validate(spec), RankEnv())
     source = open_source(config.data, config.sequence_length, config.seed, config.readable_files, config.sizes.takes)
     torch.manual_seed(config.seed)
-    network: TrainedModel = start_model(config.model, config.seed, config.readable_files)[0]
+    network: TrainedModel = start_model(config.model, config.seed, config.readable_files)[0].to(device)
     tokens = config.batch.micro_batch_size * config.sequence_length
     made = build_optimizer(parameter_groups(network, config.optimizer), config.optimizer, config.gradient_clip)
     model, optimizer = initialize(network, made, config.precision.level, tokens=tokens)
@@ -84,12 +86,13 @@ def bare_loop(spec: dict[str, Any]) -> Iterator[None]:
         rate = learning_rate_at(step, config.optimizer.learning_rate, config.schedule, config.training.steps)
         set_learning_rate(optimizer, rate)
         batch = source.train_batch(step * config.batch.global_batch_size, config.batch.micro_batch_size)
-        loss = model.loss(batch).loss  # type: ignore[operator]
+        loss = model.loss(on_device(batch, device)).loss  # type: ignore[operator]
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clip or 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()
+        if device.type == "cpu":
+            loss.item()
         yield
 
 
@@ -142,16 +145,16 @@ def control_plane() -> Iterator[str]:
         server.server_close()
 
 
-def run_alone(spec: dict[str, Any], folder: Path) -> None:
+def run_alone(spec: dict[str, Any], folder: Path, accelerator: str = "cpu") -> None:
     """Run a job as `python -m worker.main` does."""
     path = folder / "spec.json"
     path.write_text(json.dumps(spec))
-    status = job.main([str(path), "--job-dir", str(folder / "job")])
+    status = job.main([str(path), "--job-dir", str(folder / "job"), "--accelerator", accelerator])
     if status != 0:
         raise RuntimeError(f"the job ended with exit status {status}; expected 0. Its log is above.")
 
 
-def run_as_rank(spec: dict[str, Any], folder: Path) -> None:
+def run_as_rank(spec: dict[str, Any], folder: Path, accelerator: str = "cpu") -> None:
     """Run a job as a rank under Ray does. Raises unless the control plane has heard of each step once."""
     with control_plane() as url:
         order = LaunchOrder(
@@ -168,13 +171,13 @@ def run_as_rank(spec: dict[str, Any], folder: Path) -> None:
             heartbeat_s=5,
         )
         with mock.patch.object(logging.getLogger(), "handlers", []):  # without the one that a job alone has set up
-            outcome = job.run_rank(order, RankEnv(), datetime.now(UTC))
+            outcome = job.run_rank(order, RankEnv(accelerator=accelerator), datetime.now(UTC))
         heard = httpx.get(url, trust_env=False).json()
     if not outcome.succeeded or heard != list(range(1, spec["training"]["steps"] + 1)):
         raise RuntimeError(f"the job ended with {outcome.message!r}, and the control plane heard of the steps {heard}")
 
 
-RUN: dict[str, Callable[[dict[str, Any], Path], None]] = {TO_LOG: run_alone, TO_CONTROL_PLANE: run_as_rank}
+RUN: dict[str, Callable[..., None]] = {TO_LOG: run_alone, TO_CONTROL_PLANE: run_as_rank}
 
 
 def measure(spec: dict[str, Any], folder: Path, run: Callable[[dict[str, Any], Path], None] = run_alone) -> Found:

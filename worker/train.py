@@ -139,11 +139,14 @@ class Trainer:
         learning_rate = learning_rate_at(step, config.optimizer.learning_rate, config.schedule, self.num_steps)
         set_learning_rate(self.optimizer, learning_rate)
         self.graph.begin_step()
+        if config.training.gradient_release:  # which steps parameters in the backward pass
+            self.writer.before_change()
         with self.metrics.timed("forward_backward"):
             rank_loss, data_wait_s = self._forward_backward()
         with self.metrics.timed("communication"):
             self.parallel.synchronize()
         with self.metrics.timed("optimizer"):
+            self.writer.before_change()
             norm = self.graph.update(self.parallel.clip_grad_norm_, self.config.gradient_clip or math.inf)
             self.parallel.publish()
             self.average.update(self.model)

@@ -4,7 +4,8 @@
 
 writes a dated table. Every way to train has the same network, batch and loop; blocks are compiled. Section "Cost of statistics"
 compares steps that sample them with steps that do not; "CUDA graphs" replays the steps of bf16-amp and O2, against the same
-steps launched by the host; "Memory with options" has peaks of eager steps. The vision models are Swin-1.0B and ViT-1.2B.
+steps launched by the host; "Job" compares jobs through `worker.main` with bare loops (`job.py`); "Memory with
+options" has peaks of eager steps. The vision models are Swin-1.0B and ViT-1.2B.
 """
 
 import importlib.util
@@ -16,6 +17,7 @@ import torch
 
 from api_schemas import GPTSizes, PrecisionSpec
 from api_schemas.models.gpt import gpt_sizes
+from benchmarks.gpu.job import job_cases
 from benchmarks.gpu.largest import largest_cases
 from benchmarks.gpu.networks import (
     AO_ROWWISE,
@@ -120,6 +122,7 @@ def sections(session: Session, _report: Report) -> list[Section]:
         Section("GPT step", [_gpt_case(session, size, way, found) for size, way in first], share=0.4),
         Section("Cost of statistics", [_statistics_case(session, size, found) for size in largest], share=0.05),
         Section("CUDA graphs", [_graph_case(session, size, way, found) for size in sizes for way in GRAPHED], share=0.1),
+        Section("Job", job_cases(session), share=0.2),
         Section("Memory with options", _memory_cases(session, largest), share=0.05),
         Section("Memory of vision models", _vision_cases(session), share=0.1),
         Section("Largest GPT", largest_cases(session), share=0.2),

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parent.parent.parent
 SECTIONS = {
     "kernels": ["Quantize", "AdamW step", "Gradients in FP8", "Linear layer, forward and backward", "Speedup by shape"],
     "train": [
-        *("GPT step", "Cost of statistics", "CUDA graphs", "Memory with options", "Memory of vision models", "Largest GPT"),
-        "Other levels",
+        *("GPT step", "Cost of statistics", "CUDA graphs", "Job", "Memory with options", "Memory of vision models"),
+        *("Largest GPT", "Other levels"),
     ],
     "accuracy": ["Loss", "Time to the same loss"],
 }

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from api_schemas import (
@@ -22,6 +21,7 @@ from api_schemas import (
 from tests.waiting import LONG_S, wait_until
 from worker.errors import Cancelled, Fenced, LeaseLost
 from worker.reporting import reporter as module
+from worker.reporting.connection import Answer
 from worker.reporting.reporter import HttpReporter
 
 
@@ -39,14 +39,13 @@ class ControlPlane:
         self.heard = threading.Event()
         self.refused = threading.Event()
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    def __call__(self, content: bytes) -> Answer:
         if self.away:
             self.refused.set()
-            raise httpx.ConnectError("connection refused")
-        assert request.headers["authorization"] == "Bearer secret"
+            raise ConnectionRefusedError("connection refused")
         if self.status != 200:
-            return httpx.Response(self.status, text="no")
-        batch = ReportBatch.model_validate_json(request.content)
+            return Answer(self.status, b"no")
+        batch = ReportBatch.model_validate_json(content)
         self.batches += [[report.body.kind for report in batch.reports]] if batch.reports else []
         last_seq = self.reports[-1].seq if self.reports else 0
         new = [report for report in batch.reports if report.seq > last_seq]
@@ -55,10 +54,10 @@ class ControlPlane:
         self.heard.set()
         if self.lose_next_reply:
             self.lose_next_reply = False
-            raise httpx.ReadTimeout("the reply was lost")
+            raise TimeoutError("the reply was lost")
         last_seq = self.reports[-1].seq if self.reports else 0
         reply = ReportReply(desired=self.desired, lease_s=60, acknowledged_seq=last_seq)
-        return httpx.Response(200, text=reply.model_dump_json())
+        return Answer(200, reply.model_dump_json().encode())
 
 
 class Clock:
@@ -98,7 +97,7 @@ def order(tmp_path: Path, spec_document: dict[str, object]) -> LaunchOrder:
 
 @pytest.fixture
 def reporter(order: LaunchOrder, control_plane: ControlPlane, clock: Clock) -> Iterator[HttpReporter]:
-    with HttpReporter(order, 0, transport=httpx.MockTransport(control_plane), clock=clock) as running:
+    with HttpReporter(order, 0, post=control_plane, clock=clock) as running:
         yield running
         control_plane.away, control_plane.status = False, 200
 
@@ -188,7 +187,7 @@ def steady(order: LaunchOrder, control_plane: ControlPlane, monkeypatch: pytest.
     """A reporter without heartbeats, which has told of its start, and waits for steps."""
     monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.0)
     order = order.model_copy(update={"heartbeat_s": 3600.0})
-    with HttpReporter(order, 0, transport=httpx.MockTransport(control_plane)) as running:
+    with HttpReporter(order, 0, post=control_plane) as running:
         assert control_plane.heard.wait(LONG_S)
         yield running
 

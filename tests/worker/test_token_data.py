@@ -44,6 +44,9 @@ def test_a_range_over_shards_is_the_range_of_the_whole(
     assert len(tokens) == len(whole)
     assert tokens.read(start, stop).tolist() == whole[start:stop].tolist()
     assert tokens.read(start, stop).dtype == torch.int64
+    starts = data.draw(st.lists(st.integers(0, start), min_size=1, max_size=3))
+    rows = tokens.read_rows(np.array(starts), stop - start)
+    assert rows.tolist() == [whole[first : first + stop - start].tolist() for first in starts]
 
 
 def test_every_window_is_read_once_an_epoch(folder: Path) -> None:

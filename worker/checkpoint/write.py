@@ -25,40 +25,11 @@ from worker.checkpoint.files import (
     rank_file,
     sync,
 )
+from worker.checkpoint.host_copies import HostCopies
 from worker.errors import StorageFull, is_storage_full
 from worker.mesh import Axis, TensorInPieces
 
 _WRITTEN, _FAILED, _FULL = range(3)
-
-
-class HostCopies:
-    """Host memory for copies of tensors, kept from one checkpoint to the next.
-
-    It is pinned where tensors come from CUDA; to get it would take longer than the copy.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-        self._arrival: torch.cuda.Event | None = None
-
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Start to copy tensors, by path; later changes of them do not change the copies. They overwrite those before."""
-        self._held = {path: self._copy(path, tensor.detach()) for path, tensor in tensors.items()}
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            self._arrival = torch.cuda.Event()
-            self._arrival.record()
-        return self._held
-
-    def wait(self) -> None:
-        """Wait until the copies have arrived. Any thread may call it."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-
-    def _copy(self, path: str, tensor: Tensor) -> Tensor:
-        held = self._held.get(path)
-        if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return held.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Checkpoints are written while training goes on.
 
-`start` copies what a rank writes to the host, which is all that a step waits for; a thread then writes, syncs and hashes. Where
-ranks hold pieces, the manifest waits until all of them have met in `finish`; otherwise the thread writes it too. No thread
-takes part in a collective. A checkpoint is told of when its manifest is on disk.
+`start` begins to copy what a rank writes to the host, on CUDA while the next step computes its gradients (`host_copies.py`); a
+thread then writes, syncs and hashes. Where ranks hold pieces, the manifest waits until all of them have met in `finish`;
+otherwise the thread writes it too. No thread takes part in a collective. A checkpoint is told of when its manifest is on disk.
 """
 
 import logging
@@ -18,7 +18,8 @@ import torch
 
 from api_schemas import CheckpointReport
 from worker.checkpoint.files import SavedCheckpoint, WrittenFile, checkpoint_name
-from worker.checkpoint.write import Contents, HostCopies, agree, complete, contents_of, write_own
+from worker.checkpoint.host_copies import HostCopies
+from worker.checkpoint.write import Contents, agree, complete, contents_of, write_own
 from worker.errors import Diverged, Fenced, LeaseLost, NonFiniteLoss, Stopped, StorageFull, is_storage_full
 from worker.mesh import Axis
 
@@ -49,14 +50,18 @@ class CheckpointWriter:
     def start(self, step: int, state: dict[str, Any], loss: float | None = None) -> None:
         """Start to write `state` (nested dicts and lists of tensors and JSON values) as the checkpoint of `step`.
 
-        Waits for the one before, and raises what `finish` raises for it. loss: for the report, in nats. Without pieces only
-        the first rank writes.
+        Waits for the one before, and raises what `finish` raises for it. Call `before_change` before the state changes. loss:
+        for the report, in nats. Without pieces only the first rank writes.
         """
         self.finish()
         contents = contents_of(step, state, self.world, self._copies)
         if contents is not None:
             self._writing = _Writing(contents, self.folder, self.world, loss)
             self._writing.thread.start()
+
+    def before_change(self) -> None:
+        """Say that the device is told next to change what checkpoints hold, as an optimizer's step does."""
+        self._copies.hold_back()
 
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the checkpoint that is under way and complete it. Returns it on the first rank; None if there is none.
@@ -94,6 +99,7 @@ class CheckpointWriter:
         writing, self._writing = self._writing, None
         if writing is None:
             return None
+        self._copies.hold_back()
         writing.thread.join()
         try:
             saved = writing.result(refusal)
@@ -116,6 +122,7 @@ class CheckpointWriter:
         """Remove what this rank has written."""
         writing, self._writing = self._writing, None
         assert writing is not None
+        self._copies.hold_back()
         writing.thread.join()
         for name in writing.files:
             (writing.unfinished / name).unlink(missing_ok=True)

@@ -5,7 +5,7 @@ never followed. Only the rows that are read come into memory: of texts, 8 bytes 
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,10 @@ class RowBytes:
         texts = b"".join(self._column[int(row)].as_py().encode() + b"\n" for row in self._rows[first : last + 1])
         taken = texts[start - int(self.starts[first]) : stop - int(self.starts[first])]
         return torch.frombuffer(bytearray(taken), dtype=torch.uint8).to(torch.int64)
+
+    def read_rows(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Return `length` bytes from each start on, (rows, length)."""
+        return torch.stack([self.read(int(start), int(start) + length) for start in starts]).numpy()
 
 
 @dataclass

@@ -45,7 +45,7 @@ class LabelledImages:
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` images that follow `position` in the stream of epochs."""
-        return self._gather(self.train[[self._order[position + offset] for offset in range(batch_size)]])
+        return self._gather(self.train[torch.from_numpy(self._order.take(position, batch_size))])
 
     def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
         """Yield this part's share of the first `num_batches` × `batch_size` images, spread over the whole evaluation part."""

@@ -84,7 +84,7 @@ class Completions:
         return pack(numbers, self.records.lengths - 1, self.sequence_length)
 
     def _rows(self, position: int, batch_size: int) -> list[np.ndarray]:
-        return [self._train_rows[self._order[position + offset]] for offset in range(batch_size)]
+        return [self._train_rows[row] for row in self._order.take(position, batch_size)]
 
     def _gather(self, rows: Sequence[np.ndarray]) -> Batch:
         tokens_BT = torch.full((len(rows), self.sequence_length), PADDING, dtype=torch.int64)

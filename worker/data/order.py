@@ -3,8 +3,8 @@
 import hashlib
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-from torch import Tensor
 
 
 @dataclass
@@ -13,19 +13,31 @@ class EpochOrder:
 
     num_samples: int
     seed: int
-    _permutations: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    _permutations: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, position: int) -> int:
         """Return the sample at a position in the stream."""
         epoch, offset = divmod(position, self.num_samples)
+        return int(self._permutation(epoch)[offset])
+
+    def take(self, position: int, num_samples: int) -> np.ndarray:
+        """Return the samples at a position and after it, int64 (num_samples,)."""
+        epoch, offset = divmod(position, self.num_samples)
+        taken = self._permutation(epoch)[offset : offset + num_samples]
+        while len(taken) < num_samples:
+            epoch += 1
+            taken = np.concatenate((taken, self._permutation(epoch)[: num_samples - len(taken)]))
+        return taken
+
+    def _permutation(self, epoch: int) -> np.ndarray:
         permutation = self._permutations.get(epoch)
         if permutation is None:
             generator = torch.Generator().manual_seed(seed_of("epoch", self.seed, epoch))
-            permutation = torch.randperm(self.num_samples, generator=generator)
+            permutation = torch.randperm(self.num_samples, generator=generator).numpy()
             # A batch spans two epochs at most. A thread that reads ahead may be here too: the dict is replaced, never changed.
             kept = {key: value for key, value in self._permutations.items() if key >= epoch - 1}
             self._permutations = kept | {epoch: permutation}
-        return int(permutation[offset])
+        return permutation
 
 
 def evaluation_rows(num_samples: int, batch_size: int, num_batches: int, part: int, num_parts: int) -> list[list[int]]:

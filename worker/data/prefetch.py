@@ -1,16 +1,17 @@
 """Micro-batches in the order of training, read ahead by a thread while the device computes."""
 
 import threading
-from contextlib import suppress
-from queue import Empty, Queue
+from queue import SimpleQueue
 
 import torch
 
 from api_schemas import BatchDivision
 from worker.data.source import Batch, Source
 
-NUM_AHEAD = 4
-"""Micro-batches that wait. Each takes a batch's bytes of pinned host memory on CUDA."""
+NUM_AHEAD = 6
+"""Micro-batches that wait at most. Each takes a batch's bytes of pinned host memory on CUDA."""
+NUM_AT_ONCE = 3
+"""Micro-batches that the thread reads when it is woken. To wake it for each one took longer than to read one of text."""
 
 
 class Prefetcher:
@@ -48,23 +49,28 @@ class _Reader:
     ) -> None:
         self._source, self._batch, self._data_rank = source, batch, data_rank
         self._device = device
-        self._queue: Queue[Batch | Exception] = Queue(NUM_AHEAD)
-        self._closing = threading.Event()
+        self._found: SimpleQueue[Batch | Exception] = SimpleQueue()
+        self._wanted: SimpleQueue[int] = SimpleQueue()
+        self._is_closing = False
+        self._num_taken = 0
         self.next_taken = first
+        self._wanted.put(NUM_AHEAD)
         self._thread = threading.Thread(target=self._read_forever, args=first, name="octet-data", daemon=True)
         self._thread.start()
 
     def take(self) -> Batch:
-        found = self._queue.get()
+        found = self._found.get()
         if isinstance(found, Exception):
             raise found
+        self._num_taken += 1
+        if self._num_taken % NUM_AT_ONCE == 0:
+            self._wanted.put(NUM_AT_ONCE)
         self.next_taken = self._after(*self.next_taken)
         return found
 
     def close(self) -> None:
-        self._closing.set()
-        with suppress(Empty):  # room for the one batch that the thread may still put
-            self._queue.get_nowait()
+        self._is_closing = True
+        self._wanted.put(1)  # the thread may wait for it
         self._thread.join()
 
     def _after(self, position: int, index: int) -> tuple[int, int]:
@@ -75,7 +81,12 @@ class _Reader:
     def _read_forever(self, position: int, index: int) -> None:
         if self._device.type == "cuda":  # a thread begins on the first device, and would pin memory from there
             torch.cuda.set_device(self._device)
-        while not self._closing.is_set():
+        num_wanted = 0
+        while not self._is_closing:
+            if not num_wanted:
+                num_wanted = self._wanted.get()
+                continue
+            num_wanted -= 1
             found: Batch | Exception
             try:
                 first = self._batch.first_sample(position, self._data_rank, index)
@@ -84,7 +95,7 @@ class _Reader:
                     found = {name: tensor.pin_memory() for name, tensor in found.items()}
             except Exception as error:  # noqa: BLE001 - raised again where it is waited for
                 found = error
-            self._queue.put(found)  # waits for room, which `close` makes
+            self._found.put(found)
             if isinstance(found, Exception):
                 return
             position, index = self._after(position, index)

@@ -3,43 +3,14 @@
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from api_schemas import ANY_FILE, Files, TextSpec, Unfit
 from worker.data.tokenizer import RecordTokenizer
-from worker.data.windows import DocumentWindows, Tokens, TokenWindows, num_windows
+from worker.data.windows import DocumentWindows, HeldTokens, Tokens, TokenWindows, num_windows
 from worker.errors import DataError
-
-
-class ByteTokens:
-    """Bytes in memory, one token each."""
-
-    def __init__(self, text: bytes) -> None:
-        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return self._text.numel()
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return the bytes of a range, int64 (stop - start,)."""
-        return self._text[start:stop].to(torch.int64)
-
-
-class IntegerTokens:
-    """Tokens in memory, 4 bytes each."""
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        """texts: the tokens of each document, in order."""
-        joined = [torch.tensor(tokens, dtype=torch.int32) for tokens in texts]
-        self._tokens = torch.cat(joined) if joined else torch.empty(0, dtype=torch.int32)
-
-    def __len__(self) -> int:
-        return self._tokens.numel()
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return the tokens of a range, int64 (stop - start,)."""
-        return self._tokens[start:stop].to(torch.int64)
 
 
 def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> TokenWindows:
@@ -80,7 +51,7 @@ def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = 
 def _as_bytes(texts: dict[str, bytes]) -> tuple[Tokens, Tensor]:
     """Return texts joined by line feeds, and where each begins."""
     starts = accumulate((len(text) + 1 for text in list(texts.values())[:-1]), initial=0)
-    return ByteTokens(b"\n".join(texts.values())), torch.tensor(list(starts))
+    return _held(b"\n".join(texts.values())), torch.tensor(list(starts))
 
 
 def _tokenized(texts: dict[str, bytes], tokenizer: RecordTokenizer, root: Path) -> tuple[Tokens, Tensor]:
@@ -95,12 +66,18 @@ def _tokenized(texts: dict[str, bytes], tokenizer: RecordTokenizer, root: Path) 
                 "Convert it, or change data.exclude."
             ) from error
         encoded += [tokens] if len(tokens) > 1 else []
-    return IntegerTokens(encoded), torch.tensor(list(accumulate(map(len, encoded[:-1]), initial=0)))
+    joined = np.concatenate([np.array(tokens, dtype=np.int32) for tokens in encoded] or [np.empty(0, dtype=np.int32)])
+    return HeldTokens(joined), torch.tensor(list(accumulate(map(len, encoded[:-1]), initial=0)))
 
 
 def _vocab_size(tokens: Tokens) -> int:
     """One more than the largest token."""
     return int(tokens.read(0, len(tokens)).max()) + 1 if len(tokens) else 0
+
+
+def _held(text: bytes) -> HeldTokens:
+    """Return bytes, one token each."""
+    return HeldTokens(np.frombuffer(text, dtype=np.uint8))
 
 
 def _joined_bytes(texts: dict[str, bytes]) -> int:
@@ -109,7 +86,7 @@ def _joined_bytes(texts: dict[str, bytes]) -> int:
 
 def unigram_entropy_nats(text: bytes) -> float:
     """Entropy of the distribution of single bytes, in nats per byte: the best loss of a model that ignores context."""
-    return _unigram_entropy_nats(ByteTokens(text))
+    return _unigram_entropy_nats(_held(text))
 
 
 def _unigram_entropy_nats(tokens: Tokens) -> float:

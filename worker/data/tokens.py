@@ -40,13 +40,22 @@ class ShardedTokens:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return the tokens of a range, int64 (stop - start,)."""
+        return torch.from_numpy(self._range(start, stop).astype(np.int64))
+
+    def read_rows(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Return `length` tokens from each start on, (rows, length)."""
+        return np.stack([self._range(int(start), int(start) + length) for start in starts])
+
+    def _range(self, start: int, stop: int) -> np.ndarray:
         parts, shard = [], bisect_right(self._ends, start)
         while start < stop:
             first = self._ends[shard] - len(self._arrays[shard])
             end = min(stop, self._ends[shard])
-            parts.append(self._arrays[shard][start - first : end - first].astype(np.int64))
+            parts.append(self._arrays[shard][start - first : end - first])
             start, shard = end, shard + 1
-        return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 def open_source(spec: TokensSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> TokenWindows:
@@ -82,12 +91,12 @@ class StoredArray:
         return np.frombuffer(content, self._dtype)
 
 
-def _map(path: Path, dtype: str, files: Files) -> np.memmap | StoredArray:
+def _map(path: Path, dtype: str, files: Files) -> np.ndarray | StoredArray:
     little_endian = np.dtype(f"<{np.dtype(dtype).str[1:]}")
     if isinstance(path, StorePath):
         return StoredArray(path, little_endian, files)
     with files.open(path) as file:
-        return np.memmap(file, dtype=little_endian, mode="r")
+        return np.memmap(file, dtype=little_endian, mode="r").view(np.ndarray)  # a memmap takes 3 µs for a slice, an array 0.3
 
 
 def write_shards(

@@ -6,11 +6,13 @@ this one number resumes the stream exactly.
 Shape suffixes: B sequences, T tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from worker.data.order import EpochOrder, evaluation_rows
@@ -25,6 +27,32 @@ class Tokens(Protocol):
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return the tokens of a range, int64 (stop - start,)."""
+
+    def read_rows(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Return `length` tokens from each start on, (rows, length), of the dtype in which they are held."""
+
+
+class HeldTokens:
+    """Tokens in memory, of any integer dtype."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        """tokens: (N,)."""
+        self._tokens = tokens
+        self._windows = tokens[:, None]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the tokens of a range, int64 (stop - start,)."""
+        return torch.from_numpy(self._tokens[start:stop].astype(np.int64))
+
+    def read_rows(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Return `length` tokens from each start on, (rows, length)."""
+        windows = self._windows
+        if windows.shape[1] != length:  # a view, kept because to make it takes longer than to read a batch
+            windows = self._windows = sliding_window_view(self._tokens, length)
+        return windows[starts]
 
 
 @dataclass
@@ -58,19 +86,17 @@ class TokenWindows:
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` sequences that follow `position` in the stream of epochs."""
-        return self._gather(self.train, [self._order[position + offset] for offset in range(batch_size)])
+        return self._gather(self.train, self._order.take(position, batch_size))
 
     def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
         """Yield this part's share of the first `num_batches` × `batch_size` windows, spread over the whole text."""
         for windows in evaluation_rows(self.num_evaluation_windows, batch_size, num_batches, part, num_parts):
-            yield self._gather(self.evaluation, windows)
+            yield self._gather(self.evaluation, np.array(windows))
 
-    def _gather(self, tokens: Tokens, windows: list[int]) -> Batch:
-        rows = torch.stack([tokens.read(start, start + self.sequence_length + 1) for start in self._starts(windows)])
-        return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
-
-    def _starts(self, windows: list[int]) -> list[int]:
-        return [window * self.sequence_length for window in windows]
+    def _gather(self, tokens: Tokens, windows_B: np.ndarray) -> Batch:
+        rows = tokens.read_rows(windows_B * self.sequence_length, self.sequence_length + 1)
+        parts = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        return {name: torch.from_numpy(part.astype(np.int64)) for name, part in parts.items()}
 
 
 @dataclass
@@ -86,7 +112,7 @@ class DocumentWindows(TokenWindows):
 
     def num_targets(self, position: int, batch_size: int) -> int:
         """Return the number of targets of the `batch_size` windows that follow `position`."""
-        first = torch.tensor(self._starts([self._order[position + offset] for offset in range(batch_size)]))
+        first = torch.from_numpy(self._order.take(position, batch_size) * self.sequence_length)
         num_borders = self._num_begun(first + self.sequence_length) - self._num_begun(first)
         return batch_size * self.sequence_length - int(num_borders.sum())
 
@@ -94,10 +120,10 @@ class DocumentWindows(TokenWindows):
         """Return how many training documents begin up to each place, the place counted."""
         return torch.searchsorted(self.train_starts, places, right=True)
 
-    def _gather(self, tokens: Tokens, windows: list[int]) -> Batch:
-        batch = super()._gather(tokens, windows)
+    def _gather(self, tokens: Tokens, windows_B: np.ndarray) -> Batch:
+        batch = super()._gather(tokens, windows_B)
         starts = self.train_starts if tokens is self.train else self.evaluation_starts
-        places_BT = torch.tensor(self._starts(windows))[:, None] + torch.arange(self.sequence_length + 1)
+        places_BT = torch.from_numpy(windows_B * self.sequence_length)[:, None] + torch.arange(self.sequence_length + 1)
         numbers_BT = torch.searchsorted(starts, places_BT, right=True)
         is_last_BT = numbers_BT[:, 1:] != numbers_BT[:, :-1]
         return {

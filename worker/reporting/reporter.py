@@ -18,8 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-import httpx
-
 from api_schemas import (
     MAX_REPORTS_PER_BATCH,
     DesiredState,
@@ -33,6 +31,7 @@ from api_schemas import (
     StepReport,
 )
 from worker.errors import Cancelled, Fenced, LeaseLost, Stopped
+from worker.reporting.connection import FAILURES, Connection, Post
 from worker.reporting.spool import Spool
 
 FLUSH_INTERVAL_S = 0.25
@@ -87,19 +86,16 @@ class HttpReporter:
         order: LaunchOrder,
         rank: int,
         *,
-        transport: httpx.BaseTransport | None = None,
+        post: Post | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """post: sends a batch, in place of a connection to the control plane."""
         self._order = order
         self._rank = rank
         self._clock = clock
-        self._url = f"{order.report_url.rstrip('/')}/internal/v1/attempts/{order.attempt_id}/reports"
-        self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {order.token}", "Content-Type": "application/json"},
-            timeout=_REQUEST_TIMEOUT_S,
-            transport=transport,
-            trust_env=False,
-        )
+        url = f"{order.report_url.rstrip('/')}/internal/v1/attempts/{order.attempt_id}/reports"
+        self._connection = Connection(url, order.token, _REQUEST_TIMEOUT_S)
+        self._post = post or self._connection.post
         self._spool = Spool(Path(order.job_dir, "spool", f"{order.attempt_id}_rank{rank}.jsonl"))
         self._last_seq = 0
         self._seq_lock = threading.Lock()
@@ -120,7 +116,7 @@ class HttpReporter:
         self._hurry.set()
         self._wake.set()
         self._thread.join()
-        self._http.close()
+        self._connection.close()
         self._spool.close()
 
     def send(self, body: ReportBody, at: datetime | None = None) -> None:
@@ -177,13 +173,15 @@ class HttpReporter:
         batch = ReportBatch(epoch=self._order.epoch, rank=self._rank, reports=tuple(reports))
         sent_at = self._clock()
         try:
-            answer = self._http.post(self._url, content=batch.model_dump_json())
-            if answer.status_code in _FENCED_STATUSES:
-                self._fenced = f"the control plane refused this attempt: {answer.status_code} {answer.text[:500]}"
+            status, content = self._post(batch.model_dump_json().encode())
+            if status in _FENCED_STATUSES:
+                told = content.decode(errors="replace")[:500]
+                self._fenced = f"the control plane refused this attempt: {status} {told}"
                 return False
-            answer.raise_for_status()
-            reply = ReportReply.model_validate_json(answer.content)
-        except (httpx.HTTPError, ValueError) as error:
+            if not 200 <= status < 300:
+                raise ValueError(f"the control plane answered {status}")
+            reply = ReportReply.model_validate_json(content)
+        except (*FAILURES, ValueError) as error:
             logger.warning("cannot deliver reports, %d are queued: %s", len(self._spool), error)
             return False
         self._lease_ends = sent_at + reply.lease_s
