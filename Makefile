@@ -13,7 +13,7 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone, from TORCH_INDEX_URL if that is set. On Linux, PyPI's torch is
@@ -117,6 +117,10 @@ test-gpu:
 
 bench-gpu-kernels bench-gpu-train bench-gpu-accuracy: bench-gpu-%:
 	$(GPU_PYTHON) -m benchmarks.gpu.$* --out $(OUT)
+
+# What half an hour on such a machine has time for: make test-gpu, then these three, each within ten minutes.
+bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3: bench-gpu-lease-%:
+	$(GPU_PYTHON) -m benchmarks.gpu.lease $* --out $(OUT)
 
 # The packages that a GPU machine's Python 3.12 has not, for a machine without network. Triton, torch, NumPy and safetensors it has.
 GPU_WHEELS := pydantic|pydantic_core|annotated-types|typing-inspection

@@ -5,6 +5,7 @@ Checkpointing keeps a block's input and computes the block again in the backward
 selective checkpointing keeps the results of matrix products and attention too, and repeats what lies between them.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,6 +24,8 @@ Compiling = Literal["auto", "on", "off"]
 
 WARM_UP_STEPS = 3
 """By then the compiler has seen a step with statistics and one without; what it compiles later is a fault."""
+
+MAX_REASON_LENGTH = 300
 
 _KEPT_OPS = frozenset(
     {
@@ -95,10 +98,14 @@ class CompileWatch:
     def __init__(self) -> None:
         self._num_steps = 0
         self._num_graphs, self._began_s = _num_graphs(), _compile_time_s()
+        self._breaks = _graph_breaks()
 
     def after_step(self) -> tuple[ReportBody, ...]:
-        """Return what to report of a step: the end of the warm-up, or a graph that was compiled after it."""
+        """Return what to report of a step: the end of the warm-up, a graph compiled after it, and graphs that were broken."""
         self._num_steps += 1
+        return (*self._compiled(), *self._broken())
+
+    def _compiled(self) -> tuple[ReportBody, ...]:
         num_new = _num_graphs() - self._num_graphs
         if self._num_steps == WARM_UP_STEPS:
             self._num_graphs += num_new
@@ -115,6 +122,18 @@ class CompileWatch:
             return (EventReport(type="training.recompiled", message=message, data={"graphs": num_new}),)
         return ()
 
+    def _broken(self) -> tuple[ReportBody, ...]:
+        now = _graph_breaks()
+        new, self._breaks = now - self._breaks, now
+        if not new:
+            return ()
+        reason = " ".join(next(iter(new)).split())[:MAX_REASON_LENGTH]
+        message = (
+            f"step {self._num_steps} of this attempt left compiled code {new.total()} times within a block; expected: never. "
+            f"It is slower than one graph. The first reason: {reason}"
+        )
+        return (EventReport(type="training.graph_broken", message=message, data={"graph_breaks": new.total()}),)
+
 
 def eagerly() -> AbstractContextManager[Any]:
     """Inside, compiled blocks run as they are written, and nothing is compiled."""
@@ -126,6 +145,13 @@ def _num_graphs() -> int:
     from torch._dynamo.utils import counters  # takes a second to load; only a run that compiles needs it
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def _graph_breaks() -> Counter[str]:
+    """How often the compiler has broken a graph, by reason."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
 
 
 def _compile_time_s() -> float:

@@ -48,7 +48,7 @@ SMOKE = Setting(
     warmup_steps=2,
 )
 SMALL_S, LARGE_S = 15.0, 100.0
-"""Roughly the time of one run on an H200, estimated; a run does not start if less time is left."""
+"""Roughly the time of one run on an H200, estimated, at 125 M of STEPS steps; a run does not start if less time is left."""
 Key = tuple[str, int]
 """Level and seed."""
 
@@ -69,9 +69,11 @@ def sections(session: Session, report: Report) -> list[Section]:
         for level in levels
     ]
     cases += [Case("gaps", partial(_gaps, runs, levels), 0.0), Case("curves", partial(_curves, report, runs, levels), 0.0)]
-    to_loss = [Case(level, partial(_train, session, level, large, data, timed), LARGE_S) for level in (REFERENCE, TIMED)]
+    large_s = LARGE_S * options.steps / STEPS
+    to_loss = [Case(level, partial(_train, session, level, large, data, timed), large_s) for level in (REFERENCE, TIMED)]
     to_loss.append(Case("time to the same loss", partial(_time_to_loss, timed), 0.0))
-    return [Section("Loss", cases, share=0.5), Section("Time to the same loss", to_loss, share=0.5)]
+    shares_s = sum(case.expected_s for case in cases), sum(case.expected_s for case in to_loss)
+    return [Section("Loss", cases, shares_s[0]), Section("Time to the same loss", to_loss, shares_s[1])]
 
 
 def _said(name: str, setting: Setting, data: TokenWindows) -> str:

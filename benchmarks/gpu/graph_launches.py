@@ -1,16 +1,18 @@
 """Count what compiled blocks launch on a GPU, without one: Inductor's passes and fusion run, and nothing is generated.
 
-    python -m benchmarks.gpu.graph_launches [gpt|llama] [te|O2|delayed]
+    python -m benchmarks.gpu.graph_launches [--families gpt llama] [--levels te O2 delayed]
 
 Inductor is told that the CPU is a Hopper GPU, for which it writes Triton, and decides what to join as it does there. Each
 kernel that it would write counts as one launch, and so does each op of torch that it calls; of our own ops each Triton kernel
 counts. Bytes are counted as by `launches.py`. Compiled graphs return tensors with arbitrary content.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -39,6 +41,8 @@ HOPPER = DeviceProperties(
     type="cpu", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
     max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
 )  # fmt: skip
+FAMILIES = ("gpt", "llama")
+LEVELS = {"delayed" if recipe else level: (level, recipe) for level, recipe in CASES}
 
 
 class GraphCounter:
@@ -165,15 +169,17 @@ def _quantize_gradient(counter: GraphCounter, gradient: Tensor, *how: Any, run: 
 
 
 def main() -> None:
-    """Print the counts of a family at a level, or of all."""
-    for family in sys.argv[1:2] or ("gpt", "llama"):
-        for level, recipe in CASES:
-            if sys.argv[2:3] and sys.argv[2] != ("delayed" if recipe else level):
-                continue
-            found = compiled_block(family, level, recipe)
-            moved = f"{found.by_name.total()} launches, {found.num_bytes / 1e9:.3f} GB of activations"
-            sys.stdout.write(f"compiled block of {family}, {level} {recipe or ''}: {moved}\n  {dict(found.by_name)}\n")
-            sys.stdout.flush()
+    """Print the counts of each family at each level."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=[*LEVELS], help="delayed: O2 with delayed scaling")
+    options = parser.parse_args()
+    for family, name in product(options.families, options.levels):
+        level, recipe = LEVELS[name]
+        found = compiled_block(family, level, recipe)
+        moved = f"{found.by_name.total()} launches, {found.num_bytes / 1e9:.3f} GB of activations"
+        sys.stdout.write(f"compiled block of {family}, {level} {recipe or ''}: {moved}\n  {dict(found.by_name)}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

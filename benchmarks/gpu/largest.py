@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent.parent
 def largest_cases(session: Session) -> list[Case]:
     """Return the cases: bf16-amp, then O2, which is compared with it."""
     most: dict[str, int] = {}
-    return [Case(f"largest GPT, {level}", partial(_largest, session, level, most), 3 * TRY_S) for level in WAYS]
+    return [Case(f"largest GPT, {level}", partial(_largest, session, level, most), 2 * TRY_S) for level in WAYS]
 
 
 def search(peak_of: Callable[[int], int | None], start: int, capacity: int, may_try: Callable[[], bool]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.curves import Run, smooth
-from benchmarks.gpu import accuracy, largest, predicted_largest, session
+from benchmarks.gpu import accuracy, kernels, largest, predicted_largest, quantization, session
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
 from benchmarks.gpu.session import Case, Section, Session
@@ -66,6 +66,19 @@ def test_a_benchmark_fills_every_section_of_its_table(name: str, device: str, tm
         assert measured.speedup(32, 16, 32, "scaled", "row") == measured.speedups["scaled"]["row"][0][0][1] > 0
     if name == "accuracy":
         assert (path.with_suffix(".png")).stat().st_size > 10_000
+
+
+def test_codes_are_checked_before_they_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of scale passes, and codes that are wrong make a row of errors."""
+    assert session.run("kernels", "A table", options(tmp_path, budget_s=60.0, sections="quantize"), kernels.sections) == 0
+    monkeypatch.setattr(quantization, "E4M3", torch.float8_e5m2)
+    assert session.run("kernels", "A table", options(tmp_path, budget_s=60.0, sections="quantize"), kernels.sections) == 1
+    sound_path, wrong_path = sorted(tmp_path.glob("*.md"), key=lambda path: len(path.stem))
+    sound_rows, wrong_rows = (read_tables(path.read_text())["Quantize"] for path in (sound_path, wrong_path))
+    assert len(sound_rows) == len(wrong_rows) == 2 * len(quantization.WAYS)
+    assert ERROR not in {row[1] for row in sound_rows}
+    assert {row[1] for row in wrong_rows} == {ERROR}
+    assert "the codes are off by 5." in wrong_rows[0][-1]
 
 
 def test_errors_and_unreached_cases_become_rows_and_the_run_continues(tmp_path: Path) -> None:
@@ -181,8 +194,9 @@ def test_no_folder_of_this_machine_is_shown() -> None:
     assert first_line(RuntimeError("\n/a/b/c.py: no\nmore")) == "RuntimeError: c.py: no"
 
 
-def options(folder: Path, budget_s: float) -> argparse.Namespace:
-    return session.parser(None).parse_args(["--smoke", "--out", str(folder), "--budget-s", str(budget_s)])
+def options(folder: Path, budget_s: float, sections: str = "") -> argparse.Namespace:
+    words = ["--smoke", "--out", str(folder), "--budget-s", str(budget_s), "--sections", sections]
+    return session.parser(None).parse_args(words)
 
 
 def sections_of(first: list[Case], second: list[Case]):  # noqa: ANN201

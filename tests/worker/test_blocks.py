@@ -15,7 +15,7 @@ from api_schemas.models.gpt import gpt_sizes
 from tests.worker.test_accelerator import FAMILIES, batch_of, fit_loss_scale
 from tests.worker.test_train import train, with_training
 from worker import initialize
-from worker.blocks import WARM_UP_STEPS, checkpoint_blocks, compile_blocks, repeated_blocks
+from worker.blocks import WARM_UP_STEPS, CompileWatch, checkpoint_blocks, compile_blocks, repeated_blocks
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.models.gpt import GPT
 
@@ -154,6 +154,30 @@ def test_blocks_compile_once_without_a_graph_break(
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
+@pytest.mark.parametrize(("family", "level"), [*((family, "O2") for family in FAMILIES), *(("gpt", level) for level in LEVELS)])
+def test_no_family_breaks_a_graph_on_an_accelerator(family: str, level: str) -> None:
+    """Steps with and without statistics: nothing is compiled after the third, and each block is one graph."""
+    torch.compiler.reset()
+    model = FAMILIES[family]()
+    options = {"statistics_every": 2} if LEVELS[level].has_own_fp8 else {}
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, **options)
+    fit_loss_scale(model)
+    compile_blocks(model, backend="aot_eager")
+    watch, reports = CompileWatch(), []
+    with cpu_as_accelerator():
+        for _ in range(WARM_UP_STEPS + 3):
+            model.loss(batch_of(family)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reports += watch.after_step()
+    events = [report for report in reports if isinstance(report, EventReport)]
+    assert [event.type for event in events] == ["training.compiled"], [event.message for event in events]
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
 @pytest.mark.parametrize("level", ["bf16-amp", "O2"])
 def test_all_blocks_share_one_graph(level: str) -> None:
     """More blocks than torch compiles of one function: with a graph for each, the last ones would run eagerly."""
@@ -187,3 +211,21 @@ def test_events_tell_of_the_warm_up_and_of_what_is_compiled_later(monkeypatch: p
     assert kinds == [[], [], ["warmed_up", "training.compiled"], [], ["training.recompiled"], []]
     assert events[2][1].data["graphs"] == 4
     assert events[4][0].data["graphs"] == 2
+
+
+def test_a_graph_that_is_broken_is_told_once_with_its_reason() -> None:
+    class Breaking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return x + 1
+
+    torch.compiler.reset()
+    watch, block = CompileWatch(), torch.compile(Breaking(), backend="eager")
+    reports = []
+    for _ in range(2):
+        block(torch.ones(2))
+        reports += watch.after_step()
+    [event] = reports
+    assert isinstance(event, EventReport)
+    assert (event.type, event.data["graph_breaks"]) == ("training.graph_broken", 1)
+    assert "graph_break" in event.message

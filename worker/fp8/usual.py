@@ -84,6 +84,8 @@ class UsualProducts(torch.autograd.Function):
         ctx.save_for_backward(*saved, weight, unit, weight_amax)
         if bias_N is None:
             return output_TN
+        if torch.compiler.is_compiling():  # of an output changed in place, torch 2.11's graphs send back gradients of zero
+            return output_TN + bias_N.to(output_dtype)
         return output_TN.add_(bias_N.to(output_dtype))
 
     @staticmethod

@@ -1,0 +1,99 @@
+"""The plan of half an hour on a GPU machine: each case of each section is given the time that it is expected to need."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import accuracy, lease, session
+from benchmarks.gpu.ceilings import Ceilings
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.session import Section, Session
+from benchmarks.gpu.timing import Timer
+
+START_OF_THE_MACHINE_S = 60.0
+HALF_AN_HOUR_S = 1800.0
+LEFT_OUT = {"Gradients in FP8", "Speedup by shape", "Other levels"}
+"""Sections without a target."""
+
+Plan = list[tuple[Section, float]]
+
+
+def sections_of(run: lease.Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, set[str]]:
+    """Parse a command line as its benchmark does. Returns the chosen sections with their seconds, and all sections' names."""
+    found: Plan = []
+    names: set[str] = set()
+
+    def plan(_name: str, _title: str, options: argparse.Namespace, sections: Callable[[Session, Report], list[Section]]) -> int:
+        device = torch.device("cpu")
+        every = sections(Session(options, device, Timer(device), Ceilings(1.0, 1.0)), Report("", Path(), []))
+        names.update(section.name for section in every)
+        chosen = session._chosen(every, options.sections)
+        shares = sum(section.share for section in chosen)
+        found.extend((section, options.budget_s * section.share / shares) for section in chosen)
+        return 0
+
+    module = importlib.import_module(f"benchmarks.gpu.{run.name}")
+    monkeypatch.setattr(module, "run", plan)
+    monkeypatch.setattr(sys, "argv", run.command(Path("out"))[2:])
+    assert module.main() == 0
+    return found, names
+
+
+@pytest.fixture(autouse=True)
+def without_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "load_source_text", lambda _length: None)
+    monkeypatch.setattr(accuracy, "_said", lambda *_setting: "")
+
+
+def test_each_case_has_the_time_that_it_needs_and_each_figure_with_a_target_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, known = set(), set()
+    for run in (run for call in lease.CALLS for run in call):
+        plan, names = sections_of(run, monkeypatch)
+        for section, budget_s in plan:
+            expected_s = sum(case.expected_s for case in section.cases)
+            assert section.cases, f"{section.name} has no case"
+            assert expected_s <= budget_s, f"{run}: {section.name} needs {expected_s:.0f} s and has {budget_s:.0f} s"
+            reached.add(section.name)
+        known |= names
+    assert reached == known - LEFT_OUT
+
+
+def test_calls_are_within_ten_minutes_and_the_three_within_half_an_hour() -> None:
+    needed_s = [sum(run.budget_s + lease.START_S for run in call) for call in lease.CALLS]
+    needed_s[0] += lease.TESTS_S
+    assert max(needed_s) <= lease.CALL_S
+    assert sum(needed_s) + START_OF_THE_MACHINE_S <= HALF_AN_HOUR_S
+
+
+@pytest.mark.parametrize(
+    ("name", "too_late"), [("train", {"GPT step", "CUDA graphs", "Job", "Memory of vision models", "Other levels"})]
+)
+def test_a_run_of_the_default_time_starts_the_first_cases_of_each_section(
+    name: str, too_late: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of `too_late` have cases that wait for another run."""
+    plan, _ = sections_of(lease.Run(name, "", session.DEFAULT_BUDGET_S), monkeypatch)
+    for section, budget_s in plan:
+        needs = [case.expected_s for case in section.cases]
+        assert needs[0] <= budget_s
+        assert (sum(needs) <= budget_s) is (section.name not in too_late)
+
+
+def test_a_call_runs_each_of_its_benchmarks_and_says_if_one_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = "import sys; open(sys.argv[1], 'a').write('ran '); raise SystemExit(int(sys.argv[2]))"
+    statuses = iter((3, 0, 0))
+    monkeypatch.setattr(
+        lease.Run, "command", lambda _run, out: [sys.executable, "-c", script, str(out / "log"), str(next(statuses))]
+    )
+    monkeypatch.setattr(
+        lease, "CALLS", ((lease.Run("kernels", "", 1), lease.Run("kernels", "", 1)), (lease.Run("train", "", 1),))
+    )
+    for call, status in (("1", 1), ("2", 0)):
+        monkeypatch.setattr(sys, "argv", ["lease", call, "--out", str(tmp_path)])
+        assert lease.main() == status
+    assert (tmp_path / "log").read_text() == "ran ran ran "
