@@ -266,10 +266,12 @@ def linear_output(
     x_TK: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
 ) -> list[Tensor]:
     """The output (T, N), and what waits for the backward pass: the input's codes (K, T) and scale, or the activation's amax."""
-    input_dtype, weight_dtype, margin, activation, sides, out_dtype, amax = (*formats, None)[:7]
+    input_dtype, weight_dtype, margin, activation, sides, out_dtype, amax, keeps_rows = (*formats, None, False)[:8]
     how = (input_dtype, ScaleKind.TENSOR, margin, sides, amax, None)
     if activation is None:
         codes, scale, *kept = quantize_operand(x_TK, *how)
+        if keeps_rows:
+            kept = [codes, *(kept or [scale])]
     else:
         codes, scale, *kept = activate_operand(x_TK, activation, *how, None)
         kept = kept if amax is None else [amax.clone()]

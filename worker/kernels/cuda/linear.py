@@ -121,7 +121,7 @@ def linear_output(
     x_TK: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
 ) -> list[Tensor]:
     """See the reference. Three launches and a product; fewer where amaxes are known or the weight is held in FP8."""
-    input_dtype, weight_dtype, margin, activation, sides, out_dtype, input_amax = (*formats, None)[:7]
+    input_dtype, weight_dtype, margin, activation, sides, out_dtype, input_amax, keeps_rows = (*formats, None, False)[:8]
     x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
     plan = _plan(x_TK.shape, x_TK.dtype, input_dtype, margin, sides, activation, False)
     amax = _find_amax(x_TK, plan) if input_amax is None else input_amax
@@ -130,6 +130,8 @@ def linear_output(
     output_TN = product_of_tensors(codes, scale, weight, weight_scale, out_dtype, True)
     if activation is not None:
         return [output_TN, amax if input_amax is None else amax.clone()]
+    if keeps_rows:
+        return [output_TN, codes, *kept, scale]
     return [output_TN, *kept, scale] if kept else [output_TN]
 
 
