@@ -119,8 +119,15 @@ def product_of_tensors(
     a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
     """a @ b.T of contiguous codes with one scale () each, on every device."""
+    return product_of_transposed(a_MK, a_scale, b_NK.t(), b_scale, out_dtype, fast_accumulation)
+
+
+def product_of_transposed(
+    a_MK: Tensor, a_scale: Tensor, b_KN: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
+) -> Tensor:
+    """a @ b of codes with one scale () each: a contiguous, b the transposed view of what is."""
     # F.scaled_mm, which takes every kind of scale, spends on its arguments what five launches take.
-    return torch._scaled_mm(a_MK, b_NK.t(), a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+    return torch._scaled_mm(a_MK, b_KN, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
 
 
 def _mx_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype) -> Tensor:
