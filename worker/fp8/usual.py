@@ -112,9 +112,8 @@ class UsualProducts(torch.autograd.Function):
         ctx.is_empty, ctx.grad_weight_dtype = False, product_dtype(weight, layer.gradient_position)
         ctx.how = layer, recipe, activation, notes, input.dtype, None if bias_N is None else bias_N.dtype
         if bias_N is not None:
-            output_TN = output_TN.add_(bias_N.to(output_dtype))
-        # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
-        return output_TN if is_matrix else torch.ops.aten._unsafe_view(output_TN, (*shape[:-1], output_TN.shape[1]))
+            output_TN = output_TN.add_(cast(bias_N, output_dtype))
+        return output_TN if is_matrix else shaped(output_TN, (*shape[:-1], output_TN.shape[1]))
 
     @staticmethod
     @once_differentiable
@@ -148,8 +147,24 @@ class UsualProducts(torch.autograd.Function):
                 grad_input_TK = notes.before_activation(activation, grad_input_TK, input_saved)
         if grad_input_TK is not None and len(shape) != 2:
             grad_input_TK = grad_input_TK.view(*shape[:-1], -1)
-        grad_bias_N = grad_output_TN.sum(0).to(bias_dtype) if needs_bias else None
+        grad_bias_N = cast(grad_output_TN.sum(0), bias_dtype) if needs_bias else None
         return grad_input_TK, grad_weight, grad_bias_N, None, None
+
+
+_CASTS = {torch.float32: Tensor.float, torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, whose arguments take Python twice as long to read as those of methods without any."""
+    return _CASTS[dtype](tensor) if dtype in _CASTS else tensor.to(dtype)
+
+
+def shaped(output: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor that nothing else sees, in another shape: no view, which autograd lets nobody change in place.
+
+    `resize_` takes Python a fifth of the time of `_unsafe_view`, which torch offers as an op alone.
+    """
+    return output.resize_(shape) if type(output) is Tensor else torch.ops.aten._unsafe_view(output, shape)
 
 
 def _parameter(layer: "Float8Linear", name: str) -> Any:

@@ -18,7 +18,7 @@ from worker.kernels.cuda import language, quantization
 from worker.kernels.cuda.amax import FLAT_BLOCK as AMAX_BLOCK
 from worker.kernels.cuda.amax import FLAT_BLOCKS_PER_PROGRAM
 from worker.kernels.cuda.amax import launch_flat as launch_amax
-from worker.kernels.cuda.gemm import product_of_transposed
+from worker.kernels.cuda.gemm import product_of_tensors
 from worker.kernels.cuda.launching import MOST_KNOWN, PreparedLaunch
 from worker.kernels.cuda.quantization import FLAT_BLOCK, SHARED_SCALE_TILE, launch_flat, launch_tile
 from worker.kernels.cuda.rescale import FORMAT_NAMES
@@ -135,7 +135,7 @@ def linear_output(
     amax = _find_amax(x_TK, plan) if input_amax is None else input_amax
     codes, *kept, scale = _encode(x_TK, plan, input_dtype, amax)
     weight, weight_scale = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "rows")
-    output_TN = product_of_transposed(codes, scale, weight, weight_scale, out_dtype, True)
+    output_TN = product_of_tensors(codes, scale, weight, weight_scale, out_dtype, True)
     if activation is not None:
         return [output_TN, amax if input_amax is None else amax.clone()]
     if keeps_rows:
@@ -149,23 +149,15 @@ def linear_product(
     """See the reference. One launch and a product; the product alone, where the weight is held in FP8."""
     weight_dtype, margin, out_dtype = formats
     weight, weight_scale = _weight_operand(weight_NK.contiguous(), unit, weight_amax, weight_dtype, margin, "rows")
-    return product_of_transposed(codes_TK.contiguous(), scale, weight, weight_scale, out_dtype, True)
+    return product_of_tensors(codes_TK.contiguous(), scale, weight, weight_scale, out_dtype, True)
 
 
-def quantize_operand(
-    x_MN: Tensor,
-    dtype: torch.dtype,
-    kind: ScaleKind,
-    margin: int,
-    sides: str,
-    amax: Tensor | None = None,
-    uses_amax: Tensor | None = None,
-) -> list[Tensor]:
-    """See the reference. One launch for an amax that is known and used, settled as those of a layer's passes."""
+def quantize_operand(x_MN: Tensor, *how: Any) -> list[Tensor]:
+    """`quantization.quantize_operand`; an amax that is known and used takes one launch, settled as those of a layer's passes."""
+    dtype, kind, margin, sides, amax, uses_amax = (*how, None, None)[:6]
     is_settled = amax is not None and uses_amax is None and kind is ScaleKind.TENSOR and x_MN.is_contiguous()
     if not is_settled or not x_MN.numel():
-        return quantization.quantize_operand(x_MN, dtype, kind, margin, sides, amax, uses_amax)
-    assert amax is not None
+        return quantization.quantize_operand(x_MN, *how)
     plan = _plan(x_MN.shape, x_MN.dtype, dtype, margin, sides, None, False)
     if sides != "both":
         return _encode(x_MN, plan, dtype, amax)
@@ -193,7 +185,7 @@ def linear_gradients(
     gradients = []
     if sides != "columns":
         weight, weight_scale = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "columns")
-        gradients.append(product_of_transposed(codes[0], scale, weight, weight_scale, grad_input_dtype, False))
+        gradients.append(product_of_tensors(codes[0], scale, weight, weight_scale, grad_input_dtype, False))
     if sides != "rows":
         assert input is not None
         assert input_scale is not None
@@ -203,7 +195,7 @@ def linear_gradients(
             second, input_scale = _encode(input, again, input_dtype, input_scale)
         else:
             second = input.t()
-        gradients.append(product_of_transposed(codes[-1], scale, second, input_scale, grad_weight_dtype, False))
+        gradients.append(product_of_tensors(codes[-1], scale, second, input_scale, grad_weight_dtype, False))
     return gradients
 
 
