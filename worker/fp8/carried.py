@@ -81,7 +81,7 @@ class Carried:
         return None
 
     def share(self, scaling: OperandScaling, rows: Tensor, *columns_and_scale: Tensor) -> list[Tensor]:
-        """Leave codes (T, K), maybe those for columns (K, T), and their scale () for other layers. Returns columns and scale."""
+        """Leave codes (T, K), perhaps codes for columns (K, T), and their scale () for other layers. Returns the latter two."""
         *columns, scale = columns_and_scale
         of_columns = ScaledCodes(columns[0], scale, ScaleKind.TENSOR) if columns else None
         self.made.append((scaling, (ScaledCodes(rows, scale, ScaleKind.TENSOR), of_columns)))

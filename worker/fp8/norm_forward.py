@@ -21,7 +21,7 @@ from worker.fp8.carried import Taker, Written, carry
 from worker.fp8.gradient_hooks import once_differentiable
 from worker.fp8.linear import Float8Linear
 from worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
-from worker.fp8.usual import shaped
+from worker.fp8.usual import parameter_of, shaped
 from worker.kernels.normalization import MOST_FEATURES
 
 PURE_BLOCKS = frozenset(
@@ -54,12 +54,11 @@ class NormForward:
         if is_compiling and not self.is_pure:
             return self._as_it_is(input)
         runs_fused = not is_compiling and self.is_fused and (is_accelerator(input.device) or self._keeps_bf16(input))
-        held = self.norm._parameters
-        weight: Any = (held["weight"] if "weight" in held else self.norm.weight) if runs_fused else None
+        weight: Any = parameter_of(self.norm, "weight") if runs_fused else None
         dtype = self._output_dtype(input, weight) if runs_fused else None
         if dtype is None:
             return carry(self._as_it_is(input), None)
-        bias = held.get("bias")
+        bias = self.norm._parameters.get("bias")
         scaling = None
         if self.taker is not None:
             scaling, self.taker.scaling = self.taker.scaling, None  # the layer sets it again if it takes codes

@@ -9,7 +9,7 @@ Shape suffixes as there; an input in eager code may have more dimensions before 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
@@ -21,7 +21,7 @@ from worker.fp8.gradient_notes import note_on, notes_of_pass
 from worker.fp8.in_graph import amax_in_graph
 from worker.fp8.operand import ForwardPass
 from worker.fp8.recipe import Recipe
-from worker.kernels import ScaledCodes, ScaleKind
+from worker.kernels import ScaleKind
 from worker.kernels.gemm import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def is_usual_pass(layer: "Float8Linear", input: Tensor) -> bool:
 
 def usual_output(layer: "Float8Linear", input: Tensor, activation: str | None) -> Tensor:
     """The output (..., N) of a usual pass of a layer, in eager code. activation: as for ForwardPass."""
-    weight, bias_N = _parameter(layer, "weight"), _parameter(layer, "bias")
+    weight, bias_N = parameter_of(layer, "weight"), parameter_of(layer, "bias")
     carried = codes = None
     if activation is None and (carried := carried_by(input)) is not None and carried.made:
         needs_columns = torch.is_grad_enabled() and weight.requires_grad
@@ -133,7 +133,7 @@ class UsualProducts(torch.autograd.Function):
             input_saved, input_number, _, unit, weight_amax = ctx.saved_tensors
             if activation is not None and input_saved is not None:
                 input_saved = input_saved.reshape(-1, input_saved.shape[-1])
-            weight_NK = layer.weight if torch.compiler.is_compiling() else _parameter(layer, "weight")
+            weight_NK = layer.weight if torch.compiler.is_compiling() else parameter_of(layer, "weight")
             sides = "both" if needs_input and needs_weight else "rows" if needs_input else "columns"
             amax = amax_in_graph(grad_output_TN)
             amax = notes.amax_of(grad_output_TN) if amax is None else amax
@@ -167,10 +167,10 @@ def shaped(output: Tensor, shape: tuple[int, ...]) -> Tensor:
     return output.resize_(shape) if type(output) is Tensor else torch.ops.aten._unsafe_view(output, shape)
 
 
-def _parameter(layer: "Float8Linear", name: str) -> Any:
-    """A parameter of a layer, or what took its place as an attribute, as torch's weight_norm and parametrizations do it."""
-    held = layer._parameters
-    return held[name] if name in held else getattr(layer, name)
+def parameter_of(module: nn.Module, name: str) -> Any:
+    """A parameter of a module, or what took its place as an attribute, as torch's weight_norm and parametrizations do it."""
+    held = module._parameters
+    return held[name] if name in held else getattr(module, name)
 
 
 _apply = super(torch.autograd.Function, UsualProducts).apply

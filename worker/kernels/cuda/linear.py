@@ -153,7 +153,7 @@ def linear_product(
 
 
 def quantize_operand(x_MN: Tensor, *how: Any) -> list[Tensor]:
-    """`quantization.quantize_operand`; an amax that is known and used takes one launch, settled as those of a layer's passes."""
+    """As `quantization.quantize_operand`. An amax that is known and used takes one launch, settled as those of a layer."""
     dtype, kind, margin, sides, amax, uses_amax = (*how, None, None)[:6]
     is_settled = amax is not None and uses_amax is None and kind is ScaleKind.TENSOR and x_MN.is_contiguous()
     if not is_settled or not x_MN.numel():
