@@ -82,11 +82,12 @@ class UsualProducts(torch.autograd.Function):
         shape, recipe = input.shape, layer.recipe
         is_matrix = len(shape) == 2
         input_TK = input if is_matrix else input.reshape(-1, shape[-1])
+        weight_NK = weight
         if torch.compiler.is_compiling():  # then the argument may be the port of its gradient
             weight_NK, unit, weight_amax = layer.weight, layer.weight_dequant_scale, layer.weight_amax
         else:
             held = layer._buffers
-            weight_NK, unit, weight_amax = weight, held["weight_dequant_scale"], held["weight_amax"]
+            unit, weight_amax = held["weight_dequant_scale"], held["weight_amax"]
         if unit is None:  # found once, for the backward pass too
             weight_amax = amax_in_graph(weight_NK)
             weight_amax = kernels.compute_amax(weight_NK) if weight_amax is None else weight_amax
@@ -126,7 +127,8 @@ class UsualProducts(torch.autograd.Function):
         if layer.grad_output_scaling.given is not None:  # codes that ranks have gathered
             from worker.fp8.linear import Float8Products  # imports this module
 
-            ctx.layer, ctx.high_precision, ctx.activation, ctx.notes, ctx.input_dtype = layer, frozenset(), *ctx.how[2:5]
+            ctx.layer, ctx.high_precision, ctx.activation = layer, recipe.high_precision, activation
+            ctx.notes, ctx.input_dtype = notes, input_dtype
             grad_input_TK, grad_weight, *_ = Float8Products.backward(ctx, grad_output_TN)
         elif needs_input or needs_weight:
             # reading them checks that the weight is unchanged
