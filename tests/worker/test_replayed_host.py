@@ -20,9 +20,10 @@ from worker.models.gpt import GPT
 from worker.optim.clip import clip_grad_norm_
 from worker.step_graph import StepGraph
 
-MOST_OPS = 5
-"""Copies of tokens and targets, the loss divisor, and copies of two results."""
-MOST_CALLS_PER_BLOCK = 120
+MOST_OPS = 10
+"""Three copies: tokens, targets, and a table with the new learning rate, which is made and gone through in an op each. The loss
+divisor, copies of two results, and the two of torch's profiler in `zero_grad`."""
+MOST_CALLS_PER_BLOCK = 80
 """Of Python's functions, for the four layers of a block: whether each is sampled in the next step, and the state of each."""
 
 
@@ -96,7 +97,6 @@ def test_a_replayed_step_takes_the_same_ops_at_any_depth(monkeypatch: pytest.Mon
     monkeypatch.setattr(step_graph, "WARM_UP_STEPS", 1)
     with cpu_as_accelerator(), optimizer_by_kernels():
         (ops, calls), (deeper_ops, deeper_calls) = replayed(1), replayed(3)
-    print(dict(ops), calls, deeper_calls)
     assert ops == deeper_ops
     assert 0 < ops.total() <= MOST_OPS
     assert (deeper_calls - calls) / 2 <= MOST_CALLS_PER_BLOCK
