@@ -164,9 +164,13 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def shaped(output: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A contiguous tensor that nothing else sees, in another shape: no view, which autograd lets nobody change in place.
 
-    `resize_` takes Python a fifth of the time of `_unsafe_view`, which torch offers as an op alone.
+    `resize_` takes Python a fifth of the time of `_unsafe_view`, which torch offers as an op alone. Modes that record ops are
+    shown the latter: run again, `resize_` would find the tensor that autograd follows by then.
     """
-    return output.resize_(shape) if type(output) is Tensor else torch.ops.aten._unsafe_view(output, shape)
+    if type(output) is Tensor and not torch._C._len_torch_dispatch_stack():
+        return output.resize_(shape)
+    reshaped: Tensor = torch.ops.aten._unsafe_view(output, shape)
+    return reshaped
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
