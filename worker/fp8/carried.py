@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from worker.fp8.operand import Codes, OperandScaling
-from worker.kernels import Ahead
+from worker.kernels import Ahead, ScaledCodes, ScaleKind
 
 
 class Written(NamedTuple):
@@ -58,11 +58,8 @@ class Carried:
         is_given = scaling.given is not None or scaling.regather is not None
         if is_given or not (rows or columns) or not input_TK.shape[0]:
             return None
-        for other, (row_codes, column_codes) in self.made:
-            has_all = (row_codes is not None or not rows) and (column_codes is not None or not columns)
-            if has_all and _alike(scaling, other):
-                scaling.follow(other)
-                return row_codes if rows else None, column_codes if columns else None
+        if self.made and (shared := self.shared(scaling, rows=rows, columns=columns)) is not None:
+            return shared
         if self.taker is not None and not self.made:
             self.taker.scaling = scaling
         made = scaling.write_in_graph(input_TK) if rows and columns else None
@@ -73,6 +70,22 @@ class Carried:
             made = scaling.quantize(input_TK, amax=self.amax, rows=rows, columns=columns, transposed_later=True)
         self.made.append((scaling, made))
         return made
+
+    def shared(self, scaling: OperandScaling, *, rows: bool, columns: bool) -> Codes | None:
+        """The codes of a layer before, if they are what the scaling would make."""
+        for other, (row_codes, column_codes) in self.made:
+            has_all = (row_codes is not None or not rows) and (column_codes is not None or not columns)
+            if has_all and _alike(scaling, other):
+                scaling.follow(other)
+                return row_codes if rows else None, column_codes if columns else None
+        return None
+
+    def share(self, scaling: OperandScaling, rows: Tensor, *columns_and_scale: Tensor) -> list[Tensor]:
+        """Leave codes (T, K), perhaps codes for columns (K, T), and their scale () for other layers. Returns the latter two."""
+        *columns, scale = columns_and_scale
+        of_columns = ScaledCodes(columns[0], scale, ScaleKind.TENSOR) if columns else None
+        self.made.append((scaling, (ScaledCodes(rows, scale, ScaleKind.TENSOR), of_columns)))
+        return [*columns, scale] if columns else []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave nothing of it in the file of an activation that somebody saves."""

@@ -56,8 +56,9 @@ def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
 
 
 def _quantize_gradient(parameter: Tensor, position: RoundingPosition) -> None:
-    if parameter.grad is not None and not isinstance(parameter.grad, Float8Gradient):  # None: there was no gradient
-        parameter.grad = Float8Gradient.quantize(parameter.grad, position)
+    gradient = parameter.grad
+    if gradient is not None and not isinstance(gradient, Float8Gradient):  # None: there was no gradient
+        parameter.grad = Float8Gradient.quantize(gradient, position)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

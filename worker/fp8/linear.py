@@ -30,7 +30,7 @@ from worker.fp8.guards import GuardedCodes
 from worker.fp8.layout import layout_of
 from worker.fp8.operand import ForwardPass, OperandScaling, product
 from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
-from worker.fp8.usual import UsualProducts, is_usual_layer, is_usual_pass
+from worker.fp8.usual import UsualProducts, is_usual_layer, is_usual_pass, usual_output
 from worker.fp8.weights import EncodedWeight
 from worker.kernels import ScaledCodes, ScaleKind
 
@@ -89,6 +89,9 @@ class Float8Linear(GuardedCodes):
     def forward(self, input: Tensor, *, takes_over_activation: bool = False) -> Tensor:
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
         activation = self.activation if takes_over_activation else None
+        is_usual = is_usual_pass(self, input)
+        if is_usual and not torch.compiler.is_compiling():
+            return usual_output(self, input, activation)
         output_dtype, wide = activation_dtype(input), self.high_precision
         with torch.autocast(input.device.type, enabled=False) if wide else nullcontext():  # it casts products in bf16 alone
             if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
@@ -103,7 +106,6 @@ class Float8Linear(GuardedCodes):
             weight: Tensor = self.weight
             if torch.compiler.is_compiling() and weight.requires_grad and self._gradient_port is not None:
                 weight = self._gradient_port
-            is_usual = not wide and is_usual_pass(self, input_TK)
             bias_N = self.bias if is_usual or "output" in wide else None  # added on the way out
             how = ForwardPass(output_dtype, activation, codes, notes_of_pass(self, input, activation))
             output_TN = (UsualProducts if is_usual else Float8Products).apply(input_TK, weight, bias_N, self, how)
@@ -223,7 +225,8 @@ class Float8Products(torch.autograd.Function):
         how: ForwardPass,
     ) -> Tensor:
         """bias_N: only where the output is computed in bf16."""
-        (output_dtype, activation, codes, notes), wide, scaling = how, layer.high_precision, layer.input_scaling
+        output_dtype, activation, codes, notes, *_ = how
+        wide, scaling = layer.high_precision, layer.input_scaling
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
         ctx.is_empty, ctx.notes = input_TK.shape[0] == 0, notes
         if ctx.is_empty:  # nothing to multiply, and nothing that a scale or a window should learn from
@@ -258,6 +261,8 @@ class Float8Products(torch.autograd.Function):
         input_saved, input_dequant_scale, *_ = ctx.saved_tensors  # reading them checks that the weight is unchanged
         layer, activation, wide = ctx.layer, ctx.activation, ctx.high_precision
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if activation is not None:
+            input_saved = input_saved.reshape(-1, layer.in_features)  # `UsualProducts` keeps the input as it came
         given_TK, scaling = input_saved, layer.grad_output_scaling
         if activation is not None and needs_weight and "grad_weight" in wide:
             input_saved = kernels.activate_again(given_TK, activation, grad_output_TN)

@@ -21,6 +21,7 @@ from worker.fp8.carried import Taker, Written, carry
 from worker.fp8.gradient_hooks import once_differentiable
 from worker.fp8.linear import Float8Linear
 from worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
+from worker.fp8.usual import parameter_of, shaped
 from worker.kernels.normalization import MOST_FEATURES
 
 PURE_BLOCKS = frozenset(
@@ -49,11 +50,11 @@ class NormForward:
         """None where the norm does not write codes: a pass that is checkpointed selectively issues the same ops each time."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and not self.is_pure:
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling and not self.is_pure:
             return self._as_it_is(input)
-        has_kernel = is_accelerator(input.device) or self._keeps_bf16(input)
-        runs_fused = self.is_fused and has_kernel and not torch.compiler.is_compiling()
-        weight: Any = self.norm.weight if runs_fused else None
+        runs_fused = not is_compiling and self.is_fused and (is_accelerator(input.device) or self._keeps_bf16(input))
+        weight: Any = parameter_of(self.norm, "weight") if runs_fused else None
         dtype = self._output_dtype(input, weight) if runs_fused else None
         if dtype is None:
             return carry(self._as_it_is(input), None)
@@ -62,10 +63,10 @@ class NormForward:
         if self.taker is not None:
             scaling, self.taker.scaling = self.taker.scaling, None  # the layer sets it again if it takes codes
         ahead = None if scaling is None else scaling.ahead()
-        how = Pass(self.is_layer_norm, dtype, ahead)
-        output_MN, amax, codes = Normalize.apply(input.reshape(-1, input.shape[-1]), weight, bias, self.eps, how)
-        output: Tensor = torch.ops.aten._unsafe_view(output_MN, input.shape)  # no view, which could not be changed in place
-        return carry(output, amax, Written.of(scaling, codes, ahead), self.taker)
+        found: list[kernels.Normalized] = []
+        apply = Normalize.apply if torch._C._are_functorch_transforms_active() else _apply
+        output: Tensor = apply(input, weight, bias, self.eps, Pass(self.is_layer_norm, dtype, ahead, found))
+        return carry(output, found[0].amax, Written.of(scaling, found[0].codes, ahead), self.taker)
 
     def _as_it_is(self, input: Tensor) -> Tensor:
         output: Tensor = type(self.norm).forward(self.norm, input)
@@ -89,34 +90,40 @@ class NormForward:
 
 
 class Pass(NamedTuple):
-    """The keyword arguments of `kernels.normalize`."""
+    """The keyword arguments of `kernels.normalize`. found: gets its result, with what autograd does not follow."""
 
     is_layer_norm: bool
     dtype: torch.dtype
     ahead: kernels.Ahead | None
+    found: list[kernels.Normalized]
 
 
 class Normalize(torch.autograd.Function):
-    """A norm of the rows of a matrix, and the amax of its output. It keeps the input as it came, and the rows' statistics."""
+    """A norm of the last dimension. It keeps the input as it came, and the rows' statistics."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_MN: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Pass
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        is_layer_norm, dtype, ahead = how
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Pass) -> Tensor:
+        is_layer_norm, dtype, ahead, results = how
+        shape = x.shape
+        x_MN = x if len(shape) == 2 else x.reshape(-1, shape[-1])
         found = kernels.normalize(x_MN, weight, bias, eps, is_layer_norm=is_layer_norm, dtype=dtype, ahead=ahead)
-        ctx.save_for_backward(x_MN, weight, bias, found.mean, found.rstd)
-        ctx.mark_non_differentiable(found.amax, *(() if found.codes is None else (found.codes,)))
-        ctx.set_materialize_grads(False)  # a launch for the amax, which has no gradient
-        return found.output, found.amax, found.codes
+        results.append(found)
+        ctx.save_for_backward(x, weight, bias, found.mean, found.rstd)
+        return shaped(found.output, shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MN: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
-        x_MN, weight, bias, mean, rstd = ctx.saved_tensors
-        is_cast = torch.is_autocast_enabled(x_MN.device.type)
-        with torch.autocast(x_MN.device.type, enabled=False) if is_cast else nullcontext():
-            return *kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd)), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        shape, is_cast = x.shape, torch.is_autocast_enabled(x.device.type)
+        grad_MN, x_MN = (grad, x) if len(shape) == 2 else (grad.reshape(-1, shape[-1]), x.reshape(-1, shape[-1]))
+        with torch.autocast(x.device.type, enabled=False) if is_cast else nullcontext():
+            grad_x, *others = kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd))
+        return grad_x if len(shape) == 2 else grad_x.view(shape), *others, None, None
+
+
+_apply = super(torch.autograd.Function, Normalize).apply
+"""As in `usual.py`."""
 
 
 def carry_norms(model: nn.Module) -> int:

@@ -6,7 +6,7 @@ into the window. Until the window is full the scale is exact; a non-finite amax 
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from worker.fp8.recipe import OperandFormat, Recipe
 from worker.kernels import ScaledCodes, ScaleKind
 from worker.kernels.operands import Scaling
 from worker.kernels.sampling import NUM_MEASURES, sampled_rows
+
+if TYPE_CHECKING:
+    from worker.fp8.carried import Carried
 
 
 def product(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
@@ -36,13 +39,15 @@ class ForwardPass(NamedTuple):
     """How a layer computes one forward pass.
 
     activation: applied to the input first, one of kernels' ACTIVATIONS. codes: of the input, where they are made already.
-    notes: those of the backward pass.
+    notes: those of the backward pass. carried: by the input, where codes may be shared. keeps: autograd is on.
     """
 
     output_dtype: torch.dtype
     activation: str | None = None
     codes: Codes | None = None
     notes: Notes = Notes()
+    carried: "Carried | None" = None
+    keeps: bool = True
 
 
 REMEMBERED = ("step_amax", "amax_history", "window_amax", "num_finite_steps")

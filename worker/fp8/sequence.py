@@ -5,7 +5,6 @@ itself, in a slice, or with hooks on it or on the layer, each computes what it a
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -87,8 +86,10 @@ def _has_hooks(module: nn.Module) -> bool:
     return _any_observes((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _any_observes(kinds: Iterable[dict[int, Any]]) -> bool:
+def _any_observes(kinds: tuple[dict[int, Any], ...]) -> bool:
     """Whether there is a hook, except those that say that they look at no tensor: their `reads_no_tensors` is true."""
+    if not any(kinds):
+        return False
     return any(not getattr(hook, "reads_no_tensors", False) for hooks in kinds for hook in hooks.values())
 
 

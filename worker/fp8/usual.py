@@ -1,18 +1,23 @@
 """The usual passes of an FP8 layer as one op each, which take the host a fraction of the time of their parts.
 
 Usual is: an accelerator, all products in FP8, each operand with one scale that is found now, nothing sampled, whole tiles.
-Everything else is computed step by step by `linear.py`, to the same bits.
-Shape suffixes as there.
+Everything else is computed step by step by `linear.py`, to the same bits. What a pass needs of its layer is read from the
+layer's own dictionaries in each pass: `nn.Module` takes ten times as long to find a parameter.
+Shape suffixes as there; an input in eager code may have more dimensions before the last.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
+from worker.fp8.bf16 import activation_dtype
+from worker.fp8.carried import carried_by
+from worker.fp8.fallback import Fallback
 from worker.fp8.gradient_hooks import once_differentiable, product_dtype
+from worker.fp8.gradient_notes import note_on, notes_of_pass
 from worker.fp8.in_graph import amax_in_graph
 from worker.fp8.operand import ForwardPass
 from worker.fp8.recipe import Recipe
@@ -30,17 +35,34 @@ def is_usual_layer(recipe: Recipe, num_in: int, num_out: int, *, is_transposed: 
     return is_simple and has_one_scale and not num_in % ALIGNMENT and not num_out % ALIGNMENT
 
 
-def is_usual_pass(layer: "Float8Linear", input_TK: Tensor) -> bool:
-    """Whether this forward pass of a layer, of which all products are in FP8, is usual."""
-    scaling, num_tokens = layer.input_scaling, input_TK.shape[0]
+def is_usual_pass(layer: "Float8Linear", input: Tensor) -> bool:
+    """Whether this forward pass of a layer, of an input (..., K), is usual."""
+    if not layer.is_usual or layer.fallback is not Fallback.NONE or not (layer.training or layer.recipe.fp8_in_evaluation):
+        return False
+    shape, scaling = input.shape, layer.input_scaling
+    num_tokens = shape[:-1].numel()
     return (
-        layer.is_usual
-        and not (scaling.is_sampled and layer.training)
-        and scaling.regather is None
-        and num_tokens > 0
+        num_tokens > 0
         and not num_tokens % ALIGNMENT
-        and is_accelerator(input_TK.device)
+        and shape[-1] == layer.in_features
+        and is_accelerator(input.device)
+        and scaling.regather is None
+        and not (scaling.is_sampled and layer.training)
     )
+
+
+def usual_output(layer: "Float8Linear", input: Tensor, activation: str | None) -> Tensor:
+    """The output (..., N) of a usual pass of a layer, in eager code. activation: as for ForwardPass."""
+    weight, bias_N = parameter_of(layer, "weight"), parameter_of(layer, "bias")
+    carried = codes = None
+    if activation is None and (carried := carried_by(input)) is not None and carried.made:
+        needs_columns = torch.is_grad_enabled() and weight.requires_grad
+        codes = carried.shared(layer.input_scaling, rows=True, columns=needs_columns)
+    notes = notes_of_pass(layer, input, activation)
+    how = ForwardPass(activation_dtype(input), activation, codes, notes, carried, torch.is_grad_enabled())
+    apply = UsualProducts.apply if torch._C._are_functorch_transforms_active() else _apply
+    output: Tensor = apply(input, weight, bias_N, layer, how)
+    return output if notes.own is None else note_on(output, notes.own)
 
 
 class UsualProducts(torch.autograd.Function):
@@ -49,68 +71,115 @@ class UsualProducts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        input_TK: Tensor,
+        input: Tensor,
         weight: Tensor,
         bias_N: Tensor | None,
         layer: "Float8Linear",
         how: ForwardPass,
     ) -> Tensor:
-        """Arguments as for Float8Products, bias_N of any product."""
-        output_dtype, activation, codes, notes = how
-        recipe, unit = layer.recipe, layer.weight_dequant_scale
-        ctx.is_empty, ctx.high_precision = False, recipe.high_precision
-        ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
-        ctx.layer, ctx.activation, ctx.notes, ctx.input_dtype = layer, activation, notes, input_TK.dtype
-        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        needs_weight, weight_amax = ctx.needs_input_grad[1], layer.weight_amax
+        """Arguments as for Float8Products, bias_N of any product. input: (..., K), and the result (..., N)."""
+        output_dtype, activation, codes, notes, carried, keeps = how
+        shape, recipe = input.shape, layer.recipe
+        is_matrix = len(shape) == 2
+        input_TK = input if is_matrix else input.reshape(-1, shape[-1])
+        weight_NK = weight
+        if torch.compiler.is_compiling():  # then the argument may be the port of its gradient
+            weight_NK, unit, weight_amax = layer.weight, layer.weight_dequant_scale, layer.weight_amax
+        else:
+            held = layer._buffers
+            unit, weight_amax = held["weight_dequant_scale"], held["weight_amax"]
         if unit is None:  # found once, for the backward pass too
-            weight_amax = amax_in_graph(layer.weight)
-            weight_amax = kernels.compute_amax(layer.weight) if weight_amax is None else weight_amax
+            weight_amax = amax_in_graph(weight_NK)
+            weight_amax = kernels.compute_amax(weight_NK) if weight_amax is None else weight_amax
+        of_weight = weight_NK, unit, weight_amax
         if codes is not None:
             rows, columns = codes
             assert rows is not None
             output_TN = kernels.linear_product(
-                rows.codes, rows.dequant_scale, layer.weight.detach(), unit, weight_amax, recipe.weight.dtype, recipe.margin,
-                output_dtype,
-            )  # fmt: skip
+                rows.codes, rows.dequant_scale, *of_weight, recipe.weight.dtype, recipe.margin, output_dtype
+            )
             kept = [] if columns is None else [columns.codes, columns.dequant_scale]
         else:
+            sides = "both" if activation is None and keeps and ctx.needs_input_grad[1] else "rows"
+            amax = amax_in_graph(input_TK, activation) if carried is None else carried.amax
             output_TN, *kept = kernels.linear_output(
-                input_TK, layer.weight, unit, weight_amax, recipe.input.dtype, recipe.weight.dtype, recipe.margin,
-                activation, "both" if needs_weight and activation is None else "rows", output_dtype,
-                amax_in_graph(input_TK, activation),
+                input_TK, *of_weight, recipe.input.dtype, recipe.weight.dtype, recipe.margin, activation, sides, output_dtype,
+                amax, carried is not None,
             )  # fmt: skip
-        saved = (None, None) if not kept else (input_TK, kept[0]) if activation is not None else (kept[0], kept[1])
+            if carried is not None:
+                kept = carried.share(layer.input_scaling, *kept)
+        saved = (None, None) if not kept else (input, kept[0]) if activation is not None else (kept[0], kept[1])
         ctx.save_for_backward(*saved, weight, unit, weight_amax)
-        if bias_N is None:
-            return output_TN
-        if torch.compiler.is_compiling():  # of an output changed in place, torch 2.11's graphs send back gradients of zero
-            return output_TN + bias_N.to(output_dtype)
-        return output_TN.add_(bias_N.to(output_dtype))
+        ctx.is_empty, ctx.grad_weight_dtype = False, product_dtype(weight, layer.gradient_position)
+        ctx.how = layer, recipe, activation, notes, input.dtype, None if bias_N is None else bias_N.dtype
+        if bias_N is not None:
+            bias_N = cast(bias_N, output_dtype)
+            # Of an output that is changed in place, torch 2.11's graphs send back gradients of zero.
+            output_TN = output_TN + bias_N if torch.compiler.is_compiling() else output_TN.add_(bias_N)
+        return output_TN if is_matrix else shaped(output_TN, (*shape[:-1], output_TN.shape[1]))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
-        layer, activation, recipe = ctx.layer, ctx.activation, ctx.layer.recipe
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        layer, recipe, activation, notes, input_dtype, bias_dtype = ctx.how
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        shape = grad_output.shape
+        grad_output_TN = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
         grad_input_TK = grad_weight = None
         if layer.grad_output_scaling.given is not None:  # codes that ranks have gathered
             from worker.fp8.linear import Float8Products  # imports this module
 
+            ctx.layer, ctx.high_precision, ctx.activation = layer, recipe.high_precision, activation
+            ctx.notes, ctx.input_dtype = notes, input_dtype
             grad_input_TK, grad_weight, *_ = Float8Products.backward(ctx, grad_output_TN)
         elif needs_input or needs_weight:
             # reading them checks that the weight is unchanged
             input_saved, input_number, _, unit, weight_amax = ctx.saved_tensors
+            if activation is not None and input_saved is not None:
+                input_saved = input_saved.reshape(-1, input_saved.shape[-1])
+            weight_NK = layer.weight if torch.compiler.is_compiling() else parameter_of(layer, "weight")
             sides = "both" if needs_input and needs_weight else "rows" if needs_input else "columns"
             amax = amax_in_graph(grad_output_TN)
-            amax = ctx.notes.amax_of(grad_output_TN) if amax is None else amax
+            amax = notes.amax_of(grad_output_TN) if amax is None else amax
             gradients = kernels.linear_gradients(
-                grad_output_TN, amax, input_saved, input_number, layer.weight, unit, weight_amax, recipe.input.dtype,
-                recipe.weight.dtype, recipe.grad_output.dtype, recipe.margin, activation, sides, ctx.input_dtype,
+                grad_output_TN, amax, input_saved, input_number, weight_NK, unit, weight_amax, recipe.input.dtype,
+                recipe.weight.dtype, recipe.grad_output.dtype, recipe.margin, activation, sides, input_dtype,
                 ctx.grad_weight_dtype,
             )  # fmt: skip
             grad_input_TK, grad_weight = gradients[0] if needs_input else None, gradients[-1] if needs_weight else None
             if activation is not None and grad_input_TK is not None:
-                grad_input_TK = ctx.notes.before_activation(activation, grad_input_TK, input_saved)
-        grad_bias_N = grad_output_TN.sum(0).to(ctx.bias_dtype) if needs_bias else None
+                grad_input_TK = notes.before_activation(activation, grad_input_TK, input_saved)
+        if grad_input_TK is not None and len(shape) != 2:
+            grad_input_TK = grad_input_TK.view(*shape[:-1], -1)
+        grad_bias_N = cast(grad_output_TN.sum(0), bias_dtype) if needs_bias else None
         return grad_input_TK, grad_weight, grad_bias_N, None, None
+
+
+_CASTS = {torch.float32: Tensor.float, torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, whose arguments take Python twice as long to read as those of methods without any."""
+    return _CASTS[dtype](tensor) if dtype in _CASTS else tensor.to(dtype)
+
+
+def shaped(output: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor that nothing else sees, in another shape: no view, which autograd lets nobody change in place.
+
+    `resize_` takes Python a fifth of the time of `_unsafe_view`, which torch offers as an op alone. Modes that record ops are
+    shown the latter: run again, `resize_` would find the tensor that autograd follows by then.
+    """
+    if type(output) is Tensor and not torch._C._len_torch_dispatch_stack():
+        return output.resize_(shape)
+    reshaped: Tensor = torch.ops.aten._unsafe_view(output, shape)
+    return reshaped
+
+
+def parameter_of(module: nn.Module, name: str) -> Any:
+    """A parameter of a module, or what took its place as an attribute, as torch's weight_norm and parametrizations do it."""
+    held = module._parameters
+    return held[name] if name in held else getattr(module, name)
+
+
+_apply = super(torch.autograd.Function, UsualProducts).apply
+"""`UsualProducts.apply` without what torch's own does for transforms of torch.func: it looks at each argument in Python."""

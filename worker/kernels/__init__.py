@@ -13,7 +13,7 @@ from worker.kernels.gemm import count_flops, matmul
 from worker.kernels.gradients import accumulate_, clamp_, clip_, mean_of_shards, norms, quantize_gradient, total_norm
 from worker.kernels.linear import linear_gradients, linear_output, linear_product
 from worker.kernels.measurement import measure
-from worker.kernels.normalization import normalize, normalize_backward
+from worker.kernels.normalization import Normalized, normalize, normalize_backward
 from worker.kernels.operands import QuantizedOperand, activate_operand, quantize_operand, requantize
 from worker.kernels.quantization import (
     compute_amax,
@@ -30,6 +30,7 @@ from worker.kernels.scales import ScaledCodes, ScaleKind
 __all__ = [
     "ACTIVATIONS",
     "Ahead",
+    "Normalized",
     "QuantizedOperand",
     "ScaleKind",
     "ScaledCodes",

@@ -15,12 +15,14 @@ from worker.kernels.library import define
 def _fake_output(
     x_TK: Tensor, weight_NK: Tensor, _unit: Tensor | None, _weight_amax: Tensor | None, *formats: Any
 ) -> list[Tensor]:
-    input_dtype, _, _, activation, sides, out_dtype, *_ = formats
+    input_dtype, _, _, activation, sides, out_dtype, _, keeps_rows = (*formats, None, False)[:8]
     output_TN = x_TK.new_empty((x_TK.shape[0], weight_NK.shape[0]), dtype=out_dtype)
     number = x_TK.new_empty((), dtype=torch.float32)
     if activation is not None:
         return [output_TN, number]
-    return [output_TN, x_TK.new_empty(x_TK.shape[::-1], dtype=input_dtype), number] if sides == "both" else [output_TN]
+    shapes = [x_TK.shape] * bool(keeps_rows) + [x_TK.shape[::-1]] * (sides == "both")
+    codes = [x_TK.new_empty(shape, dtype=input_dtype) for shape in shapes]
+    return [output_TN, *codes, number] if codes else [output_TN]
 
 
 def _fake_product(codes_TK: Tensor, _scale: Tensor, weight_NK: Tensor, *rest: Any) -> Tensor:
@@ -38,8 +40,8 @@ def _fake_gradients(
 
 _output_op = define(
     "linear_output(Tensor x, Tensor weight, Tensor? unit, Tensor? weight_amax, ScalarType input_dtype, "
-    "ScalarType weight_dtype, int margin, str? activation, str sides, ScalarType out_dtype, Tensor? input_amax=None) "
-    "-> Tensor[]",
+    "ScalarType weight_dtype, int margin, str? activation, str sides, ScalarType out_dtype, Tensor? input_amax=None, "
+    "bool keeps_rows=False) -> Tensor[]",
     _fake_output,
 )
 _product_op = define(
@@ -63,8 +65,9 @@ def linear_output(
     unit: the scale () of a weight that is held in codes, of FP16 or FP8, else None. weight_amax: fp32 (), of the weight's
     values, where it is known; needed for codes of FP16.
     formats: dtypes of the input's and the weight's codes, margin, activation (of ACTIVATIONS) or None, sides, dtype of the
-    output, and the amax, fp32 (), of x or of the activation of x, where it is known. sides: "both" also returns the codes of x
-    (K, T) and their scale (); of an activation always "rows", which returns its amax ().
+    output, the amax, fp32 (), of x or of the activation of x, where it is known, and whether to return codes of x (T, K) for
+    `linear_product`, too. sides: "both" also returns the codes of x (K, T); of an activation always "rows", which returns its
+    amax (). The scale () of codes that are returned is the last.
     """
     results: list[Tensor] = _output_op(x_TK, weight_NK, unit, weight_amax, *formats)
     return results

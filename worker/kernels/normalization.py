@@ -89,7 +89,7 @@ def normalize_backward(
     """The gradients of a norm, as torch computes them. grad (M, N): of the output, in its dtype. found: mean and rstd."""
     mean, rstd = found
     dtype = norm_dtype(x_MN, weight_N, grad_MN.dtype)
-    grad, x, weight, bias = (None if part is None else part.to(dtype) for part in (grad_MN, x_MN, weight_N, bias_N))
+    grad, x, weight, bias = _cast(grad_MN, dtype), _cast(x_MN, dtype), _cast(weight_N, dtype), _cast(bias_N, dtype)
     assert grad is not None
     assert x is not None
     shape, has_weight = [x.shape[1]], weight is not None
@@ -103,11 +103,13 @@ def normalize_backward(
         grad_x, grad_weight = _rms_norm_backward(grad, x, rstd, weight)
     else:
         grad_x, grad_weight = aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, [True, has_weight])
-    return NormGradients(
-        grad_x.to(x_MN.dtype),
-        None if weight_N is None or grad_weight is None else grad_weight.to(weight_N.dtype),
-        None if bias_N is None or grad_bias is None else grad_bias.to(bias_N.dtype),
-    )
+    of_weight = None if weight_N is None else _cast(grad_weight, weight_N.dtype)
+    return NormGradients(_cast(grad_x, x_MN.dtype), of_weight, None if bias_N is None else _cast(grad_bias, bias_N.dtype))
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+    """The tensor in the dtype. Where it has it, asking takes a tenth of the time of `to`."""
+    return tensor if tensor is None or tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -265,13 +265,11 @@ def linear_output(
     x_TK: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
 ) -> list[Tensor]:
     """The output (T, N), and what waits for the backward pass: the input's codes (K, T) and scale, or the activation's amax."""
-    input_dtype, weight_dtype, margin, activation, sides, out_dtype, amax = (*formats, None)[:7]
+    input_dtype, weight_dtype, margin, activation, sides, out_dtype, amax, keeps_rows = (*formats, None, False)[:8]
     how = (input_dtype, ScaleKind.TENSOR, margin, sides, amax, None)
-    if activation is None:
-        codes, scale, *kept = quantize_operand(x_TK, *how)
-    else:
-        codes, scale, *kept = activate_operand(x_TK, activation, *how, None)
-        kept = kept if amax is None else [amax.clone()]
+    codes, scale, *kept = quantize_operand(x_TK, *how) if activation is None else activate_operand(x_TK, activation, *how, None)
+    kept = [amax.clone()] if activation is not None and amax is not None else kept
+    kept = [codes, *(kept or [scale])] if keeps_rows else kept
     weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "rows")
     return [matmul(ScaledCodes(codes, scale, ScaleKind.TENSOR), weight, out_dtype, True), *kept]
 

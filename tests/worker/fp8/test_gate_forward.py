@@ -17,7 +17,7 @@ from tests.worker.accelerator import cuda_dtypes
 from tests.worker.fp8.test_carried import DELAYED, RECIPES, Calls, forward_of, gpt, gradients, llama, tokens
 from tests.worker.small import FP8_LEVELS
 from worker import initialize, prepare
-from worker.fp8 import linear
+from worker.fp8 import linear, usual
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.fp8.carried import carried_by
 from worker.fp8.gate_forward import ActivationForward, GatedForward, known_activation
@@ -62,7 +62,8 @@ def assert_same_bits(
         for model, carries in zip(models, (True, False), strict=True):
             with monkeypatch.context() as patch:
                 if not carries:
-                    patch.setattr(linear, "notes_of_pass", lambda *_arguments: Notes())
+                    for owner in (linear, usual):
+                        patch.setattr(owner, "notes_of_pass", lambda *_arguments: Notes())
                 found.append([*gradients(model, batch), *gradients(model, batch)])
         assert len(found[0]) == len(found[1])
         assert all(map(torch.equal, *found))
@@ -136,8 +137,8 @@ def count(make: Callable[[], nn.Module], batch: Tensor, *, carries: bool, **opti
     """The ops of one forward and backward pass, on an accelerator, by name."""
     model = converted(make, carries=carries, statistics_every=0, **options)
     with pytest.MonkeyPatch.context() as patch, cpu_as_accelerator(), Calls() as calls:
-        if not carries:
-            patch.setattr(linear, "notes_of_pass", lambda *_arguments: Notes())
+        for owner in () if carries else (linear, usual):
+            patch.setattr(owner, "notes_of_pass", lambda *_arguments: Notes())
         model(batch).float().square().sum().backward()
     return calls.ops
 

@@ -99,9 +99,9 @@ def activate(
     if x.numel() == 0:
         return reference.activate(x, gated, activation, codes_dtype, margin, amax, uses_amax)
     x, gated = x.contiguous(), None if gated is None else gated.contiguous()
-    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    new_amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    codes = None if codes_dtype is None else torch.empty(x.shape, dtype=codes_dtype, device=x.device)
+    output = torch.empty_like(x)
+    new_amax = torch.empty_strided((), (), dtype=torch.float32, device=x.device).zero_()  # see `linear.py`
+    codes = None if codes_dtype is None else torch.empty_like(x, dtype=codes_dtype)
     _launch(
         language.cdiv(x.numel(), BLOCK), x, gated, output, new_amax, codes, amax, uses_amax, x.numel(), activation,
         gated is not None, None if codes_dtype is None else FORMAT_NAMES[codes_dtype], margin, BLOCK,
@@ -128,11 +128,11 @@ def activate_backward(
         how = (codes_dtype, margin, amax, uses_amax, gated_codes_dtype, gated_margin, gated_amax, gated_uses_amax)
         return reference.activate_backward(grad, x, gated, activation, *how)
     grad, x, gated = grad.contiguous(), x.contiguous(), None if gated is None else gated.contiguous()
-    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(1 if gated is None else 2)]
-    amaxes = torch.zeros((len(gradients), AMAX_STRIDE), dtype=torch.float32, device=x.device)
+    gradients = [torch.empty_like(x) for _ in range(1 if gated is None else 2)]
+    amaxes = torch.full((len(gradients), AMAX_STRIDE), 0.0, dtype=torch.float32, device=x.device)  # sooner than zeros
     grad_gated = None if gated is None else gradients[1]
     dtypes = (codes_dtype, gated_codes_dtype)
-    codes, gated_codes = (None if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in dtypes)
+    codes, gated_codes = (None if dtype is None else torch.empty_like(x, dtype=dtype) for dtype in dtypes)
     name, gated_name = (None if dtype is None else FORMAT_NAMES[dtype] for dtype in dtypes)
     _launch_backward(
         language.cdiv(x.numel(), BLOCK), grad, x, gated, gradients[0], grad_gated, amaxes, codes, amax, uses_amax,

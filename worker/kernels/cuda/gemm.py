@@ -97,7 +97,7 @@ def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
 def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The product of contiguous codes with scales that match."""
     if a_MK.kind is b_NK.kind is ScaleKind.TENSOR:
-        return product_of_tensors(*a_MK[:2], *b_NK[:2], out_dtype, fast_accumulation)
+        return product_of_tensors(*a_MK[:2], b_NK.codes.t(), b_NK.dequant_scale, out_dtype, fast_accumulation)
     if a_MK.kind is ScaleKind.BLOCK_1X32:
         return _mx_matmul(a_MK, b_NK, out_dtype)
     a_codes, a_dequant_scale, a_kind = a_MK
@@ -116,11 +116,11 @@ def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, 
 
 
 def product_of_tensors(
-    a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
+    a_MK: Tensor, a_scale: Tensor, b_KN: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    """a @ b.T of contiguous codes with one scale () each, on every device."""
+    """a @ b of codes with one scale () each, on every device: a contiguous, b the transposed view of what is."""
     # F.scaled_mm, which takes every kind of scale, spends on its arguments what five launches take.
-    return torch._scaled_mm(a_MK, b_NK.t(), a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+    return torch._scaled_mm(a_MK, b_KN, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
 
 
 def _mx_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype) -> Tensor:

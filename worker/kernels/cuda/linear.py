@@ -1,9 +1,12 @@
 """The passes of a linear layer whose operands have one scale each, found now: twins of the reference's `linear_*`.
 
 The launches are those of `quantize_operand`, `requantize` and `matmul`. What they need besides tensors is settled once for
-each shape (`_plan`), so the host does little in a step. Shape suffixes as in worker/fp8/linear.py.
+each shape (`_plan`), so the host does little in a step. Memory comes from `empty_strided`: `torch.empty` and `torch.zeros`
+take several times as long, as Python's arguments first fit another of their signatures.
+Shape suffixes as in worker/fp8/linear.py.
 """
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,19 +27,27 @@ from worker.kernels.formats import E4M3
 from worker.kernels.scales import ScaleKind
 
 _FP32 = torch.float32
+_empty = torch.empty_strided
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class _Plan(NamedTuple):
     """How to quantize a contiguous matrix of one shape and dtype.
 
-    sides: see `quantize_operand`. shape, shape_t: of the codes for its rows and its columns.
+    sides: see `quantize_operand`. rows, columns: sizes and strides of the codes for its rows and its columns.
     """
 
     find_amax: PreparedLaunch
     encode: PreparedLaunch
     sides: str
-    shape: tuple[int, ...]
-    shape_t: tuple[int, ...]
+    rows: _Layout
+    columns: _Layout
+
+
+def _contiguous(shape: tuple[int, ...], *, transposed: bool = False) -> _Layout:
+    """Sizes and strides of a tensor, or of the transposed view of a matrix."""
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return (shape[::-1], strides[::-1]) if transposed else (shape, strides)
 
 
 @lru_cache(MOST_KNOWN)
@@ -49,8 +60,11 @@ def _plan(
     activation: str | None,
     has_unit: bool,
     marks_nonfinite: bool = False,
+    is_second: bool = False,
 ) -> _Plan:
+    """is_second: codes are views (summed, N), as the second operand of a product is wanted."""
     num_elements = shape.numel()
+    layouts = _contiguous(tuple(shape), transposed=is_second), _contiguous(tuple(shape[::-1]), transposed=is_second)
     find_amax = PreparedLaunch(
         launch_amax, language.cdiv(num_elements, AMAX_BLOCK * FLAT_BLOCKS_PER_PROGRAM),
         num_elements, False, activation, AMAX_BLOCK, FLAT_BLOCKS_PER_PROGRAM,
@@ -61,18 +75,18 @@ def _plan(
             launch_flat, language.cdiv(num_elements, FLAT_BLOCK),
             num_elements, name, activation, margin, has_unit, marks_nonfinite, False, FLAT_BLOCK,
         )  # fmt: skip
-        return _Plan(find_amax, encode, sides, shape, shape[::-1])
+        return _Plan(find_amax, encode, sides, *layouts)
     (num_rows, num_columns), (tile_m, tile_n) = shape, SHARED_SCALE_TILE
     encode = PreparedLaunch(
         launch_tile, language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
         num_columns, num_rows, num_columns, 0, 0, 0, 0, ScaleKind.TENSOR.value, name, activation, margin,
         sides == "both", True, has_unit, False, tile_m, tile_n,
     )  # fmt: skip
-    return _Plan(find_amax, encode, sides, (num_rows, num_columns), (num_columns, num_rows))
+    return _Plan(find_amax, encode, sides, *layouts)
 
 
 def _find_amax(x: Tensor, plan: _Plan) -> Tensor:
-    amax = torch.zeros((), dtype=_FP32, device=x.device)
+    amax = _empty((), (), dtype=_FP32, device=x.device).zero_()
     plan.find_amax(x, amax, None)
     return amax
 
@@ -84,36 +98,30 @@ def _encode(
 
     column_scale: is written too, with the same number.
     """
-    device, sides = x.device, plan.sides
-    scale, made = torch.empty((), dtype=_FP32, device=device), []
-    if sides != "columns":
-        made.append(torch.empty(plan.shape, dtype=dtype, device=device))
-    if sides != "rows":
-        made.append(torch.empty(plan.shape_t, dtype=dtype, device=device))
-        plan.encode(
-            x,
-            amax,
-            None,
-            unit,
-            None,
-            made[0] if sides == "both" else None,
-            scale,
-            made[-1],
-            scale if column_scale is None else column_scale,
-        )
-    else:
-        plan.encode(x, amax, unit, made[0], scale, None)
-    made.append(scale)
-    return made
+    _, encode, sides, rows, columns = plan
+    device = x.device
+    scale = _empty((), (), dtype=_FP32, device=device)
+    if sides == "rows":
+        codes = _empty(*rows, dtype=dtype, device=device)
+        encode(x, amax, unit, codes, scale, None)
+        return [codes, scale]
+    codes_t = _empty(*columns, dtype=dtype, device=device)
+    column_scale = scale if column_scale is None else column_scale
+    if sides == "columns":
+        encode(x, amax, None, unit, None, None, scale, codes_t, column_scale)
+        return [codes_t, scale]
+    codes = _empty(*rows, dtype=dtype, device=device)
+    encode(x, amax, None, unit, None, codes, scale, codes_t, column_scale)
+    return [codes, codes_t, scale]
 
 
 def _weight_operand(
     weight_NK: Tensor, unit: Tensor | None, amax: Tensor | None, dtype: torch.dtype, margin: int, side: str
 ) -> list[Tensor]:
-    """Codes (N, K), or for the "columns" (K, N), and their scale."""
+    """Codes as the second operand of a product, and their scale: a view (K, N) of (N, K), or for the "columns" the reverse."""
     if unit is not None and weight_NK.dtype == E4M3.dtype:
-        return [weight_NK if side == "rows" else transpose(weight_NK), unit]
-    plan = _plan(weight_NK.shape, weight_NK.dtype, dtype, margin, side, None, unit is not None)
+        return [(weight_NK if side == "rows" else transpose(weight_NK)).t(), unit]
+    plan = _plan(weight_NK.shape, weight_NK.dtype, dtype, margin, side, None, unit is not None, False, True)
     return _encode(weight_NK, plan, dtype, _find_amax(weight_NK, plan) if amax is None else amax, unit)
 
 
@@ -121,7 +129,7 @@ def linear_output(
     x_TK: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
 ) -> list[Tensor]:
     """See the reference. Three launches and a product; fewer where amaxes are known or the weight is held in FP8."""
-    input_dtype, weight_dtype, margin, activation, sides, out_dtype, input_amax = (*formats, None)[:7]
+    input_dtype, weight_dtype, margin, activation, sides, out_dtype, input_amax, keeps_rows = (*formats, None, False)[:8]
     x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
     plan = _plan(x_TK.shape, x_TK.dtype, input_dtype, margin, sides, activation, False)
     amax = _find_amax(x_TK, plan) if input_amax is None else input_amax
@@ -130,6 +138,8 @@ def linear_output(
     output_TN = product_of_tensors(codes, scale, weight, weight_scale, out_dtype, True)
     if activation is not None:
         return [output_TN, amax if input_amax is None else amax.clone()]
+    if keeps_rows:
+        return [output_TN, codes, *kept, scale]
     return [output_TN, *kept, scale] if kept else [output_TN]
 
 
@@ -142,24 +152,16 @@ def linear_product(
     return product_of_tensors(codes_TK.contiguous(), scale, weight, weight_scale, out_dtype, True)
 
 
-def quantize_operand(
-    x_MN: Tensor,
-    dtype: torch.dtype,
-    kind: ScaleKind,
-    margin: int,
-    sides: str,
-    amax: Tensor | None = None,
-    uses_amax: Tensor | None = None,
-) -> list[Tensor]:
-    """See the reference. One launch for an amax that is known and used, settled as those of a layer's passes."""
+def quantize_operand(x_MN: Tensor, *how: Any) -> list[Tensor]:
+    """As `quantization.quantize_operand`. An amax that is known and used takes one launch, settled as those of a layer."""
+    dtype, kind, margin, sides, amax, uses_amax = (*how, None, None)[:6]
     is_settled = amax is not None and uses_amax is None and kind is ScaleKind.TENSOR and x_MN.is_contiguous()
     if not is_settled or not x_MN.numel():
-        return quantization.quantize_operand(x_MN, dtype, kind, margin, sides, amax, uses_amax)
-    assert amax is not None
+        return quantization.quantize_operand(x_MN, *how)
     plan = _plan(x_MN.shape, x_MN.dtype, dtype, margin, sides, None, False)
     if sides != "both":
         return _encode(x_MN, plan, dtype, amax)
-    column_scale = torch.empty((), dtype=_FP32, device=x_MN.device)  # an op's results share no memory
+    column_scale = _empty((), (), dtype=_FP32, device=x_MN.device)  # an op's results share no memory
     codes, codes_t, scale = _encode(x_MN, plan, dtype, amax, column_scale=column_scale)
     return [codes, scale, codes_t, column_scale]
 
@@ -189,9 +191,11 @@ def linear_gradients(
         assert input_scale is not None
         if activation is not None:  # what was kept with the activation's input is its amax
             input = input.contiguous()
-            again = _plan(input.shape, input.dtype, input_dtype, margin, "columns", activation, False)
-            input, input_scale = _encode(input, again, input_dtype, input_scale)
-        gradients.append(product_of_tensors(codes[-1], scale, input, input_scale, grad_weight_dtype, False))
+            again = _plan(input.shape, input.dtype, input_dtype, margin, "columns", activation, False, False, True)
+            second, input_scale = _encode(input, again, input_dtype, input_scale)
+        else:
+            second = input.t()
+        gradients.append(product_of_tensors(codes[-1], scale, second, input_scale, grad_weight_dtype, False))
     return gradients
 
 
@@ -201,7 +205,5 @@ def quantize_gradient(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return reference.quantize_gradient(x, dtype)
     flat = x.contiguous()
     plan = _plan(flat.shape, flat.dtype, dtype, 0, "rows", None, False, True)
-    codes = torch.empty(flat.shape, dtype=dtype, device=flat.device)
-    dequant_scale = torch.empty((), dtype=_FP32, device=flat.device)
-    plan.encode(flat, _find_amax(flat, plan), None, codes, dequant_scale, None)
+    codes, dequant_scale = _encode(flat, plan, dtype, _find_amax(flat, plan))
     return codes, dequant_scale

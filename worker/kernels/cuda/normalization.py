@@ -82,11 +82,12 @@ def normalize(
     shape, device = x_MN.shape, x_MN.device
     dtypes = x_MN.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype, dtype, codes_dtype
     launch = _plan(shape, x_MN.stride(0), dtypes, eps, is_layer_norm, margin)
-    output = torch.empty(shape, dtype=dtype, device=device)
-    rstd = torch.empty((shape[0], 1), dtype=torch.float32, device=device)
+    strides = (shape[1], 1)
+    output = torch.empty_strided(shape, strides, dtype=dtype, device=device)  # see `linear.py`
+    rstd = torch.empty_strided((shape[0], 1), (1, 1), dtype=torch.float32, device=device)
     mean = torch.empty_like(rstd) if is_layer_norm else None
-    new_amax = torch.zeros((), dtype=torch.float32, device=device)
-    codes = None if codes_dtype is None else torch.empty(shape, dtype=codes_dtype, device=device)
+    new_amax = torch.empty_strided((), (), dtype=torch.float32, device=device).zero_()
+    codes = None if codes_dtype is None else torch.empty_strided(shape, strides, dtype=codes_dtype, device=device)
     launch(x_MN, weight, bias, output, mean, rstd, new_amax, codes, amax, uses_amax)
     return [part for part in (output, mean, rstd, new_amax, codes) if part is not None]
 

@@ -29,10 +29,10 @@ def held(weight_NK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, 
 BACKWARD_PASSES = (linear.linear_gradients, reference.linear_gradients)
 
 
-def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *how: Any) -> Tensor:
+def product(a: Tensor, a_scale: Tensor, b_t: Tensor, b_scale: Tensor, *how: Any) -> Tensor:
     assert a.is_contiguous()
-    assert b.is_contiguous()
-    return reference.matmul(ScaledCodes(a, a_scale, ScaleKind.TENSOR), ScaledCodes(b, b_scale, ScaleKind.TENSOR), *how)
+    assert b_t.t().is_contiguous()
+    return reference.matmul(ScaledCodes(a, a_scale, ScaleKind.TENSOR), ScaledCodes(b_t.t(), b_scale, ScaleKind.TENSOR), *how)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,10 @@ def test_equals_the_reference(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
     forward = (x_TK, *weight, E4M3, E4M3, 1, activation, given if activation is None else "rows", BF16)
     expected = reference.linear_output(*forward)
     assert all(map(torch.equal, linear.linear_output(*forward), expected))
+    if activation is None:  # with codes for other layers, of an amax that is known
+        shared = (*forward, x_TK.abs().amax().float(), True)
+        assert len(linear.linear_output(*shared)) == len(expected) + 1
+        assert all(map(torch.equal, linear.linear_output(*shared), reference.linear_output(*shared)))
     kept = expected[1:] if activation is None else (x_TK, expected[1])
     for wanted in {sides, "both"}:
         backward = (*kept, *weight, E4M3, E4M3, E5M2, 1, activation, wanted, BF16, FP32)
