@@ -86,7 +86,8 @@ class Connections:
 class LimitedProtocol(HttpToolsProtocol):
     """An HTTP connection with deadlines for the head of a request, for its body, and for a client that does not read.
 
-    What arrives while a request is being answered is parsed after the answer, and nothing more is read until then. A request that is not HTTP/1, has a head of more than MAX_HEAD_BYTES, or does not name one Host is answered with 400.
+    What arrives while a request is being answered is parsed after the answer, and nothing more is read until then. A request
+    that is not HTTP/1, has a head of more than MAX_HEAD_BYTES, or does not name one Host is answered with 400.
     """
 
     open_connections: Connections

@@ -25,7 +25,12 @@ READS = ("", "/events", "/logs", "/metrics", "/checkpoints", "/attempts")
 
 def raw(**fields: str) -> str:
     """Return a step whose fields have these texts instead of their values."""
-    return "{%s}" % ",".join(f'"{name}":{fields.get(name, json.dumps(value))}' for name, value in STEP.items())
+    return "{" + ",".join(f'"{name}":{fields.get(name, json.dumps(value))}' for name, value in STEP.items()) + "}"
+
+
+def event(value: str) -> str:
+    """Return an event whose data has this text as a value."""
+    return f'{{"kind":"event","type":"a.b","message":"","data":{{"a":{value}}}}}'
 
 
 def post(client: TestClient, rank: Rank, bodies: list[str], at: str = NOW, epoch: str = "1") -> int:
@@ -48,16 +53,16 @@ HOSTILE = {
     "numbers at their ends": [raw(loss="1.7e308", gradient_norm="-1.7e308", learning_rate="-5e-324", step=str(2**53))],
     "a step with a key twice": [raw()[:-1] + ',"step":2}'],
     "steps that go back": [raw(step="4"), raw(step="1"), raw(step="4")],
-    "an integer of many digits": ['{"kind":"event","type":"a.b","message":"","data":{"a":%s}}' % DIGITS],
-    "a large integer": ['{"kind":"event","type":"a.b","message":"","data":{"a":%s}}' % DIGITS[:4299]],
-    "an event's data that is no number": ['{"kind":"event","type":"a.b","message":"","data":{"a":NaN}}'],
-    "an event's data beyond floats": ['{"kind":"event","type":"a.b","message":"","data":{"a":1e400,"b":-1e400}}'],
+    "an integer of many digits": [event(DIGITS)],
+    "a large integer": [event(DIGITS[:4299])],
+    "an event's data that is no number": [event("NaN")],
+    "an event's data beyond floats": [event("1e400"), event("-1e400")],
     "half a surrogate pair": ['{"kind":"log","level":"\\ud800","message":"\\udfff"}'],
     "control characters": ['{"kind":"log","level":"\\u001b[31m","message":"\\u0000\\u001b]0;a\\u0007\\r\\n\\u2028"}'],
-    "deep data": ['{"kind":"event","type":"a.b","message":"","data":{"a":%s}}' % ("[" * 50_000 + "]" * 50_000)],
+    "deep data": [event("[" * 50_000 + "]" * 50_000)],
     "an evaluation at no number": ['{"kind":"evaluation","step":1,"loss":1.7e308,"tokens":0,"metrics":{"a":-1.7e308}}'],
     "a result beyond floats": [
-        '{"kind":"finished","outcome":"succeeded","summary":{"steps":%s,"final_loss":1e400,"evaluation_loss":NaN}}' % DIGITS
+        f'{{"kind":"finished","outcome":"succeeded","summary":{{"steps":{DIGITS},"final_loss":1e400,"evaluation_loss":NaN}}}}'
     ],
 }
 
