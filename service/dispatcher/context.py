@@ -89,6 +89,8 @@ class DispatcherContext:
             self.leads_since = now
         elif token is None and self._token is not None:
             self.resign()
+        elif self.leads_since is not None and self.leads_since > now:
+            self.leads_since = now  # the clock was set back; deadlines would not be enforced until it is there again
         self._token = token
 
     def resign(self) -> None:

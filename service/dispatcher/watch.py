@@ -97,7 +97,7 @@ def judge(
     elif job.desired is DesiredState.CANCEL:
         ending = _cancelled(job, attempt, now, settings)
     elif now >= leads_since + timedelta(seconds=settings.lease_grace_s):
-        ending = _overdue(attempt, now, settings)
+        ending = _overdue(attempt, now, leads_since, settings)
     return Finding(exited_at, placed_at, ending)
 
 
@@ -125,12 +125,14 @@ def _cancelled(job: JobRow, attempt: AttemptRow, now: datetime, settings: Settin
     return None
 
 
-def _overdue(attempt: AttemptRow, now: datetime, settings: Settings) -> Ending | None:
+def _overdue(attempt: AttemptRow, now: datetime, leads_since: datetime, settings: Settings) -> Ending | None:
     def is_over(since: datetime | None, limit_s: float) -> bool:
-        return since is not None and now >= since + timedelta(seconds=limit_s)
+        """Count only time in which there was a leader: a clock that is set forward ends the lease of its leader too."""
+        return since is not None and now >= max(since, leads_since) + timedelta(seconds=limit_s)
 
     reason, message = None, ""
-    if is_over(attempt.lease_expires_at, settings.lease_grace_s):
+    lease_ends = attempt.lease_expires_at
+    if lease_ends is not None and now >= lease_ends + timedelta(seconds=settings.lease_grace_s):
         reason = FailureReason.LEASE_EXPIRED
         message = f"was not heard for {settings.lease_s + settings.lease_grace_s:g} s"
     elif attempt.state in {AttemptState.RESERVED, AttemptState.LAUNCHING}:

@@ -14,7 +14,7 @@ from fastapi.dependencies.models import Dependant
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_schemas import Violation
-from service.errors import InvalidRequest, WrongHost
+from service.errors import MOST_VIOLATIONS, InvalidRequest, WrongHost
 from service.http.problems import render
 
 
@@ -44,7 +44,9 @@ async def refuse_unknown_query(request: Request) -> None:
     known = list(dict.fromkeys(_query_parameters(request.scope["route"].dependant)))
     unknown = [name for name in request.query_params if name not in known]
     if unknown:
-        raise InvalidRequest.of(tuple(_unknown(name, request.query_params[name], known) for name in unknown))
+        shown = unknown[:MOST_VIOLATIONS]
+        violations = tuple(_unknown(name, request.query_params[name], known) for name in shown)
+        raise InvalidRequest.of(violations, len(unknown) - len(shown))
 
 
 def _query_parameters(dependant: Dependant) -> Iterator[str]:

@@ -18,11 +18,11 @@ def as_json(shown: Contract, status: int = 200, headers: dict[str, str] | None =
     return Response(shown.model_dump_json(), status, headers, media_type="application/json")
 
 
-def page_as_json(rendered: Sequence[str], ids: Sequence[str], limit: int) -> Response:
-    """Answer with a page of `limit` items that are JSON already. There is one item more if there is a next page."""
-    first_id, last_id = (ids[0], ids[:limit][-1]) if ids else (None, None)
-    rest = Page[Contract](data=(), has_more=len(ids) > limit, first_id=first_id, last_id=last_id).model_dump_json()
-    return Response(rest.replace('"data":[]', f'"data":[{",".join(rendered[:limit])}]', 1), media_type="application/json")
+def page_as_json(rendered: Sequence[str], ids: Sequence[str], *, has_more: bool) -> Response:
+    """Answer with a page of items that are JSON already."""
+    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
+    rest = Page[Contract](data=(), has_more=has_more, first_id=first_id, last_id=last_id).model_dump_json()
+    return Response(rest.replace('"data":[]', f'"data":[{",".join(rendered)}]', 1), media_type="application/json")
 
 
 def page_of(items: Sequence[Item], limit: int, key: Callable[[Item], str]) -> Page[Item]:

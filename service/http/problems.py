@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from api_schemas import Contract, JobSpec, Problem, ReportBatch, explain_details
 from api_schemas.problem import CONTENT_TYPE
 from service.errors import (
+    MOST_VIOLATIONS,
     InvalidJson,
     InvalidRequest,
     MethodNotAllowed,
@@ -79,7 +80,8 @@ def _expected(request: Request, error: Exception) -> Response:
 def _invalid(request: Request, error: Exception) -> Response:
     """Say in our words what FastAPI found wrong with path, query, headers or body."""
     assert isinstance(error, RequestValidationError)
-    details = [dict(detail) for detail in error.errors()]
+    details = error.errors()
+    num_left_out, details = len(details[MOST_VIOLATIONS:]), [dict(detail) for detail in details[:MOST_VIOLATIONS]]
     if any(detail["type"] == "json_invalid" for detail in details):
         reason = next(str(detail.get("ctx", {}).get("error", "")) for detail in details if detail["type"] == "json_invalid")
         return render(InvalidJson(f"the body cannot be read as JSON: {reason}"), request.url.path)
@@ -88,7 +90,7 @@ def _invalid(request: Request, error: Exception) -> Response:
     root = next((_BODIES[name] for name in _BODIES if name in _body_names(request)), Contract)
     for detail in details:
         detail["loc"] = detail["loc"][1:]  # drops 'body', 'query' or 'header'; the field's name is enough
-    return render(InvalidRequest.of(explain_details(details, root)), request.url.path)
+    return render(InvalidRequest.of(explain_details(details, root), num_left_out), request.url.path)
 
 
 def _body_names(request: Request) -> list[str]:
@@ -103,7 +105,9 @@ def _http(request: Request, error: Exception) -> Response:
         response = render(MethodNotAllowed(f"{request.method} is not possible on {request.url.path}"), request.url.path)
         response.headers.update(error.headers or {})
         return response
-    return render(InvalidJson(f"the request cannot be read: {error.detail}"), request.url.path)
+    # FastAPI keeps the reason there; what follows a semicolon is Python's advice to its programmers.
+    reason = error.detail if error.__cause__ is None else f"{error.detail}: {error.__cause__}".partition(";")[0]
+    return render(InvalidJson(f"the request cannot be read: {reason}"), request.url.path)
 
 
 def _database_away(request: Request, error: Exception) -> Response:

@@ -26,6 +26,9 @@ EVENT_STREAM = "text/event-stream"
 POLL_S = 0.1
 KEEP_ALIVE_S = 15.0
 _AT_ONCE = 500
+_READ_AT_ONCE = 25
+_MOST_CHARACTERS = 128 << 10
+"""The most of a part of a stream. A client that does not read holds it in memory until its connection is ended."""
 _KEPT_CHARACTERS = 1 << 20
 _THREADS = 4
 
@@ -168,10 +171,12 @@ class Streams:
         if head is None:
             return feed.last or 0, True, []
         target = feed.source.last(head)
-        last, news = target if feed.last is None else feed.last, []
+        last, news, num_characters = target if feed.last is None else feed.last, list[_News](), 0
         while last < target and (each := _read(session, feed, last)) is not None:
             news.append(each)
-            last = each.last
+            last, num_characters = each.last, num_characters + len(each.text)
+            if num_characters > _KEPT_CHARACTERS:
+                return target, head.is_over, news  # the streams read the rest for themselves
         return last, head.is_over, news
 
     def _read_after(self, feed: _Feed, after: int) -> _News | None:
@@ -179,11 +184,33 @@ class Streams:
             return _read(session, feed, after)
 
 
+def read_part(
+    session: Session, job_id: str, source: Source[Item], after: int, limit: int, most_characters: int
+) -> tuple[list[tuple[int, str]], bool]:
+    """Read the next items of a job, each as its number and JSON. True comes with them if there was no room for another.
+
+    There are `limit` of them, or fewer: those that have `most_characters` together, and one at least.
+    """
+    part: list[tuple[int, str]] = []
+    num_characters = 0
+    while len(part) < limit:
+        num_wanted = min(_READ_AT_ONCE, limit - len(part))
+        items = source.read(session, job_id, part[-1][0] if part else after, num_wanted)
+        for item in items:
+            text = item.model_dump_json()
+            num_characters += len(text)
+            if part and num_characters > most_characters:
+                return part, True
+            part.append((source.key(item), text))
+        if len(items) < num_wanted:
+            break
+    return part, False
+
+
 def _read(session: Session, feed: _Feed, after: int) -> _News | None:
     """Read and render the next items; None if there are none."""
     source = feed.source
-    items = source.read(session, feed.job_id, after, _AT_ONCE)
-    if not items:
+    part, _ = read_part(session, feed.job_id, source, after, _AT_ONCE, _MOST_CHARACTERS)
+    if not part:
         return None
-    text = "".join(f"id: {source.key(item)}\nevent: {source.name}\ndata: {item.model_dump_json()}\n\n" for item in items)
-    return _News(after, source.key(items[-1]), text)
+    return _News(after, part[-1][0], "".join([f"id: {key}\nevent: {source.name}\ndata: {text}\n\n" for key, text in part]))

@@ -6,6 +6,7 @@ from an attempt that is no longer the job's current one changes nothing and is r
 
 import hashlib
 import hmac
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -37,6 +38,7 @@ from service.jobs import attempts
 from service.jobs.attempts import Ending
 from service.jobs.lifecycle import AttemptEvent
 from service.jobs.step_batches import SentStep
+from service.jobs.views import speed
 from service.store.curves import Point
 from service.store.ids import new_id
 
@@ -182,7 +184,9 @@ class _Batch:
         name = f"{body.phase}_at"
         earlier = [getattr(self.attempt, f"{phase}_at") for phase in START_PHASES[: START_PHASES.index(body.phase)]]
         since = max([moment for moment in earlier if moment is not None], default=self.attempt.created_at)
-        self.applied.phase_s[body.phase] = max(0.0, (at - since).total_seconds())
+        # By the rank's clock, which may be anywhere; it took no longer than has passed by ours.
+        passed_s = max(0.0, (self.now - self.attempt.created_at).total_seconds())
+        self.applied.phase_s[body.phase] = min(max(0.0, (at - since).total_seconds()), passed_s)
         setattr(self.attempt, name, at)
 
     def _started(self, body: StartedReport) -> None:
@@ -255,11 +259,12 @@ class _Batch:
 
 def progress(step: StepReport | SentStep, num_steps: int | None) -> dict[str, Any]:
     """Say how far a job is after a step, in the words of its row. num_steps: the job's last step, if it is known."""
+    remaining_s = None if num_steps is None else max(0, num_steps - step.step) * step.step_time_s
     return {
         "step": step.step,
         "loss": step.loss,
-        "tokens_per_s": step.tokens / step.step_time_s if step.step_time_s > 0 else None,
-        "remaining_s": None if num_steps is None else max(0, num_steps - step.step) * step.step_time_s,
+        "tokens_per_s": speed(step.tokens, step.step_time_s),
+        "remaining_s": remaining_s if remaining_s is not None and math.isfinite(remaining_s) else None,
     }
 
 

@@ -193,6 +193,12 @@ def log_line(row: LogLineRow) -> LogLine:
     return LogLine(seq=row.seq, at=row.at, attempt_id=row.attempt_id, rank=row.rank, level=row.level, message=row.message)
 
 
+def speed(tokens: int, step_time_s: float) -> float | None:
+    """Return the tokens per second of a step, or None if its time is zero, negative, or so short that no float holds them."""
+    tokens_per_s = tokens / step_time_s if step_time_s > 0 else math.inf
+    return tokens_per_s if math.isfinite(tokens_per_s) else None
+
+
 def metric_point(row: Point) -> MetricPoint:
     return MetricPoint(
         step=row.step,
@@ -204,7 +210,7 @@ def metric_point(row: Point) -> MetricPoint:
         tokens=row.tokens,
         step_time_s=row.step_time_s,
         data_wait_s=row.data_wait_s,
-        tokens_per_s=row.tokens / row.step_time_s if row.step_time_s > 0 else 0.0,
+        tokens_per_s=speed(row.tokens, row.step_time_s) or 0.0,
         evaluation_loss=row.evaluation_loss,
         evaluation_perplexity=perplexity(row.evaluation_loss),
         evaluation_metrics=dict(row.evaluation_metrics or {}),

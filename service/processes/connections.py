@@ -2,7 +2,8 @@
 
 uvicorn waits for a request without end and accepts any number of connections, so a client that never finishes its requests
 could take all descriptors. Here a connection over a limit takes the place of the one that has been waiting for its
-request for longest; connections whose request is being answered keep their place.
+request for longest; connections whose request is being answered keep their place. Of requests that a client pipelines, one
+is parsed and answered at a time, so that its connection gets no more turns of the event loop, and no more memory, than others.
 
 Requests are parsed by httptools (the parser of Node.js), which is C where h11 is Python. It has no limits of its own.
 """
@@ -19,6 +20,8 @@ from service.settings import Settings
 
 DESCRIPTORS_KEPT = 256
 """Descriptors for the database, the log and Ray, which connections must not take."""
+
+_END_OF_HEAD = b"\r\n\r\n"
 
 MAX_HEAD_BYTES = 64 << 10
 """The most of a request line with its headers and trailers, and of a line that does not end (one read of the socket more)."""
@@ -83,7 +86,8 @@ class Connections:
 class LimitedProtocol(HttpToolsProtocol):
     """An HTTP connection with deadlines for the head of a request, for its body, and for a client that does not read.
 
-    A request that is not HTTP/1, has a head of more than MAX_HEAD_BYTES, or does not name one Host is answered with 400.
+    What arrives while a request is being answered is parsed after the answer, and nothing more is read until then. A request
+    that is not HTTP/1, has a head of more than MAX_HEAD_BYTES, or does not name one Host is answered with 400.
     """
 
     open_connections: Connections
@@ -92,6 +96,8 @@ class LimitedProtocol(HttpToolsProtocol):
     address: str
     _num_head_bytes = 0
     _num_unread_bytes = 0
+    _arrived = b""
+    _num_parsed = 0  # of what has arrived
     _ends_at = math.inf
     """When the phase has to be over, by the clock of the event loop."""
     _rests_until = math.inf
@@ -114,6 +120,23 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._arrived = self._arrived[self._num_parsed :] + data if self._arrived else data
+        self._num_parsed = 0
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has arrived, up to a request that has to be answered before the next."""
+        while self._num_parsed < len(self._arrived) and self.phase != "answer" and not self.transport.is_closing():
+            # The parser does not stop between requests. A piece that ends with a head has one more at most.
+            begin, end = self._num_parsed, self._arrived.find(_END_OF_HEAD, self._num_parsed) + len(_END_OF_HEAD)
+            self._num_parsed = end if end >= len(_END_OF_HEAD) else len(self._arrived)
+            self._feed(self._arrived[begin : self._num_parsed])
+        if self._num_parsed < len(self._arrived):
+            self.flow.pause_reading()
+        else:
+            self._arrived, self._num_parsed = b"", 0
+
+    def _feed(self, data: bytes) -> None:
         self._num_unread_bytes += len(data)
         super().data_received(data)
         if self._num_unread_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -156,6 +179,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._follow()
+        if self._arrived:
+            self._parse()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -48,7 +48,7 @@ class DirectProtocol(LimitedProtocol):
             data, goes_on = held.unparsed + data, held.keep_alive
             self.cycle = None  # type: ignore[assignment]
         if not self._is_known(data):
-            self._read_at_once = data if self._is_between else b""
+            self._read_at_once = data if self._is_between and not self._arrived else b""
             super().data_received(data)
             self._read_at_once = b""
         if not goes_on and self.cycle is not None:  # the server stops, and said so while a part was here
@@ -87,7 +87,7 @@ class DirectProtocol(LimitedProtocol):
 
     @property
     def _held(self) -> _Held | None:
-        """The report whose body is not whole yet."""
+        """The request whose body is not whole yet."""
         return self.cycle if isinstance(self.cycle, _Held) and self.cycle.more_body else None
 
     @property
@@ -120,7 +120,7 @@ class DirectProtocol(LimitedProtocol):
         """Take a request with the known head, or what has come of it, from its first byte on. Returns False, and does nothing,
         if the parser has to see these bytes.
         """
-        if self._head is None or not self._is_between or not self._is_idle:
+        if self._head is None or self._arrived or not self._is_between or not self._is_idle:
             return False
         head, direct, usual = self._head
         measured = head.measure(data)
@@ -169,7 +169,7 @@ class DirectProtocol(LimitedProtocol):
         self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], head, body))
         if not held.keep_alive:
             self.transport.close()
-        if self.pipeline:
+        if self._arrived:
             self.on_response_complete()
         else:
             self.server_state.total_requests += 1

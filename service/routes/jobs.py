@@ -78,7 +78,7 @@ def list_jobs(
     with context.database.read() as session:
         rows = store.shown.list_jobs(session, wanted, limit + 1, after)
         rendered = rendered_jobs(session, context, rows[:limit])
-    return page_as_json(rendered, [row.id for row in rows], limit)
+    return page_as_json(rendered, [row.id for row in rows[:limit]], has_more=len(rows) > limit)
 
 
 @router.get("/{job_id}", response_model=Job, operation_id="get_job", responses=answers(404, 422))

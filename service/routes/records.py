@@ -12,13 +12,16 @@ from api_schemas import Attempt, Checkpoint, Contract, Event, LogLine, MetricPoi
 from service import store
 from service.deps import AppContext, AppContextDep, JobIdDep
 from service.errors import InvalidRequest, NotFound
-from service.http.pages import AfterQuery, LimitQuery, page_of
+from service.http.pages import AfterQuery, LimitQuery, page_as_json, page_of
 from service.http.problems import Answers, answers
-from service.http.streams import EVENT_STREAM, Source, Streams
+from service.http.streams import EVENT_STREAM, Source, Streams, read_part
 from service.jobs import views
 from service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["records"])
+
+_MOST_CHARACTERS = 1 << 20
+"""The most of a page of events or log lines. It has fewer items then than were asked for, and `has_more` is true."""
 
 Item = TypeVar("Item", bound=Contract)
 LastEventIdHeader = Annotated[str | None, Header(alias="Last-Event-ID", pattern="^[0-9]{1,16}$")]
@@ -45,7 +48,7 @@ def events(
     limit: LimitQuery = 100,
     after: AfterQuery = 0,
     last_event_id: LastEventIdHeader = None,
-) -> Page[Event] | Response:
+) -> Response:
     """Events of the job, in order. A stream of them goes on until the job is over."""
     return _page_or_stream(request, context, job_id, EVENTS, limit, int(last_event_id or after))
 
@@ -58,7 +61,7 @@ def logs(
     limit: LimitQuery = 100,
     after: AfterQuery = 0,
     last_event_id: LastEventIdHeader = None,
-) -> Page[LogLine] | Response:
+) -> Response:
     """Log lines of all ranks and attempts, in order. A stream of them goes on until the job is over."""
     return _page_or_stream(request, context, job_id, LOGS, limit, int(last_event_id or after))
 
@@ -107,13 +110,15 @@ def attempts(
 
 def _page_or_stream(
     request: Request, context: AppContext, job_id: str, source: Source[Item], limit: int, after: int
-) -> Page[Item] | Response:
+) -> Response:
     with context.database.read() as session:
         _require_job(session, job_id)
         if EVENT_STREAM in request.headers.get("accept", ""):
             streams: Streams = request.app.state.streams
             return streams.open(job_id, source, after)
-        return page_of(source.read(session, job_id, after, limit + 1), limit, lambda item: str(source.key(item)))
+        part, is_cut = read_part(session, job_id, source, after, limit + 1, _MOST_CHARACTERS)
+    shown = part[:limit]
+    return page_as_json([text for _, text in shown], [str(key) for key, _ in shown], has_more=is_cut or len(part) > limit)
 
 
 def _require_job(session: Session, job_id: str) -> None:

@@ -9,6 +9,7 @@ from tests.docs.blocks import ROOT
 
 CARD = "docs/reliability.md"
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+RESULT = re.compile(r"benchmarks/results/(?P<date>\d{4}-\d\d-\d\d)-(?P<kind>[a-z-]*[a-z])(-(?P<number>\d+))?\.md")
 FILE = re.compile(r"`((?:deploy|benchmarks)/[\w./-]+)`")
 
 
@@ -30,3 +31,22 @@ def test_a_promise_names_what_shows_it(cells: list[str]) -> None:
         assert "pytest.mark.matrix" not in marks, f"CI does not run {name}"
     for path in files:
         assert (ROOT / path).is_file(), path
+        assert path in newest_of_its_kind(path), "a newer measurement of the same is there: say what it shows"
+
+
+def newest_of_its_kind(path: str) -> set[str]:
+    """Return the result files of a kind that are the newest: of the last date, and of the last number of that date."""
+    found = RESULT.fullmatch(path)
+    if found is None:
+        return {path}
+    results = [RESULT.fullmatch(f"benchmarks/results/{file.name}") for file in (ROOT / "benchmarks/results").iterdir()]
+    same = [result for result in results if result and result["kind"] == found["kind"]]
+    newest = max((result["date"], int(result["number"] or 1)) for result in same)
+    return {result[0] for result in same if (result["date"], int(result["number"] or 1)) == newest}
+
+
+def test_of_results_of_a_kind_the_newest_is_found() -> None:
+    assert newest_of_its_kind("benchmarks/results/2026-11-22-chaos.md") == newest_of_its_kind(
+        "benchmarks/results/2026-11-23-chaos.md"
+    )
+    assert "benchmarks/results/2026-11-22-chaos.md" not in newest_of_its_kind("benchmarks/results/2026-11-22-chaos.md")

@@ -1,6 +1,7 @@
 """Clients that do not finish their requests neither stop the service nor fill its memory."""
 
 import http.client
+import re
 import resource
 import socket
 import threading
@@ -14,6 +15,7 @@ import pytest
 from service.app import create_app
 from service.db.engine import Database
 from service.http import bodies
+from service.processes.connections import LimitedProtocol
 from service.processes.server import ACCEPTED_AT_ONCE, http_server, raise_descriptor_limit
 from service.processes.startup import listening
 from service.settings import Settings
@@ -171,6 +173,48 @@ def test_bodies_that_stay_incomplete_give_way_to_others(serve: Serve, monkeypatc
         with connect(port, head + b"Content-Length: 300002\r\n\r\n" + b" " * 300_000 + b"{}") as whole:
             assert b" 422 " in whole.recv(65_536).splitlines()[0]
         assert status(port) == 200
+
+
+def test_pipelined_requests_are_parsed_one_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies that hold ends of heads, in one piece and in chunks, are among them. Every answer comes, in order."""
+    begun, let_go, parsed = threading.Event(), threading.Event(), []
+
+    def hold(*_: Any) -> bool:
+        begun.set()
+        return let_go.wait(LONG_S)
+
+    def on_url(protocol: LimitedProtocol, url: bytes, before: Any = LimitedProtocol.on_url) -> None:
+        parsed.append(url)
+        before(protocol, url)
+
+    monkeypatch.setattr("service.store.queue.lease_is_held", hold)
+    monkeypatch.setattr(LimitedProtocol, "on_url", on_url)
+    host = b" HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    post = b"POST /v1/jobs" + host + b"Content-Type: application/json\r\n"
+    some = [
+        b"GET /healthz" + host + b"\r\n",
+        post + b"Content-Length: 12\r\n\r\n" + 3 * b"\r\n\r\n",
+        post + b"Transfer-Encoding: chunked\r\n\r\n4\r\n\r\n\r\n\r\n0\r\n\r\n",
+        b"GET /nothing" + host + b"\r\n",
+    ]
+    with serve() as port, connect(port, b"GET /readyz" + host + b"\r\n" + 500 * b"".join(some)) as connection:
+        assert begun.wait(LONG_S)
+        assert status(port) == 200
+        at_once = list(parsed)
+        let_go.set()
+        connection.sendall(b"GET /healthz" + host + b"Connection: close\r\n\r\n")
+        received = until_closed(connection)
+    assert at_once == [b"/readyz", b"/healthz"]  # the second is the one that `status` asked on a connection of its own
+    statuses = [int(number) for number in re.findall(rb"HTTP/1\.1 (\d+) ", received)]
+    assert statuses == [200, *(500 * [200, 400, 400, 404]), 200]
+
+
+def test_the_openapi_document_is_written_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    monkeypatch.setattr("service.app.json.dumps", lambda document: written.append(document) or "{}")
+    with serve() as port:
+        assert [status(port, "/openapi.json") for _ in range(3)] == 3 * [200]
+    assert len(written) == 1
 
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"

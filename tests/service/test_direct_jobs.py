@@ -101,7 +101,7 @@ def test_the_answer_is_that_of_the_route(
     direct = [(served.send(body), served.send(body)) for body in bodies]
     num_direct = 2 * len(bodies) - len(served.through_asgi)
     assert num_direct == 2 * 4, "the two jobs and the two that admission refuses"
-    monkeypatch.setattr(DirectSubmissions, "matches", lambda *_: None)
+    monkeypatch.setattr(DirectSubmissions, "takes", lambda *_: False)
     served.through_asgi.clear()
     assert [(served.send(body),) * 2 for body in bodies] == direct
     assert len(served.through_asgi) == len(bodies)

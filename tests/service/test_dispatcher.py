@@ -11,7 +11,8 @@ from api_schemas import (
     PhaseReport,
 )
 from service.cluster.launcher import LauncherError
-from service.dispatcher.context import Outage
+from service.dispatcher import watch
+from service.dispatcher.context import NotLeading, Outage
 from service.errors import StaleAttempt, Unauthenticated
 from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
@@ -158,6 +159,46 @@ def test_after_a_long_absence_a_new_leader_lets_workers_report_first(world: Worl
     rank.train(1, 2, 3, 4)
     rank.succeed()
     assert world.job(job_id).state is JobState.SUCCEEDED
+
+
+TEN_YEARS_S = 10 * 365 * 86_400.0
+
+
+def test_a_clock_that_is_set_forward_ends_no_attempt(world: World) -> None:
+    """One trains, in steps of minutes, and one starts. Their ranks go on, and are heard as before."""
+    trains, rank = world.start(name="trains")
+    starts = world.submit(name="starts")
+    world.dispatch()
+    world.clock.turn(TEN_YEARS_S)
+    with pytest.raises(NotLeading):
+        watch.step(world.context)  # the leader's lease is over too: nobody ends anything before it leads again
+    world.renew()
+    for _ in range(3):
+        rank.send()
+        world.dispatch()
+        world.turn(world.settings.lease_grace_s)
+    assert world.job(trains).state is JobState.RUNNING
+    assert world.job(starts).state is JobState.STARTING
+    other = world.rank_of(starts)
+    for each in (rank, other):
+        if each is other:
+            each.begin()
+        each.train(1, 2, 3, 4)
+        each.succeed()
+    assert [world.job(job_id).num_attempts for job_id in (trains, starts)] == [1, 1]
+    assert [world.job(job_id).state for job_id in (trains, starts)] == 2 * [JobState.SUCCEEDED]
+
+
+def test_deadlines_hold_after_a_clock_was_ahead(world: World) -> None:
+    world.clock.turn(TEN_YEARS_S)
+    world.renew()
+    world.clock.turn(-TEN_YEARS_S)
+    job_id = world.submit()
+    world.dispatch()
+    for _ in range(2):
+        world.turn(world.settings.start_timeout_s)
+        world.dispatch()
+    assert world.attempts(job_id)[0].reason is FailureReason.START_TIMEOUT
 
 
 def test_no_new_attempt_while_the_former_may_live(world: World) -> None:

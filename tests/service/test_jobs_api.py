@@ -125,6 +125,23 @@ def test_a_bad_spec_is_refused_with_what_to_change(
         assert world.all_jobs() == []
 
 
+def test_countless_mistakes_are_answered_briefly(client: TestClient, spec_document: Document) -> None:
+    mistakes = {f"k{number}": 1 for number in range(5000)}
+    problem = problem_of(client.post("/v1/jobs", json=spec_document | mistakes), 422)
+    assert len(problem.errors) == 100
+    assert "(4999 more, 99 of them in errors)" in problem.detail
+    problem = problem_of(client.get("/v1/jobs", params={name: "1" for name in list(mistakes)[:1000]}), 422)
+    assert len(problem.errors) == 100
+    assert "(999 more, 99 of them in errors)" in problem.detail
+
+
+def test_what_the_parser_of_json_refuses_is_told(client: TestClient) -> None:
+    headers = {"Content-Type": "application/json"}
+    for body, reason in ((b"[" * 100_000, "recursion"), (b"9" * 5000, "4300 digits")):
+        problem = problem_of(client.post("/v1/jobs", content=body, headers=headers), 400)
+        assert reason in problem.detail
+
+
 NOT_JSON = [
     (b"{", "application/json"),
     (b"", "application/json"),

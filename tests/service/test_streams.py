@@ -4,12 +4,14 @@ import asyncio
 from collections import Counter
 
 import pytest
+from fastapi.testclient import TestClient
 from sqlalchemy.orm import Session
 
-from api_schemas import Event, EventReport
+from api_schemas import Event, EventReport, LogReport
 from service.http import streams
 from service.http.streams import Source, Streams
-from service.routes.records import EVENTS
+from service.routes import records
+from service.routes.records import EVENTS, LOGS
 from tests.service.world import Rank, World
 
 NUM_STREAMS = 30
@@ -60,6 +62,49 @@ def test_every_stream_gets_everything_once(world: World, monkeypatch: pytest.Mon
         assert NUM_REPORTS <= read_for_all <= NUM_STREAMS + NUM_REPORTS + 2, "a few may have asked before the first look"
     else:
         assert read_for_all > NUM_STREAMS * NUM_REPORTS
+
+
+def test_long_lines_come_in_small_parts(world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not read holds one part of its stream in memory, not five hundred lines of 16 KiB."""
+    job_id, rank = world.start()
+    for _ in range(3):
+        rank.send(*[LogReport(level="INFO", message="\u0001" * 16_384) for _ in range(20)])
+    longest = streams._MOST_CHARACTERS + 6 * 16_384
+
+    async def parts() -> list[str]:
+        ours = Streams(world.database)
+        opened = ours.open(job_id, LOGS, 0)
+        found = [str(part) async for part in opened.body_iterator]
+        await ours.close()
+        return found
+
+    rank.succeed()
+    found = asyncio.run(parts())
+    assert numbers("".join(found)) == list(range(1, 61))
+    assert max(map(len, found)) <= longest
+    seqs, pages, after = list[int](), list[int](), "0"
+    while True:
+        answer = client.get(f"/v1/jobs/{job_id}/logs?limit=1000&after={after}")
+        assert len(answer.content) <= records._MOST_CHARACTERS + 6 * 16_384
+        page = answer.json()
+        pages.append(len(page["data"]))
+        seqs += [line["seq"] for line in page["data"]]
+        if not page["has_more"]:
+            break
+        after = page["last_id"]
+    assert seqs == list(range(1, 61))
+    assert len(pages) > 1
+
+
+def test_a_burst_is_not_rendered_for_streams_that_are_far_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_KEPT_CHARACTERS", 1 << 14)
+    monkeypatch.setattr(streams, "_MOST_CHARACTERS", 1 << 12)
+    job_id, rank = world.start()
+    ours, feed = Streams(world.database), streams._Feed(job_id, LOGS, last=0)
+    rank.send(*[LogReport(level="INFO", message="a" * 1000) for _ in range(200)])
+    [(last, is_over, news)] = ours._look([feed])
+    assert (last, is_over) == (200, False)
+    assert sum(len(each.text) for each in news) <= (1 << 14) + (1 << 12) + 3000
 
 
 def test_streams_end_with_an_error_if_the_database_cannot_be_read(world: World) -> None:
