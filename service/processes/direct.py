@@ -169,7 +169,7 @@ class DirectProtocol(LimitedProtocol):
         self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], head, body))
         if not held.keep_alive:
             self.transport.close()
-        if self._arrived:
+        if self.pipeline or self._arrived:
             self.on_response_complete()
         else:
             self.server_state.total_requests += 1
