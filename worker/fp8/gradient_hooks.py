@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from worker.fp8.accelerator import is_accelerator
-from worker.fp8.clipping import let_torch_clip
+from worker.fp8.clipping import let_torch_take_lists
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 
 
 def keep_gradient_in_fp8(parameter: nn.Parameter, position: RoundingPosition) -> None:
     """Make a parameter hold each gradient that arrives as a `Float8Gradient`."""
-    let_torch_clip()
+    let_torch_take_lists()
     parameter.grad_dtype = None  # autograd widens nothing that is rounded at once
     parameter.register_post_accumulate_grad_hook(partial(_quantize_gradient, position=position))
 
