@@ -11,7 +11,7 @@ from api_schemas import FailureReason, FinishedReport, JobState
 from service import store
 from service.db.engine import Database
 from service.store.tallies import Tallies
-from tests.service.simulation import check_tallies
+from tests.service.invariants import check_tallies
 from tests.service.world import World
 
 
