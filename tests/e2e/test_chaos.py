@@ -158,7 +158,7 @@ class TestServerStopped:
 @pytest.mark.system
 class TestStorm:
     def test_random_signals_to_every_component_lose_nothing(self, tmp_path: Path) -> None:
-        plan = Plan(seed=11, signals=30, jobs=4, minutes=12, gap_s=2)
+        plan = Plan(seed=11, signals=35, jobs=4, minutes=12, gap_s=2)
         outcome = weather(plan, tmp_path)
         assert {kind: found for kind, found in outcome.findings.items() if found} == {}
         assert outcome.is_complete, outcome
