@@ -83,6 +83,9 @@ ELSEWHERE = {
     r"python -m benchmarks\.gpu\.kernels --sections speedup .*": Elsewhere(
         "tests/benchmarks/test_gpu_benchmarks.py", '"Speedup by shape"', "a GPU"
     ),
+    r"python3 -m benchmarks\.gpu\.train --sections job .*": Elsewhere(
+        "tests/benchmarks/test_gpu_benchmarks.py", '"Job"', "a GPU"
+    ),
     r"python -m benchmarks\.gpu\.roofline .*": Elsewhere("tests/worker/fp8/test_speedups.py", "as_text([computed_table()])"),
 }
 """Commands executed elsewhere, by regular expression."""

@@ -26,7 +26,7 @@ from tests.text import write_corpus
 from tests.worker.test_train import Recorder
 from worker.config import RankEnv, resolve
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.kernels import reference
+from worker.kernels import gradient_reference, reference
 from worker.kernels.scales import ScaledCodes, ScaleKind
 from worker.mesh import Mesh
 from worker.optim import Hyperparameters, LowBitAdamW
@@ -132,8 +132,11 @@ def hard_matrix() -> Tensor:
     return x
 
 
-def quantizer_hashes(kernels: Any = reference) -> dict[str, str]:
-    """Hash codes and scales of each quantizer, for each kind of scale and format. kernels: module that computes them."""
+def quantizer_hashes(kernels: Any = reference, of_gradients: Any = gradient_reference) -> dict[str, str]:
+    """Hash codes and scales of each quantizer, for each kind of scale and format.
+
+    kernels, of_gradients: the modules that compute them.
+    """
     found: dict[str, str] = {}
     for label, x in (("uneven", uneven(130, 257)), ("hard", hard_matrix())):
         for kind in RECORDED_KINDS:
@@ -149,10 +152,10 @@ def quantizer_hashes(kernels: Any = reference) -> dict[str, str]:
         window = (torch.tensor(3.0), torch.tensor(False))
         found[f"delayed, {label}"] = digest(list(kernels.quantize_operand(x, E4M3, ScaleKind.TENSOR, 0, "both", *window)))
     codes, dequant_scale = kernels.quantize(uneven(65, 128), E4M3, ScaleKind.TENSOR, 0, None)
-    kernels.accumulate_(codes, dequant_scale, uneven(65, 128, seed=1), 0.5, (7, 3, 11))
+    of_gradients.accumulate_(codes, dequant_scale, uneven(65, 128, seed=1), 0.5, (7, 3, 11))
     found["accumulate_"] = digest([codes, dequant_scale])
     shards = [kernels.quantize(uneven(4160, seed=seed), E4M3, ScaleKind.TENSOR, 0, None) for seed in range(3)]
-    mean = kernels.mean_of_shards(torch.stack([codes for codes, _ in shards]), torch.stack([scale for _, scale in shards]))
+    mean = of_gradients.mean_of_shards(torch.stack([codes for codes, _ in shards]), torch.stack([scale for _, scale in shards]))
     found["mean_of_shards"] = digest(list(mean))
     return found
 

@@ -107,7 +107,7 @@ def test_quantizers(golden: Result) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns in the interpreter
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
 def test_quantizers_in_triton(golden: Result) -> None:
-    assert record.quantizer_hashes(cuda) == golden["quantizers"]
+    assert record.quantizer_hashes(cuda, cuda) == golden["quantizers"]
 
 
 def test_optimizer(golden: Result) -> None:

@@ -23,7 +23,7 @@ from worker.step_graph import StepGraph
 MOST_OPS = 10
 """Three copies: tokens, targets, and a table with the new learning rate, which is made and gone through in an op each. The loss
 divisor, copies of two results, and the two of torch's profiler in `zero_grad`."""
-MOST_CALLS_PER_BLOCK = 80
+MOST_CALLS_PER_BLOCK = 100
 """Of Python's functions, for the four layers of a block: whether each is sampled in the next step, and the state of each."""
 
 
@@ -96,6 +96,7 @@ def replayed(num_layers: int) -> tuple[Counter[str], int]:
 def test_a_replayed_step_takes_the_same_ops_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "WARM_UP_STEPS", 1)
     with cpu_as_accelerator(), optimizer_by_kernels():
+        replayed(1)  # what torch does only once in a process
         (ops, calls), (deeper_ops, deeper_calls) = replayed(1), replayed(3)
     assert ops == deeper_ops
     assert 0 < ops.total() <= MOST_OPS
