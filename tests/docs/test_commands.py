@@ -249,8 +249,8 @@ def test_the_library_snippet_trains(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.system
 def test_wheels_from_a_folder_are_installed(scratch: Scratch) -> None:
     (command,) = [text for text in commands("docs/benchmarks.md") if "--no-index" in text]
-    (scratch.folder / ".whl").mkdir()
-    with zipfile.ZipFile(scratch.folder / ".whl/carried-1.0-py3-none-any.whl", "w") as wheel:
+    (scratch.folder / "build/wheels").mkdir(parents=True)
+    with zipfile.ZipFile(scratch.folder / "build/wheels/carried-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("carried.py", "ANSWER = 42\n")
         wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
         wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")

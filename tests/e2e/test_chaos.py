@@ -71,6 +71,7 @@ class TestEverythingKilled:
         job = mortal_server.client.submit(long_job | {"retry": {"max_failures": 1}})
 
         mortal_server.wait_for_step(job.id, 50)
+        mortal_server.wait_for(lambda: list(mortal_server.client.checkpoints(job.id)))
         kill_a_rank(mortal_server)
         mortal_server.wait_for_attempt(job.id, 2)
         kill_the_core(mortal_server)
