@@ -25,6 +25,7 @@ import triton
 from benchmarks.gpu.compiled import compile_kernel, kernels, num_warps
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.session import RESULTS
+from worker.kernels.cuda import gradient_norms
 from worker.kernels.formats import BLOCK
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -60,6 +61,8 @@ def num_elements(name: str, constants: dict[str, Any]) -> int:
         return int(constants["NUM_BLOCKS"]) * BLOCK
     if name.startswith("amax_flat"):
         return int(constants["BLOCK"] * constants["NUM_BLOCKS"])
+    if name.startswith("norm of parts"):
+        return int(constants["CHUNK"]) * len(gradient_norms.FORMATS)  # a branch for each dtype, of which a program takes one
     if "TILE_M" in constants:
         return int(constants["TILE_M"] * constants["TILE_N"])
     return int(constants.get("CHUNK") or constants.get("BLOCK") or constants["ROWS"] * constants["COLUMNS"])
