@@ -68,7 +68,9 @@ def serve(
         database.close()
 
 
-def _run(settings: Settings, database: Database, launcher: Launcher, listener: socket.socket, former_pid: int | None) -> None:
+def _run(
+    settings: Settings, database: Database, launcher: Launcher, listener: socket.socket, former_pid: int | None = None
+) -> None:
     """Serve in a thread, and wait for a signal in this one, which stops the two parts one after the other.
 
     former_pid: the process that served this data folder before. It has ended.
