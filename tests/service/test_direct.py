@@ -3,7 +3,6 @@
 import hashlib
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,17 +15,14 @@ from sqlalchemy import text
 
 from api_schemas import JobSpec
 from service import store
-from service.app import create_app
 from service.cluster.fake import FakeLauncher
 from service.db.engine import Database
-from service.http.bodies import LimitBodies
 from service.processes.connections import Connections
 from service.processes.direct import DirectProtocol, _Held
-from service.processes.server import http_server
-from service.processes.startup import listening
 from service.routes.direct import DirectReports
 from service.settings import Settings
 from tests.service.conftest import POOLS
+from tests.service.serving import serving
 from tests.service.simulation import curve
 from tests.service.world import Rank, TurnedClock, World, step
 from tests.waiting import LONG_S, wait_until
@@ -76,30 +72,15 @@ def served(
     tmp_path: Path, database_url: str, spec_document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Served]:
     settings = Settings(data_dir=tmp_path, port=0, pools=POOLS)
-    database, through_asgi = Database(database_url, TurnedClock()), []
+    database = Database(database_url, TurnedClock())
     world = World(database, TurnedClock(), settings, FakeLauncher(POOLS), JobSpec.model_validate(spec_document))
     _, rank = world.start()
-    reach = LimitBodies.__call__
-
-    async def watched(self: LimitBodies, scope: Any, *rest: Any) -> None:
-        through_asgi.append(scope.get("path", "lifespan"))
-        await reach(self, scope, *rest)
-
-    monkeypatch.setattr(LimitBodies, "__call__", watched)
-    with listening(settings) as listener:
-        server = http_server(create_app(settings, database=database), settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            given = Served(server, listener.getsockname()[1], world, rank, through_asgi)
-            with closing(given.connection):
-                given.beat()
-                through_asgi.clear()
-                yield given
-        finally:
-            server.should_exit = True
-            thread.join()
-            database.close()
+    with serving(settings, database, monkeypatch) as (server, port, through_asgi):
+        given = Served(server, port, world, rank, through_asgi)
+        with closing(given.connection):
+            given.beat()
+            through_asgi.clear()
+            yield given
 
 
 def test_heartbeats_and_steps_do_not_reach_the_app(served: Served) -> None:

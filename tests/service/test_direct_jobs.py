@@ -4,7 +4,6 @@ import http.client
 import json
 import re
 import sqlite3
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,14 +11,11 @@ from typing import Any
 
 import pytest
 
-from service.app import create_app
 from service.db.engine import Database
-from service.http.bodies import LimitBodies
-from service.processes.server import http_server
-from service.processes.startup import listening
 from service.routes.direct_jobs import MAX_BYTES, DirectSubmissions
 from service.settings import Settings
 from tests.service.conftest import POOLS
+from tests.service.serving import serving
 from tests.service.world import TurnedClock
 from tests.waiting import LONG_S
 
@@ -51,32 +47,16 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    yield from serving(tmp_path, database_url, monkeypatch)
+    yield from served_with(tmp_path, database_url, monkeypatch)
 
 
-def serving(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Iterator[Served]:
+def served_with(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Iterator[Served]:
     settings = Settings(data_dir=tmp_path, port=0, pools=POOLS, **given)
-    database, through_asgi = Database(database_url, TurnedClock()), []
-    reach = LimitBodies.__call__
-
-    async def watched(self: LimitBodies, scope: Any, *rest: Any) -> None:
-        if scope["type"] == "http":
-            through_asgi.append(scope["path"])
-        await reach(self, scope, *rest)
-
-    monkeypatch.setattr(LimitBodies, "__call__", watched)
-    with listening(settings) as listener:
-        server = http_server(create_app(settings, database=database), settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            given_server = Served(listener.getsockname()[1], database, through_asgi)
-            with closing(given_server.connection):
-                yield given_server
-        finally:
-            server.should_exit = True
-            thread.join()
-            database.close()
+    database = Database(database_url, TurnedClock())
+    with serving(settings, database, monkeypatch) as (_, port, through_asgi):
+        given_server = Served(port, database, through_asgi)
+        with closing(given_server.connection):
+            yield given_server
 
 
 def test_the_answer_is_that_of_the_route(
@@ -153,7 +133,7 @@ def test_a_tenant_needs_its_key(
     keys, body = tmp_path / "keys", json.dumps(spec_document).encode()
     keys.write_text("team: secret-key-of-the-team-0123456789\n")
     keys.chmod(0o600)
-    for served in serving(tmp_path, database_url, monkeypatch, api_keys_file=keys):
+    for served in served_with(tmp_path, database_url, monkeypatch, api_keys_file=keys):
         status, _, text = served.send(body, Authorization="Bearer secret-key-of-the-team-0123456789")
         assert (status, json.loads(text)["tenant"], served.through_asgi) == (201, "team", [])
         for headers in ({}, {"Authorization": "Bearer none"}):
