@@ -35,8 +35,6 @@ def _misfit_of_saved_activations(training: TrainingSpec, zero_stage: int) -> Unf
     if training.activation_checkpointing != "none":
         allowed = "exact with activation_checkpointing, which decides itself what blocks keep"
         return Unfit(field, f"fp8 with activation_checkpointing {training.activation_checkpointing}", allowed, change)
-    if training.compile == "on":
-        return Unfit(field, "fp8 with compile on", "exact with compile, which decides itself what blocks keep", change)
     if zero_stage == 3:
         allowed = "exact at parallelism.zero_stage 3, whose hooks of blocks read what the forward pass returns"
         return Unfit(field, "fp8 with parallelism.zero_stage 3", allowed, change)

@@ -66,7 +66,7 @@ class TrainingSpec(Contract):
     saved_activations: Literal["exact", "fp8"] = Field(
         default="exact",
         description="what repeated blocks keep for the backward pass; fp8: E4M3 codes with a scale for each row, for half the "
-        "bytes; the forward pass stays exact, and blocks are not compiled",
+        "bytes; the forward pass stays exact, compiled or not",
     )
     residual_stream: Literal["fp32", "bf16"] = Field(
         default="fp32",

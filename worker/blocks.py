@@ -55,10 +55,15 @@ def prepare_blocks(
 
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
-    """Compile each repeated block, for static shapes. Returns their number. Nothing is compiled before a block is called."""
+    """Compile each repeated block, for static shapes. Returns their number. Nothing is compiled before a block is called.
+
+    backend: inductor, or aot_eager, whose graphs are run op by op. Blocks that keep their activations in FP8 do so in both.
+    """
     blocks = repeated_blocks(model)
     for block in blocks:
-        block.compile(dynamic=False, backend=backend)
+        told = getattr(block.forward, "tell_compiler", None)  # of worker/saved_activations.py
+        how = {"backend": backend} if told is None else told(backend)
+        block.compile(dynamic=False, **how)
     return len(blocks)
 
 

@@ -3,8 +3,8 @@
 The forward pass computes what it always does. Inside a block, each activation that autograd saves becomes E4M3 codes with one
 scale for each row of its memory (Chen et al. 2021, ActNN, arXiv 2104.14129, with FP8 in the place of integers), and the
 backward pass reads their values. So gradients have the error of that rounding, at most 2^-4 of each saved element in range.
-Left as they are: parameters and constants, statistics (of norms and of attention), codes that FP8 layers keep already, and rows
-shorter than `MIN_ROW_ELEMENTS`.
+Left as they are: parameters and constants, statistics (of norms and of attention), codes that FP8 layers keep already, and
+short rows. `saved_in_graphs.py` does it in compiled blocks.
 """
 
 import weakref
@@ -18,11 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from worker import kernels
 from worker.blocks import repeated_blocks
 from worker.kernels.formats import E4M3
+from worker.saved_in_graphs import has_long_rows, order_in_memory, partitioned_in_fp8
 
-MIN_ROW_ELEMENTS = 16
-"""A row has a scale of 4 bytes."""
-
-WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _VIEWS_OF_WEIGHTS = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0"}
 
 
@@ -43,8 +40,8 @@ class SavedCodes(NamedTuple):
 def keep_activations_in_fp8(model: nn.Module) -> int:
     """Let each repeated block of a model keep its activations in FP8 for the backward pass. Returns their number.
 
-    Call it after `initialize`. Blocks are not compiled, and not checkpointed: both decide themselves what is kept.
-    Raises ValueError for a model that repeats no blocks.
+    Call it after `initialize`. Compile such blocks by `worker.blocks.compile_blocks`, as a job does. They are not checkpointed,
+    which decides itself what is kept. Raises ValueError for a model that repeats no blocks.
     """
     blocks = repeated_blocks(model)
     if not blocks:
@@ -62,12 +59,18 @@ class SavingForward:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
+        self.is_left_to_compiler = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (self.is_left_to_compiler and torch.compiler.is_compiling()):
             return self.forward(*args, **kwargs)
         with saved_tensors_hooks(_Saver().pack, _unpack):
             return self.forward(*args, **kwargs)
+
+    def tell_compiler(self, backend: str) -> dict[str, Any]:
+        """Leave it to the graphs of a compiled block to keep activations in FP8. Returns arguments for torch.compile."""
+        self.is_left_to_compiler = True
+        return partitioned_in_fp8(backend)
 
 
 class _Saver:
@@ -83,7 +86,7 @@ class _Saver:
         key = (storage._cdata, saved.storage_offset(), saved.shape, saved.stride(), saved._version)
         if key in self.known and self.known[key][0]() is storage:
             return self.known[key][1]
-        dims = _order_in_memory(saved)
+        dims = order_in_memory(saved)
         codes, dequant_scale = kernels.quantize(saved.permute(dims), E4M3.dtype, "row")
         packed = SavedCodes(codes, dequant_scale, saved.dtype, dims)
         self.known[key] = (weakref.ref(storage), packed)
@@ -96,14 +99,7 @@ def _unpack(packed: Tensor | SavedCodes) -> Tensor:
 
 def _is_activation(saved: Tensor) -> bool:
     """Whether gradients flow through a tensor, which they do not through statistics and constants, and its rows are long."""
-    if saved.is_leaf or saved.dtype not in WIDE_DTYPES or saved.dim() < 2 or 0 in saved.stride():
-        return False
-    return saved.shape[_order_in_memory(saved)[-1]] >= MIN_ROW_ELEMENTS and not _is_of_parameter(saved)
-
-
-def _order_in_memory(saved: Tensor) -> tuple[int, ...]:
-    strides = saved.stride()
-    return tuple(sorted(range(saved.dim()), key=lambda dim: -strides[dim]))
+    return not saved.is_leaf and has_long_rows(saved) and not _is_of_parameter(saved)
 
 
 def _is_of_parameter(saved: Tensor) -> bool:

@@ -26,13 +26,12 @@ def prepare_steps(
 
     Raises InvalidConfig for what only the rank can see: a model without blocks, or without a head that a loss can be fused to.
     """
-    saves_in_fp8 = training.saved_activations == "fp8"
     try:
         if training.residual_stream == "bf16":
             keep_residual_in_bf16(model)
         if training.fused_loss:
             fuse_loss(model)
-        if saves_in_fp8:
+        if training.saved_activations == "fp8":
             keep_activations_in_fp8(model)
         if training.offload_optimizer:
             offload_optimizer(optimizer)
@@ -40,7 +39,7 @@ def prepare_steps(
             release_gradients(model, optimizer)
     except ValueError as error:
         raise InvalidConfig(str(error)) from error
-    return prepare_blocks(model, training.activation_checkpointing, "off" if saves_in_fp8 else training.compile, device)
+    return prepare_blocks(model, training.activation_checkpointing, training.compile, device)
 
 
 def fuse_loss(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Count what compiled blocks launch on a GPU, without one: Inductor's passes and fusion run, and nothing is generated.
 
-    python -m benchmarks.gpu.graph_launches [--families gpt llama] [--levels te O2 delayed]
+    python -m benchmarks.gpu.graph_launches [--families gpt llama] [--levels te O2 delayed] [--saved-activations fp8]
 
 Inductor is told that the CPU is a Hopper GPU, for which it writes Triton, and decides what to join as it does there. Each
 kernel that it would write counts as one launch, and so does each op of torch that it calls; of our own ops each Triton kernel
@@ -36,6 +36,7 @@ from benchmarks.gpu.launches import CASES, HIDDEN, TOKENS, Launches, block_of, c
 from worker import kernels
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.kernels.cuda import gemm
+from worker.saved_in_graphs import partitioned_in_fp8
 
 HOPPER = DeviceProperties(
     type="cpu", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
@@ -48,11 +49,11 @@ LEVELS = {"delayed" if recipe else level: (level, recipe) for level, recipe in C
 class GraphCounter:
     """A backend of torch.compile whose graphs, each time that they are called, count what they would launch."""
 
-    def __init__(self) -> None:
-        self.launches = Launches()
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.launches, self.options = Launches(), options
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with _as_gpu():
+        with _as_gpu(), config.patch(self.options):
             return compile_fx.compile_fx(module, inputs, inner_compile=self._compile)
 
     def add(self, launches: Iterable[tuple[str, int]]) -> None:
@@ -141,15 +142,16 @@ def _empty_like(result: Tensor) -> Tensor:
     return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cpu")
 
 
-def compiled_block(family: str, level: str, recipe: dict[str, object]) -> Launches:
+def compiled_block(family: str, level: str, recipe: dict[str, object], saved_activations: str = "exact") -> Launches:
     """Count the second forward and backward pass of one compiled block of a GPT or a Llama; its residual stream is fp32."""
+    options = partitioned_in_fp8("inductor")["options"] if saved_activations == "fp8" else {}
     if knobs.runtime.interpret:
         raise RuntimeError("Triton is set to interpret kernels, but here kernels must not run. Unset TRITON_INTERPRET.")
     fake_gpu.device()  # our ops run as on a device
     torch.compiler.reset()
     with cpu_as_accelerator(), mock.patch.object(gemm, "platform", return_value=(fake_gpu.HOPPER, fake_gpu.CUDA_VERSION)):
         model, given = block_of(family, level, recipe)
-        model.compile(dynamic=False, backend=(counter := GraphCounter()), fullgraph=True)
+        model.compile(dynamic=False, backend=(counter := GraphCounter(options)), fullgraph=True)
         gradient = torch.empty_like(given[0])
         model(*given).backward(gradient)
         for tensor in (given[0], *model.parameters()):
@@ -173,10 +175,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=[*LEVELS], help="delayed: O2 with delayed scaling")
+    parser.add_argument("--saved-activations", choices=("exact", "fp8"), default="exact", help="what a block keeps")
     options = parser.parse_args()
     for family, name in product(options.families, options.levels):
         level, recipe = LEVELS[name]
-        found = compiled_block(family, level, recipe)
+        found = compiled_block(family, level, recipe, options.saved_activations)
         moved = f"{found.by_name.total()} launches, {found.num_bytes / 1e9:.3f} GB of activations"
         sys.stdout.write(f"compiled block of {family}, {level} {recipe or ''}: {moved}\n  {dict(found.by_name)}\n")
         sys.stdout.flush()

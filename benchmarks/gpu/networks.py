@@ -14,6 +14,7 @@ from api_schemas import GPTSizes, TrainingSpec
 from api_schemas.levels import LEVELS
 from api_schemas.recipe import RecipeSpec
 from worker import initialize, memory_report
+from worker.blocks import compile_blocks
 from worker.metrics.table import Metrics
 from worker.models import TrainedModel
 from worker.models.gpt import GPT
@@ -148,8 +149,7 @@ def language_step(
     model, optimizer = prepare(model, way, math.prod(tokens))
     save_memory(model, optimizer, way, device)
     if compiled is not None:
-        for block in model.get_submodule("blocks").children():
-            block.compile(backend=compiled, dynamic=False)
+        compile_blocks(model, compiled)
     batches = cycle(torch.randint(0, vocab_size, (4, tokens[0], tokens[1] + 1), device=device).unbind())
 
     def samples() -> dict[str, Tensor]:

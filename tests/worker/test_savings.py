@@ -18,11 +18,12 @@ from api_schemas.models.deit import DeiTSpec
 from api_schemas.recipe import RecipeSpec
 from benchmarks.gpu.live_bytes import LiveBytes
 from tests.worker.small import FP8_LEVELS
-from tests.worker.test_accelerator import FAMILIES, batch_of
+from tests.worker.test_accelerator import FAMILIES, batch_of, fit_loss_scale
 from tests.worker.test_train import train, with_training
 from worker import fuse_loss, initialize, keep_activations_in_fp8, memory_report, offload_optimizer, release_gradients
 from worker.blocks import compile_blocks
 from worker.errors import InvalidConfig
+from worker.fp8.accelerator import cpu_as_accelerator
 from worker.fp8.linear import Float8Linear
 from worker.fp8.recipe import Recipe
 from worker.models import linear_cross_entropy as module
@@ -172,6 +173,72 @@ def test_activations_in_fp8_change_gradients_alone_and_keep_less(family: str, le
     assert torch.equal(loss, fp8_loss)
     assert num_fp8_bytes < 0.7 * num_bytes  # logits and statistics are in it, and heads have a scale for 16 elements
     assert 0.0 < relative_error(fp8_gradients, gradients) < 0.05  # E4M3 rounds by at most 2^-4
+
+
+def compiled_families() -> list[Any]:
+    """gpt at O2 in `make test`; each family, and each way of holding a weight, in the matrix."""
+    usual = {("gpt", "O2"), ("transformers-llama", "bf16-amp")}
+    pairs = {(family, level) for family in FAMILIES for level in ("O2", "bf16-amp")} | {("gpt", level) for level in FP8_LEVELS}
+    return [pytest.param(*pair, marks=() if pair in usual else pytest.mark.matrix) for pair in sorted(pairs)]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.parametrize(("family", "level"), compiled_families())
+def test_compiled_blocks_keep_activations_in_fp8_too(family: str, level: str) -> None:
+    found = []
+    for is_fp8, is_compiled in ((False, False), (True, False), (False, True), (True, True)):
+        torch.compiler.reset()
+        torch.manual_seed(1)  # Swin drops paths at random
+        with cpu_as_accelerator():
+            model, _ = make(family, level)
+            fit_loss_scale(model)
+            if is_fp8:
+                keep_activations_in_fp8(model)
+            if is_compiled:
+                compile_blocks(model, backend="aot_eager")
+                model.loss(batch_of(family)).loss.backward()  # what is compiled here would count
+                model.zero_grad()
+            with LiveBytes(granule=1) as live:
+                loss = model.loss(batch_of(family)).loss
+            num_bytes = live.num_bytes
+            loss.backward()
+        found.append((num_bytes, loss.detach(), gradients_of(model)))
+    (_, loss, exact), (num_bytes, _, _), (num_exact_bytes, compiled_loss, _), (num_fp8_bytes, fp8_loss, fp8) = found
+    assert torch.equal(fp8_loss, compiled_loss)
+    torch.testing.assert_close(fp8_loss, loss, rtol=1e-3, atol=0.0)
+    assert num_fp8_bytes < 0.87 * num_exact_bytes  # logits and statistics are in it, and at te copies of weights
+    assert num_fp8_bytes < 1.1 * num_bytes
+    assert 0.0 < relative_error(fp8, exact) < 0.05
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.parametrize(("family", "level"), [("gpt", "O2"), ("transformers-llama", "O3-split"), ("swin", "bf16-amp")])
+def test_inductor_compiles_blocks_that_keep_activations_in_fp8(family: str, level: str) -> None:
+    found = []
+    for is_compiled in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(1)
+        with cpu_as_accelerator():
+            model, _ = make(family, level)
+            keep_activations_in_fp8(model)
+            if is_compiled:
+                compile_blocks(model)
+            torch.manual_seed(1)
+            loss = model.loss(batch_of(family)).loss
+            loss.backward()
+        found.append((loss.detach(), gradients_of(model)))
+    (eager_loss, eager), (loss, gradients) = found
+    torch.testing.assert_close(loss, eager_loss, rtol=2e-3, atol=0.0)
+    assert relative_error(gradients, eager) < 0.05
+
+
+def test_a_compiler_that_cuts_graphs_by_itself_is_refused() -> None:
+    model, _ = make("gpt", "O2")
+    keep_activations_in_fp8(model)
+    with pytest.raises(ValueError, match=r"got the backend 'eager'.*allowed: inductor, aot_eager"):
+        compile_blocks(model, backend="eager")
 
 
 def test_a_saved_activation_keeps_its_shape_order_and_values() -> None:
@@ -376,11 +443,16 @@ SAVINGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.parametrize("compiling", ["off", pytest.param("on", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("level", LEVELS_OF_8_BITS)
 def test_a_job_trains_with_all_of_them_and_resumes_to_the_bit(
-    tmp_path: Path, spec_document: dict[str, Any], level: str
+    tmp_path: Path, spec_document: dict[str, Any], level: str, compiling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document = with_training(spec_document, level, steps=4, checkpoint_every=2, **SAVINGS)
+    torch.compiler.reset()
+    monkeypatch.setattr("worker.blocks.compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
+    document = with_training(spec_document, level, steps=4, checkpoint_every=2, compile=compiling, **SAVINGS)
     recorder, summary = train(document, tmp_path)
     assert summary.memory_bytes["gradients"] == 0
     assert all(step.gradient_norm > 0 for step in recorder.of(StepReport))
@@ -415,7 +487,6 @@ def test_compiled_and_checkpointed_blocks_train_to_the_same_bits(
         ({"gradient_release": True, "gradient_clip": None}, "fp16-amp", "false at level fp16-amp"),
         ({"fused_loss": True}, "fp16-amp", "false at level fp16-amp"),
         ({"saved_activations": "fp8", "activation_checkpointing": "full"}, "O2", "exact with activation_checkpointing"),
-        ({"saved_activations": "fp8", "compile": "on"}, "O2", "exact with compile"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(
