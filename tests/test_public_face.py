@@ -13,6 +13,7 @@ def test_the_public_names() -> None:
         "Client",
         "OctetArguments",
         "carry_model_state",
+        "compile_blocks",
         "export",
         "follow_optimizer",
         "fp8_statistics",

@@ -7,6 +7,7 @@ is in this package too, starts without it.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from worker.blocks import compile_blocks
     from worker.following import follow_optimizer, fp8_statistics
     from worker.integrations import OctetArguments, carry_model_state, prepare_trainer
     from worker.metrics.memory import memory_report
@@ -25,6 +26,7 @@ __all__ = [
     "AveragedModel",
     "OctetArguments",
     "carry_model_state",
+    "compile_blocks",
     "export",
     "follow_optimizer",
     "fp8_statistics",
@@ -45,6 +47,7 @@ _HOME = {
     "AveragedModel": "worker.optim.average",
     "OctetArguments": "worker.integrations",
     "carry_model_state": "worker.integrations",
+    "compile_blocks": "worker.blocks",
     "export": "worker.pretrained",
     "follow_optimizer": "worker.following",
     "fp8_statistics": "worker.following",

@@ -57,7 +57,8 @@ def prepare_blocks(
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
     """Compile each repeated block, for static shapes. Returns their number. Nothing is compiled before a block is called.
 
-    backend: inductor, or aot_eager, whose graphs are run op by op. Blocks that keep their activations in FP8 do so in both.
+    Call it after `initialize` and the functions that change blocks. backend: inductor, or aot_eager, whose graphs are run op by
+    op; blocks that keep their activations in FP8 (`keep_activations_in_fp8`) do so in both.
     """
     blocks = repeated_blocks(model)
     for block in blocks:

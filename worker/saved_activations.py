@@ -40,8 +40,8 @@ class SavedCodes(NamedTuple):
 def keep_activations_in_fp8(model: nn.Module) -> int:
     """Let each repeated block of a model keep its activations in FP8 for the backward pass. Returns their number.
 
-    Call it after `initialize`. Compile such blocks by `worker.blocks.compile_blocks`, as a job does. They are not checkpointed,
-    which decides itself what is kept. Raises ValueError for a model that repeats no blocks.
+    Call it after `initialize`. To compile such blocks, call `compile_blocks` next: torch.compile by itself leaves their graphs.
+    They are not checkpointed, which decides itself what is kept. Raises ValueError for a model that repeats no blocks.
     """
     blocks = repeated_blocks(model)
     if not blocks:
