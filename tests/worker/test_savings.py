@@ -214,6 +214,7 @@ def test_compiled_blocks_keep_activations_in_fp8_too(family: str, level: str) ->
 
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor, when it is imported
 @pytest.mark.parametrize(("family", "level"), [("gpt", "O2"), ("transformers-llama", "O3-split"), ("swin", "bf16-amp")])
 def test_inductor_compiles_blocks_that_keep_activations_in_fp8(family: str, level: str) -> None:
