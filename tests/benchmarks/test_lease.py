@@ -99,15 +99,15 @@ def test_a_call_runs_each_of_its_parts_and_says_if_one_failed(
     scripts = [f"print('a' * 5000 + '{number}'); raise SystemExit({3 * (number == 0)})" for number in range(3)]
     assert call_of(scripts, monkeypatch, tmp_path) == 1
     shown = capsys.readouterr().out
-    assert [line for line in shown.splitlines() if line.startswith("==")] == [
-        *("== part0: exit status 3; 0 s", "== part1: exit status 0; 0 s", "== part2: exit status 0; 0 s"),
-    ]
+    heads = [line.partition(";")[0] for line in shown.splitlines() if line.startswith("==")]
+    assert heads == [f"== part{number}: exit status {status}" for number, status in enumerate((3, 0, 0))]
     assert len(shown) < 3 * (lease.SHOWN + 100)
     assert all("a" * 1000 + str(number) in shown for number in range(3))
     assert (tmp_path / "lease-1.log").read_text().count("a" * 5000) == 3
     assert call_of(scripts[1:], monkeypatch, tmp_path) == 0
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_and_leaves_the_others_their_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,13 +116,13 @@ def test_a_part_that_hangs_is_ended_and_leaves_the_others_their_time(
     told = hangs.format("import time; time.sleep(600)")
     deaf = hangs.format("import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)")
     monkeypatch.setattr(lease, "GRACE_S", 1.0)
-    monkeypatch.setattr(lease, "START_S", 4.0)
+    monkeypatch.setattr(lease, "START_S", 6.0)
     assert (
         call_of(
             [told, f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {deaf}", "print('last')"],
             monkeypatch,
             tmp_path,
-            24.0,
+            25.0,
         )
         == 1
     )
