@@ -61,7 +61,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     What it gave before does not count when it is freed during the call: garbage of an earlier test goes whenever it pleases
     the collector, and took its bytes off the peak.
     """
-    with profile(profile_memory=True, acc_events=True) as profiled:  # torch 2.11 warns without acc_events
+    with profile(profile_memory=True) as profiled:
         function()
     peak, held = 0, dict[int, int]()
     num_bytes = 0
