@@ -111,14 +111,15 @@ bench: install
 GPU_PYTHON ?= python3
 OUT        ?= benchmarks/results
 
-# The tests that need a GPU, the kernels against their twins among them. Compilation takes most of the time, hence the processes.
+# The tests that need a GPU, the kernels against their twins among them. Compilation takes most of the time, hence the processes. A
+# warning fails no test here: this torch is another than the pinned one, which `make test` looks after.
 test-gpu:
-	$(GPU_PYTHON) -m pytest -n 8 -p no:cacheprovider tests/worker/kernels/cuda tests/worker/fp8/test_linear_on_device.py tests/worker/test_step_graph_on_device.py tests/benchmarks/test_gpu_benchmarks.py
+	$(GPU_PYTHON) -m pytest -n 8 -p no:cacheprovider -p tests.on_device --timeout 150 --tb short -W default tests/worker/kernels/cuda tests/worker/fp8/test_linear_on_device.py tests/worker/test_step_graph_on_device.py tests/benchmarks/test_gpu_benchmarks.py
 
 bench-gpu-kernels bench-gpu-train bench-gpu-accuracy: bench-gpu-%:
 	$(GPU_PYTHON) -m benchmarks.gpu.$* --out $(OUT)
 
-# What half an hour on such a machine has time for: make test-gpu, then these three, each within ten minutes.
+# What half an hour on such a machine has time for, each within ten minutes. The first begins with make test-gpu.
 bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3: bench-gpu-lease-%:
 	$(GPU_PYTHON) -m benchmarks.gpu.lease $* --out $(OUT)
 

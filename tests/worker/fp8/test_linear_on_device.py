@@ -40,6 +40,7 @@ class TestLinear:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which quantizes the weights
         with torch.cuda.stream(stream):
             for _ in range(3):
                 (gradient,) = torch.autograd.grad(model(x).float().square().sum(), x)
