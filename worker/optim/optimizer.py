@@ -17,6 +17,7 @@ from worker import kernels
 from worker.deferred import is_deferred
 from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.kernels.rounding import NUMBERS_PER_DRAW
+from worker.metrics.readback import HostCopy, Late
 from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
 from worker.optim.gradients import GradientReader, all_finite
 from worker.optim.origin import Origin, is_small
@@ -168,11 +169,16 @@ class LowBitOptimizer(torch.optim.Optimizer):
         Values that were loaded into the model since the last step are in its master weights: whoever loads the state dict into
         this optimizer again, as Accelerate's `prepare` does, would otherwise bring back the masters of before.
         """
+        return self.late_state_dict() | {"num_skipped_steps": self.num_skipped_steps}
+
+    @torch.no_grad()
+    def late_state_dict(self) -> dict[str, Any]:
+        """Return `state_dict` with a `Late` number of skipped steps, so that the host waits for nothing."""
         if self.host_states is not None:
             self.host_states.synchronize()
         for parameter, weight in self._quantized.items():
             self._renew_master(weight, self.state.get(parameter))
-        return super().state_dict() | {"seed": self.seed, "num_skipped_steps": self.num_skipped_steps}
+        return super().state_dict() | {"seed": self.seed, "num_skipped_steps": Late(HostCopy(self._num_skipped).read)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
