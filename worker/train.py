@@ -290,7 +290,12 @@ class Trainer:
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
-            for event in (*train_reports.conversion_events(self.conversion, self.model), *self.graph.start_events()):
+            compiling = train_reports.compile_events(self.config, self.model, self.mesh.device)
+            for event in (
+                *train_reports.conversion_events(self.conversion, self.model),
+                *compiling,
+                *self.graph.start_events(),
+            ):
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:

@@ -84,8 +84,8 @@ def waits_of_two_saves(make_trainer: Callable[[Recorder], Trainer]) -> tuple[dic
                 trainer.step()
             found += ops.found + methods.found
             may_write.set()
-        with trainer.writer:
-            trainer.batches.close()
+        trainer.batches.close()
+        trainer.writer.finish()
     return dict(found), reads[True], told
 
 
