@@ -290,12 +290,9 @@ class Trainer:
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
-            compiling = train_reports.compile_events(self.config, self.model, self.mesh.device)
-            for event in (
-                *train_reports.conversion_events(self.conversion, self.model),
-                *compiling,
-                *self.graph.start_events(),
-            ):
+            converted = train_reports.conversion_events(self.conversion, self.model)
+            compiled = train_reports.compile_events(self.config, self.model, self.mesh.device)
+            for event in (*converted, *compiled, *self.graph.start_events()):
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:

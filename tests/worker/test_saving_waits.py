@@ -57,8 +57,8 @@ def held_writer() -> Iterator[threading.Event]:
         yield may_write
 
 
-def waits_of_two_saves(make_trainer: Callable[[Recorder], Trainer]) -> tuple[dict[str, int], int, list[list[int]]]:
-    """Count what the training thread waits for in two checkpoints, and in the steps before and after each, but the first.
+def waits_of_saves(make_trainer: Callable[[Recorder], Trainer], num_saves: int) -> tuple[dict[str, int], int, list[list[int]]]:
+    """Count what the training thread waits for in checkpoints, and in the steps before and after each, but the first.
 
     Returns the waits, the reads in the first checkpoint of copies on their way, and the steps told after each checkpoint.
     """
@@ -74,7 +74,7 @@ def waits_of_two_saves(make_trainer: Callable[[Recorder], Trainer]) -> tuple[dic
         trainer = make_trainer(recorder := Recorder())
         trainer.step()
         trainer.log.num_steps = 100  # no interval ends until then
-        for _ in range(2):
+        for _ in range(num_saves):
             with WaitingMethods() as methods, WaitingOps() as ops:
                 trainer.step()
                 is_saving = not told
@@ -97,7 +97,7 @@ def test_no_checkpoint_waits(tmp_path: Path, spec_document: dict[str, Any], leve
     """With accumulation, clipping, statistics and a moving average of the weights."""
     document = sampled_job(spec_document, level, ema_decay=0.9)
     with Mesh(RankEnv(), torch.device("cpu")) as mesh:
-        found, num_reads, told = waits_of_two_saves(lambda recorder: make(document, tmp_path, mesh, recorder))
+        found, num_reads, told = waits_of_saves(lambda recorder: make(document, tmp_path, mesh, recorder), 2)
     assert found == {}
     assert num_reads == READS_OF_SAMPLES * LEVELS[level].has_own_fp8
     assert told == [[], [1, 2]]  # the second checkpoint waits for the first, and so has what the first waited for
@@ -108,7 +108,7 @@ def save_on_two_ranks(rank: int, port: int, document: dict[str, Any], folder: st
     env = RankEnv(rank=rank, world_size=2, master_port=port)
     config = resolve(JobSpec.model_validate(document), env)
     with cpu_as_accelerator(), Mesh(env, torch.device("cpu"), config.layout) as mesh:
-        found = waits_of_two_saves(lambda recorder: Trainer(config, mesh, recorder, Path(folder)))
+        found = waits_of_saves(lambda recorder: Trainer(config, mesh, recorder, Path(folder)), 1)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -117,6 +117,7 @@ def save_on_two_ranks(rank: int, port: int, document: dict[str, Any], folder: st
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_checkpoint_of_several_ranks_waits(tmp_path: Path, spec_document: dict[str, Any], level: str, division: str) -> None:
+    """The next checkpoint, which first ends this one, has the ranks that hold pieces tell each other what they have written."""
     document = sampled_job(spec_document, level, global_batch_size=4)
     document["model"] = document["model"] | {"hidden_size": 32, "num_layers": 2}
     document |= {"resources": {"workers": 2}, "parallelism": DIVISIONS[division]}
