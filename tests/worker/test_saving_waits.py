@@ -15,16 +15,18 @@ from unittest import mock
 import pytest
 import torch
 
-from api_schemas import JobSpec, StepReport
+from api_schemas import CheckpointReport, JobSpec, StepReport
 from api_schemas.levels import LEVELS
 from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.waiting import LONG_S
 from tests.worker.tape import optimizer_by_kernels
-from tests.worker.test_no_waits import DIVISIONS, REFUSED, WaitingMethods, WaitingOps, is_refused, make, sampled_job
-from tests.worker.test_train import Recorder
+from tests.worker.test_no_waits import DIVISIONS, REFUSED, WaitingMethods, WaitingOps, is_refused, make, run, sampled_job
+from tests.worker.test_train import Recorder, with_training
+from worker import checkpoint
 from worker.checkpoint import write
 from worker.config import RankEnv, resolve
+from worker.errors import NonFiniteLoss
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.mesh import Mesh
 from worker.metrics.readback import HostCopy
@@ -129,3 +131,26 @@ def test_no_checkpoint_of_several_ranks_waits(tmp_path: Path, spec_document: dic
         found, num_reads, _ = json.loads((tmp_path / f"{rank}.json").read_text())
         assert num_reads == READS_OF_SAMPLES * LEVELS[level].has_own_fp8
         assert set(found) <= (STAGES_SAY if division == "pipeline" else set())
+
+
+def test_a_checkpoint_has_the_losses_of_all_steps_before_it(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    run(with_training(spec_document, "O2", steps=7, checkpoint_every=3), tmp_path, recorder := Recorder())
+    losses, reports = recorder.losses(), recorder.of(CheckpointReport)
+    assert [report.step for report in reports] == [3, 6, 7]
+    for report in reports:
+        state = checkpoint.load_folder(tmp_path / "checkpoints" / report.name)
+        assert state["progress"]["recent_losses"] == losses[: report.step]
+        assert state["progress"]["first_loss"] == losses[0]
+        assert len(state["step_times_s"]) == report.step - 1  # the first one loads kernels
+        assert report.loss == losses[report.step - 1]
+
+
+def test_a_run_whose_losses_stay_infinite_leaves_no_checkpoint_of_them(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = with_training(spec_document, steps=300, checkpoint_every=12)
+    with Mesh(RankEnv(), torch.device("cpu")) as mesh:
+        trainer = make(document, tmp_path, mesh, Recorder())
+        with torch.no_grad():
+            next(trainer.model.parameters()).fill_(torch.nan)
+        with pytest.raises(NonFiniteLoss, match="up to step 10"):
+            trainer.run()
+    assert list(tmp_path.glob("checkpoints/*")) == []
