@@ -162,18 +162,16 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """Steps that changed nothing because a gradient was not finite. Waits for the device."""
         return int(self._num_skipped)
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with the seed and the number of skipped steps.
 
-        Values that were loaded into the model since the last step are in its master weights: whoever loads the state dict into
-        this optimizer again, as Accelerate's `prepare` does, would otherwise bring back the masters of before.
+        Its masters follow what the model has loaded since: to load it again, as Accelerate does, would bring back the former.
         """
         return self.late_state_dict() | {"num_skipped_steps": self.num_skipped_steps}
 
     @torch.no_grad()
     def late_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict` with a `Late` number of skipped steps, so that the host waits for nothing."""
+        """Return `state_dict` with a `Late` number of skipped steps: the host does not wait."""
         if self.host_states is not None:
             self.host_states.synchronize()
         for parameter, weight in self._quantized.items():
