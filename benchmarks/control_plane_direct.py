@@ -13,8 +13,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control_plane_tables import compare, options_of
+from benchmarks.control_plane_tables import compare, cpu_by_module, options_of
 from benchmarks.control_plane_writes import TOKEN, Application
 from tests.service.postgres_server import running_server
 
@@ -155,15 +153,9 @@ def main() -> int:
         print(json.dumps(asyncio.run(measure(options.corpus, options.windows, options.database))))  # noqa: T201
         return 0
 
-    def once(tree: Path, _folder: Path, corpus: Path) -> dict[str, float]:
-        path = os.pathsep.join([str(tree.resolve()), str(Path(__file__).parents[1])])
-        command = [sys.executable, "-P", "-m", "benchmarks.control_plane_direct", "--corpus", str(corpus)]
-        command += ["--windows", str(options.windows), "--database", options.database]
-        output = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True).stdout
-        return {f"CPU of each {name} (µs)": value for name, value in json.loads(output).items()}
-
     title = "CPU time of usual reports, by thread"
-    return compare(options, "benchmarks.control_plane_direct", title, "control-plane-direct", once)
+    module, given = "benchmarks.control_plane_direct", ("--windows", str(options.windows), "--database", options.database)
+    return compare(options, module, title, "control-plane-direct", cpu_by_module(module, *given))
 
 
 if __name__ == "__main__":

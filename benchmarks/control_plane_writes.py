@@ -14,8 +14,6 @@ import hashlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control_plane import SPEC
-from benchmarks.control_plane_tables import compare, options_of
+from benchmarks.control_plane_tables import compare, cpu_by_module, options_of
 
 TOKEN = b"token-of-the-benchmark"
 STEP = {"kind": "step", "loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1e-3, "tokens": 1000, "step_time_s": 0.1}
@@ -149,14 +147,9 @@ def main() -> int:
         print(json.dumps(asyncio.run(measure(options.corpus))))  # noqa: T201
         return 0
 
-    def once(tree: Path, _folder: Path, corpus: Path) -> dict[str, float]:
-        path = os.pathsep.join([str(tree.resolve()), str(Path(__file__).parents[1])])
-        command = [sys.executable, "-P", "-m", "benchmarks.control_plane_writes", "--corpus", str(corpus)]
-        output = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True).stdout
-        return {f"CPU of each {name} (µs)": value for name, value in json.loads(output).items()}
-
     title = "CPU time of the control plane's writes"
-    return compare(options, "benchmarks.control_plane_writes", title, "control-plane-writes", once)
+    module = "benchmarks.control_plane_writes"
+    return compare(options, module, title, "control-plane-writes", cpu_by_module(module))
 
 
 if __name__ == "__main__":

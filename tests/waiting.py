@@ -9,6 +9,8 @@ from typing import Any
 
 LONG_S = 600.0
 """Seconds until a wait gives up."""
+WHOLE_RUN_S = 3600.0
+"""The same for a process that compiles, or that runs a whole benchmark: minutes of work, which other load makes many."""
 
 
 def wait_until(condition: Callable[[], Any], *, timeout_s: float = LONG_S, poll_s: float = 0.01) -> None:

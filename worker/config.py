@@ -20,6 +20,7 @@ from api_schemas import (
     tokens_per_sample,
 )
 from api_schemas.adapter import AdapterSpec
+from api_schemas.compiling import why_not_compiled
 from api_schemas.resources import ParallelismSpec
 
 
@@ -67,6 +68,8 @@ class TrainConfig:
     eval_batches: int
     checkpoint_every: int
     seed: int
+    not_compiled: str | None = None
+    """Why blocks are not compiled where the job leaves it open."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -105,7 +108,8 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
     if unfit := spec.without_effect():
         raise unfit
     training = spec.training
-    if layout.tensor * layout.context * layout.pipeline > 1:  # ranks add up inside of each block, or hold some; "on" is refused
+    not_compiled = why_not_compiled(layout) if training.compile == "auto" else None  # "on" is refused there
+    if not_compiled is not None:
         training = training.model_copy(update={"compile": "off"})
     sizes = _read_sizes(spec, files)
     return TrainConfig(
@@ -128,6 +132,7 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
         eval_batches=training.eval_batches,
         checkpoint_every=training.checkpoint_every,
         seed=training.seed,
+        not_compiled=not_compiled,
     )
 
 

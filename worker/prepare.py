@@ -234,7 +234,7 @@ def convert(
 def check_chip(chip: Chip, precision: PrecisionSpec) -> None:
     """Refuse a level, or a recipe, whose products a CUDA device has no instructions for. ValueError."""
     level, recipe, (major, minor) = precision.storage, precision.resolved_recipe, chip.capability
-    if level.has_own_fp8 and chip.capability < MIN_COMPUTE_CAPABILITY:
+    if level.gemm == "fp8" and chip.capability < MIN_COMPUTE_CAPABILITY:
         raise ValueError(
             f"level {level.name} multiplies in FP8; {chip.name} has compute capability {major}.{minor}; allowed: 8.9 or "
             "later (Ada, Hopper, Blackwell). Use bf16-amp or fp16-amp there."

@@ -3,7 +3,9 @@
 import math
 from collections import deque
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Self
 
 from worker.errors import Diverged, NonFiniteLoss
 
@@ -38,6 +40,12 @@ class StepTimes:
         """Go on from those of an earlier attempt."""
         self.kept.extend(kept)
 
+    def copy(self) -> Self:
+        """Return one that goes on by itself."""
+        other = copy(self)
+        other.kept = self.kept.copy()
+        return other
+
     def mean(self, progress: "Progress") -> float:
         """Return the mean in seconds; that of all the run's steps where none was kept."""
         return sum(self.kept) / len(self.kept) if self.kept else progress.train_time_s / max(1, progress.step)
@@ -62,6 +70,12 @@ class Progress:
     def last_loss(self) -> float | None:
         """The newest finite loss, or None before there is one."""
         return self.recent_losses[-1] if self.recent_losses else None
+
+    def copy(self) -> Self:
+        """Return one that takes losses by itself."""
+        other = copy(self)
+        other.recent_losses = self.recent_losses.copy()
+        return other
 
     def note_loss(self, step: int, loss: float, num_steps: int) -> str | None:
         """Take the loss of one step of `num_steps`, in order. Returns a warning when one is due, else None.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from api_schemas import TrainingSpec
-from worker.blocks import CompileWatch, prepare_blocks
+from worker.blocks import CompileWatch, prepare_blocks, repeated_blocks
 from worker.errors import InvalidConfig
 from worker.fp8.bf16 import HalfLinear, half_linear
 from worker.fp8.loss_scaling import STATE_BUFFER
@@ -26,6 +26,7 @@ def prepare_steps(
 
     Raises InvalidConfig for what only the rank can see: a model without blocks, or without a head that a loss can be fused to.
     """
+    _check_blocks(model, training)
     try:
         if training.residual_stream == "bf16":
             keep_residual_in_bf16(model)
@@ -40,6 +41,18 @@ def prepare_steps(
     except ValueError as error:
         raise InvalidConfig(str(error)) from error
     return prepare_blocks(model, training.activation_checkpointing, training.compile, device)
+
+
+def _check_blocks(model: nn.Module, training: TrainingSpec) -> None:
+    """Refuse options that would do nothing to a model without repeated blocks."""
+    unset = {"compile": "off", "activation_checkpointing": "none"}
+    found = {"compile": training.compile, "activation_checkpointing": training.activation_checkpointing}
+    for name, value in found.items():
+        if value not in (unset[name], "auto") and not repeated_blocks(model):
+            raise InvalidConfig(
+                f"training.{name} is {value}, and the model repeats no blocks; allowed: {unset[name]}, or models with an "
+                f"nn.ModuleList or nn.Sequential of alike blocks. Remove training.{name}."
+            )
 
 
 def fuse_loss(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ step and is read at once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import torch
@@ -64,6 +64,36 @@ class _UnderWay:
     steps: list[TakenStep]
     copy: HostCopy | HostNumbers
     told: list[float] | None = None
+    is_before_save: bool = False
+    """It was sent before the newest checkpoint was begun: what it tells of threads that write is not of this checkpoint's."""
+
+    def finished(self, numbers: list[float], num_replicas: int) -> list[FinishedStep]:
+        """The steps with what the copy holds."""
+        losses, norms = numbers[: len(self.steps)], numbers[len(self.steps) :][: len(self.steps)]
+        return [
+            FinishedStep(
+                step=step.step,
+                loss=loss / num_replicas,
+                gradient_norm=norm,
+                learning_rate=step.learning_rate,
+                step_time_s=step.began.seconds_until(step.ended),
+                data_wait_s=step.data_wait_s,
+                at=step.at,
+            )
+            for step, loss, norm in zip(self.steps, losses, norms, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class UnreadSteps:
+    """Steps on their way to the host, for the thread that writes a checkpoint. The log will read them, too."""
+
+    intervals: tuple[_UnderWay, ...]
+    num_replicas: int
+
+    def read(self) -> list[FinishedStep]:
+        """Return the steps in order. Waits for the device."""
+        return [step for sent in self.intervals for step in sent.finished(sent.copy.read(), self.num_replicas)]
 
 
 class StepLog:
@@ -104,6 +134,17 @@ class StepLog:
             self._send(wants_to_stop)
         return self._read(num_kept=0)
 
+    def begin_save(self) -> UnreadSteps:
+        """Return the steps that were added and not read, which stay in the log. A checkpoint begins now, on all ranks."""
+        if self._open:
+            self._send(wants_to_stop=False)
+        self._under_way = [replace(sent, is_before_save=True) for sent in self._under_way]
+        return UnreadSteps(tuple(self._under_way), self._mesh.replicas.size)
+
+    def read_saved(self) -> Reading:
+        """Read the steps up to the newest checkpoint's. They have arrived once this is written."""
+        return self._read(num_kept=sum(not sent.is_before_save for sent in self._under_way))
+
     @torch.no_grad()
     def _send(self, wants_to_stop: bool) -> None:
         opened, self._open = self._open, []
@@ -133,28 +174,15 @@ class StepLog:
         taken: list[TakenStep] = []
         while len(self._under_way) > num_kept:
             sent = self._under_way.pop(0)
-            steps = sent.steps
             with self._mesh.waits.call("reading of the losses", DEVICE):
                 numbers = sent.copy.read()
             stopping, writing, proposal = sent.told or numbers[-3:]
-            losses, norms = numbers[: len(steps)], numbers[len(steps) :][: len(steps)]
-            taken += steps
+            taken += sent.steps
             num_stopping += round(stopping)
-            all_written = writing == 0
+            all_written = writing == 0 and not sent.is_before_save
             if self.is_late:
                 self.num_steps = max(1, min(MAX_STEPS, round(proposal)))
-            found += [
-                FinishedStep(
-                    step=step.step,
-                    loss=loss / self._mesh.replicas.size,
-                    gradient_norm=norm,
-                    learning_rate=step.learning_rate,
-                    step_time_s=step.began.seconds_until(step.ended),
-                    data_wait_s=step.data_wait_s,
-                    at=step.at,
-                )
-                for step, loss, norm in zip(steps, losses, norms, strict=True)
-            ]
+            found += sent.finished(numbers, self._mesh.replicas.size)
         if found:
             self._count_busy(found, taken)
             mean_s = sum(step.step_time_s for step in found) / len(found)

@@ -9,7 +9,6 @@ device has long computed them (`step_log.py`). So a divergence, or a stop of sev
 import logging
 import math
 from contextlib import closing, nullcontext
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from worker.fp8.convert import ConversionReport
 from worker.fp8.fallback import Fallback
 from worker.fp8.health import LayerDemoted, StepKeeper
 from worker.mesh import Mesh
-from worker.metrics.readback import Mark
+from worker.metrics.readback import Late, Mark
 from worker.metrics.table import Metrics
 from worker.models.flops import flops_per_token
 from worker.moving_average import MovingAverage
@@ -45,6 +44,7 @@ from worker.pretrained.start import StartedModel, start_job
 from worker.progress import Progress, StepTimes
 from worker.reporting.reporter import Reporter, order_to_stop
 from worker.resume import resume
+from worker.saved_progress import SavedProgress
 from worker.savings import prepare_steps
 from worker.staged_steps import staged_step
 from worker.step_graph import StepGraph, step_graph_of
@@ -225,19 +225,23 @@ class Trainer:
         return means
 
     def save(self) -> None:
-        """Start to write a checkpoint: each rank what it alone holds, and the rank that reports what all ranks hold."""
-        self._report(self.log.flush())
+        """Start to write a checkpoint: each rank what it alone holds, and the rank that reports what all ranks hold.
+
+        The host waits for no value of the device. The thread that writes does, for the tensors as for the newest losses.
+        """
+        self._report(self.log.read_saved())
+        progress = SavedProgress(self.progress, self.step_times, self.log.begin_save(), self.num_steps)
         model, optimizer = self.parallel.state_dicts()
         state = {
             "job": trained_job(self.config),
             "model": trained_state(self.model, model),
             "optimizer": optimizer,
-            "progress": asdict(self.progress),
-            "step_times_s": list(self.step_times.kept),
+            "progress": Late(progress.counters),
+            "step_times_s": Late(progress.step_times_s),
             "average": self.average.state_dict(),
             "random": checkpoint.random_state(self.mesh.world),
         }
-        self.writer.start(self.progress.step, state, self.progress.last_loss)
+        self.writer.start(self.progress.step, state, Late(progress.last_loss))
 
     def _prepare(self, started: StartedModel) -> None:
         """Convert the model, put it on the mesh, and give it the values that it lacks."""
@@ -286,7 +290,9 @@ class Trainer:
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
-            for event in (*train_reports.conversion_events(self.conversion, self.model), *self.graph.start_events()):
+            converted = train_reports.conversion_events(self.conversion, self.model)
+            compiled = train_reports.compile_events(self.config, self.model, self.mesh.device)
+            for event in (*converted, *compiled, *self.graph.start_events()):
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:

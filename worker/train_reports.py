@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from api_schemas import EventReport, JobSummary, JsonScalar, StartedReport, StepReport
+from worker.blocks import repeated_blocks
 from worker.config import TrainConfig
 from worker.fp8.convert import ConversionReport
 from worker.fp8.fallback import Fallback
@@ -87,6 +88,14 @@ def conversion_events(conversion: ConversionReport, model: nn.Module) -> Iterato
         yield EventReport(type="layers.filtered", message=message[:4096], data={"layers": len(conversion.filtered)})
     if conversion.nothing_converted:
         yield EventReport(type="layers.none_converted", message=conversion.nothing_converted[:4096])
+
+
+def compile_events(config: TrainConfig, model: nn.Module, device: torch.device) -> Iterator[EventReport]:
+    """Why a job on CUDA that leaves it open does not compile the blocks of its model."""
+    is_open = config.training.compile == "auto"
+    reason = "the model repeats none" if is_open and not repeated_blocks(model) else config.not_compiled
+    if reason is not None and device.type == "cuda":
+        yield EventReport(type="training.not_compiled", message=f"blocks run without torch.compile: {reason}")
 
 
 def summarize(

@@ -58,7 +58,7 @@ CALLS = (
         Run("train", "gpt", 75, ("--sizes", "350")),
         Run("train", "job", 130),
     ),
-    (Run("accuracy", "", 375, ("--steps", "1500")), Run("train", "memory,cost,cuda", 192, ("--sizes", "1.3"))),
+    (Run("accuracy", "", 375, ("--steps", "1500")), Run("train", "memory,cost,cuda", 190, ("--sizes", "1.3"))),
 )
 
 

@@ -124,7 +124,7 @@ def sections(session: Session, _report: Report) -> list[Section]:
         Section("CUDA graphs", [_graph_case(session, size, way, found) for size in sizes for way in GRAPHED], share=0.07),
         Section("Job", job_cases(session), share=0.17),
         Section("Memory with options", [_option_case(session, size, way, found) for size, way in options], share=0.08),
-        Section("Memory of vision models", _vision_cases(session), share=0.11),
+        Section("Memory of vision models", _vision_cases(session), share=0.115),
         Section("Largest GPT", largest_cases(session), share=0.29),
         Section("Other levels", [_gpt_case(session, size, way, found) for size, way in others], share=0.05),
     ]

@@ -16,8 +16,10 @@ from tests.worker.test_accelerator import FAMILIES, batch_of, fit_loss_scale
 from tests.worker.test_train import train, with_training
 from worker import initialize
 from worker.blocks import WARM_UP_STEPS, CompileWatch, checkpoint_blocks, compile_blocks, repeated_blocks
+from worker.config import RankEnv, resolve
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.models.gpt import GPT
+from worker.train_reports import compile_events
 
 IN_EVERY_RUN = {("gpt", "O2", "full"), ("swin", "O2", "selective"), ("gpt", "fp32", "selective")}
 BLOCKS = {
@@ -229,3 +231,31 @@ def test_a_graph_that_is_broken_is_told_once_with_its_reason() -> None:
     assert isinstance(event, EventReport)
     assert (event.type, event.data["graph_breaks"]) == ("training.graph_broken", 1)
     assert "graph_break" in event.message
+
+
+@pytest.mark.parametrize(
+    ("training", "tensor", "device", "reason"),
+    [
+        ({}, 1, "cuda", None),
+        ({"saved_activations": "fp8"}, 1, "cuda", None),
+        ({"compile": "off"}, 2, "cuda", None),
+        ({}, 2, "cpu", None),
+        ({}, 2, "cuda", "with parallelism.tensor 2 ranks exchange tensors inside of blocks, or between them"),
+    ],
+)
+def test_a_job_on_cuda_says_why_its_blocks_are_not_compiled(
+    spec_document: dict[str, Any], training: dict[str, Any], tensor: int, device: str, reason: str | None
+) -> None:
+    document = spec_document | {"precision": {"level": "O2"}, "training": spec_document["training"] | training}
+    document |= {"resources": {"workers": tensor}, "parallelism": {"tensor": tensor}}
+    config = resolve(JobSpec.model_validate(document), RankEnv(world_size=tensor))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+    events = list(compile_events(config, model, torch.device(device)))
+    expected = [] if reason is None else [("training.not_compiled", f"blocks run without torch.compile: {reason}")]
+    assert [(event.type, event.message) for event in events] == expected
+
+
+def test_a_model_without_blocks_says_so(spec_document: dict[str, Any]) -> None:
+    config = resolve(JobSpec.model_validate(spec_document), RankEnv())
+    (event,) = compile_events(config, nn.Linear(4, 4), torch.device("cuda"))
+    assert event.message == "blocks run without torch.compile: the model repeats none"

@@ -217,6 +217,7 @@ def test_importing_the_package_loads_no_torch() -> None:
 
 @pytest.mark.parametrize(("level", "capability", "is_allowed"), [
     ("O2", (9, 0), True), ("te", (8, 9), True), ("bf16-amp", (8, 0), True), ("O2", (8, 6), False), ("te", (7, 5), False),
+    ("ao", (8, 0), False), ("ao", (8, 9), True),
 ])  # fmt: skip
 def test_fp8_needs_the_instructions_whatever_the_device_is_called(
     level: str, capability: tuple[int, int], is_allowed: bool

@@ -523,3 +523,16 @@ def test_a_rank_refuses_what_it_alone_can_see() -> None:
     training = TrainingSpec.model_validate({"steps": 1, "saved_activations": "fp8"})
     with pytest.raises(InvalidConfig, match="repeats no blocks"):
         prepare_steps(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))]), training, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [("compile", "on", "off"), ("activation_checkpointing", "selective", "none"), ("activation_checkpointing", "full", "none")],
+)
+def test_an_option_of_blocks_is_refused_where_there_are_none(option: str, value: str, allowed: str) -> None:
+    training = TrainingSpec.model_validate({"steps": 1, option: value})
+    message = (
+        rf"training\.{option} is {value}, and the model repeats no blocks; allowed: {allowed}, .* Remove training\.{option}"
+    )
+    with pytest.raises(InvalidConfig, match=message):
+        prepare_steps(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))]), training, torch.device("cpu"))

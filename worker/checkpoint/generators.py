@@ -7,18 +7,23 @@ from worker.mesh import Axis
 
 
 def random_state(world: Axis) -> dict[str, Tensor]:
-    """Return the states of torch's random generators: uint8, (bytes), of R ranks (R, bytes). All ranks call it together."""
+    """Return the states of torch's random generators: uint8, (bytes), of R ranks (R, bytes). All ranks call it together.
+
+    The states of several ranks are on their device: the host does not wait for the gather.
+    """
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     if world.size == 1:
         return state
-    return {name: world.start_gather(part.to(world.device)).wait().cpu() for name, part in state.items()}
+    if world.device.type == "cuda":
+        state = {name: part.pin_memory().to(world.device, non_blocking=True) for name, part in state.items()}
+    return {name: world.start_gather(part).wait() for name, part in state.items()}
 
 
 def set_random_state(state: dict[str, Tensor], world: Axis) -> None:
     """Go on with this rank's random numbers. With another number of ranks than saved them, each has numbers of its own."""
-    states = {name: part.view(-1, part.shape[-1]) for name, part in state.items()}
+    states = {name: part.cpu().view(-1, part.shape[-1]) for name, part in state.items()}
     number, num_saved = world.rank, len(states["cpu"])
     torch.set_rng_state(states["cpu"][number % num_saved].clone())  # torch crashed on a view
     if "cuda" in states and torch.cuda.is_available():

@@ -28,6 +28,7 @@ from worker.checkpoint.files import (
 from worker.checkpoint.host_copies import HostCopies
 from worker.errors import StorageFull, is_storage_full
 from worker.mesh import Axis, TensorInPieces
+from worker.metrics.readback import Late
 
 _WRITTEN, _FAILED, _FULL = range(3)
 
@@ -36,9 +37,9 @@ _WRITTEN, _FAILED, _FULL = range(3)
 class Contents:
     """What one rank writes of the checkpoint of a step. Nothing changes it while it is written.
 
-    skeleton: the state as JSON, with the paths of its tensors. whole: the tensors that the first rank writes, by path; empty on
-    others. own: this rank's pieces. in_pieces: whether ranks hold tensors in pieces, and each writes a file. in_shards:
-    whether tensor ranks divide some.
+    skeleton: the state as JSON, with the paths of its tensors, and with `Late` values as they are. whole: the tensors that the
+    first rank writes, by path; empty on others. own: this rank's pieces. in_pieces: whether ranks hold tensors in pieces, and
+    each writes a file. in_shards: whether tensor ranks divide some.
     """
 
     step: int
@@ -83,7 +84,7 @@ def write_own(contents: Contents, unfinished: Path, world: Axis) -> dict[str, Wr
     contents.copies.wait()
     names = []
     if world.is_first:
-        document = {"version": contents.version, "step": contents.step, "state": contents.skeleton}
+        document = {"version": contents.version, "step": contents.step, "state": _read_late(contents.skeleton)}
         save_file(contents.whole, unfinished / TENSORS)
         (unfinished / STATE).write_text(json.dumps(document))
         names += [TENSORS, STATE]
@@ -138,7 +139,12 @@ def complete(folder: Path, unfinished: Path, contents: Contents, written: dict[s
 
 
 def _take_tensors(value: Any, whole: dict[str, Tensor], pieces: dict[str, TensorInPieces], path: str = "") -> Any:
-    """Convert `value` to JSON and move its tensors to `whole` and `pieces`. Dicts become pairs: keys may be int or str."""
+    """Convert `value` to JSON and move its tensors to `whole` and `pieces`. Dicts become pairs: keys may be int or str.
+
+    Values that are `Late` stay.
+    """
+    if isinstance(value, Late):
+        return value
     if isinstance(value, TensorInPieces) and 0 in value.shape and value.cut is None:
         value = value.own.view(value.shape)
     if isinstance(value, Tensor):
@@ -156,3 +162,12 @@ def _take_tensors(value: Any, whole: dict[str, Tensor], pieces: dict[str, Tensor
         return {"tuple" if isinstance(value, tuple) else "list": items}
     assert value is None or isinstance(value, str | int | float | bool), f"{path} is a {type(value).__name__}"
     return {"value": value}
+
+
+def _read_late(skeleton: Any) -> Any:
+    """The skeleton with all values. Waits for those that are `Late`."""
+    if isinstance(skeleton, Late):
+        return _take_tensors(skeleton.read(), {}, {})
+    if isinstance(skeleton, dict):
+        return {key: _read_late(item) for key, item in skeleton.items()}
+    return [_read_late(item) for item in skeleton] if isinstance(skeleton, list) else skeleton

@@ -22,6 +22,7 @@ from worker.checkpoint.host_copies import HostCopies
 from worker.checkpoint.write import Contents, agree, complete, contents_of, write_own
 from worker.errors import Diverged, Fenced, LeaseLost, NonFiniteLoss, Stopped, StorageFull, is_storage_full
 from worker.mesh import Axis
+from worker.metrics.readback import Late
 
 _UNFINISHED = ".unfinished_"
 
@@ -47,8 +48,8 @@ class CheckpointWriter:
         """Whether a thread of this rank still writes."""
         return self._writing is not None and self._writing.thread.is_alive()
 
-    def start(self, step: int, state: dict[str, Any], loss: float | None = None) -> None:
-        """Start to write `state` (nested dicts and lists of tensors and JSON values) as the checkpoint of `step`.
+    def start(self, step: int, state: dict[str, Any], loss: Late | float | None = None) -> None:
+        """Start to write `state` (nested dicts and lists of tensors, JSON values and `Late` ones) as the checkpoint of `step`.
 
         Waits for the one before, and raises what `finish` raises for it. Call `before_change` before the state changes. loss:
         for the report, in nats. Without pieces only the first rank writes.
@@ -113,7 +114,7 @@ class CheckpointWriter:
                 ) from error
             raise
         if saved is not None and self._tell is not None:
-            step, loss = writing.contents.step, writing.loss
+            step, loss = writing.contents.step, writing.loss.read() if isinstance(writing.loss, Late) else writing.loss
             report = CheckpointReport(step=step, loss=loss, name=saved.name, num_bytes=saved.num_bytes, sha256=saved.sha256)
             self._tell(report)
         return saved
@@ -133,7 +134,7 @@ class CheckpointWriter:
 class _Writing:
     """A checkpoint that is being written, and the thread that writes it."""
 
-    def __init__(self, contents: Contents, folder: Path, world: Axis, loss: float | None) -> None:
+    def __init__(self, contents: Contents, folder: Path, world: Axis, loss: Late | float | None) -> None:
         self.contents, self.folder, self.world, self.loss = contents, folder, world, loss
         self.unfinished = folder / f"{_UNFINISHED}{checkpoint_name(contents.step)}"
         self.files: dict[str, WrittenFile] = {}

@@ -44,6 +44,11 @@ class RoundingPosition:
     def count(self, count: int) -> None:
         self._count.fill_(count)
 
+    @property
+    def counter(self) -> Tensor:
+        """The count as it is held, int64 ()."""
+        return self._count
+
     def counter_on(self, device: torch.device) -> Tensor:
         """Return the count itself, int64 (), which moves to the device of the gradients."""
         if self._count.device != device:

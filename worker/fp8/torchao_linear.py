@@ -13,7 +13,7 @@ from api_schemas.precision import PrecisionSpec, TorchaoSpec
 def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
     """Return a function that makes torchao's layer from a linear layer and keeps its parameters.
 
-    Without FP8 hardware torchao emulates the products. ValueError where torchao is not installed.
+    On the CPU torchao emulates the products. ValueError where torchao is not installed.
     """
     if find_spec("torchao") is None:
         raise ValueError(
@@ -28,6 +28,6 @@ def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callabl
         Float8LinearConfig.from_recipe_name(precision.torchao_recipe),
         pad_inner_dim=options.pad_inner_dim,
         enable_fsdp_float8_all_gather=options.fsdp_float8_all_gather,
-        emulate=device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9),
+        emulate=device.type != "cuda",
     )
     return lambda linear: TorchaoLinear.from_float(linear, config).train(linear.training)

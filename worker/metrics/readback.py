@@ -1,6 +1,7 @@
 """Values that an accelerator still computes: they are copied to the host without a wait, and read when they have arrived."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,6 +25,13 @@ class HostCopy:
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._host.tolist()
+
+
+@dataclass(frozen=True)
+class Late:
+    """A value that depends on numbers on their way to the host. read: waits for them; any thread may call it."""
+
+    read: Callable[[], Any]
 
 
 @dataclass(frozen=True)

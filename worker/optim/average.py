@@ -25,6 +25,9 @@ class AveragedModel(swa_utils.AveragedModel):
     all others in their own dtype. It computes as the model does, and its layers are named as the model's are.
     """
 
+    _has_begun = False
+    """Whether an average was taken, and none was loaded since: then the host does not read `n_averaged`."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -54,10 +57,14 @@ class AveragedModel(swa_utils.AveragedModel):
                 drop_history(state, f"{name}.")
         return super().load_state_dict(state, strict, assign)
 
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._has_begun = False
+
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Take the present values into the average; the first call copies them. One weight at a time is decoded."""
-        num_averaged, is_first = self.n_averaged, bool(self.n_averaged == 0)
+        num_averaged, is_first = self.n_averaged, not self._has_begun and bool(self.n_averaged == 0)
         pairs = list(zip(self.module.parameters(), _values(model), strict=True))
         buffers = list(zip(self.module.buffers(), _buffers(model), strict=True))
         for averaged, read in [*pairs, *buffers]:
@@ -71,6 +78,7 @@ class AveragedModel(swa_utils.AveragedModel):
                 average = self.avg_fn or swa_utils.get_swa_avg_fn()
                 averaged.copy_(average(averaged.detach(), value, num_averaged.to(averaged.device)))
         self.n_averaged += 1
+        self._has_begun = True
 
 
 def _values(model: nn.Module) -> Iterator[Callable[[], Tensor]]:

@@ -17,6 +17,7 @@ from worker import kernels
 from worker.deferred import is_deferred
 from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.kernels.rounding import NUMBERS_PER_DRAW
+from worker.metrics.readback import HostCopy, Late
 from worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
 from worker.optim.gradients import GradientReader, all_finite
 from worker.optim.origin import Origin, is_small
@@ -161,18 +162,21 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """Steps that changed nothing because a gradient was not finite. Waits for the device."""
         return int(self._num_skipped)
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with the seed and the number of skipped steps.
 
-        Values that were loaded into the model since the last step are in its master weights: whoever loads the state dict into
-        this optimizer again, as Accelerate's `prepare` does, would otherwise bring back the masters of before.
+        Its masters follow what the model has loaded since: to load it again, as Accelerate does, would bring back the former.
         """
+        return self.late_state_dict() | {"num_skipped_steps": self.num_skipped_steps}
+
+    @torch.no_grad()
+    def late_state_dict(self) -> dict[str, Any]:
+        """Return `state_dict` with a `Late` number of skipped steps: the host does not wait."""
         if self.host_states is not None:
             self.host_states.synchronize()
         for parameter, weight in self._quantized.items():
             self._renew_master(weight, self.state.get(parameter))
-        return super().state_dict() | {"seed": self.seed, "num_skipped_steps": self.num_skipped_steps}
+        return super().state_dict() | {"seed": self.seed, "num_skipped_steps": Late(HostCopy(self._num_skipped).read)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -166,12 +166,13 @@ class Parallel:
     def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state dicts of model and optimizer for `worker.checkpoint.save`. All ranks call it together.
 
-        Each rank has its own pieces (ZeRO) and shards (tensor degree) of weights and states, as `TensorInPieces`.
+        Each rank has its own pieces (ZeRO) and shards (tensor degree) of weights and states, as `TensorInPieces`. The host does
+        not wait for the device, but between the stages of a pipeline: they exchange as text what each of them holds.
         """
         if self._sharded is not None:
             model, optimizer = self._sharded.state_dicts_in_pieces()
         else:
-            model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+            model, optimizer = self.model.state_dict(), late_state_of(self.optimizer)
         return self.shards.mark(model, optimizer, self.optimizer)
 
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -182,6 +183,11 @@ class Parallel:
     def own_part(self, model: dict[str, Any], optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return state dicts of whole tensors as this rank loads them: with the shards that it holds."""
         return self.shards.cut_saved(model, optimizer, self.optimizer)
+
+
+def late_state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer, for which the host does not wait."""
+    return optimizer.late_state_dict() if isinstance(optimizer, LowBitOptimizer) else optimizer.state_dict()
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

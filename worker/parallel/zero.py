@@ -110,10 +110,13 @@ class ShardedStates:
         in_turn(self._gather_weights(bucket, bucket.parameters[0] not in divided) for bucket in self.gradients.buckets)
 
     def state_dicts_in_pieces(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state dicts of model and optimizer, with a `TensorInPieces` for what ranks share. All ranks call it together."""
+        """The state dicts of model and optimizer, with a `TensorInPieces` for what ranks share. All ranks call it together.
+
+        The host waits for nothing, so the number of skipped steps is `Late`.
+        """
         self._keep_pieces(True)
         try:
-            optimizer = self.optimizer.state_dict()
+            optimizer = self.optimizer.late_state_dict()
         finally:
             self._keep_pieces(False)
         return self.model_in_pieces(), optimizer
@@ -203,19 +206,23 @@ class ShardedStates:
             if isinstance(value, dict):
                 whole[name] = {part: self._join(bucket, index, part, entries, owns_some) for part, entries in value.items()}
             else:  # the number of steps: a rank that owns nothing has taken none
-                steps = int(self._of_owners(torch.tensor(float(value), dtype=torch.float64), owns_some))
-                whole[name] = torch.full((), steps, dtype=value.dtype) if isinstance(value, Tensor) else steps
+                steps = self._of_owners(torch.as_tensor(value, dtype=torch.float64), owns_some)
+                whole[name] = self._as_told(steps.to(value.dtype)) if isinstance(value, Tensor) else int(steps)
         return whole
 
     def _join(self, bucket: Bucket, index: int, part: str, entries: Tensor, owns_some: bool) -> Tensor | TensorInPieces:
         """The entries of a part of a state, of all ranks' pieces of a parameter."""
         if entries.dim() == 0:
             scale = self._of_owners(entries, owns_some)
-            return torch.where(scale.isfinite(), scale, torch.nan).cpu()
+            return self._as_told(torch.where(scale.isfinite(), scale, torch.nan))
         elements_per_entry = 1 if part == "codes" else BLOCK
         if self._keeps_pieces:
             return in_pieces(bucket, index, entries, elements_per_entry)
         return join(bucket, index, entries, elements_per_entry).cpu()
+
+    def _as_told(self, number: Tensor) -> Tensor:
+        """A number of a whole state: on the host, unless a checkpoint copies it there with the pieces."""
+        return number if self._keeps_pieces else number.cpu()
 
     def _of_owners(self, number: Tensor, owns_some: bool) -> Tensor:
         """The number, which is not negative, that all owners of a parameter have; infinity for NaN."""

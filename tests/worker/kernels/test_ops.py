@@ -135,16 +135,8 @@ def test_results_share_no_memory() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
-def test_cuda_tensors_get_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_tensors_get_the_triton_kernels(launched: list[str]) -> None:
     """What is registered for CUDA is run on CPU tensors; it must be a Triton kernel and agree with the reference."""
-    launched: list[str] = []
-    run = language.triton.runtime.interpreter.InterpretedFunction.run
-
-    def note(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        launched.append(kernel.fn.__name__)
-        return run(kernel, *arguments, **options)
-
-    monkeypatch.setattr(language.triton.runtime.interpreter.InterpretedFunction, "run", note)
     on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     for op, arguments in calls((16, 130)):
         if op in (
@@ -185,16 +177,10 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
-def test_eager_code_on_a_gpu_goes_past_the_dispatcher_unless_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_code_on_a_gpu_goes_past_the_dispatcher_unless_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch, launched: list[str]
+) -> None:
     """With the CPU in a GPU's place, the kernel runs; a dispatch mode still sees the op, and the CPU's implementation runs."""
-    launched: list[str] = []
-    run = language.triton.runtime.interpreter.InterpretedFunction.run
-
-    def note(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        launched.append(kernel.fn.__name__)
-        return run(kernel, *arguments, **options)
-
-    monkeypatch.setattr(language.triton.runtime.interpreter.InterpretedFunction, "run", note)
     monkeypatch.setattr(library, "DIRECT_DEVICES", {"cpu"})
     x = torch.tensor([1.0, -3.0])
     assert float(kernels.compute_amax(x)) == 3

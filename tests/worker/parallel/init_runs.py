@@ -19,6 +19,7 @@ from worker import memory_report
 from worker.config import RankEnv, resolve
 from worker.fp8 import weights
 from worker.mesh import Mesh, TensorInPieces
+from worker.metrics.readback import Late
 from worker.models import build_model
 from worker.pretrained import start
 from worker.train import Trainer
@@ -137,7 +138,7 @@ def _leaves(value: Any, path: str) -> Any:
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
         yield path, (str(value.dtype), tuple(value.shape), hashlib.sha256(flat.numpy().tobytes()).hexdigest())
     else:
-        yield path, value
+        yield path, value.read() if isinstance(value, Late) else value
 
 
 def work(rank: int, folder: str, ports: dict[str, tuple[int, int, int]], jobs: dict[str, dict[str, Any]]) -> None:

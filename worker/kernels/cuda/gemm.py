@@ -55,7 +55,8 @@ def plan(
 ) -> Plan:
     """Choose what computes a product. cuBLASLt leaves a result in fp32 where it cannot round it to out_dtype.
 
-    torch multiplies rows by CUTLASS where cuBLASLt does not: into bf16, and b in E4M3.
+    torch multiplies rows by CUTLASS where cuBLASLt does not, on 8.9 and from 10.0 on: into bf16 in all its versions, and b in
+    E4M3 (RowwiseScaledMM.cu). Blocks 1×128 and 128×128 it has on 9.0 alone (`_check_deepseek_support` in ScaledBlas.cpp).
     """
     if kinds == TENSORS:
         return Plan("scaled_mm", out_dtype)

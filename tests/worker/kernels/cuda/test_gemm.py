@@ -21,7 +21,7 @@ PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 # fp32; Hopper sums products of FP8 with about 14 bits
 SUMMED = 1e-5 if language.INTERPRETED.value else 2**-9
 NEW, OLD = (13, 0), (12, 8)  # CUDA: cuBLASLt scales rows and blocks from 12.9 on
-ADA, BLACKWELL = (8, 9), (10, 0)
+ADA, BLACKWELL, GEFORCE_BLACKWELL = (8, 9), (10, 0), (12, 0)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ ADA, BLACKWELL = (8, 9), (10, 0)
         ((ROW, ROW), (E4M3, E5M2), ADA, NEW, BF16, Plan("triton", BF16)),
         ((ROW, ROW), (E4M3, E4M3), BLACKWELL, NEW, BF16, Plan("scaled_mm", BF16)),
         ((MX, MX), (E4M3, E4M3), BLACKWELL, NEW, BF16, Plan("scaled_mm", BF16)),
-        ((MX, MX), (E5M2, E4M3), (12, 0), NEW, FP32, Plan("scaled_mm", FP32)),
+        ((MX, MX), (E5M2, E4M3), GEFORCE_BLACKWELL, NEW, FP32, Plan("scaled_mm", FP32)),
         ((MX, MX), (E4M3, E4M3), BLACKWELL, (12, 6), FP32, Plan("triton", FP32)),
         ((MX, MX), (E4M3, E4M3), HOPPER, NEW, BF16, Plan("triton", BF16)),
         ((NARROW, NARROW), (E4M3, E4M3), HOPPER, NEW, FP32, Plan("scaled_mm", FP32)),
@@ -51,6 +51,14 @@ ADA, BLACKWELL = (8, 9), (10, 0)
         ((NARROW, NARROW), (E4M3, E4M3), HOPPER, OLD, FP32, Plan("triton", FP32)),
         ((NARROW, NARROW), (E4M3, E4M3), ADA, NEW, FP32, Plan("triton", FP32)),
         ((NARROW, SQUARE), (E4M3, E4M3), BLACKWELL, NEW, BF16, Plan("triton", BF16)),
+        ((ROW, ROW), (E4M3, E4M3), BLACKWELL, NEW, FP32, Plan("triton", FP32)),
+        ((TENSOR, TENSOR), (E5M2, E4M3), GEFORCE_BLACKWELL, NEW, FP32, Plan("scaled_mm", FP32)),
+        ((ROW, ROW), (E4M3, E4M3), GEFORCE_BLACKWELL, NEW, BF16, Plan("scaled_mm", BF16)),
+        ((ROW, ROW), (E5M2, E4M3), GEFORCE_BLACKWELL, NEW, BF16, Plan("scaled_mm", BF16)),
+        ((ROW, ROW), (E4M3, E5M2), GEFORCE_BLACKWELL, NEW, BF16, Plan("triton", BF16)),
+        ((ROW, ROW), (E4M3, E4M3), GEFORCE_BLACKWELL, NEW, FP32, Plan("triton", FP32)),
+        ((NARROW, NARROW), (E4M3, E4M3), GEFORCE_BLACKWELL, NEW, BF16, Plan("triton", BF16)),
+        ((SQUARE, NARROW), (E4M3, E4M3), GEFORCE_BLACKWELL, NEW, BF16, Plan("triton", BF16)),
     ],
 )
 def test_plan(

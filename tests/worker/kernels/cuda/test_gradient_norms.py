@@ -1,7 +1,6 @@
 """Norms of gradients, and clipping by them, against their plain-torch twins: codes and values, orders 1, 2, 3 and infinity."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -39,20 +38,6 @@ def mixed(sizes: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
         gradients += [codes, *plain]
         scaled += [dequant_scale if seed else -dequant_scale, *plain]
     return gradients, scaled
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that were launched."""
-    names: list[str] = []
-    run = language.triton.runtime.interpreter.InterpretedFunction.run
-
-    def note(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        names.append(kernel.fn.__name__)
-        return run(kernel, *arguments, **options)
-
-    monkeypatch.setattr(language.triton.runtime.interpreter.InterpretedFunction, "run", note)
-    return names
 
 
 @pytest.mark.parametrize("order", ORDERS)
