@@ -82,7 +82,7 @@ class Row:
 
     def take(self, gradient: Tensor, rule: str, *, has_decay: bool) -> bool:
         """Write down where the gradient is. Returns whether the kernels' formats have changed."""
-        if isinstance(gradient, Float8Gradient):
+        if type(gradient) is Float8Gradient:
             arriving, found = "fp8", (gradient.codes.data_ptr(), gradient.dequant_scale.data_ptr())
         else:
             arriving, found = _PLAIN[gradient.dtype], (gradient.data_ptr(), 0)
@@ -183,9 +183,7 @@ class FusedStep:
 def _contiguous(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
-    if isinstance(gradient, Float8Gradient):
-        return gradient
-    return gradient.contiguous()
+    return gradient if type(gradient) is Float8Gradient else gradient.contiguous()
 
 
 def _addresses(update: Update, rule: Rule) -> list[int]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from worker.optim.optimizer import LowBitOptimizer
 
 _OF_HOLDERS = ("weight", "weight_dequant_scale", "weight_amax", "weight_residual")
+_TENSORS = frozenset((Tensor, nn.Parameter))  # isinstance takes as long as all else that is done to a part
 _Updates = Sequence[tuple[Tensor, Group]]
 
 
@@ -66,7 +67,7 @@ class Watch:
                     parts.append(value)
         return [
             [parameter.data_ptr() for parameter in parameters],
-            [part.data_ptr() if isinstance(part, Tensor) else part for part in parts],
+            [part.data_ptr() if type(part) in _TENSORS or isinstance(part, Tensor) else part for part in parts],
             [parameter.dtype for parameter in parameters],
             [parameter.numel() for parameter in parameters],
             [parameter.is_contiguous() for parameter in parameters],
