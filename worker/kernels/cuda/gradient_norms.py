@@ -209,7 +209,7 @@ def _parts(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) 
 
 def _table(gradients: Sequence[Tensor], scaled: Sequence[Tensor]) -> tuple[Tensor, bool, list[int], list[int]]:
     """The table on the device, and whether all addresses and sizes are multiples of 16; the gradients' sizes and formats."""
-    sizes, addresses = [each.numel() for each in gradients], [each.data_ptr() for each in gradients]
+    sizes, addresses = [*map(Tensor.numel, gradients)], [*map(Tensor.data_ptr, gradients)]
     forms = [FORMATS[each.dtype] for each in gradients]
     scales = [0 if form else scale.data_ptr() for form, scale in zip(forms, scaled, strict=True)]
     num_parts, firsts, bits = _parts_of(tuple(sizes))
