@@ -19,6 +19,7 @@ from torch.nn import functional
 from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.carried import Written, carry
+from worker.fp8.gradient_hooks import once_differentiable
 from worker.fp8.gradient_notes import note_of, write_gradients
 from worker.fp8.linear import Float8Linear
 from worker.fp8.operand import OperandScaling
@@ -115,17 +116,22 @@ class Activate(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         x, gated = ctx.saved_tensors
         gradients = write_gradients(grad, x, ctx.activation, gated, ctx.notes)
         return gradients[0], None if gated is None else gradients[1], None, None
 
 
+_apply = super(torch.autograd.Function, Activate).apply
+"""As in `usual.py`."""
+
+
 def activated(x: Tensor, gated: Tensor | None, activation: str, consumer: OperandScaling | None = None) -> Tensor:
     """An activation of x, times what it gates, that carries its amax. consumer: of the layer after it, if it is known."""
     ahead = None if consumer is None else consumer.ahead()
-    output, amax, codes = Activate.apply(x, gated, activation, ahead)
+    apply = Activate.apply if torch._C._are_functorch_transforms_active() else _apply
+    output, amax, codes = apply(x, gated, activation, ahead)
     assert isinstance(output, Tensor)
     return carry(output, amax, Written.of(consumer, codes, ahead))
 

@@ -57,7 +57,7 @@ def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
 
 def _quantize_gradient(parameter: Tensor, position: RoundingPosition) -> None:
     gradient = parameter.grad
-    if gradient is not None and not isinstance(gradient, Float8Gradient):  # None: there was no gradient
+    if gradient is not None and type(gradient) is not Float8Gradient:  # None: there was no gradient
         parameter.grad = Float8Gradient.quantize(gradient, position)
 
 

@@ -89,6 +89,9 @@ class Notes(NamedTuple):
         return write_gradients(grad, x, activation, None, (self.before, None))[0]
 
 
+_NO_NOTES = Notes()
+
+
 def write_gradients(
     grad: Tensor, x: Tensor, activation: str, gated: Tensor | None, notes: Sequence[GradientNote | None]
 ) -> list[Tensor]:
@@ -104,11 +107,11 @@ def write_gradients(
 def notes_of_pass(layer: Any, input: Tensor, activation: str | None) -> Notes:
     """The notes of a forward pass of a Float8Linear: its own, if the gradient is quantized with one scale, and eagerly."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return Notes()
-    has_gradient = input.requires_grad or layer.weight.requires_grad
-    is_read = has_gradient and layer.recipe.grad_output.kind is kernels.ScaleKind.TENSOR
-    wants_rows = input.requires_grad and "grad_input" not in layer.high_precision
-    note = GradientNote(layer.grad_output_scaling if wants_rows else None) if is_read else None
+        return _NO_NOTES
+    note, goes_on = None, input.requires_grad
+    if (goes_on or layer.weight.requires_grad) and layer.recipe.grad_output.kind is kernels.ScaleKind.TENSOR:
+        wants_rows = goes_on and "grad_input" not in layer.high_precision
+        note = GradientNote(layer._modules["grad_output_scaling"] if wants_rows else None)
     return Notes(note, None if activation is None else note_of(input))
 
 

@@ -39,12 +39,11 @@ def is_usual_pass(layer: "Float8Linear", input: Tensor) -> bool:
     """Whether this forward pass of a layer, of an input (..., K), is usual."""
     if not layer.is_usual or layer.fallback is not Fallback.NONE or not (layer.training or layer.recipe.fp8_in_evaluation):
         return False
-    shape, scaling = input.shape, layer.input_scaling
-    num_tokens = shape[:-1].numel()
+    num_elements, scaling = input.numel(), _scaling_of(layer, "input_scaling")
     return (
-        num_tokens > 0
-        and not num_tokens % ALIGNMENT
-        and shape[-1] == layer.in_features
+        num_elements > 0
+        and not num_elements % (ALIGNMENT * layer.in_features)
+        and input.shape[-1] == layer.in_features
         and is_accelerator(input.device)
         and scaling.regather is None
         and not (scaling.is_sampled and layer.training)
@@ -83,13 +82,14 @@ class UsualProducts(torch.autograd.Function):
         is_matrix = len(shape) == 2
         input_TK = input if is_matrix else input.reshape(-1, shape[-1])
         weight_NK = weight
-        if torch.compiler.is_compiling():  # then the argument may be the port of its gradient
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling:  # then the argument may be the port of its gradient
             weight_NK, unit, weight_amax = layer.weight, layer.weight_dequant_scale, layer.weight_amax
         else:
             held = layer._buffers
             unit, weight_amax = held["weight_dequant_scale"], held["weight_amax"]
         if unit is None:  # found once, for the backward pass too
-            weight_amax = amax_in_graph(weight_NK)
+            weight_amax = amax_in_graph(weight_NK) if is_compiling else None
             weight_amax = kernels.compute_amax(weight_NK) if weight_amax is None else weight_amax
         of_weight = weight_NK, unit, weight_amax
         if codes is not None:
@@ -101,7 +101,7 @@ class UsualProducts(torch.autograd.Function):
             kept = [] if columns is None else [columns.codes, columns.dequant_scale]
         else:
             sides = "both" if activation is None and keeps and ctx.needs_input_grad[1] else "rows"
-            amax = amax_in_graph(input_TK, activation) if carried is None else carried.amax
+            amax = carried.amax if carried is not None else amax_in_graph(input_TK, activation) if is_compiling else None
             output_TN, *kept = kernels.linear_output(
                 input_TK, *of_weight, recipe.input.dtype, recipe.weight.dtype, recipe.margin, activation, sides, output_dtype,
                 amax, carried is not None,
@@ -110,41 +110,42 @@ class UsualProducts(torch.autograd.Function):
                 kept = carried.share(layer.input_scaling, *kept)
         saved = (None, None) if not kept else (input, kept[0]) if activation is not None else (kept[0], kept[1])
         ctx.save_for_backward(*saved, weight, unit, weight_amax)
-        ctx.is_empty, ctx.grad_weight_dtype = False, product_dtype(weight, layer.gradient_position)
-        ctx.how = layer, recipe, activation, notes, input.dtype, None if bias_N is None else bias_N.dtype
+        grad_weight_dtype = product_dtype(weight, layer.gradient_position)
+        ctx.how = layer, recipe, activation, notes, input.dtype, grad_weight_dtype, None if bias_N is None else bias_N.dtype
         if bias_N is not None:
             bias_N = cast(bias_N, output_dtype)
             # Of an output that is changed in place, torch 2.11's graphs send back gradients of zero.
-            output_TN = output_TN + bias_N if torch.compiler.is_compiling() else output_TN.add_(bias_N)
+            output_TN = output_TN + bias_N if is_compiling else output_TN.add_(bias_N)
         return output_TN if is_matrix else shaped(output_TN, (*shape[:-1], output_TN.shape[1]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        layer, recipe, activation, notes, input_dtype, bias_dtype = ctx.how
+        layer, recipe, activation, notes, input_dtype, grad_weight_dtype, bias_dtype = ctx.how
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         shape = grad_output.shape
         grad_output_TN = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
         grad_input_TK = grad_weight = None
-        if layer.grad_output_scaling.given is not None:  # codes that ranks have gathered
+        if _scaling_of(layer, "grad_output_scaling").given is not None:  # codes that ranks have gathered
             from worker.fp8.linear import Float8Products  # imports this module
 
             ctx.layer, ctx.high_precision, ctx.activation = layer, recipe.high_precision, activation
-            ctx.notes, ctx.input_dtype = notes, input_dtype
+            ctx.notes, ctx.input_dtype, ctx.is_empty, ctx.grad_weight_dtype = notes, input_dtype, False, grad_weight_dtype
             grad_input_TK, grad_weight, *_ = Float8Products.backward(ctx, grad_output_TN)
         elif needs_input or needs_weight:
             # reading them checks that the weight is unchanged
             input_saved, input_number, _, unit, weight_amax = ctx.saved_tensors
             if activation is not None and input_saved is not None:
                 input_saved = input_saved.reshape(-1, input_saved.shape[-1])
-            weight_NK = layer.weight if torch.compiler.is_compiling() else parameter_of(layer, "weight")
+            is_compiling = torch.compiler.is_compiling()
+            weight_NK = layer.weight if is_compiling else parameter_of(layer, "weight")
             sides = "both" if needs_input and needs_weight else "rows" if needs_input else "columns"
-            amax = amax_in_graph(grad_output_TN)
+            amax = amax_in_graph(grad_output_TN) if is_compiling else None
             amax = notes.amax_of(grad_output_TN) if amax is None else amax
             gradients = kernels.linear_gradients(
                 grad_output_TN, amax, input_saved, input_number, weight_NK, unit, weight_amax, recipe.input.dtype,
                 recipe.weight.dtype, recipe.grad_output.dtype, recipe.margin, activation, sides, input_dtype,
-                ctx.grad_weight_dtype,
+                grad_weight_dtype,
             )  # fmt: skip
             grad_input_TK, grad_weight = gradients[0] if needs_input else None, gradients[-1] if needs_weight else None
             if activation is not None and grad_input_TK is not None:
@@ -153,6 +154,11 @@ class UsualProducts(torch.autograd.Function):
             grad_input_TK = grad_input_TK.view(*shape[:-1], -1)
         grad_bias_N = cast(grad_output_TN.sum(0), bias_dtype) if needs_bias else None
         return grad_input_TK, grad_weight, grad_bias_N, None, None
+
+
+def _scaling_of(layer: "Float8Linear", name: str) -> Any:
+    """The scaling of one of a layer's operands."""
+    return layer._modules[name]
 
 
 _CASTS = {torch.float32: Tensor.float, torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half}

@@ -98,11 +98,11 @@ def normalize_backward(
         if x.device.type == "cpu":
             mean, rstd = mean.to(dtype), rstd.to(dtype)
         mask = [True, has_weight, bias is not None]
-        grad_x, grad_weight, grad_bias = aten.native_layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, mask)
+        grad_x, grad_weight, grad_bias = aten.native_layer_norm_backward.default(grad, x, shape, mean, rstd, weight, bias, mask)
     elif x.device.type == "cpu":  # torch has no such kernel there
         grad_x, grad_weight = _rms_norm_backward(grad, x, rstd, weight)
     else:
-        grad_x, grad_weight = aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, [True, has_weight])
+        grad_x, grad_weight = aten._fused_rms_norm_backward.default(grad, x, shape, rstd, weight, [True, has_weight])
     of_weight = None if weight_N is None else _cast(grad_weight, weight_N.dtype)
     return NormGradients(_cast(grad_x, x_MN.dtype), of_weight, None if bias_N is None else _cast(grad_bias, bias_N.dtype))
 

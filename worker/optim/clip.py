@@ -19,15 +19,16 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
     Returns the norm before, fp32 (). Gradients in FP8 keep their codes; their scales change.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.tensor(0.0)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    if not by_dtype:
+        return torch.tensor(0.0)
     gradients = [gradient for group in by_dtype.values() for gradient in group]  # torch adds the squares in this order
-    norm = kernels.total_norm(codes_of(gradients), scales_of(gradients))
-    clip_by(gradients, norm, max_norm)
+    codes, scales = codes_of(gradients), scales_of(gradients)
+    norm = kernels.total_norm(codes, scales)
+    kernels.clip_(codes, scales, norm, max_norm)
     return norm
 
 

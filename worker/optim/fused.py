@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from worker.fp8.clipping import codes_of, scales_of
 from worker.fp8.gradient import Float8Gradient
 from worker.kernels.cuda import optimizer as kernel
 from worker.kernels.cuda import optimizer_tables as tables
@@ -82,7 +83,7 @@ class Row:
 
     def take(self, gradient: Tensor, rule: str, *, has_decay: bool) -> bool:
         """Write down where the gradient is. Returns whether the kernels' formats have changed."""
-        if isinstance(gradient, Float8Gradient):
+        if type(gradient) is Float8Gradient:
             arriving, found = "fp8", (gradient.codes.data_ptr(), gradient.dequant_scale.data_ptr())
         else:
             arriving, found = _PLAIN[gradient.dtype], (gradient.data_ptr(), 0)
@@ -104,16 +105,22 @@ class Rows:
         self.rule, self.rows = rule, [Row(update, rule) for update in updates]
         self.launches: dict[tuple[kernel.Formats, torch.device], list[Row]] = {}
         """By what the kernels are compiled for, and where they run."""
+        self._taken: list[Any] = []
+        """What the rows say of gradients, and of the groups' decays."""
 
     def take_gradients(self, decays: Sequence[bool]) -> list[Tensor]:
         """Write down where the gradients are. Returns them, of which copies have to outlive the launch.
 
         decays: of each group, whether weight decay is part of the gradient.
         """
-        gradients, is_changed, name = [], False, self.rule.name
-        for row in self.rows:
-            gradient = _contiguous(row.update.parameter)
-            gradients.append(gradient)
+        gradients, is_changed, name = [_contiguous(row.update.parameter) for row in self.rows], False, self.rule.name
+        held = [codes_of(gradients), scales_of(gradients)]
+        addresses = [[*map(Tensor.data_ptr, tensors)] for tensors in held]
+        taken = [*addresses, [*map(type, gradients)], [gradient.dtype for gradient in gradients], list(decays)]
+        if taken == self._taken:
+            return gradients
+        self._taken = taken
+        for row, gradient in zip(self.rows, gradients, strict=True):
             if row.take(gradient, name, has_decay=decays[row.update.group_index]):
                 is_changed = True
         if is_changed:
@@ -183,9 +190,7 @@ class FusedStep:
 def _contiguous(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
-    if isinstance(gradient, Float8Gradient):
-        return gradient
-    return gradient.contiguous()
+    return gradient if type(gradient) is Float8Gradient else gradient.contiguous()
 
 
 def _addresses(update: Update, rule: Rule) -> list[int]:

@@ -41,7 +41,7 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """
     scales, wide = [], []
     for gradient in gradients:
-        if isinstance(gradient, Float8Gradient):
+        if type(gradient) is Float8Gradient:
             scales.append(gradient.dequant_scale)
         elif gradient.is_cuda and not gradient.is_sparse:
             wide.append(gradient)

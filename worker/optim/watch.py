@@ -6,7 +6,9 @@ Gradients are no part of it; `Rows` reads their addresses in each step.
 """
 
 from collections.abc import Mapping, Sequence
-from operator import is_
+from functools import cache
+from itertools import compress
+from operator import is_, not_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -64,15 +66,24 @@ class Watch:
                     parts += value.values()
                 else:
                     parts.append(value)
+        are_tensors = [*map(_is_tensor, map(type, parts))]
         return [
-            [parameter.data_ptr() for parameter in parameters],
-            [part.data_ptr() if isinstance(part, Tensor) else part for part in parts],
+            are_tensors,
+            [*map(Tensor.data_ptr, parameters)],
+            [*map(Tensor.data_ptr, compress(parts, are_tensors))],
+            [*compress(parts, map(not_, are_tensors))],
             [parameter.dtype for parameter in parameters],
-            [parameter.numel() for parameter in parameters],
-            [parameter.is_contiguous() for parameter in parameters],
+            [*map(Tensor.numel, parameters)],
+            [*map(Tensor.is_contiguous, parameters)],
             [optimizer._codec_names(group) for group in optimizer.param_groups],
             optimizer.fused,
         ]
+
+
+@cache
+def _is_tensor(kind: type) -> bool:
+    """Whether a class is one of tensors; torch takes longer to say so than all else that is done to a part."""
+    return issubclass(kind, Tensor)
 
 
 def _slots(weight: QuantizedWeight) -> list[tuple[Mapping[str, Any], str]]:

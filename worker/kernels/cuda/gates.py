@@ -4,6 +4,8 @@ Results in between are rounded to the dtype of x, as torch's ops round what they
 others are within the last bits of exp and erf. An amax is that of the result as written. The block is for an H200 and bf16.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch import Tensor
 from worker.kernels import reference
 from worker.kernels.cuda import activations, language
 from worker.kernels.cuda.ahead import write_ahead
-from worker.kernels.cuda.launching import Launcher
+from worker.kernels.cuda.launching import MOST_KNOWN, Launcher, PreparedLaunch
 from worker.kernels.cuda.rescale import FORMAT_NAMES
 from worker.kernels.reference import AMAX_STRIDE
 
@@ -86,6 +88,31 @@ _launch = Launcher(activate_kernel, num_warps=WARPS, enable_fp_fusion=False)
 _launch_backward = Launcher(activate_backward_kernel, num_warps=WARPS, enable_fp_fusion=False)
 
 
+@lru_cache(MOST_KNOWN)
+def _plan(
+    num_elements: int, _dtype: torch.dtype, activation: str, has_gated: bool, codes_dtype: torch.dtype | None, margin: int
+) -> PreparedLaunch:
+    """The launch of an activation of so many elements."""
+    name = None if codes_dtype is None else FORMAT_NAMES[codes_dtype]
+    values = (num_elements, activation, has_gated, name, margin, BLOCK)
+    return PreparedLaunch(_launch, language.cdiv(num_elements, BLOCK), *values, num_given=7)
+
+
+@lru_cache(MOST_KNOWN)
+def _backward_plan(
+    num_elements: int,
+    _dtype: torch.dtype,
+    activation: str,
+    has_gated: bool,
+    codes_dtypes: tuple[torch.dtype | None, ...],
+    margins: tuple[int, int],
+) -> PreparedLaunch:
+    """The launch of an activation's gradients."""
+    name, gated_name = (None if dtype is None else FORMAT_NAMES[dtype] for dtype in codes_dtypes)
+    values = (num_elements, activation, has_gated, name, margins[0], gated_name, margins[1], AMAX_STRIDE, BLOCK)
+    return PreparedLaunch(_launch_backward, language.cdiv(num_elements, BLOCK), *values, num_given=12)
+
+
 def activate(
     x: Tensor,
     gated: Tensor | None,
@@ -102,10 +129,8 @@ def activate(
     output = torch.empty_like(x)
     new_amax = torch.empty_strided((), (), dtype=torch.float32, device=x.device).zero_()  # see `linear.py`
     codes = None if codes_dtype is None else torch.empty_like(x, dtype=codes_dtype)
-    _launch(
-        language.cdiv(x.numel(), BLOCK), x, gated, output, new_amax, codes, amax, uses_amax, x.numel(), activation,
-        gated is not None, None if codes_dtype is None else FORMAT_NAMES[codes_dtype], margin, BLOCK,
-    )  # fmt: skip
+    launch = _plan(x.numel(), x.dtype, activation, gated is not None, codes_dtype, margin)
+    launch(x, gated, output, new_amax, codes, amax, uses_amax)
     return [output, new_amax] if codes is None else [output, new_amax, codes]
 
 
@@ -129,14 +154,13 @@ def activate_backward(
         return reference.activate_backward(grad, x, gated, activation, *how)
     grad, x, gated = grad.contiguous(), x.contiguous(), None if gated is None else gated.contiguous()
     gradients = [torch.empty_like(x) for _ in range(1 if gated is None else 2)]
-    amaxes = torch.full((len(gradients), AMAX_STRIDE), 0.0, dtype=torch.float32, device=x.device)  # sooner than zeros
+    shape = (len(gradients), AMAX_STRIDE)
+    amaxes = torch.empty_strided(shape, (AMAX_STRIDE, 1), dtype=torch.float32, device=x.device).zero_()
     grad_gated = None if gated is None else gradients[1]
     dtypes = (codes_dtype, gated_codes_dtype)
     codes, gated_codes = (None if dtype is None else torch.empty_like(x, dtype=dtype) for dtype in dtypes)
-    name, gated_name = (None if dtype is None else FORMAT_NAMES[dtype] for dtype in dtypes)
-    _launch_backward(
-        language.cdiv(x.numel(), BLOCK), grad, x, gated, gradients[0], grad_gated, amaxes, codes, amax, uses_amax,
-        gated_codes, gated_amax, gated_uses_amax, x.numel(), activation, gated is not None, name, margin, gated_name,
-        gated_margin, AMAX_STRIDE, BLOCK,
-    )  # fmt: skip
+    launch = _backward_plan(x.numel(), x.dtype, activation, gated is not None, dtypes, (margin, gated_margin))
+    launch(
+        grad, x, gated, gradients[0], grad_gated, amaxes, codes, amax, uses_amax, gated_codes, gated_amax, gated_uses_amax
+    )
     return [*gradients, amaxes, *(part for part in (codes, gated_codes) if part is not None)]

@@ -7,7 +7,9 @@ every run. A table is sent, and no launch, when an address has changed.
 import math
 import struct
 from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
 from itertools import accumulate
+from operator import or_
 from typing import Any
 
 import torch
@@ -185,8 +187,8 @@ def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, m
         gradients, scaled = [gradients[index] for index in dense], [scaled[index] for index in dense]
     if not gradients:
         return
-    table, is_aligned = _table(gradients, scaled)
-    num_chunks = [1 if FORMATS[each.dtype] == 0 else language.cdiv(each.numel(), CHUNK) for each in gradients]
+    table, is_aligned, sizes, forms = _table(gradients, scaled)
+    num_chunks = [-(-size // CHUNK) if form else 1 for size, form in zip(sizes, forms, strict=True)]
     chunks = _sent("chunks to scale", num_chunks, norm.device, torch.int32, _chunks)
     if not len(chunks):
         return
@@ -197,28 +199,30 @@ def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, m
 def _parts(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> tuple[Tensor, Tensor, bool]:
     """The table of gradients, and what each chunk adds to the norm."""
     gradients = [each.contiguous() for each in gradients]  # a copy has to outlive the launch
-    table, is_aligned = _table(gradients, scaled)
-    chunks = _sent("chunks", [_num_parts(each) for each in gradients], table.device, torch.int32, _chunks)
+    table, is_aligned, sizes, _ = _table(gradients, scaled)
+    chunks = _sent("chunks", _parts_of(tuple(sizes))[0], table.device, torch.int32, _chunks)
     parts = chunks.new_empty(len(chunks), dtype=torch.float32)
     if len(chunks):
         _launch_parts(len(chunks), table, chunks, parts, _as_constant(order), is_aligned, CHUNK)
     return table, parts, is_aligned
 
 
-def _table(gradients: Sequence[Tensor], scaled: Sequence[Tensor]) -> tuple[Tensor, bool]:
-    """The table on the device, and whether all addresses and sizes are multiples of 16."""
-    sizes, addresses = [each.numel() for each in gradients], [each.data_ptr() for each in gradients]
+def _table(gradients: Sequence[Tensor], scaled: Sequence[Tensor]) -> tuple[Tensor, bool, list[int], list[int]]:
+    """The table on the device, and whether all addresses and sizes are multiples of 16; the gradients' sizes and formats."""
+    sizes, addresses = [*map(Tensor.numel, gradients)], [*map(Tensor.data_ptr, gradients)]
     forms = [FORMATS[each.dtype] for each in gradients]
     scales = [0 if form else scale.data_ptr() for form, scale in zip(forms, scaled, strict=True)]
-    num_parts = [_num_parts(each) for each in gradients]
-    firsts = [0, *accumulate(num_parts)][:-1]
+    num_parts, firsts, bits = _parts_of(tuple(sizes))
     rows = [*zip(addresses, scales, sizes, forms, firsts, num_parts, strict=True)]
-    is_aligned = all(address % 16 == size % 16 == 0 for address, size in zip(addresses, sizes, strict=True))
-    return _sent("table", rows, gradients[0].device, torch.int64, lambda rows: rows), is_aligned
+    is_aligned = not reduce(or_, addresses, bits) % 16
+    return _sent("table", rows, gradients[0].device, torch.int64, lambda rows: rows), is_aligned, sizes, forms
 
 
-def _num_parts(gradient: Tensor) -> int:
-    return 4 * language.cdiv(gradient.numel(), 4 * CHUNK)
+@lru_cache(64)
+def _parts_of(sizes: tuple[int, ...]) -> tuple[list[int], list[int], int]:
+    """How many parts of the norm gradients of these sizes have each, which is the first, and all bits of the sizes."""
+    num_parts = [4 * language.cdiv(size, 4 * CHUNK) for size in sizes]
+    return num_parts, [0, *accumulate(num_parts)][:-1], reduce(or_, sizes, 0)
 
 
 def _as_constant(order: float) -> int | str | float:

@@ -87,24 +87,30 @@ class Launcher:
 class PreparedLaunch:
     """A launch whose numbers are settled: only tensors are given, with the dtypes, and the Nones, of the first call."""
 
-    def __init__(self, launcher: Launcher, num_programs: int, *values: Any) -> None:
-        """values: the arguments of the kernel that follow its tensors."""
-        self.launcher, self.num_programs, self.values = launcher, num_programs, values
+    def __init__(self, launcher: Launcher, num_programs: int, *values: Any, num_given: int) -> None:
+        """values: the arguments of the kernel that follow its tensors.
+
+        num_given: of its tensors, the first of which the caller did not allocate for the launch; the others are aligned.
+        """
+        self.launcher, self.num_programs, self.values, self.num_given = launcher, num_programs, values, num_given
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the present device and stream. tensors: the kernel's first arguments."""
         runtime = triton.knobs.runtime
         on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if type(tensors[0]) not in _TENSORS or not self.launcher.is_compiled or on_enter.calls or on_exit.calls:
+            self.launcher(self.num_programs, *tensors, *self.values)
+            return
         addresses = 0
-        for tensor in tensors:
+        for tensor in tensors[: self.num_given]:
             if tensor is not None:
                 addresses |= tensor.data_ptr()
-        gpu = driver.active if self.launcher.is_compiled and type(tensors[0]) in _TENSORS else None
-        key = None if gpu is None else (self, gpu.get_current_device())
-        compiled = COMPILED.get(key) if key else None
-        if gpu is None or key is None or compiled is None or addresses % _ALIGNMENT or on_enter.calls or on_exit.calls:
+        gpu = driver.active
+        key = (self, gpu.get_current_device())
+        compiled = COMPILED.get(key)
+        if compiled is None or addresses % _ALIGNMENT:
             self.launcher(self.num_programs, *tensors, *self.values)
-            if key and (known := COMPILED.get(self.launcher.key(tensors + self.values) or ())):
+            if known := COMPILED.get(self.launcher.key(tensors + self.values) or ()):
                 COMPILED[key] = known
             return
         compiled.run(

@@ -67,20 +67,20 @@ def _plan(
     layouts = _contiguous(tuple(shape), transposed=is_second), _contiguous(tuple(shape[::-1]), transposed=is_second)
     find_amax = PreparedLaunch(
         launch_amax, language.cdiv(num_elements, AMAX_BLOCK * FLAT_BLOCKS_PER_PROGRAM),
-        num_elements, False, activation, AMAX_BLOCK, FLAT_BLOCKS_PER_PROGRAM,
+        num_elements, False, activation, AMAX_BLOCK, FLAT_BLOCKS_PER_PROGRAM, num_given=1,
     )  # fmt: skip
     name = FORMAT_NAMES[codes_dtype]
     if sides == "rows":
         encode = PreparedLaunch(
             launch_flat, language.cdiv(num_elements, FLAT_BLOCK),
-            num_elements, name, activation, margin, has_unit, marks_nonfinite, False, FLAT_BLOCK,
+            num_elements, name, activation, margin, has_unit, marks_nonfinite, False, FLAT_BLOCK, num_given=3,
         )  # fmt: skip
         return _Plan(find_amax, encode, sides, *layouts)
     (num_rows, num_columns), (tile_m, tile_n) = shape, SHARED_SCALE_TILE
     encode = PreparedLaunch(
         launch_tile, language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
         num_columns, num_rows, num_columns, 0, 0, 0, 0, ScaleKind.TENSOR.value, name, activation, margin,
-        sides == "both", True, has_unit, False, tile_m, tile_n,
+        sides == "both", True, has_unit, False, tile_m, tile_n, num_given=4,
     )  # fmt: skip
     return _Plan(find_amax, encode, sides, *layouts)
 

@@ -25,7 +25,7 @@ WARPS = 8
 # fmt: off
 @triton.jit
 def normalize_kernel(
-    x, weight, bias, out, mean, rstd, new_amax, codes, amax, uses_amax, stride, num_rows, num_columns,
+    x, weight, bias, amax, uses_amax, out, mean, rstd, new_amax, codes, stride, num_rows, num_columns,
     EPS_BITS: tl.constexpr, IS_LAYER_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr, MARGIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
@@ -88,7 +88,7 @@ def normalize(
     mean = torch.empty_like(rstd) if is_layer_norm else None
     new_amax = torch.empty_strided((), (), dtype=torch.float32, device=device).zero_()
     codes = None if codes_dtype is None else torch.empty_strided(shape, strides, dtype=codes_dtype, device=device)
-    launch(x_MN, weight, bias, output, mean, rstd, new_amax, codes, amax, uses_amax)
+    launch(x_MN, weight, bias, amax, uses_amax, output, mean, rstd, new_amax, codes)
     return [part for part in (output, mean, rstd, new_amax, codes) if part is not None]
 
 
@@ -104,5 +104,5 @@ def _plan(
     return PreparedLaunch(
         _launch, language.cdiv(num_rows, rows), stride, num_rows, num_columns,
         struct.unpack("<i", struct.pack("<f", eps))[0], is_layer_norm, weight is not None, bias is not None,
-        None if codes is None else FORMAT_NAMES[codes], margin, rows, columns,
+        None if codes is None else FORMAT_NAMES[codes], margin, rows, columns, num_given=5,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from worker.kernels.cuda import launching
-from worker.kernels.cuda.launching import Launcher
+from worker.kernels.cuda.launching import Launcher, PreparedLaunch
 
 X = torch.zeros(64)
 
@@ -98,6 +98,36 @@ def test_a_hook_sees_each_launch(by_triton: list[Compiled], launch: Launcher) ->
     launch(5, X, 64, None)
     with mock.patch.object(triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print])):
         launch(5, X, 64, None)
+    assert len(by_triton) == 2
+
+
+def test_a_prepared_launch_runs_the_compiled_kernel(by_triton: list[Compiled], launch: Launcher) -> None:
+    prepared = PreparedLaunch(launch, 5, 64, None, num_given=1)
+    prepared(X)
+    other = torch.ones(64)
+    prepared(other)
+    [compiled] = by_triton
+    [(num_programs, *_, first, second, third)] = compiled.runs
+    assert (num_programs, second, third) == (5, 64, None)
+    assert first is other
+
+
+def test_a_prepared_launch_of_unaligned_memory_that_it_is_given_goes_through_triton(
+    by_triton: list[Compiled], launch: Launcher
+) -> None:
+    prepared = PreparedLaunch(launch, 5, 64, num_given=2)
+    prepared(X, None)
+    prepared(X[1:], None)
+    prepared(X, X[1:])
+    assert len(by_triton) == 3
+    assert by_triton[0].runs == []
+
+
+def test_a_hook_sees_each_prepared_launch(by_triton: list[Compiled], launch: Launcher) -> None:
+    prepared = PreparedLaunch(launch, 5, 64, None, num_given=1)
+    prepared(X)
+    with mock.patch.object(triton.knobs.runtime, "launch_exit_hook", SimpleNamespace(calls=[print])):
+        prepared(X)
     assert len(by_triton) == 2
 
 
