@@ -123,7 +123,7 @@ def _marked(kind: type[_Known], plain: type[Tensor]) -> type[_Known]:
 def _mark(tensor: Tensor, kind: type[_Known], found: Found, number: int = 0) -> Tensor:
     """Change a tensor's class in place, as torch does with a parameter that is initialized late."""
     tensor.__class__ = _marked(kind, type(tensor))
-    tensor.found, tensor.number = found, number  # type: ignore[attr-defined]
+    tensor.found, tensor.number = found, number
     return tensor
 
 
@@ -241,7 +241,7 @@ class ClipFactor(Tensor):
         return _with_values(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run what has not come by way of Python, such as ops of TorchScript."""
