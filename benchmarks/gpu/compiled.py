@@ -204,7 +204,14 @@ def types_of(name: str) -> dict[str, str]:
         **{f"matmul {a} {blocks}": {"a": pointer, "out": "*bf16"} for a, pointer in FP8.items() for blocks in (True, False)},
     }
     tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}
-    of_norms = {"parts": "*fp32", "norm": "*fp32", "num_quads": "i32", "max_norm_bits": "i32"}
+    of_norms = {
+        "parts": "*fp32",
+        "norm": "*fp32",
+        "again": "*fp32",
+        "total": "*fp32",
+        "num_quads": "i32",
+        "max_norm_bits": "i32",
+    }
     counted = {"seed": "i64", "step": "i64", "stream": "i64", "stride": "i64", "count": "*i64"}
     if name.startswith("activate"):
         return {**TYPES, **dict.fromkeys(("grad", "gated", "out", "gated_out"), "*bf16"), "amaxes": "*fp32"}

@@ -89,7 +89,9 @@ def _check(x: Tensor, quantized: ScaledCodes) -> None:
 
 def _norm(session: Session, size: int) -> Iterator[Row]:
     sets = [_codes(session, (size,)) for _ in range(NUM_SETS)]
-    yield _share_row(session, "norm of FP8 gradients", lambda number: kernels.norms([sets[number]]), size, size)
+    yield _share_row(
+        session, "norm of FP8 gradients", lambda number: kernels.norms(*([part] for part in sets[number])), size, size
+    )
 
 
 def _accumulate(session: Session, size: int) -> Iterator[Row]:

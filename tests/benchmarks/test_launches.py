@@ -23,13 +23,15 @@ def found_by(program: str) -> Any:
 
 
 @pytest.mark.system
-def test_clipping_is_three_launches_by_ours_and_no_more_for_more_layers_by_torch_s() -> None:
+def test_clipping_fp8_gradients_is_three_launches_by_ours_and_by_torch_s_function() -> None:
+    """At each level that holds gradients in FP8, for few layers and for many."""
     ways = "(clip_grad_norm_, nn.utils.clip_grad_norm_)"
-    few, many, torchs_few, torchs_many = found_by(
-        f"[clipping(layers, 'O2', clip)[0].by_name for clip in {ways} for layers in (1, 5)]"
+    levels = ("O1", "O2", "O3-split", "O2-8bit")
+    found = found_by(
+        f"[[clipping(layers, level, clip)[0].by_name for level in {levels} for layers in (1, 5)] for clip in {ways}]"
     )
-    assert few == many == {"norm_parts_kernel": 1, "total_norm_kernel": 1, "clip_kernel": 1}
-    assert torchs_few == torchs_many
+    for ours_or_torchs, norms in zip(found, ("total_norm_kernel", "norms_kernel"), strict=True):
+        assert ours_or_torchs == [{"norm_parts_kernel": 1, norms: 1, "clip_kernel": 1}] * 8
 
 
 @pytest.mark.system

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from api_schemas.levels import LEVELS
 from tests.numerics.measure import mixed_magnitudes, relative_error
-from tests.worker.small import SPREAD, Small
+from tests.worker.small import FP8_LEVELS, Small
 from worker import initialize, kernels
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.fp8.gradient import Float8Gradient
@@ -54,7 +54,7 @@ def of_weights(model: nn.Module, seen: Products) -> set[torch.dtype]:
     return {dtype for shape, dtype in seen.results if shape in shapes}
 
 
-@pytest.mark.parametrize("level", SPREAD)
+@pytest.mark.parametrize("level", FP8_LEVELS)
 def test_gradients_held_in_fp8_leave_the_product_in_bf16_on_an_accelerator(level: str) -> None:
     _, on_cpu = backward(level)
     with cpu_as_accelerator():

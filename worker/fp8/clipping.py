@@ -1,8 +1,8 @@
 """Lets `torch.nn.utils.clip_grad_norm_` take gradients in FP8 all at once, by foreach ops on their codes and scales.
 
-torch's function then makes the launches that it makes for any model: an op for all norms, six on one number (stack, norm, add,
-reciprocal, product, clamp), and one that multiplies. `worker/optim/clip.py` needs three. torch's function is left as it is: to
-have it make three, its private halves would have to be patched.
+torch's function then makes three launches, as `worker/optim/clip.py` does (`torch_clipping.py`), where it makes eight for a
+model whose gradients are plain: an op for all norms, six on one number (stack, norm, add, reciprocal, product, clamp), and one
+that multiplies. Nothing of torch is patched.
 """
 
 from collections.abc import Iterable

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from worker import kernels
-from worker.fp8.clipping import scales_of
+from worker.fp8.clipping import codes_of, scales_of
 from worker.fp8.gradient import Float8Gradient, GradientView
+from worker.fp8.torch_clipping import known_norms, takes_part
 
 aten = torch.ops.aten
 Handler = Callable[..., Any]
@@ -201,16 +202,19 @@ def _clip(func: Any) -> Handler:
 
 def norms_of(gradients: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     """In one op for FP8 and fp32 gradients, if any is in FP8; by an order that is not above 0, FP8 ones are decoded in turn."""
-    encoded = [gradient for gradient in gradients if isinstance(gradient, Float8Gradient)]
-    plain = [gradient for gradient in gradients if not isinstance(gradient, Float8Gradient)]
-    in_codes = encoded if order > 0 else []
-    with_codes = [gradient for gradient in plain if in_codes and gradient.dtype == torch.float32]
-    apart = plain if not in_codes else [gradient for gradient in plain if gradient.dtype != torch.float32]
-    found = kernels.norms([(gradient.codes, gradient.dequant_scale) for gradient in in_codes], with_codes, float(order))
-    found += torch._foreach_norm(apart, order) if apart else ()
-    norms = dict(zip(map(id, (*in_codes, *with_codes, *apart)), found, strict=True))
-    if not in_codes:
-        norms.update({id(gradient): torch.linalg.vector_norm(gradient.dequantize(), order) for gradient in encoded})
+    together = [gradient for gradient in gradients if takes_part(gradient)] if order > 0 else []
+    norms: dict[int, Tensor] = {}
+    if together:
+        norms_N, again_N1, total = kernels.norms(codes_of(together), scales_of(together), float(order))
+        if len(together) == len(gradients) and dtype is None:
+            return known_norms(gradients, norms_N, again_N1, total, order)
+        norms |= zip(map(id, together), norms_N.unbind(), strict=True)
+    apart = [gradient for gradient in gradients if id(gradient) not in norms]
+    plain = [gradient for gradient in apart if not isinstance(gradient, Float8Gradient)]
+    norms |= zip(map(id, plain), torch._foreach_norm(plain, order) if plain else (), strict=True)
+    for gradient in apart:
+        if isinstance(gradient, Float8Gradient):
+            norms[id(gradient)] = torch.linalg.vector_norm(gradient.dequantize(), order)
     return [norms[id(gradient)] if dtype is None else norms[id(gradient)].to(dtype) for gradient in gradients]
 
 
@@ -219,7 +223,7 @@ def _vector_norm(
 ) -> Any:
     """The norm of a whole gradient, from its codes."""
     is_whole = dim is None and not keepdim and dtype in (None, torch.float32) and order > 0
-    return norms_of([gradient], order)[0] if is_whole else NotImplemented
+    return kernels.norms([gradient.codes], [gradient.dequant_scale], float(order))[0][0] if is_whole else NotImplemented
 
 
 _CLIPS = (

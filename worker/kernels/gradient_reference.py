@@ -11,16 +11,16 @@ from worker.kernels.rounding import random_bits, stochastic_round
 from worker.kernels.scales import ScaledCodes, ScaleKind
 
 
-def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor], order: float) -> Tensor:
-    """The norms of FP8 codes with one scale each, one of which is decoded at a time, and then of fp32 values."""
-    found = [torch.linalg.vector_norm(_values(*pair), order) for pair in zip(codes, dequant_scales, strict=True)]
-    return torch.stack([*found, *(torch._foreach_norm(list(values), order) if values else ())])
+def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms of gradients, of which one in codes is decoded at a time; these again and that of all; and that of all."""
+    found = _norms(gradients, scaled, order)
+    total = torch.linalg.vector_norm(found, order)
+    return found, torch.cat((found, total.view(1))), total
 
 
 def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
     """The norm of all gradients as one vector, from their norms in this order, as torch's `get_total_norm` has it."""
-    found = [torch.linalg.vector_norm(_values(*pair), order) for pair in zip(gradients, scaled, strict=True)]
-    return torch.linalg.vector_norm(torch.stack(found), order)
+    return torch.linalg.vector_norm(_norms(gradients, scaled, order), order)
 
 
 def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -79,6 +79,10 @@ def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
         total_S += _values(codes_S, dequant_scale)
     total_S /= codes_RS.shape[0]
     return total_S, compute_amax(total_S, ScaleKind.TENSOR)
+
+
+def _norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(_values(*pair), order) for pair in zip(gradients, scaled, strict=True)])
 
 
 def _values(gradient: Tensor, dequant_scale: Tensor) -> Tensor:

@@ -15,15 +15,16 @@ from worker.kernels.library import define as define_op
 define = partial(define_op, twins=gradient_reference)
 
 
-def _fake_norms(codes: list[Tensor], _dequant_scales: list[Tensor], values: list[Tensor], _order: float) -> Tensor:
-    return (*codes, *values)[0].new_empty(len(codes) + len(values), dtype=torch.float32)
+def _fake_norms(gradients: list[Tensor], _scaled: list[Tensor], _order: float) -> tuple[Tensor, ...]:
+    shapes = (len(gradients),), (len(gradients) + 1,), ()
+    return tuple(gradients[0].new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 def _fake_mean(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
     return codes_RS.new_empty(codes_RS.shape[1], dtype=torch.float32), scales_R.new_empty(())
 
 
-_norms_op = define("norms(Tensor[] codes, Tensor[] dequant_scales, Tensor[] values, float order) -> Tensor", _fake_norms)
+_norms_op = define("norms(Tensor[] gradients, Tensor[] scaled, float order) -> (Tensor, Tensor, Tensor)", _fake_norms)
 _total_norm_op = define(
     "total_norm(Tensor[] gradients, Tensor[] scaled, float order) -> Tensor",
     fake=lambda gradients, _scaled, _order: gradients[0].new_empty((), dtype=torch.float32),
@@ -48,16 +49,16 @@ _quantize_op = define_op(
 _mean_op = define("mean_of_shards(Tensor codes_RS, Tensor scales_R) -> (Tensor, Tensor)", _fake_mean)
 
 
-def norms(gradients: Sequence[tuple[Tensor, Tensor]], values: Sequence[Tensor] = (), order: float = 2.0) -> list[Tensor]:
-    """The norms, fp32 (), of E4M3 codes with one scale () each, and then of fp32 tensors: one op for all of them.
+def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms of N gradients, fp32 (N,); these and that of all as one vector, (N + 1,); that of all, (): one op.
 
-    order: above 0, or infinity. All lie on one device. The order of summation is the device's.
+    gradients: codes in E4M3, or fp32 values; at least one. scaled, order: as for `total_norm`. On a device two launches; on a
+    CPU torch's bits. Results share no memory: who gets one may write into it.
     """
-    if not gradients and not values:
-        return []
-    codes, dequant_scales = [codes for codes, _ in gradients], [dequant_scale for _, dequant_scale in gradients]
-    found: Tensor = _norms_op(codes, dequant_scales, [tensor.detach() for tensor in values], order)
-    return list(found.unbind())
+    norms_N, again_N1, total = _norms_op(
+        [each.detach() if each.requires_grad else each for each in gradients], list(scaled), order
+    )
+    return norms_N, again_N1, total
 
 
 def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float = 2.0) -> Tensor:

@@ -1,7 +1,8 @@
 """Clips gradients by their norm: the bits of `torch.nn.utils.clip_grad_norm_` on a CPU, three launches on a device.
 
-torch's function takes gradients in FP8 too (`fp8/clipping.py`), with more launches. And the first subclass that torch
-dispatches makes it load DTensor and sympy, more than a second of a rank's start; so gradients in FP8 are read here.
+torch's function takes gradients in FP8 too, in as many launches (`fp8/torch_clipping.py`); plain ones are torch's own tensors
+and take its eight. And the first subclass that torch dispatches makes it load DTensor and sympy, more than a second of a rank's
+start; so gradients in FP8 are read here.
 """
 
 from collections.abc import Iterable

@@ -62,7 +62,7 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield ops.split_dequantize, (codes, torch.ones_like(codes, dtype=torch.int8), torch.tensor(0.5), torch.bfloat16)
         codes, scale = ops.quantize(x, E4M3, "tensor", 0, None)
         for order in (2.0, float("inf"), 3.0):
-            yield ops.norms, ([codes, codes[1:]], [scale, scale / 2], [x], order)
+            yield ops.norms, ([codes, x, codes[1:]], [scale, x, scale / 2], order)
             yield ops.total_norm, ([codes, x], [scale, x], order)
         yield ops.clip_, ([codes, codes[1:]], [scale, scale / 2], torch.tensor(3.0), 0.5)
         yield ops.clamp_, (codes, scale, [-0.5, 0.25, 0.5], [3, 4, 5])

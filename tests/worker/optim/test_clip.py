@@ -79,17 +79,13 @@ def values_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([(parameter.grad + 0).reshape(-1) for parameter in model.parameters()])
 
 
-TORCHS_OPS = {"_foreach_norm", "norms", "stack", "linalg_vector_norm", "add", "reciprocal", "mul", "clamp", "_foreach_mul_"}
-"""Of its function for any model, but for `norms`, which takes FP8 and fp32 gradients together in place of `_foreach_norm`."""
-
-
 @pytest.mark.parametrize("is_accelerator", [False, True])
 @pytest.mark.parametrize("order", [2.0, float("inf"), 1.0, 3])
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, clip_grad_norm_], ids=["torch's", "ours"])
 def test_clipping_is_a_few_ops_for_all_gradients_and_decodes_none(
     clip: Any, order: float, is_accelerator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many there are, in FP8 and in fp32; on CUDA ours are two launches for the norm and one to multiply."""
+    """However many there are, in FP8 and in fp32; on CUDA both are two launches for the norm and one to multiply."""
     found, options = [], {} if clip is clip_grad_norm_ else {"norm_type": order}
     order = order if options else 2.0
     for num_layers in (1, 5):
@@ -102,13 +98,12 @@ def test_clipping_is_a_few_ops_for_all_gradients_and_decodes_none(
         assert type(clipped) is torch.Tensor
         assert float(clipped) == pytest.approx(norm)
         torch.testing.assert_close(values_of(model), before / 2, rtol=1e-4, atol=0)
-        found.append({name: times for name, times in ops.found.items() if name not in ("detach", "view", "unbind")})
+        views = ("detach", "view", "unbind", "slice", "select")
+        found.append({name: times for name, times in ops.found.items() if name not in views})
     if clip is clip_grad_norm_:
         assert found == [{"total_norm": 1, "clip_": 1}] * 2
     else:
-        assert found[0] == found[1]
-        assert set(found[0]) <= TORCHS_OPS
-        assert max(found[0].values()) == 1
+        assert found == [{"_foreach_norm": 1, "clip_": 1}] * 2
 
 
 def test_without_foreach_torch_s_function_takes_gradients_in_turn_and_decodes_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ Twins: `worker/kernels/gradient_reference.py`. Sums over programs are written do
 every run. A table is sent, and no launch, when an address has changed.
 """
 
+import ctypes
 import math
-import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from itertools import accumulate
@@ -107,16 +107,26 @@ def _norm_of(parts, num_parts, ORDER: tl.constexpr, SUMS: tl.constexpr):
 
 
 @triton.jit
-def norms_kernel(table, parts, out, ORDER: tl.constexpr, SUMS: tl.constexpr):
-    """A program for each gradient adds what its chunks have found, in one order, and takes the root."""
-    row = table + tl.program_id(0) * _NUM_COLUMNS
-    first, num_parts = tl.multiple_of(tl.load(row + _FIRST_SUM), 4), tl.multiple_of(tl.load(row + _NUM_SUMS), 4)
-    tl.store(out + tl.program_id(0), _norm_of(parts + first, num_parts, ORDER, SUMS))
+def norms_kernel(table, parts, out, again, total, num_quads, ORDER: tl.constexpr, SUMS: tl.constexpr):
+    """A program for each gradient adds what its chunks have found, in one order, and takes the root; the last one, for all.
+
+    num_quads: a quarter of the number of parts.
+    """
+    number = tl.program_id(0)
+    if number == tl.num_programs(0) - 1:
+        norm = _norm_of(parts, 4 * num_quads, ORDER, SUMS)
+        tl.store(total, norm)
+    else:
+        row = table + number * _NUM_COLUMNS
+        first, num_parts = tl.multiple_of(tl.load(row + _FIRST_SUM), 4), tl.multiple_of(tl.load(row + _NUM_SUMS), 4)
+        norm = _norm_of(parts + first, num_parts, ORDER, SUMS)
+        tl.store(out + number, norm)
+    tl.store(again + number, norm)
 
 
 @triton.jit
 def total_norm_kernel(parts, out, num_quads, ORDER: tl.constexpr, SUMS: tl.constexpr):
-    """One program does so for all gradients. num_quads: a quarter of the number of parts."""
+    """One program does so for all gradients alone. num_quads: a quarter of the number of parts."""
     tl.store(out, _norm_of(parts, 4 * num_quads, ORDER, SUMS))
 
 
@@ -163,12 +173,12 @@ _SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
 """By name and device, what was last sent there and from what it was made: it is sent again only when that has changed."""
 
 
-def norms(codes: Sequence[Tensor], dequant_scales: Sequence[Tensor], values: Sequence[Tensor], order: float) -> Tensor:
-    """See the twin. Two launches for all of them."""
-    table, parts, _ = _parts([*codes, *values], [*dequant_scales, *values], order)
-    out = parts.new_empty(len(codes) + len(values))
-    _launch_norms(len(out), table, parts, out, _as_constant(order), SUMS)
-    return out
+def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> tuple[Tensor, Tensor, Tensor]:
+    """See the twin. Two launches; in fp32, whatever the gradients' dtypes."""
+    table, parts, _ = _parts(gradients, scaled, order)
+    out, again, total = (parts.new_empty(shape) for shape in ((len(gradients),), (len(gradients) + 1,), ()))
+    _launch_norms(len(again), table, parts, out, again, total, len(parts) // 4, _as_constant(order), SUMS)
+    return out, again, total
 
 
 def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
@@ -192,7 +202,7 @@ def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, m
     chunks = _sent("chunks to scale", num_chunks, norm.device, torch.int32, _chunks)
     if not len(chunks):
         return
-    (bits,) = struct.unpack("i", struct.pack("f", max_norm))  # of a number of Python a launch would be slow
+    bits = ctypes.c_int32.from_buffer(ctypes.c_float(max_norm)).value  # of a number of Python a launch would be slow
     _launch_clip(len(chunks), table, chunks, norm, bits, is_aligned, CHUNK)
 
 
