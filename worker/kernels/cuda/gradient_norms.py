@@ -175,6 +175,9 @@ _SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
 
 def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> tuple[Tensor, Tensor, Tensor]:
     """See the twin. Two launches; in fp32, whatever the gradients' dtypes."""
+    if any(each.is_complex() for each in gradients):
+        scaled = [_as_real(each, order) for each in scaled]
+        gradients = [_as_real(each, order) for each in gradients]
     table, parts, _ = _parts(gradients, scaled, order)
     out, again, total = (parts.new_empty(shape) for shape in ((len(gradients),), (len(gradients) + 1,), ()))
     _launch_norms(len(again), table, parts, out, again, total, len(parts) // 4, _as_constant(order), SUMS)
@@ -183,6 +186,9 @@ def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -
 
 def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
     """See the twin. Two launches; in fp32, whatever the gradients' dtypes."""
+    if any(each.is_complex() for each in gradients):
+        scaled = [_as_real(each, order) for each in scaled]
+        gradients = [_as_real(each, order) for each in gradients]
     _, parts, _ = _parts(gradients, scaled, order)
     out = parts.new_empty(())
     _launch_total(1, parts, out, len(parts) // 4, _as_constant(order), SUMS)
@@ -191,6 +197,8 @@ def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: flo
 
 def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """See the twin. One launch; one more op of torch for values that are not contiguous."""
+    if any(each.is_complex() for each in gradients):
+        gradients, scaled = [_as_real(each) for each in gradients], [_as_real(each) for each in scaled]
     dense = [index for index, gradient in enumerate(gradients) if gradient.is_contiguous()]
     if len(dense) < len(gradients):
         torch._foreach_mul_([each for each in scaled if not each.is_contiguous()], (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -233,6 +241,13 @@ def _parts_of(sizes: tuple[int, ...]) -> tuple[list[int], list[int], int]:
     """How many parts of the norm gradients of these sizes have each, which is the first, and all bits of the sizes."""
     num_parts = [4 * language.cdiv(size, 4 * CHUNK) for size in sizes]
     return num_parts, [0, *accumulate(num_parts)][:-1], reduce(or_, sizes, 0)
+
+
+def _as_real(gradient: Tensor, order: float = 2) -> Tensor:
+    """Numbers with the norm of complex ones: by order 2 their parts, in the same memory, else their magnitudes."""
+    if not gradient.is_complex():
+        return gradient
+    return torch.view_as_real(gradient) if order == 2 else gradient.abs()
 
 
 def _as_constant(order: float) -> int | str | float:

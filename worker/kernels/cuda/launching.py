@@ -6,6 +6,7 @@ else. What no key describes (a float, a tensor of another class, an unaligned on
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
 
@@ -45,7 +46,11 @@ class Launcher:
         self._places: dict[tuple[type, ...], _Places] = {}
 
     def __call__(self, num_programs: int, *arguments: Any) -> None:
-        """Launch so many programs on the present device and stream. arguments: all of the kernel's, in its order."""
+        """Launch so many programs on the present stream of the tensors' device. arguments: the kernel's, in its order."""
+        if elsewhere := _elsewhere(arguments[0]):
+            with elsewhere:
+                self(num_programs, *arguments)
+            return
         runtime = triton.knobs.runtime
         on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
         key = self.key(arguments) if self.is_compiled and not on_enter.calls and not on_exit.calls else None
@@ -95,7 +100,11 @@ class PreparedLaunch:
         self.launcher, self.num_programs, self.values, self.num_given = launcher, num_programs, values, num_given
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch on the present device and stream. tensors: the kernel's first arguments."""
+        """Launch on the present stream of the tensors' device. tensors: the kernel's first arguments."""
+        if elsewhere := _elsewhere(tensors[0]):
+            with elsewhere:
+                self(*tensors)
+            return
         runtime = triton.knobs.runtime
         on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
         if type(tensors[0]) not in _TENSORS or not self.launcher.is_compiled or on_enter.calls or on_exit.calls:
@@ -117,6 +126,15 @@ class PreparedLaunch:
             self.num_programs, 1, 1, gpu.get_current_stream(key[1]), compiled.function, compiled.packed_metadata,
             None, on_enter, on_exit, *tensors, *self.values,
         )  # fmt: skip
+
+
+def _elsewhere(first: Any) -> AbstractContextManager[None] | None:
+    """What makes a tensor's device the present one, which torch's ops do by themselves and Triton does not; None if it is."""
+    index = first.get_device() if type(first) in _TENSORS else -1
+    if index < 0 or index == driver.active.get_current_device():
+        return None
+    elsewhere: AbstractContextManager[None] = torch.cuda.device(index)
+    return elsewhere
 
 
 def _getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -50,6 +50,20 @@ def test_norm(size: int, order: float) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_complex_gradients_have_the_norm_and_the_clipping_of_torch(order: float) -> None:
+    codes, dequant_scale = kernels.quantize(values_of(300), E4M3)
+    given = torch.complex(values_of(129, 1), values_of(129, 2))
+    wide = [kernels.dequantize(codes, dequant_scale), given]
+    expected = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part, order) for part in wide]), order)
+    found = gradient_norms.total_norm([codes, given], [dequant_scale, given], order)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    clipped, scale = given.clone(), dequant_scale.clone()
+    gradient_norms.clip_([codes, clipped], [scale, clipped], found, float(found) / 4)
+    torch.testing.assert_close(clipped, given / 4, rtol=1e-5, atol=0)
+    torch.testing.assert_close(scale, dequant_scale / 4, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_gradient_that_is_not_finite_makes_the_norm_nan(order: float) -> None:
     codes, dequant_scale = kernels.quantize(values_of(300), E4M3)
     assert gradient_norms.norms([codes], [NAN], order)[0].isnan()

@@ -1,6 +1,7 @@
 """A launch that Triton has made once is made again without it, and only where nothing that it specializes on has changed."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -74,6 +75,29 @@ def test_a_second_launch_runs_the_compiled_kernel(by_triton: list[Compiled], lau
     assert head == [6, 1, 1, 103, 7, (8,), None, hooks.launch_enter_hook, hooks.launch_exit_hook]
     assert first is other
     assert (second, third) == (64, None)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_launch_is_made_on_the_device_of_its_tensors(
+    by_triton: list[Compiled], launch: Launcher, monkeypatch: pytest.MonkeyPatch, is_prepared: bool
+) -> None:
+    present = [3]
+
+    @contextmanager
+    def on(index: int) -> Iterator[None]:
+        present.append(index)
+        yield
+        present.pop()
+
+    monkeypatch.setattr(Device, "get_current_device", lambda _self: present[-1])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(Tensor, "get_device", lambda _self: 1)
+    make = PreparedLaunch(launch, 5, 64, None, num_given=1) if is_prepared else lambda x: launch(5, x, 64, None)
+    for _ in range(2):
+        make(X)
+    [compiled] = by_triton
+    assert [run[3] for run in compiled.runs] == [101]
+    assert present == [3]
 
 
 @pytest.mark.parametrize(
