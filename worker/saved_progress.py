@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
+from worker.metrics.readback import Late
 from worker.progress import Progress, StepTimes
 from worker.step_log import UnreadSteps
 
@@ -17,6 +18,10 @@ class SavedProgress:
     def __init__(self, progress: Progress, step_times: StepTimes, unread: UnreadSteps, num_steps: int) -> None:
         """unread: the steps up to the checkpoint's that `progress` and `step_times` lack. num_steps: of the run."""
         self._before, self._unread, self._num_steps = (progress.copy(), step_times.copy()), unread, num_steps
+
+    def late(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, by name, to be read when the checkpoint is written."""
+        return {"progress": Late(self.counters), "step_times_s": Late(self.step_times_s)}
 
     def counters(self) -> dict[str, Any]:
         """The fields of `Progress`. Waits for the device; raises, as all here, what `Progress.note_loss` raises."""

@@ -1,9 +1,8 @@
 """The training loop of one rank, top to bottom. It runs the same under Ray, under torchrun and alone.
 
-`Trainer` declares its parts, then acts: `run` is the loop, `step` is one optimizer step. Losses are means over the global
-batch, in nats. A checkpoint holds everything that the next step depends on, so a resumed run is bit-identical.
-On an accelerator the host never waits in a step: a thread reads batches ahead, and losses, norms and samples are read when the
-device has long computed them (`step_log.py`). So a divergence, or a stop of several ranks, takes effect an interval late.
+`Trainer.run` is the loop. Losses are means over the global batch, in nats. A checkpoint holds all that the next step depends
+on, so a resumed run is bit-identical. On an accelerator the host never waits in a step: a thread reads batches ahead; losses,
+norms and samples are read when the device has computed them (`step_log.py`). So a divergence takes effect an interval late.
 """
 
 import logging
@@ -225,10 +224,7 @@ class Trainer:
         return means
 
     def save(self) -> None:
-        """Start to write a checkpoint: each rank what it alone holds, and the rank that reports what all ranks hold.
-
-        The host waits for no value of the device. The thread that writes does, for the tensors as for the newest losses.
-        """
+        """Start to write a checkpoint: each rank what it alone holds. The thread that writes waits for the device."""
         self._report(self.log.read_saved())
         progress = SavedProgress(self.progress, self.step_times, self.log.begin_save(), self.num_steps)
         model, optimizer = self.parallel.state_dicts()
@@ -236,8 +232,7 @@ class Trainer:
             "job": trained_job(self.config),
             "model": trained_state(self.model, model),
             "optimizer": optimizer,
-            "progress": Late(progress.counters),
-            "step_times_s": Late(progress.step_times_s),
+            **progress.late(),
             "average": self.average.state_dict(),
             "random": checkpoint.random_state(self.mesh.world),
         }
@@ -290,9 +285,8 @@ class Trainer:
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
-            converted = train_reports.conversion_events(self.conversion, self.model)
-            compiled = train_reports.compile_events(self.config, self.model, self.mesh.device)
-            for event in (*converted, *compiled, *self.graph.start_events()):
+            known = self.config, self.conversion, self.model, self.mesh.device
+            for event in (*train_reports.start_events(*known), *self.graph.start_events()):
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:

@@ -74,8 +74,16 @@ def straggler_event(straggler: Straggler) -> EventReport:
     return EventReport(type="rank.straggler", message=str(straggler), data=data)
 
 
+def start_events(
+    config: TrainConfig, conversion: ConversionReport, model: nn.Module, device: torch.device
+) -> Iterator[EventReport]:
+    """What a person should know before the first step."""
+    yield from conversion_events(conversion, model)
+    yield from compile_events(config, model, device)
+
+
 def conversion_events(conversion: ConversionReport, model: nn.Module) -> Iterator[EventReport]:
-    """What a person should know of the conversion before the first step."""
+    """What a person should know of the conversion."""
     if left := stacked_matrices(model):
         num_left, share = sum(left.values()), sum(left.values()) / num_parameters(model)
         message = (

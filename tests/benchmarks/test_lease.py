@@ -116,14 +116,14 @@ def test_a_part_that_hangs_is_ended_and_leaves_the_others_their_time(
     hangs = "import subprocess, sys, time; print('so far', flush=True); subprocess.run([sys.executable, '-c', '{}'])"
     told = hangs.format("import time; time.sleep(600)")
     deaf = hangs.format("import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)")
-    monkeypatch.setattr(lease, "GRACE_S", 1.0)
+    monkeypatch.setattr(lease, "GRACE_S", 5.0)
     monkeypatch.setattr(lease, "START_S", 6.0)
     assert (
         call_of(
             [told, f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {deaf}", "print('last')"],
             monkeypatch,
             tmp_path,
-            25.0,
+            29.0,
         )
         == 1
     )

@@ -7,6 +7,7 @@ that multiplies. Nothing of torch is patched.
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _foreach_supported_types
 
@@ -17,6 +18,12 @@ def let_torch_take_lists() -> None:
     """Tell torch that its functions may take a list of FP8 gradients, as of DTensors; else they take them one by one."""
     if Float8Gradient not in _foreach_supported_types:
         _foreach_supported_types.append(Float8Gradient)  # type: ignore[arg-type]
+
+
+def note_writes(gradients: Iterable[Tensor]) -> None:
+    """Let autograd know that the plain ones of some gradients were written into: below it, where ours are read, nobody does."""
+    plain = [gradient for gradient in gradients if type(gradient) is not Float8Gradient and not gradient.is_inference()]
+    torch.autograd.graph.increment_version(plain)
 
 
 def codes_of(gradients: Iterable[Tensor]) -> list[Tensor]:

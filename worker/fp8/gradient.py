@@ -44,10 +44,12 @@ class RoundingPosition:
     def count(self, count: int) -> None:
         self._count.fill_(count)
 
-    @property
-    def counter(self) -> Tensor:
-        """The count as it is held, int64 ()."""
-        return self._count
+    def with_count(self, state: Tensor, index: int) -> Tensor:
+        """Return state (int64, on the host) with the count at an index, on the device that counts: the host does not wait."""
+        if self._count.is_cuda:
+            state = state.pin_memory().to(self._count.device, non_blocking=True)
+        state[index] = self._count
+        return state
 
     def counter_on(self, device: torch.device) -> Tensor:
         """Return the count itself, int64 (), which moves to the device of the gradients."""

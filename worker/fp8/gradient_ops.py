@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from worker import kernels
-from worker.fp8.clipping import codes_of, scales_of
+from worker.fp8.clipping import codes_of, note_writes, scales_of
 from worker.fp8.gradient import Float8Gradient, GradientView
 from worker.fp8.torch_clipping import known_norms, takes_part
 
@@ -150,7 +150,9 @@ def _foreach_on_scales(op: Any) -> Handler:
     def on_scales(gradients: list[Tensor], *factors: Any) -> Any:
         if not all(map(_is_one_number, tree_leaves(factors))):
             return NotImplemented
-        return op(scales_of(gradients), *factors)
+        result = op(scales_of(gradients), *factors)
+        note_writes(gradients)
+        return result
 
     return on_scales
 

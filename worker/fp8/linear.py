@@ -175,18 +175,9 @@ class Float8Linear(GuardedCodes):
             scaling.is_sampled = self.statistics_every > 0 and num_steps % self.statistics_every == 0
 
     def get_extra_state(self) -> Tensor:
-        """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback. int64, (4,).
-
-        It is on the device that counts the roundings: the host does not wait for the count.
-        """
+        """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback. int64, (4,)."""
         state = torch.tensor([self.num_steps, 0, self.num_breaches, self.fallback])
-        if self.gradient_position is None:
-            return state
-        num_roundings = self.gradient_position.counter
-        if num_roundings.is_cuda:
-            state = state.pin_memory().to(num_roundings.device, non_blocking=True)
-        state[1] = num_roundings
-        return state
+        return self.gradient_position.with_count(state, 1) if self.gradient_position else state
 
     def set_extra_state(self, state: Tensor) -> None:
         num_steps, num_roundings, self.num_breaches, fallback = state.tolist()

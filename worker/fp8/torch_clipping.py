@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from worker import kernels
-from worker.fp8.clipping import codes_of, scales_of
+from worker.fp8.clipping import codes_of, note_writes, scales_of
 from worker.fp8.gradient import Float8Gradient
 
 _EPSILON = 1e-6  # torch's
@@ -215,9 +215,8 @@ class ClipFactor(Tensor):
         if is_clamp and self._max_norm is not None and not self._is_clamped:
             return ClipFactor(self._total, self._copy, self._max_norm, is_clamped=True)
         if func is torch._foreach_mul_ and self._is_clamped and not kwargs and args[1] is self and self._can_clip(args[0]):
-            plain = [gradient for gradient in args[0] if not isinstance(gradient, Float8Gradient)]
             kernels.clip_(codes_of(args[0]), scales_of(args[0]), self._norm(), self._max_norm)
-            torch.autograd.graph.increment_version([gradient for gradient in plain if not gradient.is_inference()])
+            note_writes(args[0])
             return ()
         return NotImplemented
 

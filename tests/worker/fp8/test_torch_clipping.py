@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from worker.fp8 import gradient_ops
+from worker.fp8.clipping import let_torch_take_lists
 from worker.fp8.gradient import Float8Gradient, RoundingPosition
 
 Gradients = list[Tensor]
@@ -46,6 +47,11 @@ def total_of(gradients: Gradients, order: float = 2.0) -> Tensor:
 
 def factor_of(norm: Tensor, max_norm: float = 0.5) -> Tensor:
     return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+
+
+@pytest.fixture(autouse=True)
+def as_after_a_backward_pass() -> None:
+    let_torch_take_lists()
 
 
 @pytest.fixture
