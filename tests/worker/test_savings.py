@@ -171,7 +171,7 @@ def test_activations_in_fp8_change_gradients_alone_and_keep_less(family: str, le
         found.append((num_bytes, loss.detach(), gradients_of(model)))
     (num_bytes, loss, gradients), (num_fp8_bytes, fp8_loss, fp8_gradients) = found
     assert torch.equal(loss, fp8_loss)
-    assert num_fp8_bytes < 0.7 * num_bytes  # logits and statistics are in it, and heads have a scale for 16 elements
+    assert num_fp8_bytes < 0.78 * num_bytes  # logits and statistics are in it, and heads have a scale for 16 elements
     assert 0.0 < relative_error(fp8_gradients, gradients) < 0.05  # E4M3 rounds by at most 2^-4
 
 

@@ -1,0 +1,62 @@
+"""The table of a step's gradients follows every change of them, also where addresses stay."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from worker import initialize
+from worker.fp8.gradient import Float8Gradient, RoundingPosition
+from worker.optim.fused import Rows, describe
+
+
+@pytest.fixture
+def rows() -> Rows:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "O2")
+    model(torch.randn(16, 32)).sum().backward()
+    optimizer.step()
+    updates = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    counted = {"step": torch.zeros((), dtype=torch.int64)}  # as on a device
+    return Rows([each._replace(state=each.state | counted) for each in describe(optimizer, updates)], optimizer.rule)
+
+
+def table(rows: Rows) -> Any:
+    formats = [row.formats for row in rows.rows]
+    return [row.columns for row in rows.rows], formats, {key: len(alike) for key, alike in rows.launches.items()}
+
+
+def test_the_table_stays_while_gradients_do(rows: Rows) -> None:
+    rows.take_gradients([False])
+    before, launches = table(rows), rows.launches
+    rows.take_gradients([False])
+    assert table(rows) == before
+    assert rows.launches is launches
+
+
+def test_each_change_of_a_gradient_is_seen(rows: Rows) -> None:
+    rows.take_gradients([False])
+    seen = [table(rows)]
+    parameters = [row.update.parameter for row in rows.rows]
+    fp8 = next(parameter for parameter in parameters if isinstance(parameter.grad, Float8Gradient))
+    plain = next(parameter for parameter in parameters if not isinstance(parameter.grad, Float8Gradient))
+
+    def changed(decays: bool = False) -> None:
+        rows.take_gradients([decays])
+        fresh = Rows([row.update for row in rows.rows], rows.rule)
+        fresh.take_gradients([decays])
+        assert table(rows) == table(fresh)
+        assert table(rows) not in seen
+        seen.append(table(rows))
+
+    fp8.grad = Float8Gradient(fp8.grad.codes.clone(), fp8.grad.dequant_scale, RoundingPosition(0, 0))
+    changed()
+    fp8.grad = Float8Gradient(fp8.grad.codes, fp8.grad.dequant_scale.clone(), RoundingPosition(0, 0))
+    changed()
+    memory = torch.zeros(64)
+    plain.grad = memory[:32]
+    changed()
+    plain.grad = memory.view(torch.bfloat16)[:32] if plain.dtype == torch.bfloat16 else memory[4:36]
+    changed()
+    changed(decays=True)
