@@ -91,7 +91,9 @@ def run_part(command: list[str], log: BinaryIO, limit_s: float) -> tuple[int | N
     log.flush()
     first = log.tell()
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    part = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
+    part = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0, preexec_fn=_hear_interrupts
+    )
     try:
         status: int | None = part.wait(max(limit_s, 0.0))
     except subprocess.TimeoutExpired:
@@ -105,6 +107,11 @@ def run_part(command: list[str], log: BinaryIO, limit_s: float) -> tuple[int | N
     with Path(log.name).open("rb") as printed:
         printed.seek(first)
         return status, printed.read().decode(errors="replace")[-SHOWN:]
+
+
+def _hear_interrupts() -> None:
+    """A shell has what it runs in the background ignore SIGINT, and children inherit it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
