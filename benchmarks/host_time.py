@@ -172,10 +172,13 @@ def _noted(block: Any) -> Iterator[list[float]]:
         yield marks
 
 
-def count(phases: Phases) -> dict[str, int]:
-    """Return how many Triton launches, torch ops and calls a step has; ops inside compiled blocks are not seen."""
+def count(phases: Phases, *, compiled: bool) -> dict[str, int | str]:
+    """Return how many Triton launches, torch ops and calls a step has; ops inside compiled blocks are not seen.
+
+    Calls of compiled blocks are not counted: Dynamo compiles them once more for whoever listens.
+    """
     calls = Calls()
-    for phase in PHASES:
+    for phase in () if compiled else PHASES:
         with as_cuda_tensors() if phase == "optimizer" else nullcontext():
             sys.setprofile(calls)
             phases[phase]()
@@ -184,7 +187,8 @@ def count(phases: Phases) -> dict[str, int]:
         take(phases)
     with Ops() as ops:
         take(phases)
-    return {"Python": calls.num_python, "C": calls.num_c, "launches": launches.num_launches, "ops": ops.num_ops}
+    of_host = {"Python": "", "C": ""} if compiled else {"Python": calls.num_python, "C": calls.num_c}
+    return {**of_host, "launches": launches.num_launches, "ops": ops.num_ops}
 
 
 def profile(level: str, family: str, num_steps: int, *, compiled: bool) -> None:
@@ -200,7 +204,7 @@ def profile(level: str, family: str, num_steps: int, *, compiled: bool) -> None:
     pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(45)
 
 
-def table(found: dict[str, dict[str, float]], counts: dict[str, dict[str, int]], family: str, what: str) -> str:
+def table(found: dict[str, dict[str, float]], counts: dict[str, dict[str, int | str]], family: str, what: str) -> str:
     """Format the times as a page. what: they are."""
     reference, sizes = sum(found[REFERENCE].values()), FAMILIES[family][2]
     columns = [*(f"{phase} (ms)" for phase in PHASES), "step (ms)", f"÷ {REFERENCE}"]
@@ -249,7 +253,7 @@ def main() -> int:
         else:
             found, what = measure(steps, options.rounds), f"Median CPU time of {options.rounds} steps"
         num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if options.compile else 0
-        counts = {level: count(phases) for level, phases in steps.items()}
+        counts = {level: count(phases, compiled=options.compile) for level, phases in steps.items()}
     report = table(found, counts, options.family, what)
     if options.compile:
         report += f"\nCompiled graphs: {num_graphs}, for all levels together.\n"
