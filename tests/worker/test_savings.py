@@ -171,7 +171,8 @@ def test_activations_in_fp8_change_gradients_alone_and_keep_less(family: str, le
         found.append((num_bytes, loss.detach(), gradients_of(model)))
     (num_bytes, loss, gradients), (num_fp8_bytes, fp8_loss, fp8_gradients) = found
     assert torch.equal(loss, fp8_loss)
-    assert num_fp8_bytes < 0.78 * num_bytes  # logits and statistics are in it, and heads have a scale for 16 elements
+    # logits and statistics are in it, heads have a scale for 16 elements, and roberta has copies of weights
+    assert num_fp8_bytes < (0.78 if family == "roberta" else 0.7) * num_bytes
     assert 0.0 < relative_error(fp8_gradients, gradients) < 0.05  # E4M3 rounds by at most 2^-4
 
 
@@ -207,7 +208,8 @@ def test_compiled_blocks_keep_activations_in_fp8_too(family: str, level: str) ->
     (_, loss, exact), (num_bytes, _, _), (num_exact_bytes, compiled_loss, _), (num_fp8_bytes, fp8_loss, fp8) = found
     assert torch.equal(fp8_loss, compiled_loss)
     torch.testing.assert_close(fp8_loss, loss, rtol=1e-3, atol=0.0)
-    assert num_fp8_bytes < 0.87 * num_exact_bytes  # logits and statistics are in it, and at te copies of weights
+    holds_more = (family, level) in {("gpt", "te"), ("roberta", "O2")}  # besides logits and statistics, as copies of weights
+    assert num_fp8_bytes < (0.87 if holds_more else 0.8) * num_exact_bytes
     assert num_fp8_bytes < 1.1 * num_bytes
     assert 0.0 < relative_error(fp8, exact) < 0.05
 
