@@ -5,7 +5,7 @@
         job = octet.wait(job.id, on_progress=lambda job: print(job.state, job.progress))
 
 Every call is safe to repeat (a submission carries an Idempotency-Key), so the client repeats it for `patience_s` after a lost
-connection or a 5xx. `wait` and `follow=True` endure a server that is away for `reconnect_s`, long enough for a restart.
+connection, a 408 or a 5xx. `wait` and `follow=True` endure a server that is away for `reconnect_s`, long enough for a restart.
 
 A call raises ApiError if the server refuses it, ConnectionFailed if no server answers, and UnexpectedAnswer if another does.
 """

@@ -18,13 +18,13 @@ from client.sse import ServerSentEvent, parse_sse
 
 Shown = TypeVar("Shown", bound=Contract)
 
-TRIED_AGAIN = (httpx.TransportError, httpx.HTTPStatusError)  # HTTPStatusError is raised for 5xx only
+TRIED_AGAIN = (httpx.TransportError, httpx.HTTPStatusError)  # HTTPStatusError is raised for 408 and 5xx only
 _CHUNK_BYTES = 1 << 20
 LONGEST_SILENCE_S = 60.0  # a live event stream is never silent for longer: the server sends keep-alive comments
 
 
 class Connection:
-    """An httpx client with our rules: a 4xx raises ApiError at once; a lost connection or a 5xx is tried again."""
+    """An httpx client with our rules: a lost connection, 408 or 5xx is tried again, another 4xx raises ApiError."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None) -> None:
         self.url = url.rstrip("/")
@@ -130,7 +130,7 @@ def read_message(model: type[Shown], message: ServerSentEvent) -> Shown:
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
-    if response.is_server_error:
+    if response.is_server_error or response.status_code == httpx.codes.REQUEST_TIMEOUT:  # sent to one who was too slow
         response.raise_for_status()
     if not response.is_success:
         raise _refusal(response)

@@ -104,6 +104,7 @@ class LimitedProtocol(HttpToolsProtocol):
     """When a connection that rests between two requests is ended."""
     _deadline: asyncio.TimerHandle | None = None
     """Comes no later than both. It is not moved with each request: it looks when it comes, and waits again."""
+    _is_last_look = False
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -222,6 +223,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _watch(self) -> None:
         """Have a timer that comes no later than the next deadline."""
+        self._is_last_look = False
         next_at = min(self._ends_at, self._rests_until)
         if next_at == math.inf or (self._deadline is not None and self._deadline.when() <= next_at):
             return
@@ -234,7 +236,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         now = self.loop.time()
-        if now >= self._rests_until:
+        if now >= min(self._ends_at, self._rests_until) and not self._is_last_look:
+            # After SIGCONT, and after any wait that a signal cuts short, `select` returns without looking once its time is up
+            # (PEP 475). What has come meanwhile is read in the next turn of the loop, before its timers.
+            self._is_last_look, self._deadline = True, self.loop.call_at(now, self._look)
+        elif now >= self._rests_until:
             self.transport.close()
         elif now >= self._ends_at:
             self._refuse("408 Request Timeout", f"the {self.phase} of the request did not arrive in time")

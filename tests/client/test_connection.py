@@ -34,17 +34,21 @@ def test_an_absent_server_is_named_with_what_to_do() -> None:
     assert failed.value.url == URL
 
 
-@pytest.mark.parametrize("failure", [httpx.ConnectError("x"), httpx.ReadTimeout("x"), httpx.RemoteProtocolError("x"), 500, 503])
+TOO_SLOW = httpx.Response(408, text="the head of the request did not arrive in time")
+LOST = [httpx.ConnectError("x"), httpx.ReadTimeout("x"), httpx.RemoteProtocolError("x")]
+
+
+@pytest.mark.parametrize("failure", [*LOST, TOO_SLOW, problem(500), problem(503)], ids=str)
 def test_a_submission_is_sent_again_under_the_same_key(
-    make_job: Callable[..., Any], failure: httpx.TransportError | int
+    make_job: Callable[..., Any], failure: httpx.TransportError | httpx.Response
 ) -> None:
     keys: list[str] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
         keys.append(request.headers["Idempotency-Key"])
         if len(keys) < 3:
-            if isinstance(failure, int):
-                return problem(failure)
+            if isinstance(failure, httpx.Response):
+                return failure
             raise failure
         return httpx.Response(201, content=make_job().model_dump_json())
 
@@ -85,6 +89,11 @@ def test_a_refusal_is_not_repeated_and_says_what_to_change() -> None:
         "    allowed: at least 1",
         "    change:  Change training.steps.",
     ]
+
+
+def test_one_who_stays_too_slow_is_told_so() -> None:
+    with pytest.raises(UnexpectedAnswer, match=r"408 .*did not arrive in time"):
+        client_of(lambda _: TOO_SLOW, patience_s=0.1).job("job_1")
 
 
 def test_the_last_5xx_is_shown_as_the_server_put_it() -> None:

@@ -1,15 +1,20 @@
 """Clients that do not finish their requests neither stop the service nor fill its memory."""
 
 import http.client
+import multiprocessing
+import os
 import re
 import resource
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from service.app import create_app
@@ -19,7 +24,7 @@ from service.processes.connections import LimitedProtocol
 from service.processes.server import ACCEPTED_AT_ONCE, http_server, raise_descriptor_limit
 from service.processes.startup import listening
 from service.settings import Settings
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, wait_until
 
 KEY = "a key that is long enough"
 Serve = Callable[..., Any]
@@ -72,6 +77,52 @@ def until_closed(connection: socket.socket) -> bytes:
 def test_a_head_that_does_not_come_has_a_deadline(serve: Serve, request_: bytes) -> None:
     with serve(request_head_timeout_s=0.1) as port, connect(port, request_) as connection:
         assert until_closed(connection).startswith(b"HTTP/1.1 408 ")
+
+
+@contextmanager
+def stopped(process: multiprocessing.process.BaseProcess) -> Iterator[None]:
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _serve_in_this_process(settings: Settings, database_url: str, port: Any) -> None:
+    with listening(settings) as listener:
+        port.send(listener.getsockname()[1])
+        http_server(create_app(settings, database=Database(database_url)), settings).run(sockets=[listener])
+
+
+def test_a_head_that_comes_while_the_server_is_stopped_is_in_time(tmp_path: Path, sqlite_template: Path) -> None:
+    """The deadline is over when SIGCONT wakes the server, and `epoll_wait`, which it cuts short, has found nothing."""
+    head_timeout_s = 1.0
+    settings = Settings(data_dir=tmp_path, port=0, request_head_timeout_s=head_timeout_s)
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    server = context.Process(target=_serve_in_this_process, args=(settings, f"sqlite:///{sqlite_template}", sender))
+    server.start()
+    try:
+        port = receiver.recv()
+        assert status(port) == 200
+        num_in_time = 0
+        while num_in_time < 3:
+            began_at = time.monotonic()
+            with connect(port) as connection:
+                time.sleep(head_timeout_s / 4)  # the server most likely waits for the head by now
+                with stopped(server):
+                    if time.monotonic() - began_at > 0.9 * head_timeout_s:
+                        continue  # this machine is too busy for the client to be in time
+                    connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+                    time.sleep(head_timeout_s)
+                assert until_closed(connection).startswith(b"HTTP/1.1 200 ")
+                num_in_time += 1
+    finally:
+        server.kill()
+        server.join()
 
 
 def test_the_second_request_of_a_connection_has_a_deadline_too(serve: Serve) -> None:
