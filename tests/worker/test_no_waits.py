@@ -35,6 +35,7 @@ from worker.models import build_model
 from worker.step_log import StepLog
 from worker.train import Trainer
 
+pytestmark = pytest.mark.usefixtures("accelerator")
 WAITING_METHODS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"}
 IN_EVERY_RUN = {("O2", "nothing"), ("O2", "selective checkpointing")}
 REFUSED = {(name, "fp16-amp") for name in ("fused loss", "gradient release", "tensor")} | {("tensor", "ao"), ("pipeline", "ao")}
@@ -65,13 +66,6 @@ class WaitingMethods(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         self.found.update([name] if name in WAITING_METHODS else [])
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True)
-def accelerator() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with cpu_as_accelerator():
-        yield
 
 
 @contextmanager

@@ -32,18 +32,12 @@ from worker.mesh import Mesh
 from worker.metrics.readback import HostCopy
 from worker.train import Trainer
 
+pytestmark = pytest.mark.usefixtures("accelerator")
 IN_EVERY_RUN = ("fp32", "fp16-amp", "ao", "O2")
 READS_OF_SAMPLES = 1
 """Of statistics sampled in the newest four steps: they decide which layers multiply in bf16, and the checkpoint says which."""
 STAGES_SAY = {"tolist", "cpu", "__int__", "_local_scalar_dense"}
 """How stages of a pipeline read what the others hold: as text, whose length they agree on."""
-
-
-@pytest.fixture(autouse=True)
-def accelerator() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with cpu_as_accelerator():
-        yield
 
 
 @contextmanager

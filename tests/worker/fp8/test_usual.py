@@ -1,6 +1,5 @@
 """Usual passes of a layer, one op each, have the bits of the passes that are computed step by step."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker import initialize, kernels
 from worker.fp8 import linear as fp8_linear
-from worker.fp8.accelerator import cpu_as_accelerator
 from worker.fp8.linear import Float8Linear
 from worker.kernels import ScaledCodes, ScaleKind
 
 ops = torch.ops.octet
-
-
-@pytest.fixture(autouse=True)
-def accelerator() -> Iterator[None]:
-    with cpu_as_accelerator():
-        yield
+pytestmark = pytest.mark.usefixtures("accelerator")
 
 
 class Names(TorchDispatchMode):
