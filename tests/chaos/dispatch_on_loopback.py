@@ -2,19 +2,18 @@
 
 import subprocess
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 from client.cli import build_app
+from service.cluster.ray.embedded import start_dying_with_us
 from tests.e2e.ray_nodes import ANY_PORTS
 
 
-def _start(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
     replaced = ["tests.e2e.join_on_loopback" if part == "ray.scripts.scripts" else part for part in command]
-    return subprocess.Popen([*replaced, *ANY_PORTS, "--node-manager-port=0"], **options)
+    return start_dying_with_us([*replaced, *ANY_PORTS, "--node-manager-port=0"])
 
 
 if __name__ == "__main__":
-    with mock.patch("service.cluster.ray.node.subprocess", SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL)):
+    with mock.patch("service.cluster.ray.node.start_dying_with_us", _start):
         build_app()(["dispatcher"])

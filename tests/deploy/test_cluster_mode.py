@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from api_schemas import JobSpec, JobState, PoolConfig
 from client import Client
 from client.cli import build_app
 from service import store
+from service.cluster.ray.embedded import start_dying_with_us
 from service.cluster.ray.node import RayNode
 from service.db.engine import Database
 from service.db.migrate import known_revisions
@@ -244,6 +247,58 @@ def test_no_node_is_started_for_a_head_that_does_not_answer() -> None:
     with pytest.raises(ConnectionError, match="does not answer"):
         node.ensure()
     node.stop()
+
+
+def test_the_node_outlives_the_thread_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call to Ray has a thread of its own, and Linux sends a child's parent-death signal when a thread ends."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(_command: Any) -> "subprocess.Popen[bytes]":
+        started.append(start_dying_with_us(["sleep", str(LONG_S)]))
+        return started[-1]
+
+    monkeypatch.setattr("service.cluster.ray.node.start_dying_with_us", start)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        node = RayNode(f"127.0.0.1:{head.getsockname()[1]}")
+        for _ in range(2):
+            caller = threading.Thread(target=node.ensure)
+            caller.start()
+            thread = Path(f"/proc/self/task/{caller.native_id}")
+            caller.join()
+            wait_until(lambda thread=thread: not thread.exists())
+        assert [process.poll() for process in started] == [None]
+        started[0].kill()
+        started[0].wait()
+        node.ensure()
+        assert [process.poll() for process in started] == [-signal.SIGKILL, None]
+        node.stop()
+        assert started[1].poll() == -signal.SIGTERM
+        with pytest.raises(RuntimeError):
+            node.ensure()
+
+
+STARTER_THAT_IS_KILLED_AT_ONCE = """
+import ctypes, os, signal, time
+from service.cluster.ray import embedded
+
+prctl = ctypes.CDLL(None).prctl
+
+class LateLibrary:
+    def prctl(self, *arguments):
+        parent = os.getppid()
+        os.kill(parent, signal.SIGKILL)
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        prctl(*arguments)
+
+embedded.ctypes.CDLL = lambda _: LateLibrary()
+embedded.start_dying_with_us(["echo", "it runs"])
+"""
+
+
+def test_a_child_ends_whose_parent_was_killed_before_it_asked_for_the_signal() -> None:
+    starter = subprocess.run([sys.executable, "-c", STARTER_THAT_IS_KILLED_AT_ONCE], stdout=subprocess.PIPE, cwd=ROOT)
+    assert (starter.returncode, starter.stdout) == (-signal.SIGKILL, b"")  # the child holds stdout until it ends
 
 
 @pytest.mark.parametrize("address", ["9464", "127.0.0.1:", "127.0.0.1:70000", ":9464"])

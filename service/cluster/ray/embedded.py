@@ -22,8 +22,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the keeper, which runs this module, would load pydantic for nothing
     from api_schemas import PoolConfig
@@ -231,14 +233,24 @@ def _start_host(private_dir: Path, pools: str, warm_idle_s: str) -> "subprocess.
     command = [sys.executable, "-m", "service.cluster.ray.host", "--folder", str(private_dir)]
     command += ["--pools", pools, "--warm-idle-s", warm_idle_s]
     env = {**os.environ, **_RAYLET_SETTINGS}
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent, env=env)
+    return start_dying_with_us(command, env=env)
 
 
-def die_with_parent() -> None:
-    """Have this process get SIGTERM when its parent dies; for `preexec_fn`."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+def start_dying_with_us(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+    """Start a process in a session of its own. It gets SIGTERM when the calling thread ends, and so when this process dies.
+
+    That is how Linux has it (prctl(2), PR_SET_PDEATHSIG): the parent is the thread, not its process.
+    """
+
+    def die_with(parent: int) -> None:
+        if sys.platform == "linux":
+            pr_set_pdeathsig = 1
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+            if os.getppid() != parent:  # it died before this call
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = partial(die_with, os.getpid())
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=before, **options)
 
 
 def _publish(folder: Path, private_dir: Path) -> bool:

@@ -7,8 +7,9 @@ import logging
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
-from service.cluster.ray.embedded import die_with_parent, end_ray
+from service.cluster.ray.embedded import end_ray, start_dying_with_us
 
 NODE_MANAGER_PORT = 6380  # fixed: a health check asks this port whether the node is up
 _CONNECT_S = 2.0
@@ -27,6 +28,8 @@ class RayNode:
             raise ValueError(f"the Ray head's address is host:port, for example ray-head:6379; got {head_address!r}")
         self._port = int(port)
         self._process: subprocess.Popen[bytes] | None = None
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octet-node")
+        """Its thread starts the process, and lives as long as this one: callers' threads end while the process has to go on."""
 
     def ensure(self) -> str:
         """Start our node if it does not run, and return the head's address. Raises ConnectionError if the head is away."""
@@ -34,18 +37,23 @@ class RayNode:
             socket.create_connection((self._host, self._port), timeout=_CONNECT_S).close()
         except OSError as error:
             raise ConnectionError(f"the Ray head at {self._host}:{self._port} does not answer: {error}") from error
-        if self._process is not None and self._process.poll() is not None:
-            logger.warning("our Ray node ended with status %d; it is started again", self._process.returncode)
-            self._process = None
-        if self._process is None:
-            self._process = self._start()
+        self._starter.submit(self._start_if_it_does_not_run).result()
         return f"{self._host}:{self._port}"
 
     def stop(self) -> None:
-        """Leave the cluster."""
+        """Leave the cluster. After that `ensure` raises RuntimeError."""
+        self._starter.shutdown()
         if self._process is not None:
             end_ray(self._process)
             self._process = None
+
+    def _start_if_it_does_not_run(self) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning("our Ray node ended with status %d; it is started again", self._process.returncode)
+            end_ray(self._process)  # a raylet that is left has the port
+            self._process = None
+        if self._process is None:
+            self._process = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [
@@ -53,4 +61,4 @@ class RayNode:
             *("--num-cpus=0", "--num-gpus=0", f"--node-manager-port={NODE_MANAGER_PORT}"),
             *("--disable-usage-stats", "--include-log-monitor=false", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
         ]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+        return start_dying_with_us(command)
