@@ -190,7 +190,9 @@ class Live:
         self.server.wait_for_step(self.jobs["O2"], 1)
         self.prometheus.wait_for(f'octet_train_step{{job_id="{self.jobs["O2"]}", rank="1"}} > {run.steps // 4}')
         targets = json.loads(get(f"http://127.0.0.1:{self.server.port}/internal/v1/prometheus/targets"))
-        self.exposed["rank"] = get(f"http://{targets[0]['targets'][0]}/metrics")
+        rank = f"http://{targets[0]['targets'][0]}/metrics"
+        wait_until(lambda: "\noctet_checkpoint_bytes" in get(rank), poll_s=SCRAPE_S)  # a thread writes the first checkpoint
+        self.exposed["rank"] = get(rank)
         self.exposed["api"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
         for job_id in self.jobs.values():
             self._wait_for_end(job_id)
