@@ -10,7 +10,7 @@ from tests.e2e.ray_nodes import ANY_PORTS
 
 
 def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
-    replaced = ["tests.e2e.join_on_loopback" if part == "ray.scripts.scripts" else part for part in command]
+    replaced = ["tests.e2e.join_on_loopback" if part == "service.cluster.ray.command" else part for part in command]
     return start_dying_with_us([*replaced, *ANY_PORTS, "--node-manager-port=0"])
 
 

@@ -5,9 +5,10 @@ service/cluster/ray/embedded.py), and without the setting it replaces 127.0.0.1 
 """
 
 from ray._private import ray_constants, services
-from ray.scripts import scripts
+
+from service.cluster.ray import command
 
 if __name__ == "__main__":
     ray_constants.ENABLE_RAY_CLUSTER = True
     services.resolve_ip_for_localhost = lambda address: address
-    scripts.main()
+    command.main()

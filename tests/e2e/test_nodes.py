@@ -1,7 +1,7 @@
 """A job over two nodes of a real Ray cluster: each node dies with all its processes, and another joins."""
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from tests.e2e.octet_server import losses
 from tests.e2e.ray_nodes import Nodes, ServerOnNodes, served_on_nodes
 from tests.e2e.specs import on_ranks
 from tests.e2e.test_chaos import assert_gapless_and_each_attempt_after_the_other, attempts_of, train_undisturbed
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -48,6 +49,21 @@ def test_two_nodes_die_one_after_the_other_and_every_loss_is_that_of_an_undistur
     assert len(attempts) >= 3
     assert losses(server, finished) == expected
     assert_gapless_and_each_attempt_after_the_other(server, finished)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("agent", ["DashboardAgent", "RuntimeEnvAgen"])
+def test_a_node_ends_with_its_raylet(tmp_path: Path, agent: str) -> None:
+    """The raylet ends itself when an agent is killed, with a status that `ray start` takes for an order."""
+    with ExitStack() as stack:
+        nodes = Nodes(tmp_path / "octet", stack)
+        wait_until(lambda: nodes.address)
+        node = nodes.add()
+        wait_until(lambda: any(agent in process.name() for process in node.processes()))
+        [victim] = [process for process in node.processes() if agent in process.name()]
+        victim.kill()
+        wait_until(lambda: node.poll() is not None)
+        assert node.poll() == 1
 
 
 @pytest.mark.system

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayNode:
-    """A `ray start` in a child process. It is started on first use, started again if it ends, and stopped with us."""
+    """A `ray start` in a child process. It is started on first use, started again if its raylet ends, and stopped with us."""
 
     def __init__(self, head_address: str) -> None:
         """`head_address` is host:port of the head's GCS. Raises ValueError for any other form."""
@@ -57,7 +57,7 @@ class RayNode:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self._host}:{self._port}", "--block"),
+            *(sys.executable, "-m", "service.cluster.ray.command", "start", f"--address={self._host}:{self._port}", "--block"),
             *("--num-cpus=0", "--num-gpus=0", f"--node-manager-port={NODE_MANAGER_PORT}"),
             *("--disable-usage-stats", "--include-log-monitor=false", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
         ]

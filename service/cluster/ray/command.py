@@ -1,0 +1,62 @@
+"""The command `ray`, whose `start --block` ends when its raylet does.
+
+    python -m service.cluster.ray.command start --address=ray-head:6379 --block …
+
+Ray's own stays: it takes a raylet that ends with 0 or SIGTERM for one that was told to. A raylet ends like that when one of its
+agents is killed, as the kernel does for want of memory, and its node would be lost until somebody looks. This process ends
+with 1, so that whoever started it, such as Docker, starts it again. It is for Linux; elsewhere it is Ray's command.
+"""
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+_POLL_S = 1.0
+_GRACE_S = 5.0  # if the raylet was told to end, this process ends by itself
+_CHILDREN = "/proc/self/task/{thread}/children"
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Run Ray's command with the arguments of this process."""
+    from ray.scripts import scripts
+
+    threading.Thread(target=_end_with_the_raylet, args=(threading.get_native_id(),), name="octet-raylet", daemon=True).start()
+    scripts.main()
+
+
+def _end_with_the_raylet(thread: int) -> None:
+    """thread: the one that starts Ray's processes."""
+    has_run = False
+    while True:
+        time.sleep(_POLL_S)
+        runs = _raylet_runs(thread)
+        if has_run and not runs:
+            time.sleep(_GRACE_S)
+            logger.error("the raylet of this node has ended; the node ends with it")
+            os._exit(1)
+        has_run = runs
+
+
+def _raylet_runs(thread: int) -> bool:
+    try:
+        children = Path(_CHILDREN.format(thread=thread)).read_text().split()
+    except FileNotFoundError:
+        return False
+    return any(_is_raylet(child) for child in children)
+
+
+def _is_raylet(pid: str) -> bool:
+    try:
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return name == "raylet" and rest.split()[0] != "Z"
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    main()
