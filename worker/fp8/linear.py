@@ -92,6 +92,7 @@ class Float8Linear(GuardedCodes):
         is_usual = is_usual_pass(self, input)
         if is_usual and not torch.compiler.is_compiling():
             return usual_output(self, input, activation)
+        is_usual = is_usual and not self.recipe.amax_history_length  # which a graph computes step by step
         output_dtype, wide = activation_dtype(input), self.high_precision
         with torch.autocast(input.device.type, enabled=False) if wide else nullcontext():  # it casts products in bf16 alone
             if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp

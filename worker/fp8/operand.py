@@ -132,6 +132,22 @@ class OperandScaling(KeepsDtypes):
             column_codes = row_codes.t()
         return row_codes if rows else None, column_codes
 
+    def quantize_by_window(
+        self, x: Tensor, sides: str, activation: str | None = None, amax: Tensor | None = None
+    ) -> list[Tensor]:
+        """What `quantize` and `activate` make of x (M, N) in a pass with delayed scaling that samples nothing, by one op.
+
+        amax: of x, where it is known. Returns codes, as `sides` says, their scale (), and the amax () that they are scaled by.
+        """
+        held, recipe = self._buffers, self.recipe
+        window = kernels.Window(
+            held["step_amax"], held["window_amax"], held["num_finite_steps"], recipe.amax_history_length  # type: ignore[arg-type]
+        )
+        return kernels.quantize_delayed(
+            x, window, self.format.dtype, margin=recipe.margin, sides=sides, activation=activation, amax=amax,
+            remembers=self.training,
+        )  # fmt: skip
+
     def ahead(self) -> kernels.Ahead | None:
         """How to write codes of the next operand with its values, for `complete`; None where no scale is known before."""
         is_known = self.recipe.amax_history_length and self.format.kind is ScaleKind.TENSOR
