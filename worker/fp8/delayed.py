@@ -53,7 +53,8 @@ class DelayedProducts(torch.autograd.Function):
         unit, weight_amax = layer._buffers["weight_dequant_scale"], None
         if unit is None:
             of_weight: Any = scalings["weight_scaling"]
-            weight_NK, weight_scale, weight_amax = of_weight.quantize_by_window(weight, "rows", None, layer._buffers["weight_amax"])
+            known = layer._buffers["weight_amax"]
+            weight_NK, weight_scale, weight_amax = of_weight.quantize_by_window(weight.detach(), "rows", None, known)
         else:
             weight_NK, weight_scale = weight.detach(), unit
         assert rows is not None
