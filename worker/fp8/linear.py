@@ -171,11 +171,10 @@ class Float8Linear(GuardedCodes):
 
     def start_step(self, num_steps: int) -> None:
         """Prepare for the forward passes between two optimizer steps, after that many of them."""
-        self.num_steps = num_steps
+        vars(self)["num_steps"] = num_steps
         is_sampled = self.statistics_every > 0 and num_steps % self.statistics_every == 0
         for scaling in self.scalings().values():
-            if scaling.is_sampled is not is_sampled:  # to set an attribute of a module takes longer than all else here
-                scaling.is_sampled = is_sampled
+            vars(scaling)["is_sampled"] = is_sampled  # a module looks first whether an attribute is a parameter
 
     def get_extra_state(self) -> Tensor:
         """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback. int64, (4,)."""
@@ -192,7 +191,7 @@ class Float8Linear(GuardedCodes):
     def scalings(self) -> dict[str, OperandScaling]:
         """The scaling of each operand, by the operand's name."""
         own: Any = self._modules  # of a module, an attribute takes ten times as long
-        return {name: own[f"{name}_scaling"] for name in ("input", "weight", "grad_output")}
+        return {"input": own["input_scaling"], "weight": own["weight_scaling"], "grad_output": own["grad_output_scaling"]}
 
     def _prepare_gradient(self) -> None:
         if self.weight_dequant_scale is not None:

@@ -184,11 +184,15 @@ def quantize_delayed(x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_f
     if x_MN.numel() == 0:
         return reference.quantize_delayed(x_MN, step_amax, window_amax, num_finite_steps, *how)
     amax, dtype, history_length, margin, sides, activation, remembers = how
-    x_MN = x_MN.contiguous()
-    plan = _plan(x_MN.shape, x_MN.dtype, dtype, margin, sides, activation, False, False, False, True, remembers)
+    x_MN, is_known = x_MN.contiguous(), amax is not None
+    plan = _plan(
+        x_MN.shape, x_MN.dtype, dtype, margin, sides, activation, False, in_window=True, tracks_amax=remembers and not is_known
+    )
     is_full = num_finite_steps >= history_length
-    amax = torch.where(is_full, window_amax, _find_amax(x_MN, plan, is_full) if amax is None else amax)
-    return [*_encode(x_MN, plan, dtype, amax, new_amax=step_amax if remembers else None), amax]
+    if is_known and remembers:
+        torch.maximum(step_amax, amax, out=step_amax)
+    amax = torch.where(is_full, window_amax, amax if is_known else _find_amax(x_MN, plan, is_full))
+    return [*_encode(x_MN, plan, dtype, amax, new_amax=step_amax if remembers and not is_known else None), amax]
 
 
 def linear_gradients(
