@@ -1,8 +1,8 @@
 """The usual passes of an FP8 layer with delayed scaling, in eager code: few ops, and few calls around them.
 
-Usual is what `usual.py` says, but for the window. An operand takes one op, which quantizes it and raises the amax of the step; a
-weight that is held in values is quantized again in the backward pass by the amax of the forward pass, and leaves no second
-trace. Everything else is computed step by step by `linear.py`, to the same bits.
+Usual is what `usual.py` says, but for the window. One op quantizes an operand and raises the amax of the step. A weight that is
+held in values is quantized again in the backward pass by the amax of the forward pass, and leaves no second trace. Everything
+else is computed step by step by `linear.py`, to the same bits.
 Shape suffixes as there; an input may have more dimensions before the last.
 """
 

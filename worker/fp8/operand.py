@@ -139,14 +139,10 @@ class OperandScaling(KeepsDtypes):
 
         amax: of x, where it is known. Returns codes, as `sides` says, their scale (), and the amax () that they are scaled by.
         """
-        held, recipe = self._buffers, self.recipe
-        window = kernels.Window(
-            held["step_amax"], held["window_amax"], held["num_finite_steps"], recipe.amax_history_length  # type: ignore[arg-type]
-        )
-        return kernels.quantize_delayed(
-            x, window, self.format.dtype, margin=recipe.margin, sides=sides, activation=activation, amax=amax,
-            remembers=self.training,
-        )  # fmt: skip
+        held: Any = self._buffers
+        tensors, recipe = (held["step_amax"], held["window_amax"], held["num_finite_steps"]), self.recipe
+        window = kernels.Window(*tensors, recipe.amax_history_length, recipe.margin, self.training)
+        return kernels.quantize_delayed(x, window, self.format.dtype, sides=sides, activation=activation, amax=amax)
 
     def ahead(self) -> kernels.Ahead | None:
         """How to write codes of the next operand with its values, for `complete`; None where no scale is known before."""
@@ -284,7 +280,8 @@ def advance(scalings: Iterable[OperandScaling]) -> None:
     alike: dict[tuple[int, Any], list[OperandScaling]] = {}
     for scaling in scalings:
         if scaling.recipe.amax_history_length:  # by identity: a recipe takes longer to hash than its window to close
-            alike.setdefault((id(scaling.recipe), scaling._buffers["step_amax"].device), []).append(scaling)  # type: ignore[union-attr]
+            step_amax: Any = scaling._buffers["step_amax"]
+            alike.setdefault((id(scaling.recipe), step_amax.device), []).append(scaling)
     for group in alike.values():
         _advance(group[0].recipe, group)
 

@@ -91,13 +91,15 @@ _delayed_op = define(
 class Window(NamedTuple):
     """What delayed scaling remembers of an operand. step_amax, window_amax: fp32 (). num_finite_steps: int64 ().
 
-    The window counts once that many steps have been finite. The largest amax of a step collects in step_amax.
+    The window counts once that many steps have been finite. The largest amax of a step collects in step_amax, if `remembers`.
     """
 
     step_amax: Tensor
     window_amax: Tensor
     num_finite_steps: Tensor
     history_length: int
+    margin: int
+    remembers: bool
 
 
 def quantize_delayed(
@@ -105,22 +107,20 @@ def quantize_delayed(
     window: Window,
     dtype: torch.dtype,
     *,
-    margin: int = 0,
     sides: str = "rows",
     activation: str | None = None,
     amax: Tensor | None = None,
-    remembers: bool,
 ) -> list[Tensor]:
     """Codes of x (M, N), or of an activation of x, by the window's amax, or by its own while the window is not full.
 
     As `quantize_operand` and `activate_operand` make them. amax: fp32 (), x's own, where it is known.
-    remembers: raise `step_amax` to x's own amax. Returns the codes for the rows, those for the columns, as `sides` says, their
-    one scale () and the amax () that they are scaled by. Autograd does not follow it.
+    Returns the codes for the rows, those for the columns, as `sides` says, their one scale () and the amax () that they are
+    scaled by. Autograd does not follow it.
     """
     _check(x_MN, dtype, ScaleKind.TENSOR, sides, amax)
-    *tensors, length = window
-    codes: list[Tensor] = _delayed_op(x_MN, *tensors, amax, dtype, length, margin, sides, activation, remembers)
-    return codes
+    *tensors, length, margin, remembers = window
+    parts: list[Tensor] = _delayed_op(x_MN, *tensors, amax, dtype, length, margin, sides, activation, remembers)
+    return parts
 
 
 def quantize_operand(

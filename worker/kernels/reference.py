@@ -131,20 +131,9 @@ def _ahead(
     return [quantize(x, dtype, ScaleKind.TENSOR, margin, amax)[0]]
 
 
-def quantize_delayed(
-    x_MN: Tensor,
-    step_amax: Tensor,
-    window_amax: Tensor,
-    num_finite_steps: Tensor,
-    amax: Tensor | None,
-    dtype: torch.dtype,
-    history_length: int,
-    margin: int,
-    sides: str,
-    activation: str | None,
-    remembers: bool,
-) -> list[Tensor]:
+def quantize_delayed(x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_finite_steps: Tensor, *how: Any) -> list[Tensor]:
     """Codes over rows, over columns, their scale, and the amax that they are scaled by; step_amax is raised in place."""
+    amax, dtype, history_length, margin, sides, activation, remembers = how
     values_MN = x_MN if activation is None else ACTIVATIONS[activation].forward(x_MN)
     amax = compute_amax(values_MN, ScaleKind.TENSOR) if amax is None else amax
     if remembers:

@@ -22,7 +22,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """(op, arguments) of every op, with every kind of scale. `complete`, `measure`, `quantize_delayed` and ops with a final _ write into them."""
+    """(op, arguments) of every op, with every kind of scale.
+
+    `complete`, `measure`, `quantize_delayed` and ops with a final _ write into their arguments.
+    """
     for shape in shapes or ((300, 260), (16, 1)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         for kind in (kind.value for kind in ScaleKind):

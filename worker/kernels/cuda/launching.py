@@ -101,13 +101,14 @@ class PreparedLaunch:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the present stream of the tensors' device. tensors: the kernel's first arguments."""
-        gpu, runtime = driver.active, triton.knobs.runtime
-        first, present = tensors[0], gpu.get_current_device()
+        runtime, first = triton.knobs.runtime, tensors[0]
         on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
         if type(first) not in _TENSORS or not self.launcher.is_compiled or on_enter.calls or on_exit.calls:
             self.launcher(self.num_programs, *tensors, *self.values)
             return
         assert first is not None
+        gpu = driver.active
+        present = gpu.get_current_device()
         if first.get_device() not in (present, -1):
             with torch.cuda.device(first.get_device()):
                 self(*tensors)
