@@ -116,9 +116,11 @@ def test_other_passes_are_computed_step_by_step(num_tokens: int, options: dict[s
     assert "linear_output" not in names
 
 
+@pytest.mark.parametrize("level", ["O2", "te"])
 @pytest.mark.parametrize("needs", ["input", "weight", "bias"])
-def test_only_what_is_needed_is_computed(needs: str) -> None:
-    layer = network("O2")[3]
+def test_only_what_is_needed_is_computed(needs: str, level: str) -> None:
+    """At te by windows, with the forward pass's product among the others."""
+    layer = network(level)[3]
     assert isinstance(layer, Float8Linear)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name == needs)
@@ -126,14 +128,19 @@ def test_only_what_is_needed_is_computed(needs: str) -> None:
     x = torch.randn(16, 48).requires_grad_(needs == "input")
     with Names() as seen:
         layer(x).sum().backward()
-    assert ("linear_gradients" in seen.names) == (needs != "bias")
+    if level == "te":
+        assert seen.names.count("matmul") == (1 if needs == "bias" else 2)
+        assert seen.names.count("quantize_delayed") == (2 if needs == "bias" else 3)
+    else:
+        assert ("linear_gradients" in seen.names) == (needs != "bias")
     grads = {"input": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
     assert {name for name, gradient in grads.items() if gradient is not None} == {needs}
 
 
-def test_codes_that_ranks_have_gathered_are_taken() -> None:
+@pytest.mark.parametrize("level", ["O2", "te"])
+def test_codes_that_ranks_have_gathered_are_taken(level: str) -> None:
     """As `worker/parallel/tokens.py` gives the codes of a row layer's grad_output."""
-    layer = network("O2")[3]
+    layer = network(level)[3]
     x = torch.randn(16, 48).requires_grad_()
     output = layer(x)
     other = torch.linspace(-3, 1, 16 * 16).view(16, 16).bfloat16()
