@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 _TENSOR = ScaleKind.TENSOR
 
 
-def quantizes_weight_once(layer: "Float8Linear") -> bool:
-    """Whether a layer's weight is held in values, or in the codes that its products take."""
+def is_usual_by_window(layer: "Float8Linear") -> bool:
+    """Whether a pass is eager, and the layer's weight held in values or in the codes that its products take."""
+    if torch.compiler.is_compiling():
+        return False
     return layer._buffers["weight_dequant_scale"] is None or layer.weight.dtype == E4M3
 
 

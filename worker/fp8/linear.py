@@ -92,7 +92,6 @@ class Float8Linear(GuardedCodes):
         is_usual = is_usual_pass(self, input)
         if is_usual and not torch.compiler.is_compiling():
             return usual_output(self, input, activation)
-        is_usual = is_usual and not self.recipe.amax_history_length  # which a graph computes step by step
         output_dtype, wide = activation_dtype(input), self.high_precision
         with torch.autocast(input.device.type, enabled=False) if wide else nullcontext():  # it casts products in bf16 alone
             if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
@@ -172,9 +171,8 @@ class Float8Linear(GuardedCodes):
     def start_step(self, num_steps: int) -> None:
         """Prepare for the forward passes between two optimizer steps, after that many of them."""
         vars(self)["num_steps"] = num_steps
-        is_sampled = self.statistics_every > 0 and num_steps % self.statistics_every == 0
-        for scaling in self.scalings().values():
-            vars(scaling)["is_sampled"] = is_sampled  # a module looks first whether an attribute is a parameter
+        for scaling in self.scalings().values():  # by `vars`: a module takes ten times as long to set, or find, an attribute
+            vars(scaling)["is_sampled"] = self.statistics_every > 0 and num_steps % self.statistics_every == 0
 
     def get_extra_state(self) -> Tensor:
         """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback. int64, (4,)."""
@@ -190,8 +188,7 @@ class Float8Linear(GuardedCodes):
 
     def scalings(self) -> dict[str, OperandScaling]:
         """The scaling of each operand, by the operand's name."""
-        own: Any = self._modules  # of a module, an attribute takes ten times as long
-        return {"input": own["input_scaling"], "weight": own["weight_scaling"], "grad_output": own["grad_output_scaling"]}
+        return {name: self._modules[f"{name}_scaling"] for name in ("input", "weight", "grad_output")}  # type: ignore[misc]
 
     def _prepare_gradient(self) -> None:
         if self.weight_dequant_scale is not None:

@@ -16,7 +16,7 @@ from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.bf16 import activation_dtype
 from worker.fp8.carried import carried_by
-from worker.fp8.delayed import DelayedProducts, delayed_apply, quantizes_weight_once
+from worker.fp8.delayed import DelayedProducts, delayed_apply, is_usual_by_window
 from worker.fp8.fallback import Fallback
 from worker.fp8.gradient_hooks import once_differentiable, product_dtype
 from worker.fp8.gradient_notes import note_on, notes_of_pass
@@ -50,7 +50,7 @@ def is_usual_pass(layer: "Float8Linear", input: Tensor) -> bool:
         and is_accelerator(input.device)
         and scaling.regather is None
         and not (scaling.is_sampled and layer.training)
-        and (not layer.recipe.amax_history_length or quantizes_weight_once(layer))
+        and (not layer.recipe.amax_history_length or is_usual_by_window(layer))
     )
 
 
