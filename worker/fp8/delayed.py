@@ -43,7 +43,9 @@ class DelayedProducts(torch.autograd.Function):
         shape, recipe, scalings = input.shape, layer.recipe, layer._modules
         input_TK = input if len(shape) == 2 else input.reshape(-1, shape[-1])
         scaling: Any = scalings["input_scaling"]
-        columns, saved, codes = keeps and ctx.needs_input_grad[1], (None, None), None
+        columns, codes = keeps and ctx.needs_input_grad[1], None
+        saved: tuple[Tensor | None, Tensor | None] = (None, None)
+        rows: ScaledCodes | None
         if activation is not None:
             made, scale, amax = scaling.quantize_by_window(input_TK, "rows", activation)
             rows, saved = ScaledCodes(made, scale, _TENSOR), (input, amax)
@@ -94,6 +96,7 @@ class DelayedProducts(torch.autograd.Function):
             assert weight_KN is not None
             grad_input_TK = kernels.multiply(rows, weight_KN, input_dtype)
         if needs_weight:
+            assert input_saved is not None
             if activation is None:
                 input_KT = ScaledCodes(input_saved, input_number, _TENSOR)
             else:

@@ -47,6 +47,7 @@ class Float8Linear(GuardedCodes):
     weight_dequant_scale: Tensor | None
     weight_amax: Tensor | None
     weight_residual: Tensor | None
+    num_steps: int
     returns_16_bits: ClassVar[bool] = True
 
     def __init__(
@@ -72,8 +73,7 @@ class Float8Linear(GuardedCodes):
         self.input_scaling = OperandScaling(recipe, recipe.input, device)
         self.weight_scaling = OperandScaling(recipe, recipe.weight, device)
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
-        self.gradient_position = gradient_position
-        self.statistics_every = statistics_every
+        self.gradient_position, self.statistics_every = gradient_position, statistics_every
         self.activation: str | None = None  # what comes right before it in its sequence; one of kernels' ACTIVATIONS
         self.num_breaches = 0  # samples in a row that broke a limit
         self.fallback = Fallback.NONE
