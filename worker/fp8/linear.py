@@ -47,6 +47,7 @@ class Float8Linear(GuardedCodes):
     weight_dequant_scale: Tensor | None
     weight_amax: Tensor | None
     weight_residual: Tensor | None
+    num_steps: int
     returns_16_bits: ClassVar[bool] = True
 
     def __init__(
@@ -72,8 +73,7 @@ class Float8Linear(GuardedCodes):
         self.input_scaling = OperandScaling(recipe, recipe.input, device)
         self.weight_scaling = OperandScaling(recipe, recipe.weight, device)
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
-        self.gradient_position = gradient_position
-        self.statistics_every = statistics_every
+        self.gradient_position, self.statistics_every = gradient_position, statistics_every
         self.activation: str | None = None  # what comes right before it in its sequence; one of kernels' ACTIVATIONS
         self.num_breaches = 0  # samples in a row that broke a limit
         self.fallback = Fallback.NONE
@@ -170,9 +170,9 @@ class Float8Linear(GuardedCodes):
 
     def start_step(self, num_steps: int) -> None:
         """Prepare for the forward passes between two optimizer steps, after that many of them."""
-        self.num_steps = num_steps
-        for scaling in self.scalings().values():
-            scaling.is_sampled = self.statistics_every > 0 and num_steps % self.statistics_every == 0
+        vars(self)["num_steps"] = num_steps
+        for scaling in self.scalings().values():  # by `vars`: a module takes ten times as long to set, or find, an attribute
+            vars(scaling)["is_sampled"] = self.statistics_every > 0 and num_steps % self.statistics_every == 0
 
     def get_extra_state(self) -> Tensor:
         """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback. int64, (4,)."""
@@ -188,7 +188,7 @@ class Float8Linear(GuardedCodes):
 
     def scalings(self) -> dict[str, OperandScaling]:
         """The scaling of each operand, by the operand's name."""
-        return {"input": self.input_scaling, "weight": self.weight_scaling, "grad_output": self.grad_output_scaling}
+        return {name: self._modules[f"{name}_scaling"] for name in ("input", "weight", "grad_output")}  # type: ignore[misc]
 
     def _prepare_gradient(self) -> None:
         if self.weight_dequant_scale is not None:

@@ -21,7 +21,8 @@ from worker.fp8.carried import Taker, Written, carry
 from worker.fp8.gradient_hooks import once_differentiable
 from worker.fp8.linear import Float8Linear
 from worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
-from worker.fp8.usual import parameter_of, shaped
+from worker.fp8.shapes import shaped
+from worker.fp8.usual import parameter_of
 from worker.kernels.normalization import MOST_FEATURES
 
 PURE_BLOCKS = frozenset(

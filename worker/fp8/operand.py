@@ -132,6 +132,18 @@ class OperandScaling(KeepsDtypes):
             column_codes = row_codes.t()
         return row_codes if rows else None, column_codes
 
+    def quantize_by_window(
+        self, x: Tensor, sides: str, activation: str | None = None, amax: Tensor | None = None
+    ) -> list[Tensor]:
+        """What `quantize` and `activate` make of x (M, N) in a pass with delayed scaling that samples nothing, by one op.
+
+        amax: of x, where it is known. Returns codes, as `sides` says, their scale (), and the amax () that they are scaled by.
+        """
+        held: Any = self._buffers
+        tensors, recipe = (held["step_amax"], held["window_amax"], held["num_finite_steps"]), self.recipe
+        window = kernels.Window(*tensors, recipe.amax_history_length, recipe.margin, self.training)
+        return kernels.quantize_delayed(x, window, self.format.dtype, sides=sides, activation=activation, amax=amax)
+
     def ahead(self) -> kernels.Ahead | None:
         """How to write codes of the next operand with its values, for `complete`; None where no scale is known before."""
         is_known = self.recipe.amax_history_length and self.format.kind is ScaleKind.TENSOR
@@ -250,7 +262,11 @@ class OperandScaling(KeepsDtypes):
 
     def _remember(self, amax: Tensor) -> None:
         """amax: of the values, since the unit changes with the weight."""
-        self.step_amax.copy_(torch.maximum(self.step_amax, amax))
+        if torch.compiler.is_compiling():
+            self.step_amax.copy_(torch.maximum(self.step_amax, amax))
+        else:
+            step_amax: Any = self._buffers["step_amax"]
+            torch.maximum(step_amax, amax, out=step_amax)
 
     def _sample(self, x: Tensor, rows: ScaledCodes | None, columns: ScaledCodes | None, unit: Tensor | None) -> None:
         if rows is not None:
@@ -261,17 +277,19 @@ class OperandScaling(KeepsDtypes):
 
 def advance(scalings: Iterable[OperandScaling]) -> None:
     """Close the slots of this optimizer step, of all windows at once. No device is waited for."""
-    alike: dict[tuple[Any, ...], list[OperandScaling]] = {}
+    alike: dict[tuple[int, Any], list[OperandScaling]] = {}
     for scaling in scalings:
-        if scaling.recipe.amax_history_length:
-            alike.setdefault((scaling.recipe, scaling.step_amax.device), []).append(scaling)
-    for (recipe, _device), group in alike.items():
-        _advance(recipe, group)
+        if scaling.recipe.amax_history_length:  # by identity: a recipe takes longer to hash than its window to close
+            step_amax: Any = scaling._buffers["step_amax"]
+            alike.setdefault((id(scaling.recipe), step_amax.device), []).append(scaling)
+    for group in alike.values():
+        _advance(group[0].recipe, group)
 
 
 def _advance(recipe: Recipe, scalings: list[OperandScaling]) -> None:
     """S windows of H steps, all by the same rule."""
-    held = [[getattr(scaling, name) for scaling in scalings] for name in REMEMBERED]
+    buffers: list[Any] = [scaling._buffers for scaling in scalings]
+    held = [[own[name] for own in buffers] for name in REMEMBERED]
     step_amax_S, history_SH, window_amax_S, num_finite_S = map(torch.stack, held)
     was_used_S, finite_S = step_amax_S != 0, torch.isfinite(step_amax_S)
     moved_SH = torch.cat((step_amax_S.unsqueeze(1), history_SH[:, :-1]), 1)

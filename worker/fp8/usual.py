@@ -1,6 +1,7 @@
 """The usual passes of an FP8 layer as one op each, which take the host a fraction of the time of their parts.
 
-Usual is: an accelerator, all products in FP8, each operand with one scale that is found now, nothing sampled, whole tiles.
+Usual is: an accelerator, all products in FP8, each operand with one scale, nothing sampled, whole tiles. The scale is found
+now, here, or comes from a window of past steps, in `delayed.py`.
 Everything else is computed step by step by `linear.py`, to the same bits. What a pass needs of its layer is read from the
 layer's own dictionaries in each pass: `nn.Module` takes ten times as long to find a parameter.
 Shape suffixes as there; an input in eager code may have more dimensions before the last.
@@ -15,12 +16,14 @@ from worker import kernels
 from worker.fp8.accelerator import is_accelerator
 from worker.fp8.bf16 import activation_dtype
 from worker.fp8.carried import carried_by
+from worker.fp8.delayed import DelayedProducts, delayed_apply, is_usual_by_window
 from worker.fp8.fallback import Fallback
 from worker.fp8.gradient_hooks import once_differentiable, product_dtype
 from worker.fp8.gradient_notes import note_on, notes_of_pass
 from worker.fp8.in_graph import amax_in_graph
 from worker.fp8.operand import ForwardPass
 from worker.fp8.recipe import Recipe
+from worker.fp8.shapes import cast, shaped
 from worker.kernels import ScaleKind
 from worker.kernels.gemm import ALIGNMENT
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 def is_usual_layer(recipe: Recipe, num_in: int, num_out: int, *, is_transposed: bool) -> bool:
     """Whether a layer's passes are usual, as far as the layer itself decides."""
-    is_simple = not recipe.high_precision and not recipe.amax_history_length and not is_transposed
+    is_simple = not recipe.high_precision and not is_transposed
     has_one_scale = all(operand.kind is ScaleKind.TENSOR for operand in recipe.operands().values())
     return is_simple and has_one_scale and not num_in % ALIGNMENT and not num_out % ALIGNMENT
 
@@ -47,20 +50,27 @@ def is_usual_pass(layer: "Float8Linear", input: Tensor) -> bool:
         and is_accelerator(input.device)
         and scaling.regather is None
         and not (scaling.is_sampled and layer.training)
+        and (not layer.recipe.amax_history_length or is_usual_by_window(layer))
     )
 
 
 def usual_output(layer: "Float8Linear", input: Tensor, activation: str | None) -> Tensor:
     """The output (..., N) of a usual pass of a layer, in eager code. activation: as for ForwardPass."""
     weight, bias_N = parameter_of(layer, "weight"), parameter_of(layer, "bias")
+    transforms = torch._C._are_functorch_transforms_active()
+    if layer.recipe.amax_history_length:
+        carried = carried_by(input) if activation is None else None
+        notes, keeps = notes_of_pass(layer, input, activation), torch.is_grad_enabled()
+        how = ForwardPass(activation_dtype(input), activation, None, notes, carried, keeps)
+        output: Tensor = (DelayedProducts.apply if transforms else delayed_apply)(input, weight, bias_N, layer, how)
+        return output if notes.own is None else note_on(output, notes.own)
     carried = codes = None
     if activation is None and (carried := carried_by(input)) is not None and carried.made:
         needs_columns = torch.is_grad_enabled() and weight.requires_grad
         codes = carried.shared(layer.input_scaling, rows=True, columns=needs_columns)
     notes = notes_of_pass(layer, input, activation)
     how = ForwardPass(activation_dtype(input), activation, codes, notes, carried, torch.is_grad_enabled())
-    apply = UsualProducts.apply if torch._C._are_functorch_transforms_active() else _apply
-    output: Tensor = apply(input, weight, bias_N, layer, how)
+    output = (UsualProducts.apply if transforms else _apply)(input, weight, bias_N, layer, how)
     return output if notes.own is None else note_on(output, notes.own)
 
 
@@ -159,26 +169,6 @@ class UsualProducts(torch.autograd.Function):
 def _scaling_of(layer: "Float8Linear", name: str) -> Any:
     """The scaling of one of a layer's operands."""
     return layer._modules[name]
-
-
-_CASTS = {torch.float32: Tensor.float, torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half}
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`, whose arguments take Python twice as long to read as those of methods without any."""
-    return _CASTS[dtype](tensor) if dtype in _CASTS else tensor.to(dtype)
-
-
-def shaped(output: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor that nothing else sees, in another shape: no view, which autograd lets nobody change in place.
-
-    `resize_` takes Python a fifth of the time of `_unsafe_view`, which torch offers as an op alone. Modes that record ops are
-    shown the latter: run again, `resize_` would find the tensor that autograd follows by then.
-    """
-    if type(output) is Tensor and not torch._C._len_torch_dispatch_stack():
-        return output.resize_(shape)
-    reshaped: Tensor = torch.ops.aten._unsafe_view(output, shape)
-    return reshaped
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:

@@ -9,12 +9,12 @@ from worker.kernels.ahead import Ahead, complete
 from worker.kernels.elementwise import activate_again, all_finite, sqrt
 from worker.kernels.formats import finite_or_nan
 from worker.kernels.gates import WrittenGradient, activate, activate_backward
-from worker.kernels.gemm import count_flops, matmul
+from worker.kernels.gemm import count_flops, matmul, multiply
 from worker.kernels.gradients import accumulate_, clamp_, clip_, mean_of_shards, norms, quantize_gradient, total_norm
 from worker.kernels.linear import linear_gradients, linear_output, linear_product
 from worker.kernels.measurement import measure
 from worker.kernels.normalization import Normalized, normalize, normalize_backward
-from worker.kernels.operands import QuantizedOperand, activate_operand, quantize_operand, requantize
+from worker.kernels.operands import QuantizedOperand, Window, activate_operand, quantize_delayed, quantize_operand, requantize
 from worker.kernels.quantization import (
     compute_amax,
     dequant_scale_from_amax,
@@ -34,6 +34,7 @@ __all__ = [
     "QuantizedOperand",
     "ScaleKind",
     "ScaledCodes",
+    "Window",
     "WrittenGradient",
     "accumulate_",
     "activate",
@@ -56,10 +57,12 @@ __all__ = [
     "matmul",
     "mean_of_shards",
     "measure",
+    "multiply",
     "normalize",
     "normalize_backward",
     "norms",
     "quantize",
+    "quantize_delayed",
     "quantize_gradient",
     "quantize_operand",
     "random_bits",

@@ -114,6 +114,12 @@ def matmul(
     return product
 
 
+def multiply(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
+    """As `matmul`, of operands that our quantizers have just made for each other, so that there is nothing to check."""
+    product: Tensor = _matmul_op(a_MK, b_NK, out_dtype, fast_accumulation)
+    return product
+
+
 def _check_codes(a_MK: Tensor, b_NK: Tensor) -> None:
     if a_MK.dtype not in _FP8 or b_NK.dtype not in _FP8:
         raise ValueError(f"matmul needs FP8 codes; got {a_MK.dtype} and {b_NK.dtype}. Quantize the operands first.")

@@ -72,6 +72,57 @@ _activate_op = define(
 )
 
 
+def _fake_delayed(
+    x: Tensor, _step_amax: Tensor, _window_amax: Tensor, _num_finite: Tensor, _amax: Tensor | None, *how: Any
+) -> list[Tensor]:
+    dtype, _, _, sides, *_ = how
+    shapes = [x.shape] * (sides != "columns") + [x.shape[::-1]] * (sides != "rows")
+    codes = [x.new_empty(shape, dtype=dtype) for shape in shapes]
+    return [*codes, x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)]
+
+
+_delayed_op = define(
+    "quantize_delayed(Tensor x, Tensor(a!) step_amax, Tensor window_amax, Tensor num_finite_steps, Tensor? amax, "
+    "ScalarType dtype, int history_length, int margin, str sides, str? activation, bool remembers) -> Tensor[]",
+    _fake_delayed,
+)
+
+
+class Window(NamedTuple):
+    """What delayed scaling remembers of an operand. step_amax, window_amax: fp32 (). num_finite_steps: int64 ().
+
+    The window counts once that many steps have been finite. The largest amax of a step collects in step_amax, if `remembers`.
+    """
+
+    step_amax: Tensor
+    window_amax: Tensor
+    num_finite_steps: Tensor
+    history_length: int
+    margin: int
+    remembers: bool
+
+
+def quantize_delayed(
+    x_MN: Tensor,
+    window: Window,
+    dtype: torch.dtype,
+    *,
+    sides: str = "rows",
+    activation: str | None = None,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
+    """Codes of x (M, N), or of an activation of x, by the window's amax, or by its own while the window is not full.
+
+    As `quantize_operand` and `activate_operand` make them. amax: fp32 (), x's own, where it is known.
+    Returns the codes for the rows, those for the columns, as `sides` says, their one scale () and the amax () that they are
+    scaled by. Autograd does not follow it.
+    """
+    _check(x_MN, dtype, ScaleKind.TENSOR, sides, amax)
+    *tensors, length, margin, remembers = window
+    parts: list[Tensor] = _delayed_op(x_MN, *tensors, amax, dtype, length, margin, sides, activation, remembers)
+    return parts
+
+
 def quantize_operand(
     x_MN: Tensor,
     dtype: torch.dtype,

@@ -131,6 +131,18 @@ def _ahead(
     return [quantize(x, dtype, ScaleKind.TENSOR, margin, amax)[0]]
 
 
+def quantize_delayed(x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_finite_steps: Tensor, *how: Any) -> list[Tensor]:
+    """Codes over rows, over columns, their scale, and the amax that they are scaled by; step_amax is raised in place."""
+    amax, dtype, history_length, margin, sides, activation, remembers = how
+    values_MN = x_MN if activation is None else ACTIVATIONS[activation].forward(x_MN)
+    amax = compute_amax(values_MN, ScaleKind.TENSOR) if amax is None else amax
+    if remembers:
+        step_amax.copy_(torch.maximum(step_amax, amax))
+    amax = torch.where(num_finite_steps >= history_length, window_amax, amax)
+    parts = quantize_operand(values_MN, dtype, ScaleKind.TENSOR, margin, sides, amax, None)
+    return [*parts[::2], parts[1], amax]
+
+
 def complete(
     codes: Tensor, x: Tensor, own_amax: Tensor, margin: int, amax: Tensor, uses_amax: Tensor, columns: bool
 ) -> tuple[Tensor, Tensor]:

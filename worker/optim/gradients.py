@@ -37,7 +37,7 @@ def _stacked(numbers: Sequence[Tensor]) -> Tensor:
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Whether every element of every gradient is finite, as a 0-dim bool on the first one's device; no host waits.
 
-    FP8 gradients: read only the scales (NaN marks non-finite). Others: read the values, in one foreach call on CUDA.
+    FP8 gradients: read only the scales (NaN marks non-finite). Others: read the values, in two launches on a CUDA device.
     """
     scales, wide = [], []
     for gradient in gradients:
@@ -51,8 +51,10 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     if scales:
         flags.append(_stacked(scales).isfinite().all())
     if wide and wide[0].is_cuda:
-        norms = torch._foreach_norm(wide, torch.inf, torch.float32)
-        flags.append(_stacked(norms).isfinite().all())
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for gradient in wide:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        flags += [kernels.total_norm(alike, alike, torch.inf).isfinite() for alike in by_device.values()]
     else:
         flags += [kernels.all_finite(gradient) for gradient in wide]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else torch.ones((), dtype=torch.bool)

@@ -61,6 +61,44 @@ def test_usual_passes_have_the_bits_of_their_steps(monkeypatch: pytest.MonkeyPat
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("level", ["te", "O3-split"])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_passes_by_windows_have_the_bits_of_their_steps(monkeypatch: pytest.MonkeyPatch, level: str, algorithm: str) -> None:
+    """Over steps of two micro-batches in which windows fill, grow, meet an infinite gradient and fill again."""
+    recipe = {"scaling": "delayed", "amax_history_length": 2, "amax_compute_algorithm": algorithm}
+    found, names = steps_by_windows(level, recipe)
+    assert names.count("quantize_delayed") > 50
+    monkeypatch.setattr(fp8_linear, "is_usual_pass", lambda _layer, _input: False)
+    expected, names = steps_by_windows(level, recipe)
+    assert "quantize_delayed" not in names
+    assert len(found) == len(expected) > 100
+    assert [one.dtype for one in found] == [one.dtype for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def steps_by_windows(level: str, recipe: dict[str, object]) -> tuple[list[Tensor], list[str]]:
+    """Outputs, gradients and all that is remembered of seven optimizer steps, and the names of our ops."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48), nn.Linear(48, 16))
+    options: dict[str, Any] = {"auto_filter": False, "statistics_every": 0, "recipe": recipe}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = initialize(model, optimizer, opt_level=level, **options)
+    found: list[Tensor] = []
+    with Names() as seen:
+        for number in range(14):
+            x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(number)).requires_grad_()
+            output = model(x * (1 + number))
+            factor = torch.inf if number == 6 else 1.0 + number
+            (output.float() * torch.linspace(-1, 2, 16) * factor).sum().backward()
+            found += [output.detach(), x.grad, *(parameter.grad + 0 for parameter in model.parameters())]
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                found += [value.clone() for name, value in model.named_buffers() if "_scaling." in name]
+    return found, seen.names
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "options"),
     [(24, {}), (32, {"recipe": {"scaling": "delayed", "amax_history_length": 2}}), (32, {"statistics_every": 1})],
@@ -71,9 +109,11 @@ def test_other_passes_are_computed_step_by_step(num_tokens: int, options: dict[s
     assert "linear_output" not in names
 
 
+@pytest.mark.parametrize("level", ["O2", "te"])
 @pytest.mark.parametrize("needs", ["input", "weight", "bias"])
-def test_only_what_is_needed_is_computed(needs: str) -> None:
-    layer = network("O2")[3]
+def test_only_what_is_needed_is_computed(needs: str, level: str) -> None:
+    """At te by windows, with the forward pass's product among the others."""
+    layer = network(level)[3]
     assert isinstance(layer, Float8Linear)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name == needs)
@@ -81,14 +121,19 @@ def test_only_what_is_needed_is_computed(needs: str) -> None:
     x = torch.randn(16, 48).requires_grad_(needs == "input")
     with Names() as seen:
         layer(x).sum().backward()
-    assert ("linear_gradients" in seen.names) == (needs != "bias")
+    if level == "te":
+        assert seen.names.count("matmul") == (1 if needs == "bias" else 2)
+        assert seen.names.count("quantize_delayed") == (2 if needs == "bias" else 3)
+    else:
+        assert ("linear_gradients" in seen.names) == (needs != "bias")
     grads = {"input": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
     assert {name for name, gradient in grads.items() if gradient is not None} == {needs}
 
 
-def test_codes_that_ranks_have_gathered_are_taken() -> None:
+@pytest.mark.parametrize("level", ["O2", "te"])
+def test_codes_that_ranks_have_gathered_are_taken(level: str) -> None:
     """As `worker/parallel/tokens.py` gives the codes of a row layer's grad_output."""
-    layer = network("O2")[3]
+    layer = network(level)[3]
     x = torch.randn(16, 48).requires_grad_()
     output = layer(x)
     other = torch.linspace(-3, 1, 16 * 16).view(16, 16).bfloat16()

@@ -22,7 +22,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """(op, arguments) of every op, with every kind of scale. `complete`, `measure` and ops with a final _ write into them."""
+    """(op, arguments) of every op, with every kind of scale.
+
+    `complete`, `measure`, `quantize_delayed` and ops with a final _ write into their arguments.
+    """
     for shape in shapes or ((300, 260), (16, 1)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         for kind in (kind.value for kind in ScaleKind):
@@ -45,6 +48,7 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             stored, unit = ops.quantize(x, torch.float16, "tensor", 0, None)
             yield ops.requantize, (stored, unit, "tensor", torch.tensor(3.0), E4M3, 1, sides)
             yield ops.requantize, (stored.t(), unit, "tensor", torch.tensor(0.01), E4M3, 0, sides)
+            yield from delayed_calls(x, sides)
         for gradient in (x, x.t(), x.bfloat16()):
             yield ops.quantize_gradient, (gradient, E4M3)
         codes, scale = ops.quantize(x, E4M3, "row", 0, None)
@@ -82,6 +86,15 @@ def activation_calls(x: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield ops.activate, (x.t(), None if gated is None else gated.t(), "relu")
         yield ops.activate_backward, (x.sin(), x, gated, "relu")
         yield ops.activate_backward, (x.t(), x.t(), None if gated is None else gated.t(), "relu")
+
+
+def delayed_calls(x: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """By a window that is full and by one that is not; with an amax that is known, and a step that has seen a larger one."""
+    for num_finite_steps, step_amax, amax in ((0, 0.0, None), (2, 1.0, None), (2, 0.5, 4.0), (1, 9.0, 4.0)):
+        window = (torch.tensor(step_amax), torch.tensor(8.0), torch.tensor(num_finite_steps))
+        for given, activation in ((x, None), (x.t(), None), (x, "relu")):
+            known = None if amax is None else torch.tensor(amax)
+            yield ops.quantize_delayed, (given, *window, known, E4M3, 2, 1, sides, activation, activation is None)
 
 
 def linear_calls(x_TK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:

@@ -11,7 +11,14 @@ from worker.kernels.cuda.gates import activate, activate_backward
 from worker.kernels.cuda.gemm import matmul
 from worker.kernels.cuda.gradient_norms import clip_, norms, total_norm
 from worker.kernels.cuda.gradients import accumulate_, clamp_, mean_of_shards
-from worker.kernels.cuda.linear import linear_gradients, linear_output, linear_product, quantize_gradient, quantize_operand
+from worker.kernels.cuda.linear import (
+    linear_gradients,
+    linear_output,
+    linear_product,
+    quantize_delayed,
+    quantize_gradient,
+    quantize_operand,
+)
 from worker.kernels.cuda.measurement import measure
 from worker.kernels.cuda.normalization import normalize
 from worker.kernels.cuda.quantization import activate_operand, quantize, requantize
@@ -38,6 +45,7 @@ __all__ = [
     "normalize",
     "norms",
     "quantize",
+    "quantize_delayed",
     "quantize_gradient",
     "quantize_operand",
     "requantize",

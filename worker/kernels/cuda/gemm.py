@@ -75,6 +75,8 @@ def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_ac
     """See the reference."""
     if not (a_MK.codes.numel() and b_NK.codes.numel()):
         return torch.zeros(a_MK.codes.shape[0], b_NK.codes.shape[0], dtype=out_dtype, device=a_MK.codes.device)
+    if a_MK.kind is b_NK.kind is ScaleKind.TENSOR and a_MK.codes.is_contiguous() and b_NK.codes.is_contiguous():
+        return cublas_matmul(a_MK, b_NK, out_dtype, fast_accumulation)
     a_MK, b_NK = with_matching_scales(a_MK, b_NK)
     a_MK = ScaledCodes(with_adjacent_columns(a_MK.codes), a_MK.dequant_scale, a_MK.kind)
     b_NK = ScaledCodes(with_adjacent_columns(b_NK.codes), b_NK.dequant_scale, b_NK.kind)

@@ -217,15 +217,16 @@ def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, m
 def _parts(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> tuple[Tensor, Tensor, bool]:
     """The table of gradients, and what each chunk adds to the norm."""
     gradients = [each.contiguous() for each in gradients]  # a copy has to outlive the launch
-    table, is_aligned, sizes, _ = _table(gradients, scaled)
-    chunks = _sent("chunks", _parts_of(tuple(sizes))[0], table.device, torch.int32, _chunks)
+    name = "inf" if order == math.inf else ""  # who asks whether all is finite names other gradients than who clips
+    table, is_aligned, sizes, _ = _table(gradients, scaled, name)
+    chunks = _sent(f"chunks {name}", _parts_of(tuple(sizes))[0], table.device, torch.int32, _chunks)
     parts = chunks.new_empty(len(chunks), dtype=torch.float32)
     if len(chunks):
         _launch_parts(len(chunks), table, chunks, parts, _as_constant(order), is_aligned, CHUNK)
     return table, parts, is_aligned
 
 
-def _table(gradients: Sequence[Tensor], scaled: Sequence[Tensor]) -> tuple[Tensor, bool, list[int], list[int]]:
+def _table(gradients: Sequence[Tensor], scaled: Sequence[Tensor], name: str = "") -> tuple[Tensor, bool, list[int], list[int]]:
     """The table on the device, and whether all addresses and sizes are multiples of 16; the gradients' sizes and formats."""
     sizes, addresses = [*map(Tensor.numel, gradients)], [*map(Tensor.data_ptr, gradients)]
     forms = [FORMATS[each.dtype] for each in gradients]
@@ -233,7 +234,7 @@ def _table(gradients: Sequence[Tensor], scaled: Sequence[Tensor]) -> tuple[Tenso
     num_parts, firsts, bits = _parts_of(tuple(sizes))
     rows = [*zip(addresses, scales, sizes, forms, firsts, num_parts, strict=True)]
     is_aligned = not reduce(or_, addresses, bits) % 16
-    return _sent("table", rows, gradients[0].device, torch.int64, lambda rows: rows), is_aligned, sizes, forms
+    return _sent(f"table {name}", rows, gradients[0].device, torch.int64, lambda rows: rows), is_aligned, sizes, forms
 
 
 @lru_cache(64)

@@ -101,21 +101,23 @@ class PreparedLaunch:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the present stream of the tensors' device. tensors: the kernel's first arguments."""
-        if elsewhere := _elsewhere(tensors[0]):
-            with elsewhere:
-                self(*tensors)
-            return
-        runtime = triton.knobs.runtime
+        runtime, first = triton.knobs.runtime, tensors[0]
         on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if type(tensors[0]) not in _TENSORS or not self.launcher.is_compiled or on_enter.calls or on_exit.calls:
+        if type(first) not in _TENSORS or not self.launcher.is_compiled or on_enter.calls or on_exit.calls:
             self.launcher(self.num_programs, *tensors, *self.values)
+            return
+        assert first is not None
+        gpu = driver.active
+        present = gpu.get_current_device()
+        if first.get_device() not in (present, -1):
+            with torch.cuda.device(first.get_device()):
+                self(*tensors)
             return
         addresses = 0
         for tensor in tensors[: self.num_given]:
             if tensor is not None:
                 addresses |= tensor.data_ptr()
-        gpu = driver.active
-        key = (self, gpu.get_current_device())
+        key = (self, present)
         compiled = COMPILED.get(key)
         if compiled is None or addresses % _ALIGNMENT:
             self.launcher(self.num_programs, *tensors, *self.values)
@@ -123,7 +125,7 @@ class PreparedLaunch:
                 COMPILED[key] = known
             return
         compiled.run(
-            self.num_programs, 1, 1, gpu.get_current_stream(key[1]), compiled.function, compiled.packed_metadata,
+            self.num_programs, 1, 1, gpu.get_current_stream(present), compiled.function, compiled.packed_metadata,
             None, on_enter, on_exit, *tensors, *self.values,
         )  # fmt: skip
 

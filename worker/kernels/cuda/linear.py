@@ -61,57 +61,70 @@ def _plan(
     has_unit: bool,
     marks_nonfinite: bool = False,
     is_second: bool = False,
+    in_window: bool = False,
+    tracks_amax: bool = False,
 ) -> _Plan:
-    """is_second: codes are views (summed, N), as the second operand of a product is wanted."""
+    """is_second: codes are views (summed, N), as the second operand of a product is wanted.
+
+    in_window: the amax is not looked for where a bool () says so. tracks_amax: the codes' launch finds it too.
+    """
     num_elements = shape.numel()
     layouts = _contiguous(tuple(shape), transposed=is_second), _contiguous(tuple(shape[::-1]), transposed=is_second)
     find_amax = PreparedLaunch(
         launch_amax, language.cdiv(num_elements, AMAX_BLOCK * FLAT_BLOCKS_PER_PROGRAM),
-        num_elements, False, activation, AMAX_BLOCK, FLAT_BLOCKS_PER_PROGRAM, num_given=1,
+        num_elements, in_window, activation, AMAX_BLOCK, FLAT_BLOCKS_PER_PROGRAM, num_given=1,
     )  # fmt: skip
     name = FORMAT_NAMES[codes_dtype]
     if sides == "rows":
         encode = PreparedLaunch(
             launch_flat, language.cdiv(num_elements, FLAT_BLOCK),
-            num_elements, name, activation, margin, has_unit, marks_nonfinite, False, FLAT_BLOCK, num_given=3,
+            num_elements, name, activation, margin, has_unit, marks_nonfinite, tracks_amax, FLAT_BLOCK,
+            num_given=6 if tracks_amax else 3,
         )  # fmt: skip
         return _Plan(find_amax, encode, sides, *layouts)
     (num_rows, num_columns), (tile_m, tile_n) = shape, SHARED_SCALE_TILE
     encode = PreparedLaunch(
         launch_tile, language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
         num_columns, num_rows, num_columns, 0, 0, 0, 0, ScaleKind.TENSOR.value, name, activation, margin,
-        sides == "both", True, has_unit, False, tile_m, tile_n, num_given=4,
+        sides == "both", True, has_unit, tracks_amax, tile_m, tile_n, num_given=5 if tracks_amax else 4,
     )  # fmt: skip
     return _Plan(find_amax, encode, sides, *layouts)
 
 
-def _find_amax(x: Tensor, plan: _Plan) -> Tensor:
+def _find_amax(x: Tensor, plan: _Plan, unless: Tensor | None = None) -> Tensor:
+    """unless: a bool (), on which x is not looked through, and the result is 0."""
     amax = _empty((), (), dtype=_FP32, device=x.device).zero_()
-    plan.find_amax(x, amax, None)
+    plan.find_amax(x, amax, unless)
     return amax
 
 
 def _encode(
-    x: Tensor, plan: _Plan, dtype: torch.dtype, amax: Tensor, unit: Tensor | None = None, column_scale: Tensor | None = None
+    x: Tensor,
+    plan: _Plan,
+    dtype: torch.dtype,
+    amax: Tensor,
+    unit: Tensor | None = None,
+    column_scale: Tensor | None = None,
+    new_amax: Tensor | None = None,
 ) -> list[Tensor]:
     """The codes that the plan makes, for products over rows before those over columns, and the scale () that they share.
 
-    column_scale: is written too, with the same number.
+    column_scale: is written too, with the same number. new_amax: is raised to the amax of x.
     """
     _, encode, sides, rows, columns = plan
     device = x.device
     scale = _empty((), (), dtype=_FP32, device=device)
     if sides == "rows":
         codes = _empty(*rows, dtype=dtype, device=device)
-        encode(x, amax, unit, codes, scale, None)
+        encode(x, amax, unit, codes, scale, new_amax)
         return [codes, scale]
     codes_t = _empty(*columns, dtype=dtype, device=device)
     column_scale = scale if column_scale is None else column_scale
     if sides == "columns":
-        encode(x, amax, None, unit, None, None, scale, codes_t, column_scale)
+        encode(x, amax, None, unit, new_amax, None, scale, codes_t, column_scale)
         return [codes_t, scale]
     codes = _empty(*rows, dtype=dtype, device=device)
-    encode(x, amax, None, unit, None, codes, scale, codes_t, column_scale)
+    encode(x, amax, None, unit, new_amax, codes, scale, codes_t, column_scale)
     return [codes, codes_t, scale]
 
 
@@ -164,6 +177,22 @@ def quantize_operand(x_MN: Tensor, *how: Any) -> list[Tensor]:
     column_scale = _empty((), (), dtype=_FP32, device=x_MN.device)  # an op's results share no memory
     codes, codes_t, scale = _encode(x_MN, plan, dtype, amax, column_scale=column_scale)
     return [codes, scale, codes_t, column_scale]
+
+
+def quantize_delayed(x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_finite_steps: Tensor, *how: Any) -> list[Tensor]:
+    """See the reference. Two launches, the first of which reads nothing once the window is full; one, of a known amax."""
+    if x_MN.numel() == 0:
+        return reference.quantize_delayed(x_MN, step_amax, window_amax, num_finite_steps, *how)
+    amax, dtype, history_length, margin, sides, activation, remembers = how
+    x_MN, is_known = x_MN.contiguous(), amax is not None
+    plan = _plan(
+        x_MN.shape, x_MN.dtype, dtype, margin, sides, activation, False, in_window=True, tracks_amax=remembers and not is_known
+    )
+    is_full = num_finite_steps >= history_length
+    if is_known and remembers:
+        torch.maximum(step_amax, amax, out=step_amax)
+    amax = torch.where(is_full, window_amax, amax if is_known else _find_amax(x_MN, plan, is_full))
+    return [*_encode(x_MN, plan, dtype, amax, new_amax=step_amax if remembers and not is_known else None), amax]
 
 
 def linear_gradients(
