@@ -5,8 +5,4 @@ from api_schemas.layout import Layout
 
 def why_not_compiled(layout: Layout) -> str | None:
     """Say why a job with `training.compile: auto` does not compile its blocks; None: they are compiled on CUDA."""
-    degrees = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
-    for name, degree in degrees.items():
-        if degree > 1:
-            return f"with parallelism.{name} {degree} ranks exchange tensors inside of blocks, or between them"
     return None

@@ -5,7 +5,10 @@ Codes travel as bytes because gloo refuses float8. Each collective counts the by
 Shape suffixes: R ranks of the axis, S elements of one rank's share.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,14 @@ from torch import Tensor
 
 from worker.mesh.pending import Pending
 from worker.mesh.waits import Waits
+
+_AXES: WeakValueDictionary[str, "Axis"] = WeakValueDictionary()
+_NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(count)
+
+
+def axis_of(key: str) -> "Axis":
+    """Return the axis of this process that a compiled graph names."""
+    return _AXES[key]
 
 
 class Axis:
@@ -24,6 +35,9 @@ class Axis:
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
         """Bytes of tensors that this rank sent, by collective and by the dtype of the values; padding counts."""
         self._group = group
+        self.key = f"{name}-{next(_NUMBERS[name])}"
+        """Names this axis in compiled graphs; the same in each run of a job, for their caches."""
+        _AXES[self.key] = self
 
     @property
     def is_first(self) -> bool:

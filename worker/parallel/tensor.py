@@ -168,11 +168,6 @@ def cut_model(
 
 def check_model(model: nn.Module, degree: str) -> None:
     """Raise ValueError for a model that is compiled or scales its losses. degree: by which its activations are divided."""
-    if any(module._compiled_call_impl is not None for module in model.modules()):
-        raise ValueError(
-            f"the model, or a part of it, is compiled; allowed with a {degree} degree: models that are not, since ranks "
-            "exchange activations inside of each block. Leave compile out."
-        )
     if any(name.rpartition(".")[2] == STATE_BUFFER for name, _ in model.named_buffers()):
         raise ValueError(
             f"the model scales its losses (fp16-amp); allowed with a {degree} degree: levels without loss scaling. "

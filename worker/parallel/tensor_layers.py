@@ -8,13 +8,12 @@ on each rank, since their products are decoded before they are added.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from worker.mesh import Axis
+from worker.mesh import Axis, sum_over
 from worker.models.model import TensorRole
 
 
@@ -32,10 +31,9 @@ class ColumnForward:
 class RowForward:
     """Takes the place of a row layer's `forward`. Every rank holds the whole bias, which is added once, to the sum."""
 
-    def __init__(self, layer: nn.Module, add_up: Callable[[Tensor], Tensor]) -> None:
-        """add_up: gives the sum of all ranks' parts, or this rank's tokens of it."""
+    def __init__(self, layer: nn.Module, axis: Axis) -> None:
         self.layer, self.forward = layer, layer.forward
-        self.add_up = add_up
+        self.axis = axis
 
     def __call__(self, input: Tensor, **options: Any) -> Tensor:
         parameters = self.layer._parameters
@@ -48,6 +46,10 @@ class RowForward:
         finally:
             parameters["bias"] = bias
         return self.add_up(partial) + bias.to(partial.dtype)
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts."""
+        return sum_of_shards(partial, self.axis)
 
 
 class EmbeddingForward:
@@ -66,16 +68,19 @@ class EmbeddingForward:
 
 
 def surround(module: nn.Module, role: TensorRole, axis: Axis) -> None:
-    """Let ranks do around a module that holds its shards what its role says."""
+    """Let ranks do around a module that holds its shards what its role says.
+
+    Methods take the place of `forward`, as in `run_under_autocast`: a graph of torch.compile then serves all blocks.
+    """
     if role == "partial-gradients":
         for part in module.modules():
             add_up_gradients(part, axis)
     elif role == "row":
-        module.forward = RowForward(module, partial(sum_of_shards, axis=axis))
+        module.forward = RowForward(module, axis).__call__
     elif role == "embedding":
-        module.forward = EmbeddingForward(module, axis)
+        module.forward = EmbeddingForward(module, axis).__call__
     else:
-        module.forward = ColumnForward(module, axis)
+        module.forward = ColumnForward(module, axis).__call__
 
 
 def add_up_gradients(module: nn.Module, axis: Axis) -> None:
@@ -105,13 +110,13 @@ class _ToShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.sum_(grad_output.clone(memory_format=torch.contiguous_format)), None
+        return sum_over(grad_output, ctx.axis), None
 
 
 class _SumOfShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
-        return axis.sum_(partial.clone(memory_format=torch.contiguous_format))
+        return sum_over(partial, axis)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
