@@ -141,6 +141,11 @@ class CompileWatch:
         return (EventReport(type="training.graph_broken", message=message, data={"graph_breaks": new.total()}),)
 
 
+def is_fault(report: ReportBody) -> bool:
+    """Whether a report of `CompileWatch` is of something that should not have happened."""
+    return isinstance(report, EventReport) and report.type != "training.compiled"
+
+
 def eagerly() -> AbstractContextManager[Any]:
     """Inside, compiled blocks run as they are written, and nothing is compiled."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

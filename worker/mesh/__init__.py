@@ -3,7 +3,7 @@
 from worker.mesh.axis import Axis
 from worker.mesh.cut import Cut
 from worker.mesh.groups import make_axis
-from worker.mesh.in_graph import gather_over, sum_over, sum_shares_over
+from worker.mesh.in_graph import sum_over
 from worker.mesh.mesh import Mesh
 from worker.mesh.pending import Pending
 from worker.mesh.pieces import SavedShards, TensorInPieces
@@ -22,10 +22,8 @@ __all__ = [
     "SavedTensor",
     "TensorInPieces",
     "Waits",
-    "gather_over",
     "make_axis",
     "sum_over",
     "sum_shares",
-    "sum_shares_over",
     "twin_of",
 ]

@@ -19,6 +19,7 @@ from worker.mesh.waits import Waits
 
 _AXES: WeakValueDictionary[str, "Axis"] = WeakValueDictionary()
 _NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(count)
+"""The next number of an axis in its key, by the axis' name."""
 
 
 def axis_of(key: str) -> "Axis":
@@ -36,7 +37,7 @@ class Axis:
         """Bytes of tensors that this rank sent, by collective and by the dtype of the values; padding counts."""
         self._group = group
         self.key = f"{name}-{next(_NUMBERS[name])}"
-        """Names this axis in compiled graphs; the same in each run of a job, for their caches."""
+        """By which compiled graphs name this axis: the same in each attempt of a job, since caches of graphs are kept by it."""
         _AXES[self.key] = self
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from worker.mesh import Axis, gather_over, sum_shares_over
+from worker.mesh import Axis, sum_shares
 
 
 class ContextPart:
@@ -127,7 +127,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_2BHtd: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        gathered_R2BHtd = gather_over(own_2BHtd, axis)
+        gathered_R2BHtd = axis.start_gather(own_2BHtd).wait()
         return torch.cat(_in_order([part.chunk(2, dim=3) for part in gathered_R2BHtd], axis.size), dim=3)
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Gathered(torch.autograd.Function):
             torch.cat((chunks[first], chunks[second]), dim=3)
             for first, second in (_chunks(rank, axis.size) for rank in range(axis.size))
         ]
-        return sum_shares_over(torch.stack(parts).flatten(1), axis).view(parts[0].shape), None
+        return sum_shares(torch.stack(parts).flatten(1), axis).view(parts[0].shape), None
 
 
 def _chunks(rank: int, num_ranks: int) -> tuple[int, int]:
