@@ -141,9 +141,9 @@ class CompileWatch:
         return (EventReport(type="training.graph_broken", message=message, data={"graph_breaks": new.total()}),)
 
 
-def is_fault(report: ReportBody) -> bool:
-    """Whether a report of `CompileWatch` is of something that should not have happened."""
-    return isinstance(report, EventReport) and report.type != "training.compiled"
+def is_compiling_fault(report: ReportBody) -> bool:
+    """Whether a report tells of what the compiler should not have done. Each stage of a pipeline has graphs of its own."""
+    return isinstance(report, EventReport) and report.type in ("training.recompiled", "training.graph_broken")
 
 
 def eagerly() -> AbstractContextManager[Any]:

@@ -3,7 +3,7 @@
 from worker.mesh.axis import Axis
 from worker.mesh.cut import Cut
 from worker.mesh.groups import make_axis
-from worker.mesh.in_graph import sum_over
+from worker.mesh.in_graph import AxisInBlocks
 from worker.mesh.mesh import Mesh
 from worker.mesh.pending import Pending
 from worker.mesh.pieces import SavedShards, TensorInPieces
@@ -14,6 +14,7 @@ from worker.mesh.waits import Waits
 
 __all__ = [
     "Axis",
+    "AxisInBlocks",
     "Cut",
     "Mesh",
     "Pending",
@@ -23,7 +24,6 @@ __all__ = [
     "TensorInPieces",
     "Waits",
     "make_axis",
-    "sum_over",
     "sum_shares",
     "twin_of",
 ]

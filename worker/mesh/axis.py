@@ -5,10 +5,7 @@ Codes travel as bytes because gloo refuses float8. Each collective counts the by
 Shape suffixes: R ranks of the axis, S elements of one rank's share.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from itertools import count
-from weakref import WeakValueDictionary
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -16,15 +13,6 @@ from torch import Tensor
 
 from worker.mesh.pending import Pending
 from worker.mesh.waits import Waits
-
-_AXES: WeakValueDictionary[str, "Axis"] = WeakValueDictionary()
-_NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(count)
-"""The next number of an axis in its key, by the axis' name."""
-
-
-def axis_of(key: str) -> "Axis":
-    """Return the axis of this process that a compiled graph names."""
-    return _AXES[key]
 
 
 class Axis:
@@ -36,9 +24,6 @@ class Axis:
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
         """Bytes of tensors that this rank sent, by collective and by the dtype of the values; padding counts."""
         self._group = group
-        self.key = f"{name}-{next(_NUMBERS[name])}"
-        """By which compiled graphs name this axis: the same in each attempt of a job, since caches of graphs are kept by it."""
-        _AXES[self.key] = self
 
     @property
     def is_first(self) -> bool:

@@ -81,7 +81,7 @@ class RowTokensForward(RowForward):
 
     def add_up(self, partial: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of all ranks' parts."""
-        return row_output(partial, self.layer, self.axis)
+        return row_output(partial, self.layer, self.axis.axis)
 
 
 class _Gathered:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.mesh import Axis, sum_over
+from worker.mesh import Axis, AxisInBlocks
 from worker.models.model import TensorRole
 
 
@@ -22,7 +22,7 @@ class ColumnForward:
 
     def __init__(self, layer: nn.Module, axis: Axis) -> None:
         self.forward: Callable[..., Tensor] = layer.forward
-        self.axis = axis
+        self.axis = AxisInBlocks(axis)
 
     def __call__(self, input: Tensor, **options: Any) -> Tensor:
         return self.forward(to_shards(input, self.axis), **options)
@@ -33,7 +33,7 @@ class RowForward:
 
     def __init__(self, layer: nn.Module, axis: Axis) -> None:
         self.layer, self.forward = layer, layer.forward
-        self.axis = axis
+        self.axis = AxisInBlocks(axis)
 
     def __call__(self, input: Tensor, **options: Any) -> Tensor:
         parameters = self.layer._parameters
@@ -57,11 +57,11 @@ class EmbeddingForward:
 
     def __init__(self, embedding: nn.Module, axis: Axis) -> None:
         self.embedding, self.forward = embedding, embedding.forward
-        self.axis = axis
+        self.axis, self.rank = AxisInBlocks(axis), axis.rank
 
     def __call__(self, tokens: Tensor) -> Tensor:
         num_own = self.embedding.get_parameter("weight").shape[0]
-        own = tokens - self.axis.rank * num_own
+        own = tokens - self.rank * num_own
         is_own = (own >= 0) & (own < num_own)
         rows: Tensor = self.forward(own.where(is_own, 0))
         return sum_of_shards(rows.where(is_own[..., None], 0.0), self.axis)
@@ -90,13 +90,13 @@ def add_up_gradients(module: nn.Module, axis: Axis) -> None:
             parameter.register_hook(lambda gradient: axis.sum_(gradient.clone()))
 
 
-def to_shards(input: Tensor, axis: Axis) -> Tensor:
+def to_shards(input: Tensor, axis: AxisInBlocks) -> Tensor:
     """Return the input, whose gradients, one from each rank's shard, will be added up over the axis."""
     copied: Tensor = _ToShards.apply(input, axis)
     return copied
 
 
-def sum_of_shards(partial: Tensor, axis: Axis) -> Tensor:
+def sum_of_shards(partial: Tensor, axis: AxisInBlocks) -> Tensor:
     """Return the sum over the axis, in the dtype of the parts. Its gradient goes to every rank as it is."""
     total: Tensor = _SumOfShards.apply(partial, axis)
     return total
@@ -104,19 +104,19 @@ def sum_of_shards(partial: Tensor, axis: Axis) -> Tensor:
 
 class _ToShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, input: Tensor, axis: AxisInBlocks) -> Tensor:
         ctx.axis = axis
         return input.view_as(input)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return sum_over(grad_output, ctx.axis), None
+        return ctx.axis.sum(grad_output), None
 
 
 class _SumOfShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
-        return sum_over(partial, axis)
+    def forward(ctx: Any, partial: Tensor, axis: AxisInBlocks) -> Tensor:
+        return axis.sum(partial)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:

@@ -1,4 +1,4 @@
-"""Compiled blocks on real ranks (gloo): one graph for each block, compiled once, and the losses of eager blocks, bit for bit."""
+"""Compiled blocks on real ranks (gloo): each is one graph, compiled once, and jobs have the losses of eager blocks."""
 
 import json
 import multiprocessing
