@@ -40,7 +40,4 @@ def misfit_of_context(
     if training.ema_decay is not None:
         allowed = f"none with {_FIELD}: the average is evaluated on whole sequences"
         return Unfit("training.ema_decay", training.ema_decay, allowed, "Remove training.ema_decay.")
-    if training.compile == "on":
-        allowed = f"off or auto with {_FIELD}: ranks gather inside of each block"
-        return Unfit("training.compile", "on", allowed, "Remove training.compile.")
     return misfit_of_unproven(training, _FIELD, "tokens")

@@ -1,6 +1,7 @@
 """What the degrees of parallelism need of a job: checked when the job is read, so that no rank starts in vain."""
 
 from api_schemas.adapter import AdapterSpec
+from api_schemas.compiling import misfit_of_compiling
 from api_schemas.context import misfit_of_context
 from api_schemas.data import Unfit
 from api_schemas.models.base import FamilySpec
@@ -21,4 +22,5 @@ def misfit_of_degrees(
 ) -> Unfit | None:
     """Return the first rule that a job with a pipeline, a tensor or a context degree breaks, or None."""
     parts = parallelism, resources, model, precision, training, adapter
-    return misfit_of_pipeline(*parts) or misfit_of_tensor(*parts) or misfit_of_context(*parts[:5])
+    unfit = misfit_of_pipeline(*parts) or misfit_of_tensor(*parts) or misfit_of_context(*parts[:5])
+    return unfit or misfit_of_compiling(parallelism, training)

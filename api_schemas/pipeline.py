@@ -74,9 +74,6 @@ def _misfit_of_training(training: TrainingSpec) -> Unfit | None:
     if training.ema_decay is not None:
         allowed = f"none with {_FIELD}: the average is of all weights, whole on every rank"
         return Unfit("training.ema_decay", training.ema_decay, allowed, "Remove training.ema_decay.")
-    if training.compile == "on":
-        allowed = f"off or auto with {_FIELD}: a stage's compiled blocks have not been proven"
-        return Unfit("training.compile", "on", allowed, "Remove training.compile.")
     return misfit_of_unproven(training, _FIELD, "blocks")
 
 

@@ -35,9 +35,6 @@ def misfit_of_tensor(
     if training.ema_decay is not None:
         allowed = f"none with {_FIELD}: the average is of all weights, whole on every rank"
         return Unfit("training.ema_decay", training.ema_decay, allowed, "Remove training.ema_decay.")
-    if training.compile == "on":
-        allowed = f"off or auto with {_FIELD}: ranks add up inside of each block"
-        return Unfit("training.compile", "on", allowed, "Remove training.compile.")
     unfit = misfit_of_unproven(training, _FIELD, "layers") or _misfit_of_sizes(model, degree)
     return unfit or _misfit_of_sequence(parallelism, training)
 

@@ -51,7 +51,9 @@ class TrainingSpec(Contract):
     eval_batches: int = Field(default=16, ge=1, le=100_000, description="batches of global_batch_size sequences per evaluation")
     checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only after the last step")
     compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="compile each repeated block of the model, for static shapes; auto: on CUDA"
+        default="auto",
+        description="compile each repeated block of the model, for static shapes; auto: on CUDA, and not with "
+        "parallelism.sequence or context",
     )
     cuda_graph: Literal["auto", "off"] = Field(
         default="auto",

@@ -141,6 +141,11 @@ class CompileWatch:
         return (EventReport(type="training.graph_broken", message=message, data={"graph_breaks": new.total()}),)
 
 
+def is_compiling_fault(report: ReportBody) -> bool:
+    """Whether a report tells of what the compiler should not have done. Each stage of a pipeline has graphs of its own."""
+    return isinstance(report, EventReport) and report.type in ("training.recompiled", "training.graph_broken")
+
+
 def eagerly() -> AbstractContextManager[Any]:
     """Inside, compiled blocks run as they are written, and nothing is compiled."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

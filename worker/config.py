@@ -108,7 +108,7 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
     if unfit := spec.without_effect():
         raise unfit
     training = spec.training
-    not_compiled = why_not_compiled(layout) if training.compile == "auto" else None  # "on" is refused there
+    not_compiled = why_not_compiled(spec.parallelism) if training.compile == "auto" else None  # "on" is refused there
     if not_compiled is not None:
         training = training.model_copy(update={"compile": "off"})
     sizes = _read_sizes(spec, files)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from api_schemas import CheckpointRef, EvaluationReport, EventReport, JobSummary, PhaseReport, ReportBody
 from worker import checkpoint, train_reports
 from worker.adapters import add_adapters, attach_adapters, trained_state, with_frozen
-from worker.blocks import WARM_UP_STEPS, CompileWatch, eagerly
+from worker.blocks import WARM_UP_STEPS, CompileWatch, eagerly, is_compiling_fault
 from worker.config import TrainConfig, trained_job
 from worker.data import Source, loss_divisor, open_source
 from worker.data.order import seed_of
@@ -159,7 +159,7 @@ class Trainer:
         ended = Mark(self.mesh.device)
         self.log.add(TakenStep(self.progress.step, learning_rate, data_wait_s, began, ended, now()), rank_loss, norm)
         for report in (*(self.compiling.after_step() if self.compiling is not None else ()), *self.graph.after_step()):
-            self._tell(report)
+            self._tell(report, is_sent=self.mesh.stage.is_first and is_compiling_fault(report))
         stop = order_to_stop(self.reporter)
         if self.log.is_due or (stop is not None and self.mesh.world.size == 1):
             reading = self.log.end_interval(wants_to_stop=stop is not None)

@@ -112,7 +112,6 @@ def in_training(**changes: Any) -> Callable[[dict[str, Any]], object]:
             "a multiple of 2 micro-batches",
         ),
         (in_training(ema_decay=0.9), "training.ema_decay", "0.9", "whole on every rank"),
-        (in_training(compile="on"), "training.compile", "on", "off or auto"),
         (in_training(fused_loss=True), "training.fused_loss", "True", "not been proven"),
         (in_training(saved_activations="fp8"), "training.saved_activations", "fp8", "not been proven"),
         (in_training(offload_optimizer=True), "training.offload_optimizer", "True", "not been proven"),

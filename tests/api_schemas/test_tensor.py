@@ -66,7 +66,6 @@ def test_data_ranks_are_the_workers_over_the_degree(model: dict[str, Any], zero_
         (lambda d: d["precision"].update(level="ao"), "precision.level", "ao", "bf16-amp"),
         (lambda d: d["precision"].update(level="fp16-amp"), "precision.level", "fp16-amp", "bf16-amp"),
         (lambda d: d["training"].update(ema_decay=0.9), "training.ema_decay", "0.9", "none with parallelism.tensor"),
-        (lambda d: d["training"].update(compile="on"), "training.compile", "on", "off or auto"),
         (lambda d: d.update(adapter={"rank": 4}), "parallelism.tensor", "2", "1 with adapter"),
         (
             lambda d: d["training"].update(global_batch_size=15),

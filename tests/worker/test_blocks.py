@@ -194,6 +194,34 @@ def test_all_blocks_share_one_graph(level: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.parametrize("level", ["delayed", *(pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS)])
+def test_several_passes_of_a_graph_wait_for_their_backward_passes(level: str) -> None:
+    """As in a pipeline, where the first stages begin new micro-batches before the last has ended one."""
+    torch.compiler.reset()
+    options: dict[str, Any] = {"statistics_every": 2} if level == "delayed" or LEVELS[level].has_own_fp8 else {}
+    options |= {"recipe": {"scaling": "delayed", "amax_history_length": 2}} if level == "delayed" else {}
+    tokens, found = torch.randint(0, 64, (3, 2, 17), generator=torch.Generator().manual_seed(0)), []
+    for is_compiled in (False, True):
+        model = GPT(gpt_sizes(32, 2, 2, 64, 16))
+        model, optimizer = initialize(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), "te" if level == "delayed" else level, **options
+        )
+        fit_loss_scale(model)
+        if is_compiled:
+            compile_blocks(model, backend="aot_eager")
+        for _ in range(2):
+            losses = [model.loss({"tokens": part[:, :-1], "targets": part[:, 1:]}).loss for part in tokens]
+            for loss in losses:
+                loss.backward()
+            found.append([*losses, *(parameter.grad + 0 for parameter in model.parameters() if parameter.grad is not None)])
+            optimizer.step()
+            optimizer.zero_grad()
+    for eager, compiled in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(value, expected) for value, expected in zip(compiled, eager, strict=True))
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -240,14 +268,14 @@ def test_a_graph_that_is_broken_is_told_once_with_its_reason() -> None:
         ({"saved_activations": "fp8"}, 1, "cuda", None),
         ({"compile": "off"}, 2, "cuda", None),
         ({}, 2, "cpu", None),
-        ({}, 2, "cuda", "with parallelism.tensor 2 ranks exchange tensors inside of blocks, or between them"),
+        ({}, 2, "cuda", "with parallelism.sequence layers take FP8 codes from exchanges that torch cannot trace"),
     ],
 )
 def test_a_job_on_cuda_says_why_its_blocks_are_not_compiled(
     spec_document: dict[str, Any], training: dict[str, Any], tensor: int, device: str, reason: str | None
 ) -> None:
     document = spec_document | {"precision": {"level": "O2"}, "training": spec_document["training"] | training}
-    document |= {"resources": {"workers": tensor}, "parallelism": {"tensor": tensor}}
+    document |= {"resources": {"workers": tensor}, "parallelism": {"tensor": tensor, "sequence": tensor > 1}}
     config = resolve(JobSpec.model_validate(document), RankEnv(world_size=tensor))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
     events = list(compile_events(config, model, torch.device(device)))

@@ -99,7 +99,8 @@ class OperandScaling(KeepsDtypes):
         One read of x makes both. unit: what is quantized is x * unit, where x are themselves codes and unit (), a power of
         two, is their scale. amax: of x * unit, where it is known; of use where the tensor has one scale. transposed_later:
         on a CPU, whose products take any strides, columns may be a view of the rows' codes, where the scale transposes with
-        them. is_again: x is quantized a second time in this step and is not sampled.
+        them. is_again: x is quantized a second time in this step, so its amax is known and it is not sampled. A graph whose
+        backward pass wrote what each forward pass writes would refuse a second forward pass before it.
         """
         if self.given is not None:
             given, self.given = self.given, None
@@ -122,7 +123,7 @@ class OperandScaling(KeepsDtypes):
         row_codes, column_codes = quantized.rows, quantized.columns
         if quantized.amax is not None:
             amax = quantized.amax if unit is None else quantized.amax * unit
-        if amax is not None and self.recipe.amax_history_length and self.training:
+        if amax is not None and self.recipe.amax_history_length and self.training and not is_again:
             self._remember(amax)
         if is_sampled:
             self._sample(x, row_codes, column_codes, unit)

@@ -3,6 +3,7 @@
 from worker.mesh.axis import Axis
 from worker.mesh.cut import Cut
 from worker.mesh.groups import make_axis
+from worker.mesh.in_graph import AxisInBlocks
 from worker.mesh.mesh import Mesh
 from worker.mesh.pending import Pending
 from worker.mesh.pieces import SavedShards, TensorInPieces
@@ -13,6 +14,7 @@ from worker.mesh.waits import Waits
 
 __all__ = [
     "Axis",
+    "AxisInBlocks",
     "Cut",
     "Mesh",
     "Pending",

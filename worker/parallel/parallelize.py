@@ -38,7 +38,7 @@ from worker.parallel.norm import clip_together
 from worker.parallel.plans import check_heads, plan_of
 from worker.parallel.scales import agree_on_scales, all_finite_on
 from worker.parallel.scaling import share_scaling
-from worker.parallel.tensor import TensorShards, check_model
+from worker.parallel.tensor import TensorShards, check_compiled, check_model
 from worker.parallel.zero import ShardedStates
 
 if TYPE_CHECKING:
@@ -269,5 +269,6 @@ def parallelize(
 
     if context > 1:
         check_model(model, "context")
+        check_compiled(model, "a context degree")
         divide_sequences(model, axes.context)
     return start_loop(model, optimizer, axes, zero_stage, dtype, roles, given)

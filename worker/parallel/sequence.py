@@ -8,7 +8,6 @@ to some of the tokens has gradients of these, which are added up.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,7 +58,7 @@ def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis,
         if role in COLUMN_ROLES:
             parents.setdefault(parent, []).append(layer)
         elif role == "row":
-            layer.forward = RowForward(layer, partial(row_output, layer=layer, axis=axis))
+            layer.forward = RowTokensForward(layer, axis).__call__
             if (bias := layer._parameters.get("bias")) is not None and bias.requires_grad:
                 bias.register_hook(lambda gradient: axis.sum_(gradient.clone()))
     for parent, layers in parents.items():
@@ -75,6 +74,14 @@ def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis,
     for run, is_first, is_last in runs or [(blocks, True, True)]:
         run[0].register_forward_pre_hook(_Split(axis, draws, is_first=is_first))
         run[-1].register_forward_hook(_Joined(axis, draws, is_last=is_last))
+
+
+class RowTokensForward(RowForward):
+    """Leaves each rank its tokens of the sum."""
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """Return this rank's tokens of the sum of all ranks' parts."""
+        return row_output(partial, self.layer, self.axis.axis)
 
 
 class _Gathered:

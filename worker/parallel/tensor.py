@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from worker.blocks import repeated_blocks
 from worker.fp8.bf16 import HalfLinear
 from worker.fp8.gradient import RoundingPosition
 from worker.fp8.layout import layout_of
@@ -141,6 +142,7 @@ def cut_model(
         return shards
     check_unused(optimizer)
     check_model(model, "tensor")
+    check_compiled(model, "sequence" if sequence else "a tensor degree", allows_blocks=not sequence)
     roles = _roles(model, plan)
     if sequence:
         check_sequence(model, roles)
@@ -167,16 +169,25 @@ def cut_model(
 
 
 def check_model(model: nn.Module, degree: str) -> None:
-    """Raise ValueError for a model that is compiled or scales its losses. degree: by which its activations are divided."""
-    if any(module._compiled_call_impl is not None for module in model.modules()):
-        raise ValueError(
-            f"the model, or a part of it, is compiled; allowed with a {degree} degree: models that are not, since ranks "
-            "exchange activations inside of each block. Leave compile out."
-        )
+    """Raise ValueError for a model that scales its losses. degree: by which its activations are divided."""
     if any(name.rpartition(".")[2] == STATE_BUFFER for name, _ in model.named_buffers()):
         raise ValueError(
             f"the model scales its losses (fp16-amp); allowed with a {degree} degree: levels without loss scaling. "
             "Use bf16-amp."
+        )
+
+
+def check_compiled(model: nn.Module, degree: str, *, allows_blocks: bool = False) -> None:
+    """Raise ValueError for a model that is compiled, or of which more than its repeated blocks is, where these may be.
+
+    degree: by which its activations are divided.
+    """
+    allowed = set(repeated_blocks(model)) if allows_blocks else set[nn.Module]()
+    if any(module._compiled_call_impl is not None for module in model.modules() if module not in allowed):
+        what = "compiled blocks, from compile_blocks" if allows_blocks else "models that are not"
+        raise ValueError(
+            f"the model, or a part of it, is compiled; allowed with {degree}: {what}, since no graph of torch can follow what "
+            "ranks exchange elsewhere. Leave compile out."
         )
 
 

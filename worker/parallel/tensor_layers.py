@@ -8,13 +8,12 @@ on each rank, since their products are decoded before they are added.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from worker.mesh import Axis
+from worker.mesh import Axis, AxisInBlocks
 from worker.models.model import TensorRole
 
 
@@ -23,7 +22,7 @@ class ColumnForward:
 
     def __init__(self, layer: nn.Module, axis: Axis) -> None:
         self.forward: Callable[..., Tensor] = layer.forward
-        self.axis = axis
+        self.axis = AxisInBlocks(axis)
 
     def __call__(self, input: Tensor, **options: Any) -> Tensor:
         return self.forward(to_shards(input, self.axis), **options)
@@ -32,10 +31,9 @@ class ColumnForward:
 class RowForward:
     """Takes the place of a row layer's `forward`. Every rank holds the whole bias, which is added once, to the sum."""
 
-    def __init__(self, layer: nn.Module, add_up: Callable[[Tensor], Tensor]) -> None:
-        """add_up: gives the sum of all ranks' parts, or this rank's tokens of it."""
+    def __init__(self, layer: nn.Module, axis: Axis) -> None:
         self.layer, self.forward = layer, layer.forward
-        self.add_up = add_up
+        self.axis = AxisInBlocks(axis)
 
     def __call__(self, input: Tensor, **options: Any) -> Tensor:
         parameters = self.layer._parameters
@@ -49,33 +47,40 @@ class RowForward:
             parameters["bias"] = bias
         return self.add_up(partial) + bias.to(partial.dtype)
 
+    def add_up(self, partial: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts."""
+        return sum_of_shards(partial, self.axis)
+
 
 class EmbeddingForward:
     """Takes the place of an embedding's `forward`: a token that another rank holds counts as zeros."""
 
     def __init__(self, embedding: nn.Module, axis: Axis) -> None:
         self.embedding, self.forward = embedding, embedding.forward
-        self.axis = axis
+        self.axis, self.rank = AxisInBlocks(axis), axis.rank
 
     def __call__(self, tokens: Tensor) -> Tensor:
         num_own = self.embedding.get_parameter("weight").shape[0]
-        own = tokens - self.axis.rank * num_own
+        own = tokens - self.rank * num_own
         is_own = (own >= 0) & (own < num_own)
         rows: Tensor = self.forward(own.where(is_own, 0))
         return sum_of_shards(rows.where(is_own[..., None], 0.0), self.axis)
 
 
 def surround(module: nn.Module, role: TensorRole, axis: Axis) -> None:
-    """Let ranks do around a module that holds its shards what its role says."""
+    """Let ranks do around a module that holds its shards what its role says.
+
+    Methods take the place of `forward`, as in `run_under_autocast`: a graph of torch.compile then serves all blocks.
+    """
     if role == "partial-gradients":
         for part in module.modules():
             add_up_gradients(part, axis)
     elif role == "row":
-        module.forward = RowForward(module, partial(sum_of_shards, axis=axis))
+        module.forward = RowForward(module, axis).__call__
     elif role == "embedding":
-        module.forward = EmbeddingForward(module, axis)
+        module.forward = EmbeddingForward(module, axis).__call__
     else:
-        module.forward = ColumnForward(module, axis)
+        module.forward = ColumnForward(module, axis).__call__
 
 
 def add_up_gradients(module: nn.Module, axis: Axis) -> None:
@@ -85,13 +90,13 @@ def add_up_gradients(module: nn.Module, axis: Axis) -> None:
             parameter.register_hook(lambda gradient: axis.sum_(gradient.clone()))
 
 
-def to_shards(input: Tensor, axis: Axis) -> Tensor:
+def to_shards(input: Tensor, axis: AxisInBlocks) -> Tensor:
     """Return the input, whose gradients, one from each rank's shard, will be added up over the axis."""
     copied: Tensor = _ToShards.apply(input, axis)
     return copied
 
 
-def sum_of_shards(partial: Tensor, axis: Axis) -> Tensor:
+def sum_of_shards(partial: Tensor, axis: AxisInBlocks) -> Tensor:
     """Return the sum over the axis, in the dtype of the parts. Its gradient goes to every rank as it is."""
     total: Tensor = _SumOfShards.apply(partial, axis)
     return total
@@ -99,19 +104,19 @@ def sum_of_shards(partial: Tensor, axis: Axis) -> Tensor:
 
 class _ToShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, input: Tensor, axis: AxisInBlocks) -> Tensor:
         ctx.axis = axis
         return input.view_as(input)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.sum_(grad_output.clone(memory_format=torch.contiguous_format)), None
+        return ctx.axis.sum(grad_output), None
 
 
 class _SumOfShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
-        return axis.sum_(partial.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, partial: Tensor, axis: AxisInBlocks) -> Tensor:
+        return axis.sum(partial)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
