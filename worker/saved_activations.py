@@ -37,6 +37,23 @@ class SavedCodes(NamedTuple):
         return kernels.dequantize(self.codes, self.dequant_scale, self.dtype).permute(inverse)
 
 
+class SavedAsItIs(NamedTuple):
+    """A saved tensor that stays as it is: detached, or the node that made it would hold itself. version: of its content."""
+
+    values: Tensor
+    version: int
+
+    def unchanged(self) -> Tensor:
+        """Return the tensor. Raises RuntimeError where it was changed in place, for which torch asks only without hooks."""
+        if self.values._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.values.shape)} that a block needs for its backward pass was changed in place "
+                f"after the forward pass: it is at version {self.values._version}, expected {self.version}. Call backward() "
+                "before what changes it, such as optimizer.step()."
+            )
+        return self.values
+
+
 def keep_activations_in_fp8(model: nn.Module) -> int:
     """Let each repeated block of a model keep its activations in FP8 for the backward pass. Returns their number.
 
@@ -79,9 +96,9 @@ class _Saver:
     def __init__(self) -> None:
         self.known: dict[Any, tuple[weakref.ref[Any], SavedCodes]] = {}
 
-    def pack(self, saved: Tensor) -> Tensor | SavedCodes:
+    def pack(self, saved: Tensor) -> SavedAsItIs | SavedCodes:
         if not _is_activation(saved):
-            return saved
+            return SavedAsItIs(saved.detach(), saved._version)
         storage = saved.untyped_storage()
         key = (storage._cdata, saved.storage_offset(), saved.shape, saved.stride(), saved._version)
         if key in self.known and self.known[key][0]() is storage:
@@ -93,8 +110,8 @@ class _Saver:
         return packed
 
 
-def _unpack(packed: Tensor | SavedCodes) -> Tensor:
-    return packed.values() if isinstance(packed, SavedCodes) else packed
+def _unpack(packed: SavedAsItIs | SavedCodes) -> Tensor:
+    return packed.values() if isinstance(packed, SavedCodes) else packed.unchanged()
 
 
 def _is_activation(saved: Tensor) -> bool:
