@@ -104,6 +104,18 @@ def test_a_fused_loss_equals_the_unfused_one(monkeypatch: Any, has_bias: bool, h
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # fp32, other orders of addition
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("target", [64, IGNORED])
+def test_a_target_outside_of_the_vocabulary_is_refused(is_fused: bool, target: int) -> None:
+    model, _ = make("gpt", "O2")
+    if is_fused:
+        fuse_loss(model)
+    batch = batch_of("gpt")
+    batch["targets"][0, 3] = target
+    with pytest.raises(RuntimeError, match=f"index {target} is out of bounds"):
+        model.loss(batch)
+
+
 @pytest.mark.parametrize(("family", "level"), families_and_levels())
 def test_a_model_trains_by_a_fused_loss(family: str, level: str) -> None:
     found = []

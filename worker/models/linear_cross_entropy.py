@@ -64,7 +64,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         multiply: Product,
     ) -> Tensor:
         log_sums_N = torch.full((len(inputs_ND),), -torch.inf, device=inputs_ND.device)
-        target_logits_N = torch.zeros_like(log_sums_N)
+        none_NV = log_sums_N.new_zeros(()).expand(len(inputs_ND), len(weight_VD))
+        target_logits_N = none_NV.gather(1, targets_N[:, None]).squeeze(1)  # refuses what is not in the vocabulary
         for columns in _pieces(len(inputs_ND), len(weight_VD)):
             logits_Nv = _logits(inputs_ND, weight_VD, bias_V, columns, multiply).float()
             log_sums_N = torch.logaddexp(log_sums_N, logits_Nv.logsumexp(-1))
