@@ -58,7 +58,8 @@ def keep_activations_in_fp8(model: nn.Module) -> int:
     """Let each repeated block of a model keep its activations in FP8 for the backward pass. Returns their number.
 
     Call it after `initialize`. To compile such blocks, call `compile_blocks` next: torch.compile by itself leaves their graphs.
-    They are not checkpointed, which decides itself what is kept. Raises ValueError for a model that repeats no blocks.
+    They are not checkpointed, which decides itself what is kept. Raises ValueError for a model that repeats no blocks, and for
+    a second call.
     """
     blocks = repeated_blocks(model)
     if not blocks:
@@ -66,6 +67,8 @@ def keep_activations_in_fp8(model: nn.Module) -> int:
             "the model repeats no blocks, and only inside of blocks activations are kept in FP8; allowed: models with an "
             "nn.ModuleList or nn.Sequential of alike blocks. Leave out saved_activations."
         )
+    if any(isinstance(block.forward, SavingForward) for block in blocks):
+        raise ValueError("the model's blocks keep their activations in FP8 already; allowed: one call. Remove the second.")
     for block in blocks:
         block.forward = SavingForward(block.forward)
     return len(blocks)

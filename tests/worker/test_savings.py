@@ -312,6 +312,13 @@ def test_a_weight_that_changes_before_the_backward_pass_is_refused() -> None:
             output.sum().backward()
 
 
+def test_a_second_call_is_refused() -> None:
+    model, _ = make("gpt", "O2")
+    keep_activations_in_fp8(model)
+    with pytest.raises(ValueError, match="already; allowed: one call"):
+        keep_activations_in_fp8(model)
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="repeats no blocks"):
         keep_activations_in_fp8(nn.Sequential(nn.Linear(16, 16)))
@@ -388,6 +395,26 @@ def test_a_second_backward_pass_is_refused() -> None:
     weight.sum().backward()
     with pytest.raises(ValueError, match="one backward pass for each"):
         weight.sum().backward()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3-split-8bit"])
+def test_a_copy_of_what_releases_gradients_steps_as_usual_until_it_releases_them_too(level: str) -> None:
+    found = []
+    for is_released_again in (False, True):
+        model, optimizer = make("gpt", level)
+        release_gradients(model, optimizer)
+        copied, copied_optimizer = copy.deepcopy((model, optimizer))
+        if is_released_again:
+            release_gradients(copied, copied_optimizer)
+        for one, its_optimizer in ((model, optimizer), (copied, copied_optimizer)):
+            for _ in range(2):
+                its_optimizer.zero_grad()
+                one.loss(batch_of("gpt")).loss.backward()
+                assert bool(gradients_of(one)) is (one is copied and not is_released_again)
+                its_optimizer.step()
+            found.append((one.state_dict(), its_optimizer.state_dict()))
+    for other in found[1:]:
+        assert_equal(other, found[0])
 
 
 def test_gradient_release_refuses_other_optimizers_and_scaled_losses() -> None:
