@@ -561,6 +561,7 @@ def test_compiled_and_checkpointed_blocks_train_to_the_same_bits(
     ("training", "level", "allowed"),
     [
         ({"gradient_release": True}, "O2", "false with gradient_clip"),
+        ({"gradient_release": True, "optimizer": {"name": "sgd"}}, "O2", "false with optimizer.name sgd"),
         ({"gradient_release": True, "gradient_clip": None, "micro_batch_size": 1}, "O2", "false with several micro-batches"),
         ({"gradient_release": True, "gradient_clip": None}, "fp16-amp", "false at level fp16-amp"),
         ({"fused_loss": True}, "fp16-amp", "false at level fp16-amp"),
