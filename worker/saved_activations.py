@@ -37,29 +37,11 @@ class SavedCodes(NamedTuple):
         return kernels.dequantize(self.codes, self.dequant_scale, self.dtype).permute(inverse)
 
 
-class SavedAsItIs(NamedTuple):
-    """A saved tensor that stays as it is: detached, or the node that made it would hold itself. version: of its content."""
-
-    values: Tensor
-    version: int
-
-    def unchanged(self) -> Tensor:
-        """Return the tensor. Raises RuntimeError where it was changed in place, for which torch asks only without hooks."""
-        if self.values._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.values.shape)} that a block needs for its backward pass was changed in place "
-                f"after the forward pass: it is at version {self.values._version}, expected {self.version}. Call backward() "
-                "before what changes it, such as optimizer.step()."
-            )
-        return self.values
-
-
 def keep_activations_in_fp8(model: nn.Module) -> int:
     """Let each repeated block of a model keep its activations in FP8 for the backward pass. Returns their number.
 
     Call it after `initialize`. To compile such blocks, call `compile_blocks` next: torch.compile by itself leaves their graphs.
-    They are not checkpointed, which decides itself what is kept. Raises ValueError for a model that repeats no blocks, and for
-    a second call.
+    They are not checkpointed, which decides itself what is kept. Raises ValueError for a model that repeats no blocks.
     """
     blocks = repeated_blocks(model)
     if not blocks:
@@ -67,8 +49,6 @@ def keep_activations_in_fp8(model: nn.Module) -> int:
             "the model repeats no blocks, and only inside of blocks activations are kept in FP8; allowed: models with an "
             "nn.ModuleList or nn.Sequential of alike blocks. Leave out saved_activations."
         )
-    if any(isinstance(block.forward, SavingForward) for block in blocks):
-        raise ValueError("the model's blocks keep their activations in FP8 already; allowed: one call. Remove the second.")
     for block in blocks:
         block.forward = SavingForward(block.forward)
     return len(blocks)
@@ -99,9 +79,9 @@ class _Saver:
     def __init__(self) -> None:
         self.known: dict[Any, tuple[weakref.ref[Any], SavedCodes]] = {}
 
-    def pack(self, saved: Tensor) -> SavedAsItIs | SavedCodes:
+    def pack(self, saved: Tensor) -> Tensor | SavedCodes:
         if not _is_activation(saved):
-            return SavedAsItIs(saved.detach(), saved._version)
+            return saved
         storage = saved.untyped_storage()
         key = (storage._cdata, saved.storage_offset(), saved.shape, saved.stride(), saved._version)
         if key in self.known and self.known[key][0]() is storage:
@@ -113,8 +93,8 @@ class _Saver:
         return packed
 
 
-def _unpack(packed: SavedAsItIs | SavedCodes) -> Tensor:
-    return packed.values() if isinstance(packed, SavedCodes) else packed.unchanged()
+def _unpack(packed: Tensor | SavedCodes) -> Tensor:
+    return packed.values() if isinstance(packed, SavedCodes) else packed
 
 
 def _is_activation(saved: Tensor) -> bool:
