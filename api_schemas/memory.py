@@ -61,6 +61,10 @@ def _misfit_of_gradient_release(training: TrainingSpec, precision: PrecisionSpec
     if not training.gradient_release:
         return None
     field, change = "training.gradient_release", "Remove training.gradient_release, or change the other."
+    if training.optimizer.name == "sgd":
+        allowed = "false with optimizer.name sgd, whose step gradient_clip bounds: with gradient_release there is no such norm"
+        change = "Choose another training.optimizer.name, or remove training.gradient_release."
+        return Unfit(field, "true with optimizer.name sgd", allowed, change)
     if training.gradient_clip is not None:
         allowed = "false with gradient_clip: the norm of all gradients is known only when the first are stepped and gone"
         change = "Set training.gradient_clip to null, or remove training.gradient_release."

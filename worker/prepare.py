@@ -32,6 +32,7 @@ from worker.fp8.convert import (
     replace_layers,
     replaceable_linears,
     select_layers,
+    table_borrowed_by,
 )
 from worker.fp8.fallback import Fallback
 from worker.fp8.gate_forward import carry_activations
@@ -227,7 +228,8 @@ def convert(
     for layer in filtered:
         model.get_submodule(layer.name).fallback = Fallback.FILTERED  # type: ignore[assignment]
     num_parameters = sum(weight.numel() for weight in weights)
-    report = ConversionReport(precision.level, tuple(selected), tuple(skipped), tuple(filtered), num_parameters)
+    borrowed = table_borrowed_by(chip, precision) if selected else None
+    report = ConversionReport(precision.level, tuple(selected), tuple(skipped), tuple(filtered), num_parameters, borrowed)
     return Conversion(model, report, _quantized_weights(model, originals))
 
 

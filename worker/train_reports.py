@@ -94,6 +94,9 @@ def conversion_events(conversion: ConversionReport, model: nn.Module) -> Iterato
     if conversion.filtered:
         message = f"layers that multiply in bf16 because FP8 gains nothing there: {conversion.why_filtered}"
         yield EventReport(type="layers.filtered", message=message[:4096], data={"layers": len(conversion.filtered)})
+    if conversion.borrowed_table:
+        message = f"layers in FP8 are chosen by speedups {conversion.borrowed_table}"
+        yield EventReport(type="layers.unmeasured_device", message=message[:4096])
     if conversion.nothing_converted:
         yield EventReport(type="layers.none_converted", message=conversion.nothing_converted[:4096])
 

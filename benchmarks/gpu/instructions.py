@@ -23,7 +23,7 @@ import torch
 import triton
 
 from benchmarks.gpu.compiled import compile_kernel, kernels, num_warps
-from benchmarks.gpu.report import Report, Row
+from benchmarks.gpu.report import Report, Row, unused
 from benchmarks.gpu.session import RESULTS
 from worker.kernels.cuda import gradient_norms
 from worker.kernels.formats import BLOCK
@@ -140,7 +140,8 @@ def main() -> int:
         f"Triton {triton.__version__}, torch {torch.__version__}. Ratio: the share of an H200's copy bandwidth that arithmetic "
         "alone would allow (above 1: memory is the limit)."
     ]
-    report = Report("Instructions of the kernels", options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-instructions.md", header)
+    path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-instructions.md")
+    report = Report("Instructions of the kernels", path, header)
     for row in rows(tuple(options.kernels.split(","))):
         report.add("Instructions", row)
     sys.stdout.write(str(report))

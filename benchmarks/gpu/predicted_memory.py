@@ -36,7 +36,7 @@ from benchmarks.gpu.predicted_largest import ALL, CHECKPOINTED, WITH_RESIDUAL, W
 from benchmarks.gpu.predicted_loading import loading_rows
 from benchmarks.gpu.predicted_savings import VISION_SAVINGS, large_rows, option_rows
 from benchmarks.gpu.report import Report, Row, unused
-from benchmarks.gpu.session import RESULTS
+from benchmarks.gpu.session import RESULTS, chosen_names
 from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
 
 GIB = 1 << 30
@@ -168,12 +168,12 @@ def main() -> int:
     arguments.add_argument("--sections", default="", help="beginnings of section names, separated by commas; default: all")
     arguments.add_argument("--smoke", action="store_true", help="use tiny sizes, only to check that everything runs")
     options = arguments.parse_args()
-    wanted = tuple(word.strip().lower() for word in options.sections.split(","))
+    wanted = chosen_names("--sections", options.sections, list(SECTIONS))
     kind = "-smoke" if options.smoke else ""
     path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-memory{kind}.md")
     report = Report("Peak memory on a GPU, predicted", path, [HEADER.format(torch=torch.__version__)])
     for name, rows in SECTIONS.items():
-        if name.lower().startswith(wanted):
+        if name in wanted:
             for row in rows(options.smoke):
                 report.add(name, row)
     sys.stdout.write(str(report))

@@ -19,7 +19,7 @@ import torch
 from benchmarks import scaling
 from benchmarks.gpu import linear, train
 from benchmarks.gpu.networks import build_gpt
-from benchmarks.gpu.report import COLUMNS, Row
+from benchmarks.gpu.report import COLUMNS, Row, unused
 from benchmarks.gpu.roofline import GEMM_FLOPS_PER_S, GEMM_S, H200_COPY_BYTES_PER_S, LAUNCH_S, PLAIN_BF16, fp8_work
 from benchmarks.scaling import RESULTS, Run
 
@@ -73,7 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    path = options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-speed.md"
+    path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-speed.md")
     path.write_text(report(), "utf-8")
     return 0
 

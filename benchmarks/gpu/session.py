@@ -8,7 +8,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -149,12 +149,16 @@ def missing(figure: str, package: str) -> Row:
 
 
 def _chosen(sections: list[Section], beginnings: str) -> list[Section]:
+    names = chosen_names("--sections", beginnings, [section.name for section in sections])
+    return [section for section in sections if section.name in names]
+
+
+def chosen_names(option: str, beginnings: str, names: Sequence[str]) -> list[str]:
+    """Return the names that begin with one of the beginnings, or all. Ends the run for one that no name begins with."""
     wanted = tuple(word.strip().lower() for word in beginnings.split(",") if word.strip())
-    chosen = [section for section in sections if not wanted or section.name.lower().startswith(wanted)]
-    if not chosen:
-        names = ", ".join(section.name for section in sections)
-        raise SystemExit(f"--sections is {beginnings!r}; allowed: beginnings of {names}.")
-    return chosen
+    if not all(any(name.lower().startswith(word) for name in names) for word in wanted):
+        raise SystemExit(f"{option} is {beginnings!r}; allowed: beginnings of {', '.join(names)}.")
+    return [name for name in names if not wanted or name.lower().startswith(wanted)]
 
 
 def _run_section(section: Section, session: Session, report: Report, budget_s: float) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.linear import time_layer
-from benchmarks.gpu.report import NOT_REACHED, Row, describe_versions
+from benchmarks.gpu.report import NOT_REACHED, Row, describe_versions, unused
 from benchmarks.gpu.roofline import FEATURES, TOKENS, as_text
 from benchmarks.gpu.session import Case, Session
 from benchmarks.gpu.timing import Timer
@@ -83,7 +83,7 @@ def _write(session: Session, tokens: tuple[int, ...], features: tuple[int, ...],
     versions = f"CUDA {torch.version.cuda}, {describe_versions()}"
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     measured = SpeedupTable(capability, "measured", name, versions, today, tokens, features, speedups)
-    path = session.options.out / ("speedups-smoke.json" if session.smoke else "speedups.json")
+    path = unused(session.options.out / ("speedups-smoke.json" if session.smoke else "speedups.json"))
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [
         known for known in load_tables() if known.device != name and (known.device or tuple(known.capability) != capability)

@@ -8,16 +8,27 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.curves import Run, smooth
-from benchmarks.gpu import accuracy, kernels, largest, predicted_largest, quantization, session
+from benchmarks.gpu import (
+    accuracy,
+    kernels,
+    largest,
+    predicted_largest,
+    predicted_memory,
+    quantization,
+    session,
+    speedups,
+    train,
+)
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
 from benchmarks.gpu.session import Case, Section, Session
-from benchmarks.gpu.timing import Timer
+from benchmarks.gpu.timing import Timer, Timing
 from tests.waiting import WHOLE_RUN_S
 from worker.fp8.speedups import load_tables
 
@@ -102,6 +113,45 @@ def test_a_second_run_overwrites_no_table(tmp_path: Path) -> None:
         session.run("kernels", "A table", options(tmp_path, budget_s=60.0), sections_of([Case("sound", sound)], []))
     stems = sorted(path.stem for path in tmp_path.glob("*.md"))
     assert stems == [stems[0], f"{stems[0]}-2", f"{stems[0]}-3"]
+
+
+@pytest.mark.parametrize("beginnings", ["firts", "first,other"])
+def test_a_section_that_there_is_not_ends_the_run(beginnings: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"--sections is '{beginnings}'; allowed: beginnings of first, second"):
+        session.run(
+            "kernels", "A table", options(tmp_path, budget_s=60.0, sections=beginnings), sections_of([Case("sound", sound)], [])
+        )
+
+
+def test_a_size_or_a_predicted_section_that_there_is_not_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = ["--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["train", "--smoke", "--sizes", "1.3,67", *out])
+    with pytest.raises(SystemExit, match=r"--sizes is '1.3,67'; allowed: beginnings of 1.3 B, 350 M, 6.7 B"):
+        train.main()
+    monkeypatch.setattr(sys, "argv", ["predicted_memory", "--smoke", "--sections", "optoins", *out])
+    with pytest.raises(SystemExit, match="--sections is 'optoins'; allowed: beginnings of GPT step, Options"):
+        predicted_memory.main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_measurement_overwrites_no_speedups(tmp_path: Path) -> None:
+    cpu = Session(options(tmp_path, budget_s=60.0), torch.device("cpu"), Timer(torch.device("cpu")), Ceilings(1.0, 1.0))
+    for number in (1.0, 2.0):
+        list(speedups._write(cpu, (1,), (1,), {"scaled": {"row": [[[number]]]}}))
+    first, second = (load_tables(tmp_path / name)[-1] for name in ("speedups-smoke.json", "speedups-smoke-2.json"))
+    assert [table.speedups["scaled"]["row"] for table in (first, second)] == [[[[1.0]]], [[[2.0]]]]
+
+
+def test_replayed_steps_are_compared_with_those_that_the_cost_of_statistics_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third call of a lease has no section of GPT steps."""
+    measured = train.Measured(Timing(1.0, 0.0, 0.0), 100.0, 1, 1)
+    monkeypatch.setattr(train, "_measure_gpt", lambda *_: measured)
+    session_of_none: Any = None
+    found: train.Found = {}
+    list(train._statistics(session_of_none, train.SMALL[0], found))
+    (way,) = [way for way in train.GRAPHED if way.name.startswith("O2")]
+    (row,) = train._graph(session_of_none, train.SMALL[0], way, found)
+    assert (row.reference, row.ratio) == ("launched by the host 100", 1.0)
 
 
 def test_a_case_starts_without_what_the_timer_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from api_schemas.levels import LEVELS
 from worker import initialize, prepare
 from worker.fp8.speedups import load_tables
+from worker.train_reports import conversion_events
 
 CARDS = {
     "NVIDIA H200": (9, 0),
@@ -51,6 +53,30 @@ def test_a_card_that_nobody_measured_says_by_which_table_its_layers_were_chosen(
         assert re.fullmatch(
             rf"64 -> 64 features at 8,192 tokens: 0\.\d\d of bf16's speed in FP8 \({table.origin}{re.escape(own)}\)", reason
         )
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_that_nobody_measured_says_so_where_no_layer_is_left_in_bf16_too(name: str, card: Card) -> None:
+    capability = CARDS[name]
+    card(name, capability)
+    model, _ = initialize(nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)), opt_level="O2", tokens=65_536)
+    report, (table,) = model.octet_report, load_tables()
+    assert report.filtered == ()
+    if capability == tuple(table.capability):
+        assert report.borrowed_table is None
+        assert list(conversion_events(report, model)) == []
+    else:
+        said = f"{table.origin}; {name} ({capability[0]}.{capability[1]}) has no table"
+        assert f"layers in FP8 are chosen by speedups {said}" in str(report)
+        [event] = conversion_events(report, model)
+        assert event.type == "layers.unmeasured_device"
+        assert event.message.endswith(said)
+
+
+@pytest.mark.parametrize("options", [{"auto_filter": False}, {"recipe": {"granularity": "mx"}}])
+def test_a_card_is_told_of_no_table_where_none_decides(options: dict[str, Any], card: Card) -> None:
+    card("NVIDIA B200", (10, 0))
+    assert initialize(small_model(), opt_level="O2", **options)[0].octet_report.borrowed_table is None
 
 
 @pytest.mark.parametrize("name", TOO_OLD)

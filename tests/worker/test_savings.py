@@ -103,6 +103,18 @@ def test_a_fused_loss_equals_the_unfused_one(monkeypatch: Any, has_bias: bool, h
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # fp32, other orders of addition
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("target", [64, IGNORED])
+def test_a_target_outside_of_the_vocabulary_is_refused(is_fused: bool, target: int) -> None:
+    model, _ = make("gpt", "O2")
+    if is_fused:
+        fuse_loss(model)
+    batch = batch_of("gpt")
+    batch["targets"][0, 3] = target
+    with pytest.raises(RuntimeError, match=f"index {target} is out of bounds"):
+        model.loss(batch)
+
+
 @pytest.mark.parametrize(("family", "level"), families_and_levels())
 def test_a_model_trains_by_a_fused_loss(family: str, level: str) -> None:
     found = []
@@ -345,6 +357,26 @@ def test_a_second_backward_pass_is_refused() -> None:
         weight.sum().backward()
 
 
+@pytest.mark.parametrize("level", ["O2", "O3-split-8bit"])
+def test_a_copy_of_what_releases_gradients_steps_as_usual_until_it_releases_them_too(level: str) -> None:
+    found = []
+    for is_released_again in (False, True):
+        model, optimizer = make("gpt", level)
+        release_gradients(model, optimizer)
+        copied, copied_optimizer = copy.deepcopy((model, optimizer))
+        if is_released_again:
+            release_gradients(copied, copied_optimizer)
+        for one, its_optimizer in ((model, optimizer), (copied, copied_optimizer)):
+            for _ in range(2):
+                its_optimizer.zero_grad()
+                one.loss(batch_of("gpt")).loss.backward()
+                assert bool(gradients_of(one)) is (one is copied and not is_released_again)
+                its_optimizer.step()
+            found.append((one.state_dict(), its_optimizer.state_dict()))
+    for other in found[1:]:
+        assert_equal(other, found[0])
+
+
 def test_gradient_release_refuses_other_optimizers_and_scaled_losses() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="steps a SGD; allowed: AdamW, Adam, Lion and SGD after initialize"):
@@ -489,6 +521,7 @@ def test_compiled_and_checkpointed_blocks_train_to_the_same_bits(
     ("training", "level", "allowed"),
     [
         ({"gradient_release": True}, "O2", "false with gradient_clip"),
+        ({"gradient_release": True, "optimizer": {"name": "sgd"}}, "O2", "false with optimizer.name sgd"),
         ({"gradient_release": True, "gradient_clip": None, "micro_batch_size": 1}, "O2", "false with several micro-batches"),
         ({"gradient_release": True, "gradient_clip": None}, "fp16-amp", "false at level fp16-amp"),
         ({"fused_loss": True}, "fp16-amp", "false at level fp16-amp"),

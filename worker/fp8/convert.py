@@ -17,13 +17,14 @@ from torch import nn
 
 from api_schemas.levels import LEVELS
 from api_schemas.precision import PrecisionSpec
+from api_schemas.recipe import RecipeSpec
 from worker.fp8.bf16 import HalfLinear
 from worker.fp8.casts import TRAINABLE_DTYPES
 from worker.fp8.health import StepKeeper
 from worker.fp8.layout import is_known_class, layout_of
 from worker.fp8.linear import Float8Linear
 from worker.fp8.recipe import Recipe
-from worker.fp8.speedups import Chip, why_bf16
+from worker.fp8.speedups import Chip, borrowed_table, why_bf16
 
 MIN_FEATURES = 16
 """FP8 products on CUDA work on multiples of 16; a dimension below that would be mostly padding."""
@@ -64,6 +65,8 @@ class ConversionReport:
     skipped: tuple[SkippedLayer, ...]
     filtered: tuple[FilteredLayer, ...]
     num_converted_parameters: int
+    borrowed_table: str | None = None
+    """By which speedups `filtered` was chosen, in words, on a device that has none of its own."""
     norms: tuple[str, ...] = ()
     """Norms with weights and outputs in bf16."""
     skipped_norms: tuple[SkippedLayer, ...] = ()
@@ -90,6 +93,7 @@ class ConversionReport:
         in_bf16 = f" ({len(self.filtered)} of them multiply in bf16)" if self.filtered else ""
         lines = [f"level {self.level}: {len(self.converted)} layers converted{in_bf16}, {len(self.skipped)} skipped"]
         lines += [f"  {self.nothing_converted}"] if self.nothing_converted else []
+        lines += [f"  layers in FP8 are chosen by speedups {self.borrowed_table}"] if self.borrowed_table else []
         reasons = {layer.name: f", in bf16: {layer.reason}" for layer in self.filtered}
         lines += [f"  converted {name}{reasons.get(name, '')}" for name in self.converted]
         lines += [f"  skipped   {layer.name}: {layer.reason}" for layer in self.skipped]
@@ -132,8 +136,8 @@ def filter_layers(
 
     tokens: the number that a layer sees in a forward pass. chip: None on any device but CUDA's, where nothing is filtered.
     """
-    recipe = rules.resolved_recipe
-    if not rules.auto_filter or not rules.storage.has_own_fp8 or recipe is None:
+    recipe = _recipe_to_filter_by(rules)
+    if recipe is None:
         return []
     filtered = []
     for name in names:
@@ -142,6 +146,16 @@ def filter_layers(
         reason = why_bf16(layout.in_features, layout.out_features, tokens, rules.storage, recipe, chip)
         filtered += [FilteredLayer(name, reason)] if reason else []
     return filtered
+
+
+def table_borrowed_by(chip: Chip | None, rules: PrecisionSpec) -> str | None:
+    """Say by which table layers are filtered on a chip that has none of its own; None where it has, or nothing is filtered."""
+    recipe = _recipe_to_filter_by(rules)
+    return None if recipe is None else borrowed_table(recipe, chip)
+
+
+def _recipe_to_filter_by(rules: PrecisionSpec) -> RecipeSpec | None:
+    return rules.resolved_recipe if rules.auto_filter and rules.storage.has_own_fp8 else None
 
 
 def replace_layers(model: nn.Module, names: Collection[str], convert: Callable[[Any], nn.Module]) -> nn.Module:

@@ -73,8 +73,11 @@ class SpeedupTable:
 
     def origin_for(self, chip: Chip) -> str:
         """In words; of a chip that has no table of its own this is said, too."""
-        is_its_own = chip.name == self.device or (not self.device and chip.capability == tuple(self.capability))
-        return self.origin if is_its_own else f"{self.origin}; {chip.name} ({_dotted(chip.capability)}) has no table"
+        return self.origin if self.is_of(chip) else f"{self.origin}; {chip.name} ({_dotted(chip.capability)}) has no table"
+
+    def is_of(self, chip: Chip) -> bool:
+        """Whether it was measured on such a chip, or computed for its compute capability."""
+        return chip.name == self.device or (not self.device and chip.capability == tuple(self.capability))
 
 
 @cache
@@ -116,6 +119,14 @@ def why_bf16(
         return None
     shape = f"{in_features} -> {out_features} features at {tokens:,} tokens"
     return f"{shape}: {floor(100 * speedup) / 100:.2f} of bf16's speed in FP8 ({table.origin_for(chip)})"
+
+
+def borrowed_table(recipe: RecipeSpec, chip: Chip | None) -> str | None:
+    """Which table decides about the layers on a chip that has none of its own; None where its own does, or none."""
+    if chip is None:
+        return None
+    table = table_for(chip, load_tables())
+    return None if table.is_of(chip) or kind_of(recipe) not in table.speedups["fp32"] else table.origin_for(chip)
 
 
 def _dotted(capability: Sequence[int]) -> str:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from worker.errors import InvalidConfig
+
 Product = Callable[[Tensor, Tensor], Tensor]
 """a (M, K) and b (N, K) to a @ b.T, in the dtypes in which the head multiplies."""
 
@@ -24,8 +26,21 @@ ALIGNMENT = 128
 """Entries of the vocabulary in a piece are a multiple of this."""
 
 
+class LogitsAreRead(InvalidConfig, AttributeError):
+    """A network computes with its logits, which do not exist. An AttributeError for those who ask by `hasattr`."""
+
+    def __init__(self, used: str) -> None:
+        super().__init__(
+            f"training.fused_loss: the network computes with its logits ({used}), as those that cap or scale them do; allowed: "
+            "networks whose logits are what the head returns. Remove training.fused_loss."
+        )
+
+
 class LaterLogits(NamedTuple):
-    """What a head computes logits of, in their place. inputs: (…, D). weight: (V, D). bias: (V) or None."""
+    """What a head computes logits of, in their place. inputs: (…, D). weight: (V, D). bias: (V) or None.
+
+    Whatever else a network does with logits raises LogitsAreRead.
+    """
 
     inputs: Tensor
     weight: Tensor
@@ -36,10 +51,35 @@ class LaterLogits(NamedTuple):
         """Join dimensions of tokens, as `Tensor.flatten` does."""
         return self._replace(inputs=self.inputs.flatten(first_dim, last_dim))
 
+    def contiguous(self) -> "LaterLogits":
+        """Return itself: logits that do not exist have no order in memory."""
+        return self
+
     def at(self, positions_BP: Tensor) -> "LaterLogits":
         """Keep the tokens at some positions of each sequence. inputs: (B, T, D) to (B, P, D)."""
         index_BPD = positions_BP[..., None].expand(-1, -1, self.inputs.shape[-1])
         return self._replace(inputs=self.inputs.gather(1, index_BPD))
+
+    def __getattr__(self, name: str) -> Any:
+        raise LogitsAreRead(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise LogitsAreRead("a part of them")
+
+    def __mul__(self, other: Any) -> Any:
+        raise LogitsAreRead("arithmetic")
+
+    def __rmul__(self, other: Any) -> Any:
+        raise LogitsAreRead("arithmetic")
+
+    def __truediv__(self, other: Any) -> Any:
+        raise LogitsAreRead("arithmetic")
+
+    def __add__(self, other: Any) -> Any:
+        raise LogitsAreRead("arithmetic")
+
+    def __sub__(self, other: Any) -> Any:
+        raise LogitsAreRead("arithmetic")
 
 
 def linear_cross_entropy(logits: LaterLogits, targets_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
@@ -64,7 +104,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         multiply: Product,
     ) -> Tensor:
         log_sums_N = torch.full((len(inputs_ND),), -torch.inf, device=inputs_ND.device)
-        target_logits_N = torch.zeros_like(log_sums_N)
+        none_NV = log_sums_N.new_zeros(()).expand(len(inputs_ND), len(weight_VD))
+        target_logits_N = none_NV.gather(1, targets_N[:, None]).squeeze(1)  # refuses what is not in the vocabulary
         for columns in _pieces(len(inputs_ND), len(weight_VD)):
             logits_Nv = _logits(inputs_ND, weight_VD, bias_V, columns, multiply).float()
             log_sums_N = torch.logaddexp(log_sums_N, logits_Nv.logsumexp(-1))

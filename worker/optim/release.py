@@ -65,7 +65,8 @@ def release_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gra
 
     Call it after `initialize`, with learning rates set before each backward pass; `optimizer.step()` still ends each step.
     Weights, states and losses equal those of the ordinary step, bit for bit. `norm()` of the result is the gradients' norm,
-    until `optimizer.step()`; torch's `clip_grad_norm_` finds no gradients. Raises ValueError for an optimizer that is not
+    until `optimizer.step()`; torch's `clip_grad_norm_` finds no gradients. A copied or unpickled model and optimizer step as
+    usual, since torch copies no hooks of parameters: call it again. Raises ValueError for an optimizer that is not
     from `initialize`, for several ranks, and at levels that scale the loss.
     """
     if not isinstance(optimizer, LowBitOptimizer):

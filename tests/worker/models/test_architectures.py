@@ -14,7 +14,8 @@ from api_schemas import TokenInput
 from api_schemas.models.architectures import TASKS
 from api_schemas.models.huggingface import HuggingFaceSpec
 from tests.text import text
-from worker import export, plain_state_dict
+from worker import export, fuse_loss, plain_state_dict
+from worker.errors import InvalidConfig
 from worker.fp8.convert import ConversionReport
 from worker.fp8.layout import layout_of
 from worker.models import build_model
@@ -63,6 +64,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 IN_EVERY_RUN = ("qwen3", "deberta-v2", "gpt2")
 """Of three kinds: a decoder with all that is new, an encoder with an attention of its own, and Conv1D layers."""
 LEARNED = 0.9
+WITH_OTHER_LOGITS = {"gemma2": "arithmetic", "granite": "arithmetic", "cohere": "arithmetic"}
+"""Architectures that compute with what their head returns."""
 
 
 def batch_of(architecture: str) -> dict[str, Tensor]:
@@ -162,3 +165,42 @@ def test_every_configuration_says_what_its_data_must_fit() -> None:
             assert takes.max_sequence_length in (None, 64)
         else:
             assert (takes.image_size, takes.num_classes) == (16, 4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers' DeBERTa, when it is imported
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name if name in (*IN_EVERY_RUN, "opt") else pytest.param(name, marks=pytest.mark.matrix)
+        for name in CONFIGS
+        if TASKS[name] != "image_class" and name not in WITH_OTHER_LOGITS
+    ],
+)
+def test_its_fused_loss_is_the_unfused_one(architecture: str) -> None:
+    torch.set_num_threads(1)
+    found = []
+    for is_fused in (False, True):
+        model = build_model(HuggingFaceSpec(architecture=architecture, config=CONFIGS[architecture]), seed=0)
+        initialize(model, opt_level="bf16-amp")
+        if is_fused:
+            fuse_loss(model)
+        torch.manual_seed(0)
+        loss = model.loss(batch_of(architecture)).loss
+        loss.backward()
+        gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+        found.append((loss.detach(), torch.cat(gradients)))
+    (loss, gradient), (fused_loss, fused_gradient) = found
+    torch.testing.assert_close(fused_loss, loss, rtol=1e-6, atol=0.0)
+    assert (fused_gradient - gradient).norm() < 2.0**-8 * gradient.norm()
+
+
+@pytest.mark.parametrize("architecture", WITH_OTHER_LOGITS)
+def test_a_network_that_computes_with_its_logits_is_refused_a_fused_loss(architecture: str) -> None:
+    config = CONFIGS.get(architecture, GROUPED)
+    model = build_model(HuggingFaceSpec(architecture=architecture, config=config), seed=0)
+    initialize(model, opt_level="O2")
+    fuse_loss(model)
+    expected = rf"training.fused_loss: the network computes with its logits \({WITH_OTHER_LOGITS[architecture]}\)"
+    with pytest.raises(InvalidConfig, match=expected):
+        model.loss(batch_of(architecture))
+    assert torch.isfinite(model.eval().loss(batch_of(architecture)).loss)
