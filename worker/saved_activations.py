@@ -81,7 +81,8 @@ class _Saver:
 
     def pack(self, saved: Tensor) -> Tensor | SavedCodes:
         if not _is_activation(saved):
-            return saved
+            # The result of an op holds the op's node, which would hold it: neither would ever be freed without a backward pass.
+            return saved if saved.is_leaf else saved.detach()
         storage = saved.untyped_storage()
         key = (storage._cdata, saved.storage_offset(), saved.shape, saved.stride(), saved._version)
         if key in self.known and self.known[key][0]() is storage:

@@ -1,6 +1,7 @@
 """Options that save memory: fused losses, FP8 for what blocks keep, and gradients that are freed in the backward pass."""
 
 import copy
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -274,9 +275,26 @@ def test_weights_statistics_and_short_rows_are_kept_as_they_are() -> None:
     saver, weight = _Saver(), nn.Parameter(torch.randn(32, 32))
     rows = torch.randn(4, 8, requires_grad=True) * 1.0
     for kept in (weight, weight.t(), weight.to(torch.bfloat16).t(), rows, torch.randn(32, 32)):
-        assert saver.pack(kept) is kept
+        as_it_is = saver.pack(kept)
+        assert isinstance(as_it_is, Tensor)
+        assert (as_it_is.data_ptr(), as_it_is.stride(), as_it_is.dtype) == (kept.data_ptr(), kept.stride(), kept.dtype)
     product = weight * 2.0
     assert saver.pack(product) is saver.pack(product)  # what two ops save is quantized once
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_loss_without_a_backward_pass_is_freed_whole(family: str) -> None:
+    model, _ = make(family, "O2")
+    keep_activations_in_fp8(model)
+
+    def num_alive_after(num_losses: int) -> int:
+        for _ in range(num_losses):
+            model.loss(batch_of(family))
+        gc.collect()
+        return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+    num_after_one = num_alive_after(1)
+    assert num_alive_after(3) <= num_after_one
 
 
 def test_a_model_without_blocks_is_refused() -> None:
