@@ -110,6 +110,8 @@ class Trainer:
     def _run(self, checkpoints: tuple[CheckpointRef, ...]) -> JobSummary:
         self._resume(checkpoints)
         started_at_step = self.progress.step
+        if self.compiling is not None and self.health is not None:
+            self.health.rehearse()
         self._report_start()
         evaluation: dict[str, float] = {}
         while self.progress.step < self.num_steps:
