@@ -29,6 +29,7 @@ from worker.fp8.accelerator import is_accelerator
 from worker.fp8.convert import ConversionReport
 from worker.fp8.fallback import Fallback
 from worker.fp8.health import LayerDemoted, StepKeeper
+from worker.fp8.stored import PARTS
 from worker.mesh import Mesh
 from worker.metrics.readback import Late, Mark
 from worker.metrics.table import Metrics
@@ -260,6 +261,8 @@ class Trainer:
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
         self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.parallelism)
         started.fill(self.parallel, self.mesh.replicas)
+        buffers = (name for name, _ in self.model.named_buffers() if name.rpartition(".")[2] not in PARTS)
+        self.writer.copies.changed_by_passes = frozenset(f"/model/{name}" for name in buffers)
         self.graph = step_graph_of(config, self.model, self.optimizer, self.health, self.mesh.device)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:

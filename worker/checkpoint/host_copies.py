@@ -2,7 +2,7 @@
 
 On CUDA they are made in a stream of their own, into pinned memory that is kept from one checkpoint to the next. The training
 thread waits for nothing: the device is told to change no tensor before it is copied, which is when the next step has its
-gradients. Small tensors are copied in the stream of the steps, because a forward pass may change them: buffers, amaxes, counts.
+gradients. What a forward pass may change is copied in the stream of the steps: small tensors, as amaxes and counts, and buffers.
 """
 
 from collections.abc import Iterable
@@ -81,6 +81,8 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
+        self.changed_by_passes: frozenset[str] = frozenset()
+        """Paths of tensors of any size that a forward pass may change."""
         self._held: dict[str, Tensor] = {}
         self._stream: Stream | None = None
         self._read: list[Copy] = []
@@ -93,8 +95,8 @@ class HostCopies:
             self._stream = stream_of(tensors.values())
         copies = {path: (self._room_for(path, tensor), tensor.detach()) for path, tensor in tensors.items()}
         self._held = {path: host for path, (host, _) in copies.items()}
-        for host, tensor in copies.values():
-            if tensor.nbytes <= SMALL_BYTES:
+        for path, (host, tensor) in copies.items():
+            if tensor.nbytes <= SMALL_BYTES or path in self.changed_by_passes:
                 host.copy_(tensor, non_blocking=True)
             else:
                 self._read.append((host, tensor))
