@@ -2,7 +2,7 @@
 
 On CUDA they are made in a stream of their own, into pinned memory that is kept from one checkpoint to the next. The training
 thread waits for nothing: the device is told to change no tensor before it is copied, which is when the next step has its
-gradients. What a forward pass may change is copied in the stream of the steps: small tensors, as amaxes and counts, and buffers.
+gradients. What a forward pass may change, small tensors (amaxes, counts) and buffers, is copied in the stream of the steps.
 """
 
 from collections.abc import Iterable
