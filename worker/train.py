@@ -29,7 +29,6 @@ from worker.fp8.accelerator import is_accelerator
 from worker.fp8.convert import ConversionReport
 from worker.fp8.fallback import Fallback
 from worker.fp8.health import LayerDemoted, StepKeeper
-from worker.fp8.stored import PARTS
 from worker.mesh import Mesh
 from worker.metrics.readback import Late, Mark
 from worker.metrics.table import Metrics
@@ -249,9 +248,8 @@ class Trainer:
         add_adapters(model, config.adapter, config.precision, config.seed, self.mesh.device)
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
-        tokens, on_event = config.tokens_per_pass, self._layer_demoted
-        options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": started.source}
-        prepared = prepare(model, optimizer, config.precision, **options)
+        options: dict[str, Any] = {"seed": config.seed, "tokens": config.tokens_per_pass, "on_event": self._layer_demoted}
+        prepared = prepare(model, optimizer, config.precision, source=started.source, **options)
         started.make_masters(prepared.model, prepared.optimizer)
         attach_adapters(prepared.model)
         assert prepared.optimizer is not None
@@ -261,8 +259,7 @@ class Trainer:
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
         self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.parallelism)
         started.fill(self.parallel, self.mesh.replicas)
-        buffers = (name for name, _ in self.model.named_buffers() if name.rpartition(".")[2] not in PARTS)
-        self.writer.copies.changed_by_passes = frozenset(f"/model/{name}" for name in buffers)
+        self.writer.copies.copy_buffers_at_once(self.model)
         self.graph = step_graph_of(config, self.model, self.optimizer, self.health, self.mesh.device)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
@@ -285,8 +282,7 @@ class Trainer:
         self.metrics.observe_memory(self.progress.memory_bytes)
         share, samples = 1 / self.mesh.world.size, self.config.batch.global_batch_size
         self.metrics.describe_work(rank_share=share, samples_per_step=samples, flops_per_token=self.flops_per_token)
-        steps = self.progress.step, self.num_steps
-        self._tell(train_reports.started(self.config, self.mesh, self.model, self.conversion, *steps))
+        self._tell(train_reports.started(self.config, self.mesh, self.model, self.conversion, self.progress.step, self.num_steps))
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
@@ -295,8 +291,7 @@ class Trainer:
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:
-        step = self.progress.step
-        return step == self.num_steps or (every > 0 and step % every == 0)
+        return self.progress.step == self.num_steps or (every > 0 and self.progress.step % every == 0)
 
     def _layer_demoted(self, event: LayerDemoted) -> None:
         self.metrics.observe_demotion()

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from worker.fp8.stored import PARTS
 
 SMALL_BYTES = 1 << 16
 """A device takes less time to copy so much to the host than to change streams."""
@@ -81,12 +83,16 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self.changed_by_passes: frozenset[str] = frozenset()
-        """Paths of tensors of any size that a forward pass may change."""
+        self._changed_by_passes: frozenset[str] = frozenset()
         self._held: dict[str, Tensor] = {}
         self._stream: Stream | None = None
         self._read: list[Copy] = []
         """What the stream still reads: the memory must not be given to others before `hold_back`."""
+
+    def copy_buffers_at_once(self, model: nn.Module) -> None:
+        """Copy the buffers of a checkpoint's model in the stream of the steps, but for parts of converted weights."""
+        names = (name for name, _ in model.named_buffers() if name.rpartition(".")[2] not in PARTS)
+        self._changed_by_passes = frozenset(f"/model/{name}" for name in names)
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Start to copy tensors, by path. They overwrite the copies before. Call `hold_back` before tensors change."""
@@ -96,7 +102,7 @@ class HostCopies:
         copies = {path: (self._room_for(path, tensor), tensor.detach()) for path, tensor in tensors.items()}
         self._held = {path: host for path, (host, _) in copies.items()}
         for path, (host, tensor) in copies.items():
-            if tensor.nbytes <= SMALL_BYTES or path in self.changed_by_passes:
+            if tensor.nbytes <= SMALL_BYTES or path in self._changed_by_passes:
                 host.copy_(tensor, non_blocking=True)
             else:
                 self._read.append((host, tensor))
