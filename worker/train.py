@@ -83,9 +83,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, mesh: Mesh, reporter: Reporter, job_dir: Path, metrics: Metrics | None = None
     ) -> None:
-        self.config = config
-        self.mesh = mesh
-        self.reporter = reporter
+        self.config, self.mesh, self.reporter = config, mesh, reporter
         self.metrics = metrics or Metrics()
         self.folder = job_dir / "checkpoints"
         self.progress = Progress()
@@ -282,7 +280,8 @@ class Trainer:
         self.metrics.observe_memory(self.progress.memory_bytes)
         share, samples = 1 / self.mesh.world.size, self.config.batch.global_batch_size
         self.metrics.describe_work(rank_share=share, samples_per_step=samples, flops_per_token=self.flops_per_token)
-        self._tell(train_reports.started(self.config, self.mesh, self.model, self.conversion, self.progress.step, self.num_steps))
+        steps = self.progress.step, self.num_steps
+        self._tell(train_reports.started(self.config, self.mesh, self.model, self.conversion, *steps))
         for _ in range(train_reports.count_fallbacks(self.model)[Fallback.DEMOTED]):
             self.metrics.observe_demotion()
         if not self.progress.step:
