@@ -20,19 +20,21 @@ _CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 def deterministic(is_on: bool) -> Iterator[None]:
     """Inside, if is_on, torch takes the deterministic algorithm of every operation, and raises RuntimeError where it has none.
 
-    Attention is flash attention, whose backward pass has such an algorithm, or plain. Enter it before the first product on
-    CUDA.
+    Attention is flash attention, whose backward pass has such an algorithm, or plain. torch.compile measures no times for
+    choices that change bits, as it does to pad a product. Enter it before the first product on CUDA.
     """
     if not is_on:
         yield
         return
+    from torch._inductor import config as inductor  # only such a run needs it
+
     os.environ.setdefault(*_CUBLAS_WORKSPACE)
     was_on, warned_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = uninitialized.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     uninitialized.fill_uninitialized_memory = False  # every element is written before it is read
     try:
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), inductor.patch(deterministic=True):
             yield
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=warned_only)

@@ -83,9 +83,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, mesh: Mesh, reporter: Reporter, job_dir: Path, metrics: Metrics | None = None
     ) -> None:
-        self.config = config
-        self.mesh = mesh
-        self.reporter = reporter
+        self.config, self.mesh, self.reporter = config, mesh, reporter
         self.metrics = metrics or Metrics()
         self.folder = job_dir / "checkpoints"
         self.progress = Progress()
@@ -110,6 +108,8 @@ class Trainer:
     def _run(self, checkpoints: tuple[CheckpointRef, ...]) -> JobSummary:
         self._resume(checkpoints)
         started_at_step = self.progress.step
+        if self.compiling is not None and self.health is not None:
+            self.health.rehearse()
         self._report_start()
         evaluation: dict[str, float] = {}
         while self.progress.step < self.num_steps:
@@ -246,9 +246,8 @@ class Trainer:
         add_adapters(model, config.adapter, config.precision, config.seed, self.mesh.device)
         self.flops_per_token = flops_per_token(config.sizes, model, config.sequence_length)
         optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
-        tokens, on_event = config.tokens_per_pass, self._layer_demoted
-        options: dict[str, Any] = {"seed": config.seed, "tokens": tokens, "on_event": on_event, "source": started.source}
-        prepared = prepare(model, optimizer, config.precision, **options)
+        options: dict[str, Any] = {"seed": config.seed, "tokens": config.tokens_per_pass, "on_event": self._layer_demoted}
+        prepared = prepare(model, optimizer, config.precision, source=started.source, **options)
         started.make_masters(prepared.model, prepared.optimizer)
         attach_adapters(prepared.model)
         assert prepared.optimizer is not None
@@ -258,6 +257,7 @@ class Trainer:
         self.compiling = prepare_steps(self.model, self.optimizer, config.training, self.mesh.device)
         self.parallel = on_mesh(self.model, self.optimizer, self.mesh, config.parallelism)
         started.fill(self.parallel, self.mesh.replicas)
+        self.writer.copies.copy_buffers_at_once(self.model)
         self.graph = step_graph_of(config, self.model, self.optimizer, self.health, self.mesh.device)
 
     def _resume(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
@@ -290,8 +290,7 @@ class Trainer:
                 self._tell(event)
 
     def _is_due(self, every: int) -> bool:
-        step = self.progress.step
-        return step == self.num_steps or (every > 0 and step % every == 0)
+        return self.progress.step == self.num_steps or (every > 0 and self.progress.step % every == 0)
 
     def _layer_demoted(self, event: LayerDemoted) -> None:
         self.metrics.observe_demotion()

@@ -108,6 +108,18 @@ def test_a_step_mixes_no_dtypes(family: str, level: str) -> None:
     assert losses[1] < losses[0]
 
 
+@pytest.mark.parametrize("level", ["bf16-amp", "te", "ao", "O2"])
+def test_inference_mode_computes_the_same(level: str) -> None:
+    model, _ = initialize(FAMILIES["gpt"](), opt_level=level)
+    model.eval()
+    with cpu_as_accelerator():
+        with torch.no_grad():
+            expected = model(TOKENS)
+        with torch.inference_mode():
+            assert torch.equal(model(TOKENS), expected)
+    assert expected.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("family", ["swin", "roberta", "transformers-llama"])
 def test_without_autocast_cuda_would_refuse_it(family: str) -> None:
     """What the test above shows, it can show: these families fail where no module enters autocast."""

@@ -156,6 +156,24 @@ def test_blocks_compile_once_without_a_graph_break(
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.parametrize("level", ["te", "O2", "O3-split"])
+def test_a_resumed_job_compiles_nothing_after_its_third_step(
+    tmp_path: Path, spec_document: dict[str, Any], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first step with statistics is the fifth of the attempt."""
+    monkeypatch.setattr("worker.blocks.compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
+    document = with_training(spec_document, level, steps=11, checkpoint_every=6, compile="on")
+    document["precision"] = {"level": level, "statistics_every": 5}
+    whole, _ = train(document, tmp_path)
+    torch.compiler.reset()
+    resumed, _ = train(document, tmp_path, whole.checkpoints()[-1:])
+    assert [event.type for event in resumed.of(EventReport)] == ["training.compiled"]
+    assert resumed.losses() == whole.losses()[6:]
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
 @pytest.mark.parametrize(("family", "level"), [*((family, "O2") for family in FAMILIES), *(("gpt", level) for level in LEVELS)])
 def test_no_family_breaks_a_graph_on_an_accelerator(family: str, level: str) -> None:

@@ -5,7 +5,7 @@ still do what it was told before. So whatever a step changes too early is in the
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from api_schemas import JobSpec
 from tests.ports import free_port
@@ -184,6 +185,31 @@ def test_a_step_changes_nothing_before_it_is_copied(
     expected = files_of(tmp_path / "at_once")
     assert len(expected) == 3
     assert files_of(tmp_path / "late") == expected
+
+
+class Remembering(nn.Module):
+    """Each pass in training writes into a buffer, as momentum contrast does with its queue (arXiv 1911.05722)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 32), nn.Linear(32, 256)
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.register_buffer("queue", torch.zeros(32, 32))
+
+    def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        hidden = self.body(self.embedding(batch["tokens"]))
+        if self.training:
+            self.queue.copy_(self.queue.roll(1, 0) + hidden.detach()[0, :32])
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), batch["targets"].flatten())
+
+
+def test_no_pass_changes_a_buffer_before_it_is_copied(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = document_of(spec_document, "O3-split", "nothing") | {"model": {"entrypoint": f"{__name__}:Remembering"}}
+    train(document, tmp_path / "at_once")
+    with copy_late():
+        train(document, tmp_path / "late")
+    assert Latest.num_late > 0
+    assert files_of(tmp_path / "late") == files_of(tmp_path / "at_once")
 
 
 def train_two_ranks(rank: int, port: int, document: dict[str, Any], folder: str, is_late: bool) -> None:

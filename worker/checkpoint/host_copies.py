@@ -2,14 +2,16 @@
 
 On CUDA they are made in a stream of their own, into pinned memory that is kept from one checkpoint to the next. The training
 thread waits for nothing: the device is told to change no tensor before it is copied, which is when the next step has its
-gradients. Small tensors are copied in the stream of the steps, because a forward pass may change them: buffers, amaxes, counts.
+gradients. What a forward pass may change, small tensors (amaxes, counts) and buffers, is copied in the stream of the steps.
 """
 
 from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from worker.fp8.stored import PARTS
 
 SMALL_BYTES = 1 << 16
 """A device takes less time to copy so much to the host than to change streams."""
@@ -81,10 +83,16 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
+        self._changed_by_passes: frozenset[str] = frozenset()
         self._held: dict[str, Tensor] = {}
         self._stream: Stream | None = None
         self._read: list[Copy] = []
         """What the stream still reads: the memory must not be given to others before `hold_back`."""
+
+    def copy_buffers_at_once(self, model: nn.Module) -> None:
+        """Copy the buffers of a checkpoint's model in the stream of the steps, but for parts of converted weights."""
+        names = (name for name, _ in model.named_buffers() if name.rpartition(".")[2] not in PARTS)
+        self._changed_by_passes = frozenset(f"/model/{name}" for name in names)
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Start to copy tensors, by path. They overwrite the copies before. Call `hold_back` before tensors change."""
@@ -93,8 +101,8 @@ class HostCopies:
             self._stream = stream_of(tensors.values())
         copies = {path: (self._room_for(path, tensor), tensor.detach()) for path, tensor in tensors.items()}
         self._held = {path: host for path, (host, _) in copies.items()}
-        for host, tensor in copies.values():
-            if tensor.nbytes <= SMALL_BYTES:
+        for path, (host, tensor) in copies.items():
+            if tensor.nbytes <= SMALL_BYTES or path in self._changed_by_passes:
                 host.copy_(tensor, non_blocking=True)
             else:
                 self._read.append((host, tensor))

@@ -40,7 +40,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, world: Axis, tell: Callable[[CheckpointReport], None] | None = None) -> None:
         """world: the ranks that write together. tell: told of each complete checkpoint on the first rank, by `finish`."""
         self.folder, self.world, self._tell = folder, world, tell
-        self._copies = HostCopies()
+        self.copies = HostCopies()
         self._writing: _Writing | None = None
 
     @property
@@ -55,14 +55,14 @@ class CheckpointWriter:
         for the report, in nats. Without pieces only the first rank writes.
         """
         self.finish()
-        contents = contents_of(step, state, self.world, self._copies)
+        contents = contents_of(step, state, self.world, self.copies)
         if contents is not None:
             self._writing = _Writing(contents, self.folder, self.world, loss)
             self._writing.thread.start()
 
     def before_change(self) -> None:
         """Say that the device is told next to change what checkpoints hold, as an optimizer's step does."""
-        self._copies.hold_back()
+        self.copies.hold_back()
 
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the checkpoint that is under way and complete it. Returns it on the first rank; None if there is none.
@@ -100,7 +100,7 @@ class CheckpointWriter:
         writing, self._writing = self._writing, None
         if writing is None:
             return None
-        self._copies.hold_back()
+        self.copies.hold_back()
         writing.thread.join()
         try:
             saved = writing.result(refusal)
@@ -123,7 +123,7 @@ class CheckpointWriter:
         """Remove what this rank has written."""
         writing, self._writing = self._writing, None
         assert writing is not None
-        self._copies.hold_back()
+        self.copies.hold_back()
         writing.thread.join()
         for name in writing.files:
             (writing.unfinished / name).unlink(missing_ok=True)

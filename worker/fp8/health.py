@@ -60,6 +60,7 @@ class StepKeeper:
         """Whether `after_step` calls `count_step`. While a step is recorded, its caller does, as after each replay."""
         self.follows = False
         """Whether an optimizer's steps call `after_step`."""
+        self._is_rehearsing = False
         self._under_way: deque[_UnderWay] = deque()
 
     def after_step(self) -> None:
@@ -74,6 +75,14 @@ class StepKeeper:
         self._collect()
         for layer in self.layers.values():
             layer.start_step(layer.num_steps + 1)
+
+    def rehearse(self) -> None:
+        """Let the next step take samples that count for nothing: a compiler then sees such a step when a run is resumed."""
+        scalings = [each for layer in self.layers.values() if layer.statistics_every for each in layer.scalings().values()]
+        if not any(scaling.is_sampled for scaling in scalings):
+            self._is_rehearsing = bool(scalings)
+            for scaling in scalings:
+                scaling.is_sampled = True
 
     def read_all(self) -> None:
         """Read the samples that are under way. Waits for the device."""
@@ -95,7 +104,9 @@ class StepKeeper:
             return
         places = [(step_taken, name, operand) for step_taken, name, operand, _ in taken]
         samples = [sample for *_, sample in taken]
-        self._under_way.append(_UnderWay(step, places, HostCopy(torch.stack(samples))))
+        if not self._is_rehearsing:
+            self._under_way.append(_UnderWay(step, places, HostCopy(torch.stack(samples))))
+        self._is_rehearsing = False
         torch._foreach_copy_(samples, [torch.full_like(samples[0], torch.nan)] * len(samples))
         if not is_accelerator(samples[0].device):
             self.read_all()

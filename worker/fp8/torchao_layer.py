@@ -1,5 +1,6 @@
 """torchao's Float8Linear, which takes empty batches too. Importing this module loads torchao."""
 
+from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
@@ -18,5 +19,7 @@ class TorchaoLinear(Float8Linear):
             return F.linear(input, self.weight, self.bias)
         if torch.is_autocast_enabled(input.device.type):  # torchao itself asks for CUDA's autocast, whatever the device
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        output: Tensor = super().forward(input)
+        # In inference mode autocast would cast torchao's operands by an op that they refuse.
+        with torch.autocast(input.device.type, enabled=False) if torch.is_inference_mode_enabled() else nullcontext():
+            output: Tensor = super().forward(input)
         return output

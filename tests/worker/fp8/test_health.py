@@ -175,6 +175,21 @@ def test_evaluation_is_not_sampled() -> None:
     assert fp8_statistics(model)[0].amax == gaussian(1).abs().max().item()
 
 
+def test_a_rehearsed_step_takes_samples_that_count_for_nothing() -> None:
+    model, optimizer = make(statistics_every=3)
+    twin, twin_optimizer = make(statistics_every=3)
+    seen = []
+    for number in range(4):
+        if number == 1:
+            model.octet_report.health.rehearse()
+        seen.append(model[0].input_scaling.is_sampled)
+        step(model, optimizer, gaussian(number))
+        step(twin, twin_optimizer, gaussian(number))
+        assert fp8_statistics(model) == fp8_statistics(twin)
+    assert seen == [True, True, False, True]
+    assert torch.equal(model[0].weight, twin[0].weight)
+
+
 def test_by_default_the_first_of_fifty_steps_is_sampled() -> None:
     model, optimizer = make()
     step(model, optimizer, gaussian())
