@@ -54,6 +54,22 @@ def keep_activations_in_fp8(model: nn.Module) -> int:
     return len(blocks)
 
 
+class SavedAsItIs(NamedTuple):
+    """A saved tensor that stays as it is. version: torch's count of writes into it, which torch checks only without hooks."""
+
+    tensor: Tensor
+    version: int
+
+    def values(self) -> Tensor:
+        """Return the tensor. Raises RuntimeError if something was written into it since."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)}, which a block keeps for its backward pass, was written into "
+                "after its forward pass; allowed: after the backward pass, or into a clone."
+            )
+        return self.tensor
+
+
 class SavingForward:
     """Takes the place of a block's `forward`, and calls what was there."""
 
@@ -79,10 +95,10 @@ class _Saver:
     def __init__(self) -> None:
         self.known: dict[Any, tuple[weakref.ref[Any], SavedCodes]] = {}
 
-    def pack(self, saved: Tensor) -> Tensor | SavedCodes:
+    def pack(self, saved: Tensor) -> SavedAsItIs | SavedCodes:
         if not _is_activation(saved):
             # The result of an op holds the op's node, which would hold it: neither would ever be freed without a backward pass.
-            return saved if saved.is_leaf else saved.detach()
+            return SavedAsItIs(saved if saved.is_leaf else saved.detach(), saved._version)
         storage = saved.untyped_storage()
         key = (storage._cdata, saved.storage_offset(), saved.shape, saved.stride(), saved._version)
         if key in self.known and self.known[key][0]() is storage:
@@ -94,8 +110,8 @@ class _Saver:
         return packed
 
 
-def _unpack(packed: Tensor | SavedCodes) -> Tensor:
-    return packed.values() if isinstance(packed, SavedCodes) else packed
+def _unpack(packed: SavedAsItIs | SavedCodes) -> Tensor:
+    return packed.values()
 
 
 def _is_activation(saved: Tensor) -> bool:

@@ -22,7 +22,7 @@ from tests.worker.small import FP8_LEVELS
 from tests.worker.test_accelerator import FAMILIES, batch_of, fit_loss_scale
 from tests.worker.test_train import train, with_training
 from worker import fuse_loss, initialize, keep_activations_in_fp8, memory_report, offload_optimizer, release_gradients
-from worker.blocks import compile_blocks
+from worker.blocks import compile_blocks, repeated_blocks
 from worker.errors import InvalidConfig
 from worker.fp8.accelerator import cpu_as_accelerator
 from worker.fp8.linear import Float8Linear
@@ -32,7 +32,7 @@ from worker.models.cross_entropy import IGNORED, cross_entropy
 from worker.models.gpt import GPT
 from worker.models.linear_cross_entropy import LaterLogits
 from worker.optim import LowBitAdamW, LowBitOptimizer, clip_grad_norm_
-from worker.saved_activations import SavedCodes, _Saver
+from worker.saved_activations import SavedAsItIs, SavedCodes, _Saver
 from worker.savings import prepare_steps
 
 FUSED = {"gpt": "O2", "llama": "fp32", "transformers-llama": "O2", "roberta": "fp32"}
@@ -275,11 +275,24 @@ def test_weights_statistics_and_short_rows_are_kept_as_they_are() -> None:
     saver, weight = _Saver(), nn.Parameter(torch.randn(32, 32))
     rows = torch.randn(4, 8, requires_grad=True) * 1.0
     for kept in (weight, weight.t(), weight.to(torch.bfloat16).t(), rows, torch.randn(32, 32)):
-        as_it_is = saver.pack(kept)
-        assert isinstance(as_it_is, Tensor)
+        packed = saver.pack(kept)
+        assert isinstance(packed, SavedAsItIs)
+        as_it_is = packed.values()
         assert (as_it_is.data_ptr(), as_it_is.stride(), as_it_is.dtype) == (kept.data_ptr(), kept.stride(), kept.dtype)
     product = weight * 2.0
     assert saver.pack(product) is saver.pack(product)  # what two ops save is quantized once
+
+
+def test_a_weight_that_changes_before_the_backward_pass_is_refused() -> None:
+    """As without the option, where torch says so."""
+    model, _ = make("gpt", "bf16-amp")
+    keep_activations_in_fp8(model)
+    loss = model.loss(batch_of("gpt")).loss
+    with torch.no_grad():
+        for parameter in repeated_blocks(model)[0].parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match=r"keeps for its backward pass, was written into"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 _POLL_S = 1.0
 _GRACE_S = 5.0  # if the raylet was told to end, this process ends by itself
@@ -25,7 +26,8 @@ def main() -> None:
     from ray.scripts import scripts
 
     threading.Thread(target=_end_with_the_raylet, args=(threading.get_native_id(),), name="octet-raylet", daemon=True).start()
-    scripts.main()
+    run: Any = scripts.main  # Ray's own annotations lack it
+    run()
 
 
 def _end_with_the_raylet(thread: int) -> None:
