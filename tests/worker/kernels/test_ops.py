@@ -124,6 +124,7 @@ def test_every_op_is_called() -> None:
     registered = {
         f"octet.{name.split('::')[1]}" for name in torch._C._dispatch_get_all_op_names() if name.startswith("octet::")
     }
+    registered.discard("octet.sum_over")  # a collective, which is there once `worker.mesh.in_graph` is imported
     assert registered - called == {"octet.activate_again"}  # made of other ops, the same on all devices
 
 
