@@ -32,23 +32,22 @@ def main() -> None:
 
 def _end_with_the_raylet(thread: int) -> None:
     """thread: the one that starts Ray's processes."""
-    has_run = False
-    while True:
+    while (raylet := _raylet_of(thread)) is None:
         time.sleep(_POLL_S)
-        runs = _raylet_runs(thread)
-        if has_run and not runs:
-            time.sleep(_GRACE_S)
-            logger.error("the raylet of this node has ended; the node ends with it")
-            os._exit(1)
-        has_run = runs
+    while _is_raylet(raylet):  # the list of children leaves out some while others end (proc(5)), so it is not asked again
+        time.sleep(_POLL_S)
+    time.sleep(_GRACE_S)
+    logger.error("the raylet of this node has ended; the node ends with it")
+    os._exit(1)
 
 
-def _raylet_runs(thread: int) -> bool:
+def _raylet_of(thread: int) -> str | None:
+    """The process id of the raylet that a thread has started; None before, and where /proc does not say."""
     try:
         children = Path(_CHILDREN.format(thread=thread)).read_text().split()
     except FileNotFoundError:
-        return False
-    return any(_is_raylet(child) for child in children)
+        return None
+    return next(filter(_is_raylet, children), None)
 
 
 def _is_raylet(pid: str) -> bool:
