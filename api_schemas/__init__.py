@@ -3,20 +3,22 @@
 This is the one import path for other packages; `tests/api_schemas/test_surface.py` freezes it.
 """
 
-from api_schemas.attempt import Attempt, Checkpoint, CheckpointFile, Event, LogLine, MetricPoint
-from api_schemas.base import Contract, JsonScalar, Timestamp, refusal, rfc3339
-from api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec, Unfit
-from api_schemas.fit import misfit, tokens_per_sample
-from api_schemas.inputs import ImageInput, Task, TokenInput
-from api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes, ValidatedJob
-from api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
-from api_schemas.layout import AxisName, BatchDivision, Layout
-from api_schemas.models import PRESETS, FamilySizes, FamilySpec, GPTSizes, GPTSpec, ModelSizes, ModelSpec
-from api_schemas.optimization import OptimizerSpec, ScheduleSpec
-from api_schemas.page import Page
-from api_schemas.precision import PrecisionSpec
-from api_schemas.problem import ErrorCode, Problem, Violation, explain, explain_details
-from api_schemas.report import (
+if __name__ != "octet.api_schemas":
+    raise ImportError("import octet.api_schemas, not api_schemas", name=__name__)
+
+
+from octet.api_schemas.attempt import Attempt, Checkpoint, CheckpointFile, Event, LogLine, MetricPoint
+from octet.api_schemas.base import Contract, JsonScalar, Page, SpecConflict, Timestamp, refusal, rfc3339
+from octet.api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec
+from octet.api_schemas.inputs import ImageInput, Task, TokenInput, tokens_per_sample
+from octet.api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes, ValidatedJob
+from octet.api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
+from octet.api_schemas.layout import AxisName, BatchDivision, Layout, ParallelismSpec
+from octet.api_schemas.models import PRESETS, FamilySizes, FamilySpec, GPTSizes, GPTSpec, ModelSizes, ModelSpec
+from octet.api_schemas.optimization import OptimizerSpec, ScheduleSpec
+from octet.api_schemas.precision import PrecisionSpec
+from octet.api_schemas.problem import ErrorCode, Problem, Violation, explain, explain_details
+from octet.api_schemas.report import (
     MAX_REPORTS_PER_BATCH,
     CheckpointReport,
     EvaluationReport,
@@ -32,14 +34,16 @@ from api_schemas.report import (
     StartedReport,
     StepReport,
 )
-from api_schemas.resources import ParallelismSpec, Pool, PoolConfig, ResourceSpec
-from api_schemas.states import AttemptState, Blame, DesiredState, FailureReason, JobState
-from api_schemas.training import TrainingSpec
+from octet.api_schemas.resources import Pool, PoolConfig, ResourceSpec
+from octet.api_schemas.rules.table import check_data, check_schedule
+from octet.api_schemas.states import AttemptState, Blame, DesiredState, FailureReason, JobState
+from octet.api_schemas.training import AdapterSpec, TrainingSpec
 
 __all__ = [
     "ANY_FILE",
     "MAX_REPORTS_PER_BATCH",
     "PRESETS",
+    "AdapterSpec",
     "Attempt",
     "AttemptRef",
     "AttemptState",
@@ -100,6 +104,7 @@ __all__ = [
     "RetrySpec",
     "ScheduleSpec",
     "SourceSpec",
+    "SpecConflict",
     "StartTimes",
     "StartedReport",
     "StepReport",
@@ -108,12 +113,12 @@ __all__ = [
     "Timestamp",
     "TokenInput",
     "TrainingSpec",
-    "Unfit",
     "ValidatedJob",
     "Violation",
+    "check_data",
+    "check_schedule",
     "explain",
     "explain_details",
-    "misfit",
     "refusal",
     "rfc3339",
     "tokens_per_sample",

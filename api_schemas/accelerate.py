@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from api_schemas.levels import LEVELS
-from api_schemas.precision import PrecisionSpec, TorchaoSpec
-from api_schemas.recipe import GemmName, RecipeSpec
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.precision import PrecisionSpec, TorchaoSpec
+from octet.api_schemas.recipe import GemmName, RecipeSpec
 
 GEMMS: tuple[GemmName, ...] = ("output", "grad_input", "grad_weight")
 PASSES = ("override_fprop", "override_dgrad", "override_wgrad")

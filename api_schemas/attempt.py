@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from api_schemas.base import Contract, JsonScalar, Timestamp
-from api_schemas.states import AttemptState, FailureReason
+from octet.api_schemas.base import Contract, JsonScalar, Timestamp
+from octet.api_schemas.states import AttemptState, FailureReason
 
 
 class Attempt(Contract):

@@ -1,4 +1,4 @@
-"""Shared parts of all contracts: the base class, time stamps, and the error that names a field.
+"""Shared parts of all contracts: the base class, time stamps, the error that names a field, and the envelope of lists.
 
 Contracts are strict when a user or a peer writes (`Contract` refuses unknown fields) and tolerant when we read what
 we stored (`read_stored` drops fields that this version no longer knows, so an old row still loads).
@@ -7,12 +7,12 @@ we stored (`read_stored` drops fields that this version no longer knows, so an o
 import types
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, PlainSerializer, ValidationError
 from pydantic_core import PydanticCustomError
 
-from api_schemas.union import annotation_of, member_for
+from octet.api_schemas.union import annotation_of, member_for
 
 JsonScalar = str | int | float | bool | None
 
@@ -42,7 +42,7 @@ class Contract(BaseModel):
     def read_stored(cls, stored: Mapping[str, Any]) -> Self:
         """Read a document that another version may have written. Fields that this version does not know are dropped."""
         try:
-            return cls.model_validate(stored)  # the usual case: this version wrote it
+            return cls.model_validate(stored)  # this version wrote it, as it did nearly all
         except ValidationError:
             return cls.model_validate(_known_fields(cls, stored))
 
@@ -51,6 +51,36 @@ def refusal(field: str, *, got: Any, allowed: str, change: str) -> PydanticCusto
     """Build the error of a cross-field rule. field: path of the field to change, relative to the model that checks."""
     context = {"field": field, "got": got, "allowed": allowed, "change": change}
     return PydanticCustomError("refused", "got {got}; allowed: {allowed}. {change}", context)
+
+
+class SpecConflict(ValueError):
+    """A part of a job does not fit the rest, or the data. Names the field, what was got, what is allowed and what to change."""
+
+    def __init__(self, field: str, got: object, allowed: str, change: str) -> None:
+        super().__init__(f"{field}: got {got}; allowed: {allowed}. {change}")
+        self.field, self.got, self.allowed, self.change = field, str(got), allowed, change
+
+    def moved_to(self, field: str, shown: str = "") -> "SpecConflict":
+        """Return the same conflict for a path that another field gave. shown: what to change, by default the field."""
+        return SpecConflict(field, self.got, self.allowed, self.change.replace("data.path", shown or field))
+
+    def as_refusal(self, path: str = "") -> PydanticCustomError:
+        """Return the error that a validator raises. path: the part of the job that the validator checks."""
+        field = self.field.removeprefix(path).removeprefix(".") if path else self.field
+        return refusal(field, got=self.got, allowed=self.allowed, change=self.change)
+
+
+Item = TypeVar("Item")
+
+
+class Page(Contract, Generic[Item]):
+    """A part of a list. Ask for the next part with `after=<last_id>`; paging is stable while new items arrive."""
+
+    object: Literal["list"] = "list"
+    data: tuple[Item, ...]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 def _known_fields(annotation: Any, value: Any) -> Any:

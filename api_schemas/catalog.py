@@ -1,15 +1,12 @@
 """The models that a job can name: families, presets, and the bytes that each preset takes at each level (`GET /v1/models`)."""
 
-from collections.abc import Mapping
-
 from pydantic import Field
 
-from api_schemas.base import Contract
-from api_schemas.formats import converted_weight_bytes, plain_parameter_bytes
-from api_schemas.inputs import METRICS, Task
-from api_schemas.levels import LEVELS, Level
-from api_schemas.models import FAMILIES_WITH_PRESETS, FamilySizes, ModelSizes
-from api_schemas.models.architectures import ARCHITECTURES
+from octet.api_schemas.base import Contract
+from octet.api_schemas.formats import converted_weight_bytes, plain_parameter_bytes
+from octet.api_schemas.inputs import METRICS, Task
+from octet.api_schemas.levels import LEVELS, Level
+from octet.api_schemas.models import FAMILIES, FamilySizes, FamilySpec, ModelSizes
 
 
 class ModelPreset(Contract):
@@ -39,9 +36,7 @@ def model_families() -> list[ModelFamily]:
     Family huggingface has architectures in place of presets, and python the user's entry points; only a rank counts their
     parameters.
     """
-    families = [_family(name, spec.presets) for name, spec in FAMILIES_WITH_PRESETS.items()]
-    others = ModelFamily(family="huggingface", metrics=METRICS, presets=(), architectures=dict(ARCHITECTURES))
-    return [*families, others, ModelFamily(family="python", metrics={}, presets=(), architectures={})]
+    return [_family(name, spec) for name, spec in FAMILIES.items()]
 
 
 def bytes_at(level: Level, sizes: FamilySizes) -> int:
@@ -57,10 +52,11 @@ def bytes_at(level: Level, sizes: FamilySizes) -> int:
     return sum(converted.values()) + sum(plain.values())
 
 
-def _family(name: str, presets: Mapping[str, FamilySizes]) -> ModelFamily:
-    shown = tuple(_preset(preset, sizes) for preset, sizes in presets.items())
-    task = next(iter(presets.values())).task
-    return ModelFamily(family=name, metrics={task: METRICS[task]}, presets=shown, architectures={})
+def _family(name: str, spec: type[FamilySpec]) -> ModelFamily:
+    presets = tuple(_preset(preset, sizes) for preset, sizes in spec.presets.items())
+    tasks = {sizes.task for sizes in spec.presets.values()} | set(spec.architectures)
+    metrics = {task: METRICS[task] for task in METRICS if task in tasks}
+    return ModelFamily(family=name, metrics=metrics, presets=presets, architectures=dict(spec.architectures))
 
 
 def _preset(name: str, sizes: FamilySizes) -> ModelPreset:

@@ -1,13 +1,13 @@
 """The bytes of every stored format, without torch: what a planner adds up, and what codecs are tested against.
 
 A format stores each element, may store parts for each block of 128 consecutive elements of the flattened tensor (a scale, a
-step), and may store one scale for the whole tensor. Classes of bytes are those of `worker.memory_report`.
+step), and may store one scale for the whole tensor. Classes of bytes are those of `octet.worker.memory_report`.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from api_schemas.levels import Level
-from api_schemas.optimization import OptimizerName
+from octet.api_schemas.levels import Level
+from octet.api_schemas.optimization import OPTIMIZER_STATES, OptimizerName
 
 BLOCK = 128
 """Elements that share the parts of a block."""
@@ -55,13 +55,6 @@ MASTER_WEIGHT_FORMATS = {
     "int8-residual": StoredFormat(1),
 }
 GRADIENT_FORMATS = {"fp32": StoredFormat(4), "fp8": StoredFormat(1, tensor_scale_bytes=4)}
-STATES: dict[OptimizerName, tuple[Literal["exp_avg", "exp_avg_sq"], ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "sgd": ("exp_avg",),
-}
-"""The states of each optimizer, each stored by the codec in the level's column of the same name."""
 
 
 def converted_weight_bytes(level: Level, num_elements: int, optimizer: OptimizerName = "adamw") -> dict[str, int]:
@@ -87,7 +80,7 @@ def plain_parameter_bytes(level: Level, num_elements: int, optimizer: OptimizerN
 
 def _states(level: Level, num_elements: int, optimizer: OptimizerName) -> dict[str, StoredFormat]:
     is_small = num_elements < MIN_QUANTIZED_ELEMENTS
-    return {state: STATE_FORMATS["fp32" if is_small else getattr(level, state)] for state in STATES[optimizer]}
+    return {state: STATE_FORMATS["fp32" if is_small else getattr(level, state)] for state in OPTIMIZER_STATES[optimizer]}
 
 
 def _by_class(formats: dict[str, StoredFormat], num_elements: int) -> dict[str, int]:

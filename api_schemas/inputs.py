@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 Task = Literal["next_token", "masked_token", "image_class"]
 BatchKind = Literal["tokens", "images"]
 
+DEFAULT_SEQUENCE_LENGTH = 256
+
 METRICS: dict[Task, tuple[str, ...]] = {
     "next_token": ("token_accuracy",),
     "masked_token": ("masked_token_accuracy",),
@@ -40,3 +42,8 @@ class ImageInput:
     num_channels: int
     num_classes: int
     tokens_per_image: int
+
+
+def tokens_per_sample(takes: TokenInput | ImageInput, sequence_length: int) -> int:
+    """Return the tokens of one sample: those of a sequence, or those that the model takes from an image."""
+    return takes.tokens_per_image if isinstance(takes, ImageInput) else sequence_length

@@ -5,19 +5,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from api_schemas.accelerate import is_accelerate, precision_from_accelerate
-from api_schemas.adapter import AdapterSpec
-from api_schemas.base import Contract, Timestamp, refusal
-from api_schemas.data import DataSpec, Unfit
-from api_schemas.degrees import misfit_of_degrees
-from api_schemas.fit import misfit_of_batch, misfit_of_options, misfit_of_parts, tokens_per_sample
-from api_schemas.layout import BatchDivision, Layout
-from api_schemas.models import ModelSizes, ModelSpec
-from api_schemas.precision import PrecisionSpec
-from api_schemas.recipe import RecipeSpec
-from api_schemas.resources import LabelKey, ParallelismSpec, ResourceSpec
-from api_schemas.states import DesiredState, FailureReason, JobState
-from api_schemas.training import TrainingSpec
+from octet.api_schemas.accelerate import is_accelerate, precision_from_accelerate
+from octet.api_schemas.base import Contract, Timestamp, refusal
+from octet.api_schemas.data import DataSpec
+from octet.api_schemas.inputs import tokens_per_sample
+from octet.api_schemas.layout import BatchDivision, Layout, ParallelismSpec
+from octet.api_schemas.models import ModelSizes, ModelSpec
+from octet.api_schemas.precision import PrecisionSpec
+from octet.api_schemas.recipe import RecipeSpec
+from octet.api_schemas.resources import LabelKey, ResourceSpec
+from octet.api_schemas.rules.table import check_job
+from octet.api_schemas.states import DesiredState, FailureReason, JobState
+from octet.api_schemas.training import AdapterSpec, TrainingSpec
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Labels = dict[LabelKey, Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]]
@@ -74,26 +73,38 @@ class JobSpec(Contract):
         """Tokens of one sample: those of a sequence, or those that the model takes from an image."""
         return tokens_per_sample(self.model.sizes.takes, self.training.sequence_length)
 
-    def without_effect(self) -> Unfit | None:
-        """Return the option that a library call accepts but a job would ignore, or None. Stored jobs may have one."""
-        torchao = self.precision.torchao
-        if torchao is None or not torchao.fsdp_float8_all_gather:
-            return None
-        allowed = "false: jobs do not shard weights, so there is nothing to gather"
-        return Unfit("precision.torchao.fsdp_float8_all_gather", True, allowed, "Remove it.")
+    @property
+    def possible_worker_counts(self) -> tuple[int, ...]:
+        """The numbers of ranks at which the job's global batch can be read, largest first.
+
+        Each is a multiple of the ranks that hold one model together, and its data ranks read whole micro-batches.
+        """
+        group, batch = self.parallelism.tensor, self.batch
+        num_micro_batches = batch.global_batch_size // batch.micro_batch_size
+        most = self.resources.workers // group
+        return tuple(group * num_data for num_data in range(most, 0, -1) if num_micro_batches % num_data == 0)
+
+    @property
+    def worker_counts(self) -> tuple[int, ...]:
+        """The numbers of ranks that an attempt may have, largest first: one unless the job is elastic."""
+        fewest = self.resources.min_workers
+        if fewest is None:
+            return (self.resources.workers,)
+        return tuple(count for count in self.possible_worker_counts if count >= fewest)
+
+    def with_workers(self, workers: int) -> Self:
+        """Return the spec of an attempt with one of `worker_counts`: as many samples in a forward pass, so more of these."""
+        if workers == self.resources.workers and self.resources.min_workers is None:
+            return self
+        resources = self.resources.model_copy(update={"workers": workers, "min_workers": None})
+        training = self.training.model_copy(update={"micro_batch_size": self.batch.micro_batch_size})
+        return self.model_copy(update={"resources": resources, "training": training})
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        self._check_parts()
+        if conflict := check_job(self):
+            raise conflict.as_refusal()
         return self
-
-    def _check_parts(self) -> None:
-        unfit = misfit_of_parts(self.model, self.data, self.training)
-        parts = (self.parallelism, self.resources, self.model, self.precision, self.training, self.adapter)
-        unfit = unfit or misfit_of_degrees(*parts) or misfit_of_batch(self.batch, self.parallelism, self.resources)
-        options = (self.training, self.model, self.precision, self.adapter, self.parallelism)
-        if unfit := unfit or misfit_of_options(*options, self.batch):
-            raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change)
 
 
 _RECIPE = "how the operands of FP8 products are scaled, from the spec or else the level; null if no product is in FP8"
@@ -157,7 +168,7 @@ class JobSummary(Contract):
     train_time_s: float
     num_parameters: int
     num_converted_parameters: int
-    memory_bytes: dict[str, int] = Field(description="by class, as worker.memory_report counts them")
+    memory_bytes: dict[str, int] = Field(description="by class, as octet.worker.memory_report counts them")
     converted_memory_bytes: dict[str, int] = Field(description="as memory_bytes, for the converted layers' weights only")
     host_memory_bytes: int = Field(default=0, description="states in host memory, by training.offload_optimizer; 0 on cpu")
     peak_memory_bytes: int | None = Field(description="device peak on cuda; null on cpu")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from api_schemas.base import Contract, JsonScalar, Timestamp
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.data.stores import StoreAccess
-from api_schemas.job import JobSpec
-from api_schemas.resources import PoolConfig
-from api_schemas.states import FailureReason
+from octet.api_schemas.base import Contract, JsonScalar, Timestamp
+from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.data.stores import StoreAccess
+from octet.api_schemas.job import JobSpec
+from octet.api_schemas.resources import PoolConfig
+from octet.api_schemas.states import FailureReason
 
 
 class CheckpointRef(Contract):

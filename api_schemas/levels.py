@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from api_schemas.base import Contract
-from api_schemas.recipe import RecipeSpec
+from octet.api_schemas.base import Contract
+from octet.api_schemas.recipe import RecipeSpec
 
 StateCodec = Literal["fp32", "fp16-block", "fp8-dre", "int8-companded", "uint8-companded"]
 

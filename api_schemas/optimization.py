@@ -5,54 +5,23 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from api_schemas.base import Contract, refusal
-from api_schemas.data.unfit import Unfit
-from api_schemas.precision import Globs
+from octet.api_schemas.base import Contract
+from octet.api_schemas.precision import Globs
+from octet.api_schemas.rules.parts import LEARNING_RATE, OPTIMIZER
 
 OptimizerName = Literal["adamw", "adam", "lion", "sgd"]
+OPTIMIZER_STATES: Mapping[OptimizerName, tuple[Literal["exp_avg", "exp_avg_sq"], ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "sgd": ("exp_avg",),
+}
+"""The states of each optimizer, each stored by the codec in the level's column of the same name."""
 ScheduleName = Literal["cosine", "linear", "constant", "polynomial", "warmup_stable_decay"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
-_READ_BY: Mapping[str, tuple[str, ...]] = {
-    "betas": ("adamw", "adam", "lion"),
-    "eps": ("adamw", "adam"),
-    "momentum": ("sgd",),
-    "final_fraction": ("cosine", "linear", "polynomial", "warmup_stable_decay"),
-    "power": ("polynomial",),
-    "decay_fraction": ("warmup_stable_decay",),
-}
-"""The names that read a field. Other fields are read by all."""
 
-
-class _Named(Contract):
-    """A spec whose `name` decides which of its other fields have an effect."""
-
-    name: str
-
-    @model_validator(mode="after")
-    def _every_number_has_an_effect(self) -> Self:
-        fields = type(self).model_fields
-        for field, readers in _READ_BY.items():
-            # The default says nothing: a stored spec has every field.
-            if field in fields and self.name not in readers and self._is_set(field):
-                part = self._part()
-                raise refusal(
-                    field,
-                    got=f"{getattr(self, field)} with the {part} {self.name}",
-                    allowed=f"{field} with the {part} {' or '.join(readers)}",
-                    change=f"Remove training.{part}.{field}, or choose another training.{part}.name.",
-                )
-        return self
-
-    def _is_set(self, field: str) -> bool:
-        return bool(getattr(self, field) != type(self).model_fields[field].default)
-
-    @classmethod
-    def _part(cls) -> str:
-        return cls.__name__.removesuffix("Spec").lower()
-
-
-class OptimizerSpec(_Named):
+class OptimizerSpec(Contract):
     """The optimizer's rule and its numbers. Defaults are AdamW's. Biases and norms never decay.
 
     adamw: Loshchilov and Hutter 2019, eps outside the root as in torch. adam: Kingma and Ba 2015, with weight decay in the
@@ -74,8 +43,13 @@ class OptimizerSpec(_Named):
         description="factor of the learning rate from each block to the one below it; embeddings lie below the first block",
     )
 
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        OPTIMIZER.check_part("training.optimizer", self)
+        return self
 
-class ScheduleSpec(_Named):
+
+class ScheduleSpec(Contract):
     """Linear warm-up to the learning rate, then a way down to `final_fraction` of it at the last step.
 
     cosine: half a cosine. linear: a line. polynomial: (1 - share done) ** power. constant: no way down.
@@ -93,15 +67,7 @@ class ScheduleSpec(_Named):
         """Return the number of steps over which warmup_stable_decay goes down, in a run of `num_steps`."""
         return max(1, round(self.decay_fraction * num_steps))
 
-    def misfit(self, num_steps: int) -> Unfit | None:
-        """Return the rule that the schedule breaks in a run of `num_steps`, or None."""
-        if self.warmup_steps and self.warmup_steps >= num_steps:
-            allowed = f"fewer than training.steps, {num_steps}"
-            change = "Shorten the warm-up or train for more steps."
-            return Unfit("training.schedule.warmup_steps", self.warmup_steps, allowed, change)
-        num_decay_steps = self.num_decay_steps(num_steps) if self.name == "warmup_stable_decay" else 0
-        if self.warmup_steps and self.warmup_steps + num_decay_steps > num_steps:
-            allowed = f"at most {num_steps - num_decay_steps}: the last {num_decay_steps} of {num_steps} steps are the decay"
-            change = "Shorten the warm-up or lower training.schedule.decay_fraction."
-            return Unfit("training.schedule.warmup_steps", self.warmup_steps, allowed, change)
-        return None
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        LEARNING_RATE.check_part("training.schedule", self)
+        return self

@@ -4,9 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from api_schemas.base import Contract, refusal
-from api_schemas.levels import LEVELS, CommunicationDtype, Level
-from api_schemas.recipe import RecipeSpec
+from octet.api_schemas.base import Contract
+from octet.api_schemas.levels import LEVELS, CommunicationDtype, Level
+from octet.api_schemas.recipe import RecipeSpec
+from octet.api_schemas.rules.precision import PRECISION
 
 LevelName = Literal["fp32", "fp16-amp", "bf16-amp", "te", "ao", "O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit"]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -97,52 +98,25 @@ class PrecisionSpec(Contract):
         """torchao's own name for the recipe."""
         return next(name for name, recipe in TORCHAO_RECIPES.items() if recipe == self.resolved_recipe)
 
+    @property
+    def torchao_recipes(self) -> tuple[RecipeSpec, ...]:
+        """The recipes that torchao has."""
+        return tuple(TORCHAO_RECIPES.values())
+
+    @property
+    def changed_torchao_recipes(self) -> str:
+        """The recipes that torchao has, for a message."""
+        return "; ".join(f"{name}: {_changed(recipe)}" for name, recipe in TORCHAO_RECIPES.items())
+
+    @property
+    def changed_recipe(self) -> str:
+        """The recipe that the job runs with, for a message."""
+        return _changed(self.resolved_recipe)
+
     @model_validator(mode="after")
-    def _options_fit_the_level(self) -> Self:
-        row = self.storage
-        if self.recipe is not None and row.gemm != "fp8":
-            raise self._out_of_place("recipe", *(level for level in LEVELS.values() if level.gemm == "fp8"))
-        if self.torchao is not None and row.engine != "torchao":
-            raise self._out_of_place("torchao", LEVELS["ao"])
-        if self.statistics_every and not row.has_own_fp8:
-            raise self._out_of_place("statistics_every", *_own_fp8_levels())
-        if not self.auto_filter and not row.has_own_fp8:  # only false is an error: a stored spec has every field
-            raise self._out_of_place("auto_filter", *_own_fp8_levels())
-        if self.demotion is not None and not self.resolved_statistics_every:
-            raise refusal(
-                "demotion",
-                got=f"level {self.level}, statistics_every: 0",
-                allowed="demotion only if statistics are sampled",
-                change="Set precision.statistics_every, or remove precision.demotion.",
-            )
-        if row.engine == "torchao" and self.resolved_recipe not in TORCHAO_RECIPES.values():
-            named = "; ".join(f"{name}: {_changed(recipe)}" for name, recipe in TORCHAO_RECIPES.items())
-            raise refusal(
-                "recipe",
-                got=_changed(self.resolved_recipe),
-                allowed=f"what torchao has: {named}",
-                change="Set precision.recipe to one of these, or precision.level to te.",
-            )
-        if self.torchao is not None and self.torchao.fsdp_float8_all_gather and self.torchao_recipe != "tensorwise":
-            raise refusal(
-                "torchao",
-                got=f"fsdp_float8_all_gather with {self.torchao_recipe}",
-                allowed="fsdp_float8_all_gather with tensor scales",
-                change="Set torchao.fsdp_float8_all_gather to false, or remove precision.recipe.",
-            )
+    def _check_fields(self) -> Self:
+        PRECISION.check_part("precision", self)
         return self
-
-    def _out_of_place(self, field: str, *levels: Level) -> Exception:
-        return refusal(
-            field,
-            got=f"level {self.level}",
-            allowed=f"{field} at level {', '.join(level.name for level in levels)}",
-            change=f"Remove precision.{field}, or choose another precision.level.",
-        )
-
-
-def _own_fp8_levels() -> list[Level]:
-    return [level for level in LEVELS.values() if level.has_own_fp8]
 
 
 def _changed(recipe: RecipeSpec | None) -> str:

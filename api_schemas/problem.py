@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from api_schemas.base import Contract, contract_in
-from api_schemas.union import annotation_of, tagged_members
+from octet.api_schemas.base import Contract, contract_in
+from octet.api_schemas.union import annotation_of, tagged_members
 
 CONTENT_TYPE = "application/problem+json"
 _LONGEST_ECHO = 200

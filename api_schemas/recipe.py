@@ -1,10 +1,11 @@
-"""How the operands of FP8 products are scaled. The recipe is chosen apart from the level, which says what is stored."""
+"""The scaling of the operands of FP8 products. The recipe is chosen apart from the level, which says what is stored."""
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from api_schemas.base import Contract, refusal
+from octet.api_schemas.base import Contract
+from octet.api_schemas.rules.parts import RECIPE
 
 GemmName = Literal["output", "grad_input", "grad_weight"]
 
@@ -40,14 +41,8 @@ class RecipeSpec(Contract):
         return fields
 
     @model_validator(mode="after")
-    def _history_is_of_tensors(self) -> Self:
-        if self.scaling == "delayed" and self.granularity != "tensor":
-            raise refusal(
-                "granularity",
-                got=self.granularity,
-                allowed="tensor, if scaling is delayed: a history keeps one amax per tensor",
-                change="Set recipe.granularity to tensor, or recipe.scaling to current.",
-            )
+    def _check_fields(self) -> Self:
+        RECIPE.check_part("precision.recipe", self)
         return self
 
     def __str__(self) -> str:

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from api_schemas.base import Contract, JsonScalar, Timestamp
-from api_schemas.job import JobSummary
-from api_schemas.states import DesiredState, FailureReason
+from octet.api_schemas.base import Contract, JsonScalar, Timestamp
+from octet.api_schemas.job import JobSummary
+from octet.api_schemas.states import DesiredState, FailureReason
 
 StartPhase = Literal["placed", "process_up", "torch_imported", "model_built", "first_step", "warmed_up"]
 MAX_REPORTS_PER_BATCH = 1000

@@ -3,19 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from api_schemas.base import Contract, refusal
+from octet.api_schemas.base import Contract, refusal
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 LabelKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./-]{0,61}[a-z0-9])?$")]
-
-
-WideDtype = Literal["fp32", "bf16"]
-PipelineSchedule = Literal["1f1b", "interleaved"]
-STAGES_PER_RANK: dict[PipelineSchedule, int] = {"1f1b": 1, "interleaved": 2}
-"""Runs of consecutive blocks that each rank of a pipeline holds."""
 
 
 class ResourceSpec(Contract):
@@ -44,65 +38,6 @@ class ResourceSpec(Contract):
             got = {name: value for name, value in given.items() if name != "pool"}
             raise refusal("workers", got=got, allowed="a number, or {min, max}", change="Give both min and max, and no others.")
         return {**given, "workers": given["workers"]["max"], "min_workers": given["workers"]["min"]}
-
-
-class ParallelismSpec(Contract):
-    """How the ranks share the work. A field with one allowed value is for later."""
-
-    zero_stage: Literal[0, 1, 2, 3] = Field(
-        default=0,
-        description="1: ranks hold shares of optimizer states and master weights; 2: and of accumulated gradients; 3: and of "
-        "the weights of blocks, which are gathered while a block computes",
-    )
-    wide_communication: WideDtype = Field(
-        default="fp32",
-        description="dtype in which gradients travel that are not in FP8, and at zero_stage 3 fp32 weights of blocks; bf16 "
-        "rounds each rank's once, for half the bytes",
-    )
-    tensor: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
-        default=1,
-        description="neighbouring ranks that divide each layer and read the same samples; workers / tensor ranks read others",
-    )
-    context: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
-        default=1,
-        description="ranks that divide the tokens of each sequence, and attend to the keys and values of all; workers / "
-        "context ranks read other sequences",
-    )
-    pipeline: int = Field(
-        default=1,
-        ge=1,
-        le=256,
-        description="ranks that each hold some of the blocks, whole or as the shards of tensor, and pass micro-batches on; "
-        "workers / (pipeline · tensor) ranks read other samples",
-    )
-    schedule: PipelineSchedule = Field(
-        default="1f1b",
-        description="in which order a pipeline's ranks compute. 1f1b: one run of blocks for each rank; interleaved: two runs "
-        "for each rank, whose ranks wait less and send twice as often",
-    )
-    sequence: bool = Field(
-        default=False,
-        description="with tensor: ranks also divide the tokens between the layers of a block, as in norms and dropout",
-    )
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """The ranks on each axis but the data axis, and the runs of blocks of a pipeline's rank, as a `Layout` takes them."""
-        stages_per_rank = STAGES_PER_RANK[self.schedule]
-        return {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "stages_per_rank": stages_per_rank}
-
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _refuse_zero_bubble(cls, schedule: Any) -> Any:
-        if schedule != "zero-bubble":
-            return schedule
-        raise refusal(
-            "",
-            got=schedule,
-            allowed="1f1b, interleaved: zero-bubble computes the gradients of inputs and of weights apart, which an FP8 layer "
-            "computes in one pass, and leaves out the hooks that hold gradients in FP8",
-            change="Set parallelism.schedule to interleaved.",
-        )
 
 
 class PoolConfig(Contract):

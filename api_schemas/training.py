@@ -1,15 +1,35 @@
-"""Length, batch sizes and recipe of a run: all that the training loop is told besides model, data and precision."""
+"""Length, batch sizes and recipe of a run: all that the training loop reads besides model, data and precision."""
 
 import math
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from api_schemas.base import Contract, refusal
-from api_schemas.optimization import OptimizerSpec, ScheduleSpec
-from api_schemas.training_presets import TrainingPreset, with_training_preset
+from octet.api_schemas.base import Contract
+from octet.api_schemas.inputs import DEFAULT_SEQUENCE_LENGTH
+from octet.api_schemas.optimization import OptimizerSpec, ScheduleSpec
+from octet.api_schemas.rules.parts import TRAINING
+from octet.api_schemas.training_presets import TrainingPreset, with_training_preset
 
-DEFAULT_SEQUENCE_LENGTH = 256
+TargetGlob = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
+
+
+# A few trained weights next to the frozen weights of a model: LoRA, Hu et al. 2021, arXiv 2106.09685.
+class AdapterSpec(Contract):
+    """output = frozen(input) + (alpha / rank) · b · a · input, with a (rank, in) and b (out, rank) for each adapted layer.
+
+    The model itself is frozen and held as the level holds weights that need no update: at O3 as FP8 codes, a byte each.
+    """
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    alpha: float = Field(default=32.0, gt=0.0, le=65_536.0)
+    targets: tuple[TargetGlob, ...] = Field(
+        default=("*",),
+        min_length=1,
+        max_length=64,
+        description="globs over the names of linear layers, or last parts of their names, such as q_proj; heads are left out",
+    )
+    dtype: Literal["bf16", "fp32"] = Field(default="bf16", description="of the adapters; bf16 is rounded stochastically")
 
 
 class TrainingSpec(Contract):
@@ -108,26 +128,25 @@ class TrainingSpec(Contract):
         return with_training_preset(training)
 
     @model_validator(mode="after")
-    def _sgd_is_clipped(self) -> Self:
-        if self.optimizer.name == "sgd" and self.gradient_clip is None:
-            raise refusal(
-                "gradient_clip",
-                got=None,
-                allowed="a largest norm: with the optimizer sgd it bounds a step, and stored weights are scaled by the bound",
-                change="Set training.gradient_clip, or choose another training.optimizer.name.",
-            )
+    def _check_fields(self) -> Self:
+        TRAINING.check_part("training", self)
         return self
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
-            raise refusal(
-                "steps",
-                got=self.steps if self.steps is None else f"steps {self.steps} and epochs {self.epochs:g}",
-                allowed="one of training.steps and training.epochs",
-                change="Set training.steps or training.epochs, not both.",
-            )
-        return self
+    @property
+    def num_decay_steps(self) -> int:
+        """The last steps of a run with `steps`, over which warmup_stable_decay goes down."""
+        assert self.steps is not None
+        return self.schedule.num_decay_steps(self.steps)
+
+    @property
+    def most_warmup_steps(self) -> int:
+        """The steps of a run with `steps` before warmup_stable_decay goes down."""
+        assert self.steps is not None
+        return self.steps - self.num_decay_steps
+
+    def in_steps(self, num_steps: int) -> Self:
+        """Return the same training with its length in steps."""
+        return self.model_copy(update={"steps": num_steps, "epochs": None})
 
     def steps_for(self, num_samples: int) -> int:
         """Return the number of optimizer steps, given the number of training samples in one epoch."""

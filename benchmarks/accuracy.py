@@ -4,7 +4,7 @@
 
 First it measures how far fp32's own final loss moves when its initial values change by a thousandth. A setting where that is
 more than a third of the smallest limit is refused. Then every level runs from the same start on the same batches as fp32, for
-each seed. Written to benchmarks/results/: a dated table of mean gaps with 95 % intervals, and a plot of the mean curves.
+each seed. --out gets a dated table of mean gaps with 95 % intervals, and a plot of the mean curves.
 Runs that are finished are kept in FOLDER. The test suite runs a short version of the same `train_curve`.
 """
 
@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-from api_schemas.levels import LEVELS
-from api_schemas.models.llama import llama_sizes
-from api_schemas.recipe import RecipeSpec
 from benchmarks.curves import Run, Setting, draw, gap, load_source_text, mean_curve, train_curve
+from benchmarks.figures import OUT, Figure, add_write_option, write
 from benchmarks.paired import MAX_VALUES, Interval, gaps, moved_by_chance, why_not_calm
-from worker.data.windows import TokenWindows
-from worker.fp8.accelerator import cpu_as_accelerator
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.models.llama import llama_sizes
+from octet.api_schemas.recipe import RecipeSpec
+from octet.worker.data.windows import TokenWindows
+from octet.worker.fp8.accelerator import cpu_as_accelerator
 
-RESULTS = Path(__file__).parent / "results"
 LIMIT, LIMIT_OF_FEWER_BITS = 0.0025, 0.004
 START_CHANGE = 1e-3
 SETTING_OPTIONS: Mapping[str, Any] = {"hidden_size": 128, "num_layers": 3, "batch_size": 8, "steps": 150, "learning_rate": 5e-4}
@@ -170,9 +170,24 @@ def table(by_variant: Mapping[str, Sequence[Run]], changed_start: Sequence[Run],
     for before, after, change in CONTRASTS:
         if before in by_variant and after in by_variant:
             difference = Interval.of(gaps(final_losses(by_variant[after]), final_losses(by_variant[before])))
-            shown = "not told from zero" if difference.is_zero else "better" if difference.mean < 0 else "worse"
+            shown = "not distinct from zero" if difference.is_zero else "better" if difference.mean < 0 else "worse"
             lines.append(f"| {before} | {after} | {change} | {difference} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def figures(by_variant: Mapping[str, Sequence[Run]], setting: Setting) -> list[Figure]:
+    """Return each level's mean gap to fp32."""
+    model, references = setting.build_model(), final_losses(by_variant["fp32"])
+    num_parameters = sum(each.numel() for each in model.parameters())
+    trained = f"{type(model).__name__} of {num_parameters:,} parameters, {setting.steps} steps, {len(references)} seeds"
+    found: list[Figure] = []
+    for variant, runs in by_variant.items():
+        if variant != "fp32":
+            gap_to_fp32 = Interval.of(gaps(final_losses(runs), references))
+            values = f"{gap_to_fp32.mean * 100:+.2f}", f"± {gap_to_fp32.half_width * 100:.2f}"
+            name = f"accuracy: {variant}, gap of the final loss to fp32, {trained} (%)"
+            found.append(Figure(name, *values, f"<= {limit_of(variant) * 100:.2f}"))
+    return found
 
 
 def _row(variant: str, runs: Sequence[Run], references: Sequence[float]) -> str:
@@ -197,7 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option, default in SETTING_OPTIONS.items():
         parser.add_argument(f"--{option.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--levels", default=",".join(LEVELS), help=f"allowed: {', '.join(VARIANTS)}; fp32 always runs")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table and the plot")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the table and the plot")
+    add_write_option(parser)
     parser.add_argument("--runs", type=Path, required=True, help="folder of finished runs; these are not repeated")
     options = parser.parse_args(arguments)
     if not 2 <= options.seeds <= MAX_VALUES:
@@ -232,6 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw([mean_curve(each) for each in by_variant.values()], options.out / f"{name}.png")
     sys.stdout.write(report)
     references = final_losses(by_variant["fp32"])
+    if options.write:
+        write(options.write, figures(by_variant, setting), command, is_timed=False)
     verdicts = {Interval.of(gaps(final_losses(by_variant[each]), references)).verdict(limit_of(each)) for each in others}
     return int(verdicts != {"inside"})
 

@@ -8,6 +8,7 @@ CPU time is that of the training thread, and of all threads where the step waits
 """
 
 import argparse
+import os
 import platform
 import statistics
 import sys
@@ -19,12 +20,13 @@ from typing import Any
 
 import torch
 
-from api_schemas import JobSpec
-from worker.config import RankEnv, resolve
-from worker.mesh import Mesh
-from worker.reporting.reporter import LogReporter
-from worker.train import Trainer
-from worker.train_reports import num_parameters
+from benchmarks.figures import Figure, add_write_option, command_line, write
+from octet.api_schemas import JobSpec
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.mesh import Mesh
+from octet.worker.reporting.reporter import LogReporter
+from octet.worker.train.loop import Trainer
+from octet.worker.train.reports import num_parameters
 
 IN_STEP, IN_THREAD = "in the step", "in a thread"
 MODEL = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 256, "max_sequence_length": 64}
@@ -92,21 +94,23 @@ def main() -> int:
     parser.add_argument("--level", default="O2")
     parser.add_argument("--checkpoints", type=int, default=6, help="of each kind")
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    add_write_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     trainer = measure(options.level, options.checkpoints, options.every)
     lines = [
         f"# What a step waits for a checkpoint, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        f"`python -m benchmarks.checkpoint_stall {' '.join(sys.argv[1:])}` on {platform.machine()}, 2 cores, shared "
-        f"and loaded; torch {torch.__version__}.",
+        f"`python -m benchmarks.checkpoint_stall {' '.join(sys.argv[1:])}` on {platform.machine()}, "
+        f"{os.cpu_count()} cores; torch {torch.__version__}.",
         f"GPT of {num_parameters(trainer.model):,} parameters at {options.level}, {trainer.num_bytes:,} bytes a checkpoint, "
         f"one every {options.every} steps; medians of {options.checkpoints - 1}.",
         "",
         "| checkpoint written | a step waits (s) | longest (s) | steps until the next (s) | share | share of CPU time |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
+    model = f"GPT of {num_parameters(trainer.model) / 1e6:.1f} M parameters at {options.level}"
+    figures: list[Figure] = []
     for kind in (IN_STEP, IN_THREAD):
         stalls_s, intervals_s = trainer.stalls_s[kind][1:], trainer.intervals_s[kind][1:]
         stall_s, interval_s = statistics.median(stalls_s), statistics.median(intervals_s)
@@ -114,10 +118,13 @@ def main() -> int:
         lines.append(
             f"| {kind} | {stall_s:.4f} | {max(stalls_s):.4f} | {interval_s:.3f} | {stall_s / interval_s:.1%} | {share:.2%} |"
         )
+        name = f"checkpoint: {model}, written {kind}"
+        figures.append(Figure(f"{name}, a step waits (ms)", f"{stall_s * 1e3:.1f}", f"up to {max(stalls_s) * 1e3:.1f}"))
+        figures.append(Figure(f"{name}, share of CPU time (%)", f"{share * 100:.2f}"))
     report = "\n".join(lines) + "\n"
     sys.stdout.write(report)
     if options.write:
-        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-checkpoint-stall.md").write_text(report)
+        write(options.write, figures, command_line("benchmarks.checkpoint_stall", sys.argv[1:]))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Time the control plane's HTTP API on SQLite: submissions, reads and `/healthz`, with an empty queue and a long one.
 
-    python -m benchmarks.control_plane --tree . --tree ../before --rounds 3 --write
+    python -m benchmarks.control_plane --tree . --tree ../before --rounds 3
 
 Each tree (a checkout) gets a server of its own and they take turns, so that other load on the machine affects all of them.
 SQLite is on the disk of `--folder` with synchronous=FULL. The client sends prepared bytes over keep-alive connections. CPU
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +103,53 @@ class Server:
 
 
 @contextmanager
+def running_apis(tree: Path, folder: Path, url: str, number: int) -> Iterator[list[Server]]:
+    """Start so many processes of `octet api` on one PostgreSQL, and wait until they answer; end them afterwards."""
+    servers: list[Server] = []
+    with ExitStack() as stack:
+        for _ in range(number):
+            port = _free_port()
+            command = [sys.executable, "-P", "-m", "octet.client.cli", "api"]
+            settings = {"OCTET_DATABASE_URL": url, "OCTET_PORT": str(port), "OCTET_DATA_DIR": str(folder)}
+            environment = os.environ | {"PYTHONPATH": str(tree.resolve())} | settings
+            process = stack.enter_context(_process(command, environment, tree, folder))
+            _wait_for_answer(port, "/healthz", process, folder)
+            servers.append(Server(tree, folder, port, process))
+        yield servers
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _process(command: list[str], environment: dict[str, str], tree: Path, folder: Path) -> "Iterator[subprocess.Popen[bytes]]":
+    with (folder / "server.log").open("ab") as log:
+        process = subprocess.Popen(command, env=environment, cwd=tree, stderr=log, stdout=log)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def _wait_for_answer(port: int, path: str, process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            connection = Connection(port)
+            connection.ask(get(path))
+            connection.close()
+            return
+        except (OSError, RuntimeError):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise RuntimeError(f"the server did not start: {(folder / 'server.log').read_text()}") from None
+            time.sleep(0.1)
+
+
+@contextmanager
 def running(
     tree: Path, folder: Path, *, slots: int = 1, settings: dict[str, str] | None = None, reconciled: Path | None = None
 ) -> Iterator[Server]:
@@ -110,30 +157,14 @@ def running(
 
     reconciled: a file that the server writes once it has asked its cluster about each live attempt of the database.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = _free_port()
     script = Path(__file__).with_name("control_plane_server.py")
     command = [sys.executable, "-P", str(script), "--port", str(port), "--data-dir", str(folder), "--slots", str(slots)]
     command += ["--reconciled", str(reconciled)] if reconciled else []
     environment = os.environ | {"PYTHONPATH": str(tree.resolve())} | (settings or {})
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, cwd=tree, stderr=log, stdout=log)
-    try:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                connection = Connection(port)
-                connection.ask(get("/readyz"))
-                connection.close()
-                break
-            except (OSError, RuntimeError):
-                if time.monotonic() > deadline or process.poll() is not None:
-                    raise RuntimeError(f"the server did not start: {(folder / 'server.log').read_text()}") from None
-                time.sleep(0.1)
+    with _process(command, environment, tree, folder) as process:
+        _wait_for_answer(port, "/readyz", process, folder)
         yield Server(tree, folder, port, process)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
 
 
 def latencies_ms(server: Server, request: bytes, num_requests: int) -> tuple[list[float], float]:
@@ -177,7 +208,7 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
 
     def submit(name: str, num_connections: int) -> None:
         cpu_s = server.cpu_s()
-        load = closed_loop(server.port, lambda _: request, num_connections, options.seconds, status=201)
+        load = closed_loop([server.port], lambda _: request, num_connections, options.seconds, status=201)
         figures[f"submissions, {name} (1/s)"] = load.per_s
         figures[f"submissions, {name}: CPU of each (ms)"] = (server.cpu_s() - cpu_s) / len(load.latencies_ms) * 1000
 
@@ -203,7 +234,7 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
 
 
 def main() -> int:
-    """Print and write the table."""
+    """Print the table."""
     parser = options_of(__doc__)
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement of submissions")
     parser.add_argument("--requests", type=int, default=300, help="requests of each measurement of latency")
@@ -218,7 +249,7 @@ def main() -> int:
             figures = measure(server, corpus, options)
         return figures | (restart(tree, folder, options.running) if options.running else {})
 
-    return compare(options, "benchmarks.control_plane", "The control plane's HTTP API", "control-plane", once)
+    return compare(options, "benchmarks.control_plane", "The control plane's HTTP API", once)
 
 
 if __name__ == "__main__":

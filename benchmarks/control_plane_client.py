@@ -9,18 +9,18 @@ import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Make = Callable[[int], bytes]
 """Makes the next request of a connection, given the connection's number."""
 MakeUntilNoneIsLeft = Callable[[int], bytes | None]
-"""As `Make`, or returns None once the connection has sent all of its requests."""
+"""Make a request as `Make` does, or return None once the connection has sent all of its requests."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a load measured. Latencies are in ms: of a paced load from the moment when the request was due."""
+    """Measurements of a load. Latencies are in ms; those of a paced load count from the moment when the request was due."""
 
     latencies_ms: list[float]
     elapsed_s: float
@@ -70,9 +70,14 @@ class _Connection:
         return len(received) >= end + 4 + int(received[begin : received.find(b"\r", begin)])
 
 
-def closed_loop(port: int, make: MakeUntilNoneIsLeft, num_connections: int, duration_s: float, *, status: int = 200) -> Load:
-    """Let each connection send a request as soon as it has its answer, until the time is over or it has no more."""
-    connections = [_Connection(port, number, status) for number in range(num_connections)]
+def closed_loop(
+    ports: Sequence[int], make: MakeUntilNoneIsLeft, num_connections: int, duration_s: float, *, status: int = 200
+) -> Load:
+    """Let each connection send a request as soon as it has its answer, until the time is over or it has no more.
+
+    ports: of the servers, which get the connections in turns.
+    """
+    connections = [_Connection(ports[number % len(ports)], number, status) for number in range(num_connections)]
     latencies_ms: list[float] = []
     cpu_s, began = time.thread_time(), time.perf_counter()
     ends_at = began + duration_s

@@ -1,6 +1,6 @@
 """Time what ranks and watchers do to the control plane: heartbeats, metric samples, and many streams of one job's events.
 
-    python -m benchmarks.control_plane_reports --tree . --tree ../before --write
+    python -m benchmarks.control_plane_reports --tree . --tree ../before
 
 The servers are those of `benchmarks.control_plane`: SQLite with synchronous=FULL, or with `--database postgresql` a PostgreSQL
 that flushes each commit; the cluster in memory. Each attempt reports over a keep-alive connection of its own, and a client of
@@ -138,7 +138,7 @@ def report_load(
     waiting = [deque(rank.requests(num_requests, num_steps)) for rank in ranks]
     cpu_s, database_cpu_s = server.cpu_s(), postgresql_cpu_s(url) if url else 0.0
     load = closed_loop(
-        server.port, lambda number: waiting[number].popleft() if waiting[number] else None, len(ranks), duration_s
+        [server.port], lambda number: waiting[number].popleft() if waiting[number] else None, len(ranks), duration_s
     )
     num_batches = len(load.latencies_ms)
     for rank, unsent in zip(ranks, waiting, strict=True):
@@ -214,7 +214,7 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace, url: str 
 
 
 def main() -> int:
-    """Print and write the table."""
+    """Print the table."""
     parser = options_of(__doc__)
     parser.add_argument("--database", choices=["sqlite", "postgresql"], default="sqlite")
     parser.add_argument(
@@ -233,7 +233,7 @@ def main() -> int:
             return measure(server, corpus, options, settings.get("OCTET_DATABASE_URL"))
 
     title = "Reports and streams of the control plane"
-    return compare(options, "benchmarks.control_plane_reports", title, "reports-and-streams", once)
+    return compare(options, "benchmarks.control_plane_reports", title, once)
 
 
 if __name__ == "__main__":

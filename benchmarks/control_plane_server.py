@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from api_schemas import AttemptRef, PoolConfig, Probe, ProbeState
-from service.cluster.fake import FakeLauncher
-from service.db.engine import Database
-from service.processes import embedded
-from service.processes.startup import database_of_one_machine, listening, log_to_stderr
-from service.settings import Settings
+from octet.api_schemas import AttemptRef, PoolConfig, Probe, ProbeState
+from octet.service.cluster.fake import FakeLauncher
+from octet.service.db.engine import Database
+from octet.service.processes import embedded
+from octet.service.processes.startup import database_of_one_machine, listening, log_to_stderr
+from octet.service.settings import Settings
 
 
 class Probed(FakeLauncher):

@@ -1,6 +1,6 @@
 """Time submissions alone, on SQLite and PostgreSQL: as many as the server takes, and 200 per second with their latency.
 
-    python -m benchmarks.control_plane_submissions --tree ../before --tree . --rounds 3 --write
+    python -m benchmarks.control_plane_submissions --tree ../before --tree . --rounds 3
 
 Each tree (a checkout) gets a server and a database of its own and they take turns. Every job has a name and a learning rate
 of its own, as in a sweep; `--corpora N` spreads them over N data sets. Both databases flush each commit: SQLite to the disk of
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from benchmarks.control_plane import SPEC, Server, running
+from benchmarks.control_plane import SPEC, Server, running, running_apis
 from benchmarks.control_plane_client import Make, closed_loop, paced
 from benchmarks.control_plane_tables import compare, options_of
 from tests.service.postgres_server import running_server
@@ -63,9 +63,9 @@ def _ticks(pid: int, *, with_ended: bool) -> int:
 def measure(server: Server, corpora: list[Path], options: argparse.Namespace, url: str | None) -> dict[str, float]:
     """Measure one server once. The keys name figure and unit. url: of its PostgreSQL."""
     make = submissions(corpora, with_keys=options.keys)
-    closed_loop(server.port, make, options.connections, WARM_UP_S, status=201)
+    closed_loop([server.port], make, options.connections, WARM_UP_S, status=201)
     cpu_s, database_cpu_s = server.cpu_s(), postgresql_cpu_s(url) if url else 0.0
-    load = closed_loop(server.port, make, options.connections, options.seconds, status=201)
+    load = closed_loop([server.port], make, options.connections, options.seconds, status=201)
     number = len(load.latencies_ms)
     figures = {
         f"{options.connections} connections (1/s)": load.per_s,
@@ -80,6 +80,21 @@ def measure(server: Server, corpora: list[Path], options: argparse.Namespace, ur
     return figures
 
 
+def measure_apis(servers: list[Server], corpora: list[Path], options: argparse.Namespace, url: str) -> dict[str, float]:
+    """Measure several processes of `octet api` on one PostgreSQL, which get the connections in turns."""
+    make, ports = submissions(corpora, with_keys=options.keys), [server.port for server in servers]
+    num_connections = options.connections * len(servers)
+    closed_loop(ports, make, num_connections, WARM_UP_S, status=201)
+    cpu_s, database_cpu_s = sum(server.cpu_s() for server in servers), postgresql_cpu_s(url)
+    load = closed_loop(ports, make, num_connections, options.seconds, status=201)
+    number, name = len(load.latencies_ms), f"{len(servers)} api processes"
+    return {
+        f"{name} (1/s)": load.per_s,
+        f"{name}: CPU of each: servers (ms)": (sum(server.cpu_s() for server in servers) - cpu_s) / number * 1000,
+        f"{name}: CPU of each: PostgreSQL (ms)": (postgresql_cpu_s(url) - database_cpu_s) / number * 1000,
+    }
+
+
 @contextmanager
 def settings_for(database: str) -> Iterator[dict[str, str]]:
     """Provide an empty database; yields the variables that name it to a server."""
@@ -91,13 +106,14 @@ def settings_for(database: str) -> Iterator[dict[str, str]]:
 
 
 def main() -> int:
-    """Print and write the table."""
+    """Print the table."""
     parser = options_of(__doc__)
     parser.add_argument("--database", choices=["sqlite", "postgresql"], action="append", help="repeat it for both (default)")
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement")
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--rate", type=float, default=200, help="submissions per second of the measurement of latency")
     parser.add_argument("--keys", action="store_true", help="send an Idempotency-Key with each, as the client does")
+    parser.add_argument("--processes", type=int, action="append", help="of `octet api` on one PostgreSQL; repeat it")
     parser.add_argument("--corpora", type=int, default=1, help="data sets that the jobs take turns in reading")
     options = parser.parse_args()
 
@@ -110,9 +126,16 @@ def main() -> int:
             with settings_for(database) as settings, running(tree, folder, settings=settings) as server:
                 measured = measure(server, corpora, options, settings.get("OCTET_DATABASE_URL"))
                 figures |= {f"{database}: {name}": value for name, value in measured.items()}
+        for number in options.processes or []:
+            with (
+                running_server(is_durable=True) as url,
+                running_apis(tree, folder, url, number) as servers,
+            ):
+                measured = measure_apis(servers, corpora, options, url)
+                figures |= {f"postgresql: {name}": value for name, value in measured.items()}
         return figures
 
-    return compare(options, "benchmarks.control_plane_submissions", "Submissions", "submissions", once)
+    return compare(options, "benchmarks.control_plane_submissions", "Submissions", once)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks of the control plane share: their options, rounds in which the trees take turns, and the table."""
+"""Share among the benchmarks of the control plane: their options, rounds in which the trees take turns, and the table."""
 
 import argparse
 import json
@@ -23,15 +23,11 @@ def options_of(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tree", type=Path, action="append", help="a checkout; repeat it to compare several (default: .)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("build"), help="folder on the disk that SQLite writes to")
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     return parser
 
 
-def compare(options: argparse.Namespace, module: str, title: str, name: str, measure: Measure) -> int:
-    """Measure the trees in turns, print the table, and write it to `benchmarks/results/` if asked to. Returns 0.
-
-    module: of the benchmark, for its command. name: of the file, after the date.
-    """
+def compare(options: argparse.Namespace, module: str, title: str, measure: Measure) -> int:
+    """Measure the trees in turns and print the table. Returns 0. module: of the benchmark, for its command."""
     trees: list[Path] = options.tree or [Path()]
     options.folder.mkdir(exist_ok=True)
     found: dict[str, list[list[float]]] = {}
@@ -42,10 +38,7 @@ def compare(options: argparse.Namespace, module: str, title: str, name: str, mea
                 corpus.write_text("text to train on\n" * 1000)
                 for figure, value in measure(tree, Path(folder).resolve(), corpus).items():
                     found.setdefault(figure, [[] for _ in trees])[number].append(value)
-    report = _table(f"{title}, {datetime.now(UTC):%Y-%m-%d}", module, trees, found, options.rounds)
-    sys.stdout.write(report)
-    if options.write:
-        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-{name}.md").write_text(report)
+    sys.stdout.write(_table(f"{title}, {datetime.now(UTC):%Y-%m-%d}", module, trees, found, options.rounds))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Measure the CPU time of each write of the control plane, in process: no sockets, no dispatcher, no other thread that works.
 
-    python -m benchmarks.control_plane_writes --tree ../before --tree . --rounds 3 --write
+    python -m benchmarks.control_plane_writes --tree ../before --tree . --rounds 3
 
 `benchmarks.control_plane` and `benchmarks.control_plane_reports` measure a whole server, whose fixed work per second counts
 more the slower the machine is. Here the application is called as a server would call it, on SQLite in memory-backed files,
@@ -39,10 +39,10 @@ class Application:
 
     def __init__(self, folder: Path, corpus: Path, url: str | None = None) -> None:
         """url: of an empty database; None for one of SQLite in the folder."""
-        from api_schemas import PoolConfig
-        from service.app import create_app
-        from service.db.engine import Database
-        from service.settings import Settings
+        from octet.api_schemas import PoolConfig
+        from octet.service.app import create_app
+        from octet.service.db.engine import Database
+        from octet.service.settings import Settings
 
         pools = (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=CLIENTS),)
         self.database = Database(url or f"sqlite:///{folder}/octet.db")
@@ -93,8 +93,8 @@ class Application:
         """Submit jobs and make their attempts train; returns the attempts' ids."""
         from sqlalchemy import text
 
-        from service import store
-        from service.jobs import attempts
+        from octet.service import store
+        from octet.service.jobs import attempts
 
         job_ids = [(await self.ask("/v1/jobs", self.job()))["id"] for _ in range(num_attempts)]
         ids = []
@@ -139,7 +139,7 @@ async def measure(corpus: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print and write the table, or measure one tree once and print its figures as JSON."""
+    """Print the table, or measure one tree once and print its figures as JSON."""
     parser = options_of(__doc__)
     parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -149,7 +149,7 @@ def main() -> int:
 
     title = "CPU time of the control plane's writes"
     module = "benchmarks.control_plane_writes"
-    return compare(options, module, title, "control-plane-writes", cpu_by_module(module))
+    return compare(options, module, title, cpu_by_module(module))
 
 
 if __name__ == "__main__":

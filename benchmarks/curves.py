@@ -3,7 +3,7 @@
 import statistics
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from api_schemas import GPTSizes, TextSpec
-from api_schemas.models.llama import LlamaSizes
-from worker import initialize, keep_activations_in_fp8, keep_residual_in_bf16, memory_report
-from worker.data.text import open_source
-from worker.data.windows import TokenWindows
-from worker.models.gpt import GPT
-from worker.models.llama import Llama
+from octet.api_schemas import GPTSizes, TextSpec
+from octet.api_schemas.models.llama import LlamaSizes
+from octet.worker import initialize, keep_activations_in_fp8, keep_residual_in_bf16, memory_report
+from octet.worker.data.text import open_source
+from octet.worker.data.windows import TokenWindows
+from octet.worker.models.gpt import GPT
+from octet.worker.models.llama import Llama
 
 
 @dataclass(frozen=True)
@@ -130,30 +130,24 @@ def mean_curve(runs: Sequence[Run]) -> Run:
     return replace(runs[0], losses=losses)
 
 
-def draw(runs: list[Run], path: Path) -> None:
-    """Plot the curves, and their relative distance from the first curve."""
-    draw_rows({"training loss (nats per byte, smoothed)": runs}, path, gap_limit=2)
-
-
-def draw_rows(rows: Mapping[str, Sequence[Run]], path: Path, gap_limit: float) -> None:
-    """Plot, in a row for each name, the curves and their relative distance from the row's first, in percent to `gap_limit`."""
+def draw(runs: Sequence[Run], path: Path, gap_limit: float = 2.0) -> None:
+    """Plot the curves, and their relative distance from the first curve in percent, up to `gap_limit`."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, grid = plt.subplots(len(rows), 2, figsize=(14, 5 * len(rows)), squeeze=False)
-    for (name, runs), (curves, distances) in zip(rows.items(), grid, strict=True):
-        reference = smooth(runs[0].losses)
-        for run in runs:
-            smoothed = smooth(run.losses)
-            curves.plot(smoothed, label=run.level, linewidth=1)
-            distances.plot([100 * (a / b - 1) for a, b in zip(smoothed, reference, strict=True)], label=run.level, linewidth=1)
-        curves.set(xlabel="step", ylabel=name, yscale="log")
-        distances.set(xlabel="step", ylabel=f"gap to {runs[0].level} (%)", ylim=(-gap_limit, gap_limit))
-        distances.legend(ncols=2)
+    figure, (curves, distances) = plt.subplots(1, 2, figsize=(14, 5))
+    reference = smooth(runs[0].losses)
+    for run in runs:
+        smoothed = smooth(run.losses)
+        curves.plot(smoothed, label=run.level, linewidth=1)
+        distances.plot([100 * (a / b - 1) for a, b in zip(smoothed, reference, strict=True)], label=run.level, linewidth=1)
+    curves.set(xlabel="step", ylabel="training loss (nats per byte, smoothed)", yscale="log")
+    distances.set(xlabel="step", ylabel=f"gap to {runs[0].level} (%)", ylim=(-gap_limit, gap_limit))
+    distances.legend(ncols=2)
     figure.tight_layout()
-    figure.savefig(path, dpi=120 if len(rows) == 1 else 80)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 

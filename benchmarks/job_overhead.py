@@ -2,11 +2,13 @@
 
     python -m benchmarks.job_overhead [--levels bf16-amp,O2] [--rounds 12] [--steps 40] [--profile] [--write]
 
-The job is a spec that runs through `worker.main`: batches read by a thread, losses, norms, reports, metrics. Alone it writes
-its reports to its log; as a rank it sends them to a control plane, in another process, and serves metrics. The bare loop is
-what a user writes around `octet.initialize`, with batches of the same source. The two take turns step by step, in one process,
-so that other load affects both equally. The limit: a job has at least 0.97 of the bare loop's throughput, by the CPU time of
-all threads, with the whole 95 % interval over rounds of a whole job. `job_steps.py` says how that is computed.
+The job is a spec that runs through `octet.worker.rank.main`: batches read by a thread, losses, norms,
+reports, metrics. Alone it writes its reports to its log; as a rank it sends them to a control
+plane, in another process, and serves metrics. The bare loop is what a user writes around
+`octet.initialize`, with batches of the same source. The two take turns step by step, in one
+process, so that other load affects both equally. The limit: a job has at least 0.97 of the bare
+loop's throughput, by the CPU time of all threads, with the whole 95 % interval over rounds of a
+whole job. `job_steps.py` says how that is computed.
 """
 
 import argparse
@@ -32,19 +34,20 @@ import httpx
 import torch
 from torch import nn
 
-from api_schemas import DesiredState, JobSpec, LaunchOrder, PoolConfig, ReportReply
-from benchmarks.job_steps import Found, holds, table
+from benchmarks.figures import add_write_option, command_line, write
+from benchmarks.job_steps import Found, figures, holds, table
 from benchmarks.paired import MAX_VALUES
-from worker import initialize
-from worker import main as job
-from worker.config import RankEnv, resolve
-from worker.data import open_source
-from worker.data.prefetch import on_device
-from worker.models import TrainedModel
-from worker.optim.build import build_optimizer
-from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
-from worker.pretrained.start import start_model
-from worker.train import Trainer
+from octet.api_schemas import DesiredState, JobSpec, LaunchOrder, PoolConfig, ReportReply
+from octet.worker import initialize
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.data import open_source
+from octet.worker.data.prefetch import on_device
+from octet.worker.models import TrainedModel
+from octet.worker.optim.build import build_optimizer
+from octet.worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
+from octet.worker.pretrained.start import start_model
+from octet.worker.rank import main as job
+from octet.worker.train.loop import Trainer
 
 LEVELS = ("bf16-amp", "O2")
 CPU = torch.device("cpu")
@@ -146,7 +149,7 @@ def control_plane() -> Iterator[str]:
 
 
 def run_alone(spec: dict[str, Any], folder: Path, accelerator: str = "cpu") -> None:
-    """Run a job as `python -m worker.main` does."""
+    """Run a job as `python -m octet.worker` does."""
     path = folder / "spec.json"
     path.write_text(json.dumps(spec))
     status = job.main([str(path), "--job-dir", str(folder / "job"), "--accelerator", accelerator])
@@ -235,7 +238,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=12, help=f"jobs of each level, at most {MAX_VALUES}")
     parser.add_argument("--steps", type=int, default=40, help=f"of each job; the first {NUM_WARM_UP} are not timed")
     parser.add_argument("--profile", action="store_true", help="print the profile of one job of the first level instead")
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    add_write_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     levels, found = options.levels.split(","), dict[tuple[str, str], list[Found]]()
@@ -260,7 +263,7 @@ def main() -> int:
     report = table(found, DESCRIPTION)
     sys.stdout.write(report)
     if options.write:
-        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-job-overhead.md").write_text(report)
+        write(options.write, figures(found), command_line("benchmarks.job_overhead", sys.argv[1:]))
     return int(not all(holds(rounds) for rounds in found.values()))
 
 

@@ -1,4 +1,4 @@
-"""What the steps of a job and of a bare loop took, in turns, and the table of it. `benchmarks/job_overhead.py` measures them.
+"""Compare the steps of a job with those of a bare loop, which `benchmarks/job_overhead.py` measures in turns.
 
 Each step of the job lies between two bare ones, and is compared with their mean: load, clocks and caches that change slowly
 touch the three alike. A round is one job; its added time is the mean over its steps, without the tenth at each end. Rounds are
@@ -17,6 +17,7 @@ from statistics import fmean
 
 import torch
 
+from benchmarks.figures import Figure
 from benchmarks.paired import Interval
 
 LIMIT = 0.97
@@ -42,7 +43,7 @@ class Found:
 
     @property
     def added_s(self) -> float:
-        """What a job's step takes in addition, of CPU time of all threads."""
+        """Additional CPU time of a job's step, over all threads."""
         return self.main_added_s + self.threads_s / len(self.job_s)
 
     @property
@@ -80,7 +81,7 @@ def interval(rounds: Sequence[Found], value: Callable[[Found], float]) -> Interv
 
 
 def holds(rounds: Sequence[Found]) -> bool:
-    """Whether the whole interval of the throughput lies above the limit."""
+    """Return True if the whole interval of the throughput lies above the limit."""
     ratio = interval(rounds, lambda found: found.throughput)
     return ratio.mean - ratio.half_width >= LIMIT
 
@@ -90,13 +91,26 @@ def smallest_step_s(added_s: float) -> float:
     return max(0.0, added_s) * LIMIT / (1 - LIMIT)
 
 
+def figures(found: Mapping[tuple[str, str], Sequence[Found]]) -> list[Figure]:
+    """Return the throughput of each level and receiver against the bare loop's."""
+    return [
+        Figure(f"job: {level}, reports to {reports}, throughput by CPU time / bare loop", *_cells(rounds), f">= {LIMIT}")
+        for (level, reports), rounds in found.items()
+    ]
+
+
+def _cells(rounds: Sequence[Found]) -> tuple[str, str]:
+    ratio = interval(rounds, lambda found: found.throughput)
+    return f"{ratio.mean:.3f}", f"± {ratio.half_width:.3f}"
+
+
 def table(found: Mapping[tuple[str, str], Sequence[Found]], model: str) -> str:
     """Format the rounds of each level and receiver as a page. model: what was trained, in words."""
     lines = [
         f"# A job's steps against a bare loop's, {datetime.now(UTC):%Y-%m-%d}",
         "",
         f"`python -m benchmarks.job_overhead {' '.join(sys.argv[1:])}`, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, one thread, {os.cpu_count()} shared cores under a load of {os.getloadavg()[1]:.0f}. "
+        f"{platform.python_version()}, one thread, {os.cpu_count()} cores under a load of {os.getloadavg()[1]:.0f}. "
         f"{model}. Means over rounds with the 95 % interval of Student's t; a step of the job is compared with the bare ones "
         "before and after it. `holds from`: the bare step from which the mean of what is added is within 3 %.",
         "",
@@ -121,8 +135,8 @@ def table(found: Mapping[tuple[str, str], Sequence[Found]], model: str) -> str:
     lines += ["", "CPU time of the job's own threads, ms of a step:", ""]
     for (level, reports), rounds in found.items():
         threads = sorted({name for each in rounds for name in each.by_thread_s})
-        told = (f"{name} {fmean(each.by_thread_s[name] / len(each.job_s) for each in rounds) * 1e3:.3f}" for name in threads)
-        lines.append(f"- {level}, {reports}: {', '.join(told)}")
+        used = (f"{name} {fmean(each.by_thread_s[name] / len(each.job_s) for each in rounds) * 1e3:.3f}" for name in threads)
+        lines.append(f"- {level}, {reports}: {', '.join(used)}")
     return "\n".join(lines) + "\n"
 
 

@@ -12,15 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS, Level
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.fp8.weights import encode_weight
-from worker.optim import LowBitAdamW, LowBitLion, LowBitOptimizer, QuantizedWeight
+from benchmarks.figures import Figure, add_write_option, command_line, write
+from octet.api_schemas.levels import LEVELS, Level
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.weights import encode_weight
+from octet.worker.optim import LowBitAdamW, LowBitLion, LowBitOptimizer, QuantizedWeight
 
 LEVEL_NAMES = ("fp32", "O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit")
 CASES: dict[str, tuple[type[LowBitOptimizer], Level]] = {
@@ -80,7 +81,7 @@ def main() -> None:
     arguments.add_argument("--hidden-size", type=int, default=128)
     arguments.add_argument("--num-layers", type=int, default=4)
     arguments.add_argument("--repeats", type=int, default=10)
-    arguments.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    add_write_option(arguments)
     options = arguments.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -96,7 +97,17 @@ def main() -> None:
     report = table(times_s, sum(torch.Size(shape).numel() for shape in shapes))
     sys.stdout.write(report)
     if options.write:
-        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-optimizer-step.md").write_text(report)
+        write(options.write, figures(times_s), command_line("benchmarks.optimizer_step", sys.argv[1:]))
+
+
+def figures(times_s: dict[str, list[float]]) -> list[Figure]:
+    """Return the ratio of each case to torch's step."""
+    medians = {name: statistics.median(times[1:]) for name, times in times_s.items()}
+    baseline_s = medians.pop("torch.optim.AdamW")
+    return [
+        Figure(f"optimizer on CPU: {name}, step / torch.optim.AdamW", f"{median_s / baseline_s:.1f}")
+        for name, median_s in medians.items()
+    ]
 
 
 def table(times_s: dict[str, list[float]], num_parameters: int) -> str:

@@ -32,14 +32,14 @@ class Interval:
         return cls(statistics.fmean(values), half_width)
 
     def verdict(self, limit: float) -> str:
-        """What the interval says of a mean that should lie within ± limit: inside, outside, or open."""
+        """Compare the interval with ± limit: inside, outside, or open."""
         if abs(self.mean) + self.half_width <= limit:
             return "inside"
         return "outside" if abs(self.mean) - self.half_width > limit else "open"
 
     @property
     def is_zero(self) -> bool:
-        """Whether a true mean of zero is within the interval."""
+        """True if zero lies within the interval."""
         return abs(self.mean) <= self.half_width
 
     def __str__(self) -> str:

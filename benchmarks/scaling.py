@@ -1,4 +1,4 @@
-"""Predict weak and strong scaling on H100s from counted bytes and roofline times. Nothing here has been measured on a GPU.
+"""Predict weak scaling on H100s from counted bytes and roofline times. Nothing here has been measured on a GPU.
 
     python -m benchmarks.scaling [--out FOLDER]
 
@@ -22,17 +22,17 @@ from pathlib import Path
 
 import torch
 
-from api_schemas.levels import LEVELS
-from api_schemas.models.gpt import GPTSizes, gpt_sizes
-from api_schemas.resources import WideDtype
+from benchmarks.figures import OUT, Figure, add_write_option, write
 from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from benchmarks.gpu.live_bytes import LiveBytes
 from benchmarks.gpu.networks import Way, build_gpt, in_fp8, prepare
 from benchmarks.gpu.roofline import COPY_BYTES_PER_S, GEMM_FLOPS_PER_S, bf16_work, fp8_work
 from benchmarks.wire_bytes import Traffic, count, encoded_whole
-from worker.models import TrainedModel
+from octet.api_schemas.layout import WideDtype
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.models.gpt import GPTSizes, gpt_sizes
+from octet.worker.models import TrainedModel
 
-RESULTS = Path(__file__).parent / "results"
 COUNTED_RANKS, NODE = 8, 8
 
 NVLINK_BYTES_PER_S = 0.8 * 450e9
@@ -50,7 +50,6 @@ Residual and norms in fp32: 2 × (4+2 forward, 2+4+4 backward) + 2 × (4+2+4) = 
 where a layer takes the activation over (`activate_again`), its output is not written in bf16: 26.
 """
 SEQUENCE_LENGTH, VOCABULARY = 2048, 50304
-GLOBAL_BATCH_TOKENS = 4 * 1024 * 1024
 RANKS = (8, 64, 512, 4096)
 GPT_125M = gpt_sizes(768, 12, 12, VOCABULARY, SEQUENCE_LENGTH)
 GPT_6_7B = gpt_sizes(4096, 32, 32, VOCABULARY, SEQUENCE_LENGTH)
@@ -58,23 +57,22 @@ GPT_175B = gpt_sizes(12288, 96, 96, VOCABULARY, SEQUENCE_LENGTH)
 TENSOR, PIPELINE, SEQUENCES_PER_STEP = 8, 4, 512
 """GPT-175B of the FP8-LM paper (arXiv 2310.18313): 32 GPUs, a million tokens."""
 PAPER_HELD, PAPER_S = 1 - 0.39, 0.73
-"""That paper's GPT-175B: memory to bf16's, and a step's time to that of Transformer Engine at a quarter of its micro-batch."""
+"""GPT-175B in the FP8-LM paper: memory to bf16's, and a step's time to Transformer Engine's at a quarter of its micro-batch."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A level on data parallel ranks. wide: dtype of what travels that is not in FP8. two_level: see `exchange_s`."""
+    """A level on data parallel ranks. wide: dtype of the traffic that is not in FP8."""
 
     level: str
     zero_stage: int
     wide: WideDtype = "bf16"
-    two_level: bool = False
 
     def __str__(self) -> str:
-        return f"{self.level}, ZeRO {self.zero_stage}" + (", exchanged in two levels" if self.two_level else "")
+        return f"{self.level}, ZeRO {self.zero_stage}, rest in {self.wide}"
 
     def traffic(self, sizes: GPTSizes) -> Traffic:
-        """What one of COUNTED_RANKS sends in a step of one micro-batch."""
+        """Return the bytes that one of COUNTED_RANKS sends in a step of one micro-batch."""
         return count(sizes, self.level, self.zero_stage, COUNTED_RANKS, self.wide)
 
 
@@ -133,24 +131,20 @@ def gather_s(num_bytes: float, num_ranks: int) -> float:
     return max(received / NVLINK_BYTES_PER_S, received / NODE / PORT_BYTES_PER_S) + HOP_S * ceil(log2(nodes))
 
 
-def exchange_s(num_bytes: float, num_ranks: int, *, two_level: bool) -> float:
-    """Each rank sends every other its share of `num_bytes`, as `Axis.start_exchange` does: nearly all through its own port.
+def exchange_s(num_bytes: float, num_ranks: int) -> float:
+    """Return the seconds in which each rank sends every other its share of `num_bytes`, as `Axis.start_exchange` does.
 
-    two_level: what a mean over the node's ranks first would take, and then an exchange of an eighth between nodes, which
-    Octet does not do: the codes would be rounded once more.
+    Nearly all of it goes through the rank's own port.
     """
-    nodes, inside = ceil(num_ranks / NODE), min(num_ranks, NODE)
-    if nodes == 1:
+    inside = min(num_ranks, NODE)
+    if num_ranks <= NODE:
         return num_bytes * (num_ranks - 1) / num_ranks / NVLINK_BYTES_PER_S
-    if two_level:
-        between = num_bytes / NODE * (nodes - 1) / nodes / PORT_BYTES_PER_S + MESSAGE_S * (nodes - 1)
-        return num_bytes * (NODE - 1) / NODE / NVLINK_BYTES_PER_S + between
     through_port = num_bytes * (num_ranks - inside) / num_ranks / PORT_BYTES_PER_S + MESSAGE_S * (num_ranks - inside)
     return max(num_bytes * (inside - 1) / num_ranks / NVLINK_BYTES_PER_S, through_port)
 
 
 def step_time(sizes: GPTSizes, run: Run, num_ranks: int, num_micro_batches: int = 1) -> StepTime:
-    """A step of `num_micro_batches` of one sequence each on every rank.
+    """Return the time of a step of `num_micro_batches` of one sequence each on every rank.
 
     The exchange hides behind the last micro-batch's backward pass (two thirds of its time), at stages 2 and 3 behind each.
     Gathers of stages 0 to 2 hide behind nothing; those of stage 3 hide behind the passes.
@@ -159,7 +153,7 @@ def step_time(sizes: GPTSizes, run: Run, num_ranks: int, num_micro_batches: int 
     whole = COUNTED_RANKS / (COUNTED_RANKS - 1)  # of all ranks' shares, this rank sent all but its own
     one_s = compute_s(sizes, run.level, sizes.max_sequence_length)
     exchanged, gathered = traffic.sent_by("exchange") * whole, traffic.sent_by("gather") * whole
-    exposed_s = max(0.0, exchange_s(exchanged, num_ranks, two_level=run.two_level) - one_s * 2 / 3)
+    exposed_s = max(0.0, exchange_s(exchanged, num_ranks) - one_s * 2 / 3)
     if run.zero_stage >= 2:
         exposed_s *= num_micro_batches
     if run.zero_stage == 3:
@@ -187,7 +181,7 @@ def table(columns: str, rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def bytes_table(sizes: GPTSizes) -> list[str]:
-    """What a rank sends and holds."""
+    """List the bytes that a rank sends and holds."""
     rows = []
     for level, stage, wide in product(("bf16-amp", "O2", "O3", "O3-split"), (0, 1, 3), ("fp32", "bf16")):
         found = count(sizes, level, stage, COUNTED_RANKS, wide)
@@ -200,20 +194,18 @@ def bytes_table(sizes: GPTSizes) -> list[str]:
     return table(columns, rows)
 
 
-def scaling_table(sizes: GPTSizes, *, is_weak: bool) -> list[str]:
-    """Weak: a sequence on every rank. Strong: a batch of GLOBAL_BATCH_TOKENS, divided over the ranks."""
+def scaling_table(sizes: GPTSizes) -> list[str]:
+    """List the steps of weak scaling: one sequence on every rank."""
     rows = []
-    for run in (run for each in RUNS for run in (each, replace(each, two_level=True))):
+    for run in RUNS:
         first = 0.0
         for num_ranks in RANKS:
-            num_micro_batches = 1 if is_weak else max(1, GLOBAL_BATCH_TOKENS // (num_ranks * sizes.max_sequence_length))
-            time, plain = (step_time(sizes, each, num_ranks, num_micro_batches) for each in (run, RUNS[1]))
-            rate = num_micro_batches * sizes.max_sequence_length / time.total_s
+            time, plain = (step_time(sizes, each, num_ranks) for each in (run, RUNS[1]))
+            rate = sizes.max_sequence_length / time.total_s
             first = first or rate
             cells = (f"{time.total_s:.3f}", f"{time.exposed_s / time.total_s:.0%}", f"{rate / 1e3:.1f}", f"{rate / first:.0%}")
-            numbers = (str(num_ranks), str(num_micro_batches), *cells, f"{plain.total_s / time.total_s:.2f}")
-            rows.append((f"{run}, rest in {run.wide}", *numbers))
-    return table("run, GPUs, micro-batches, step (s), not hidden, k tokens/s of a GPU, to 8 GPUs, speed to bf16-amp", rows)
+            rows.append((str(run), str(num_ranks), *cells, f"{plain.total_s / time.total_s:.2f}"))
+    return table("run, GPUs, step (s), not hidden, k tokens/s of a GPU, to 8 GPUs, speed to bf16-amp", rows)
 
 
 def stage_s(run: Run, sequences: int, tensor: int = TENSOR) -> float:
@@ -251,7 +243,7 @@ def kept_by_block(level: str, sizes: GPTSizes) -> Kept:
 
 
 def _kept_bytes(level: str, sizes: GPTSizes, num_layers: int, batch_size: int) -> int:
-    """What a forward pass adds to the live bytes. The vocabulary is small, since the head is not asked about."""
+    """Return the bytes that a forward pass adds to the live ones. The vocabulary is small, since the head does not count."""
     config = sizes.model_copy(update={"num_layers": num_layers, "vocab_size": 256})
     gc.collect()
     with fake_gpu() as device, LiveBytes(see_within=see_within, device_type=DEVICE_TYPE) as live, encoded_whole():
@@ -267,7 +259,7 @@ def _kept_bytes(level: str, sizes: GPTSizes, num_layers: int, batch_size: int) -
 
 @dataclass(frozen=True)
 class LargeModel:
-    """What a GPU holds of GPT-175B at a level, in bytes, and the seconds of a step. kept: by block, over all GPUs."""
+    """Bytes of GPT-175B on a GPU at a level, and the seconds of a step. kept: by block, over all GPUs."""
 
     level: str
     sequences: int
@@ -297,7 +289,7 @@ def large_models() -> list[LargeModel]:
 
 
 def large_model_table(models: Sequence[LargeModel]) -> list[str]:
-    """What a GPU would hold, and how long a step would take."""
+    """List a GPU's memory and a step's time."""
     first, te = models[0], next(each for each in models if each.level == "te")
     rows = []
     for each in models:
@@ -310,26 +302,29 @@ def large_model_table(models: Sequence[LargeModel]) -> list[str]:
     return table(columns, rows)
 
 
-def needed_table(models: Sequence[LargeModel]) -> list[str]:
-    """What each level would have to keep and take for PAPER_HELD of bf16-amp's bytes and PAPER_S of te's time."""
-    first, te = models[0], next(each for each in models if each.level == "te")
-    elements = SEQUENCE_LENGTH * GPT_175B.hidden_size * GPT_175B.num_layers / TENSOR  # of a micro-batch in each block of a GPU
-    rows = []
-    for each in (each for each in models if LEVELS[each.level].has_own_fp8):
-        may_keep = (PAPER_HELD * first.held - each.states) / (elements * each.sequences)
-        kept = each.activations / (elements * each.sequences)
-        times = f"{each.step_s:.1f}", f"{PAPER_S * te.step_s:.1f}", f"{1 - PAPER_S * te.step_s / each.step_s:.0%}"
-        rows.append((each.level, str(each.sequences), f"{kept:.1f}", f"{may_keep:.1f}", *times))
-    columns = (
-        "level, sequences of a micro-batch, activations kept (bytes for a token and hidden element of a block), allowed, "
-        "step (s), allowed, to be saved"
+def figures(models: Sequence[LargeModel]) -> list[Figure]:
+    """Return what 4,096 GPUs would gain, and what GPT-175B would hold and take beside the papers' figures."""
+    own, base = (step_time(GPT_6_7B, replace(RUNS[1], level=level), 4096) for level in ("O2", "bf16-amp"))
+    weak, large = (
+        "GPT 6.7 B on 4,096 GPUs, a sequence each, ZeRO 1, O2",
+        f"GPT-175B on {TENSOR * PIPELINE} GPUs, O2 at 4 sequences",
     )
-    return table(columns, rows)
+    by_case = {(each.level, each.sequences): each for each in models}
+    o2, amp, te = by_case["O2", 4], by_case["bf16-amp", 1], by_case["te", 1]
+    memory, time = f"{o2.held / amp.held:.2f}", f"{o2.step_s / te.step_s:.2f}"
+    return [
+        Figure(f"scaling, predicted: {weak} / bf16-amp, tokens per second", f"{base.total_s / own.total_s:.2f}"),
+        Figure(f"scaling, predicted: {weak}, not hidden (% of the step)", f"{own.exposed_s / own.total_s * 100:.0f}"),
+        Figure(
+            f"scaling, predicted: {large} at 4 sequences / bf16-amp at 1, memory of a GPU", memory, "", f"<= {PAPER_HELD:.2f}"
+        ),
+        Figure(f"scaling, predicted: {large} / bf16-amp at 1, memory of a GPU", memory, goal=f"<= {PAPER_HELD:.2f}"),
+        Figure(f"scaling, predicted: {large} / te at 1, time of a step", time, goal=f"<= {PAPER_S}"),
+    ]
 
 
-def report(command: str) -> str:
-    """The whole document."""
-    models = large_models()
+def report(command: str, models: Sequence[LargeModel]) -> str:
+    """Return the whole document."""
     rates = {"NVLink, one direction": NVLINK_BYTES_PER_S, "a port": PORT_BYTES_PER_S, "copies": COPY_BYTES_PER_S}
     flops = GEMM_FLOPS_PER_S | {"attention": ATTENTION_FLOPS_PER_S}
     lines = [
@@ -346,29 +341,29 @@ def report(command: str) -> str:
         "## The same: GPT 6.7 B",
         *bytes_table(GPT_6_7B),
         f"## Weak scaling: GPT 6.7 B, one sequence of {SEQUENCE_LENGTH} tokens on each GPU",
-        *scaling_table(GPT_6_7B, is_weak=True),
-        f"## Strong scaling: GPT 6.7 B, {GLOBAL_BATCH_TOKENS:,} tokens in all",
-        *scaling_table(GPT_6_7B, is_weak=False),
+        *scaling_table(GPT_6_7B),
         f"## GPT-175B on {TENSOR * PIPELINE} GPUs: tensor {TENSOR} with sequence parallelism, pipeline {PIPELINE}, "
         f"{SEQUENCES_PER_STEP} sequences a step",
         *large_model_table(models),
         "States are those of one rank divided by the GPUs. Activations are counted block by block on a fake GPU, and none is "
         "computed again. With 1F1B the first stage keeps those of as many micro-batches as there are stages; what a block "
         "keeps once, such as weights cast to bf16, it keeps once. Embedding, head and buffers of communication are left out.",
-        f"## What the papers' figures would need: {PAPER_HELD - 1:+.0%} of bf16-amp's memory, {PAPER_S} of te's time",
-        *needed_table(models),
     ]
     return "\n".join(line if line.startswith("|") else f"\n{line}\n" for line in lines).strip() + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the table")
+    add_write_option(parser)
     options = parser.parse_args()
-    text = report("python -m benchmarks.scaling")
+    models = large_models()
+    text = report("python -m benchmarks.scaling", models)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{datetime.now(UTC):%Y-%m-%d}-scaling.md").write_text(text)
     sys.stdout.write(text)
+    if options.write:
+        write(options.write, figures(models), "python -m benchmarks.scaling", "no GPU (predicted for H100s)", is_timed=False)
     return 0
 
 

@@ -30,8 +30,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from client import Client
-from service.cluster.ray.embedded import ray_environment
+from benchmarks.figures import Figure, add_write_option, command_line, write
+from octet.client import Client
+from octet.service.cluster.ray.embedded import ray_environment
 
 _READY_S = 180.0
 _JOB_S = 300.0
@@ -152,7 +153,7 @@ def server_of(tree: Path, data_dir: Path, figures: dict[str, list[float]]) -> It
     """Start the server of a tree, note what that took, and end it afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "client.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)]
+    command = [sys.executable, "-m", "octet.client.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)]
     environment = os.environ | {"PYTHONPATH": str(tree.resolve()), "PYTHONDONTWRITEBYTECODE": ""}
     data_dir.mkdir()
     began = time.monotonic()
@@ -292,6 +293,14 @@ def table(trees: list[Path], found: list[dict[str, list[float]]], num_rounds: in
     return "\n".join(lines) + "\n"
 
 
+def cited(found: dict[str, list[float]]) -> list[Figure]:
+    """Return the medians that RESULTS.md has, of the last tree."""
+    names = [name for name in found if name.endswith((TO_FIRST_STEP, "to ready (s)", "to first step"))]
+    goals = {f"{job}: {TO_FIRST_STEP}": "<= 2" for job in ("first job", "later job")}
+    goals |= {name: "<= 0.4, ahead <= 0.2" for name in names if " / " in name}
+    return [Figure(f"start: {name}", f"{statistics.median(found[name]):.2f}", goal=goals.get(name, "")) for name in names]
+
+
 def main() -> int:
     """Print and write the table."""
     assert __doc__ is not None
@@ -300,7 +309,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=3, help="jobs of each server, at least 2")
     parser.add_argument("--trainers", type=int, default=0, help="runs of two ranks, as jobs and under Ray Train's TorchTrainer")
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    add_write_option(parser)
     options = parser.parse_args()
     trees: list[Path] = options.tree or [Path()]
     found: list[dict[str, list[float]]] = [{} for _ in trees]
@@ -311,7 +320,7 @@ def main() -> int:
     report = table(trees, found, options.rounds)
     sys.stdout.write(report)
     if options.write:
-        (Path(__file__).parent / "results" / f"{datetime.now(UTC):%Y-%m-%d}-start-overhead.md").write_text(report)
+        write(options.write, cited(found[-1]), command_line("benchmarks.start_overhead", sys.argv[1:]))
     return 0
 
 

@@ -17,9 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from worker.fp8.accelerator import cpu_as_accelerator
-from worker.kernels import library
-from worker.kernels.cuda import gemm, launching
+from octet.worker.fp8.accelerator import cpu_as_accelerator
+from octet.worker.kernels import library
+from octet.worker.kernels.cuda import gemm, launching
 
 HOPPER, CUDA_VERSION = (9, 0), (13, 0)
 
@@ -80,7 +80,7 @@ def stubbed_launches() -> Iterator[None]:
         for owner, name, replacement in (
             (JITFunction, "_do_compile", _do_compile),
             (gemm, "platform", lambda _device: (HOPPER, CUDA_VERSION)),
-            (torch, "_scaled_mm", _scaled_mm),
+            (gemm, "scaled_mm", _scaled_mm),
             (torch, "_fused_adamw_", lambda *_arguments, **_options: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -1,6 +1,6 @@
 """Count what each of many ranks sends and holds in a training step, without the ranks.
 
-The step is the library's own (`octet.parallelize`, backward, clip, update), and so are the counters (`worker.mesh.Axis`,
+The step is the library's own (`octet.parallelize`, backward, clip, update), and so are the counters (`octet.worker.mesh.Axis`,
 `memory_report`). torch's "fake" backend stands for the other ranks and moves nothing; tensors are fake and have only sizes.
 What neither sends nor holds anything is left out (`_without_arithmetic`): a count takes a second or two of the processor.
 """
@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from api_schemas.models.gpt import GPTSizes
-from api_schemas.resources import WideDtype
 from benchmarks.gpu.fake_gpu import answer_host, fake_tensors
 from benchmarks.gpu.networks import Way, build_gpt, in_fp8, prepare
-from worker import memory_report, parallelize
-from worker.fp8 import weights
-from worker.optim.optimizer import LowBitOptimizer
+from octet.api_schemas.layout import WideDtype
+from octet.api_schemas.models.gpt import GPTSizes
+from octet.worker import memory_report, parallelize
+from octet.worker.fp8 import weights
+from octet.worker.optim import walker
+from octet.worker.optim.states import OptimizerStates
 
 COUNTED_LAYERS = (2, 3)
 """A step of each is counted; each further layer adds their difference. So a model of 96 layers takes seconds.
@@ -70,7 +71,7 @@ def _count_in_bf16(sizes: GPTSizes, level: str, zero_stage: int, num_ranks: int)
 
 
 def _in_fp32(found: Traffic) -> Traffic:
-    """What would be sent if all that travels in bf16 travelled in fp32. Nothing else differs."""
+    """Return the bytes sent if all bf16 traffic were fp32. Nothing else differs."""
     sent: dict[tuple[str, str], float] = {}
     for (name, dtype), num_bytes in found.sent.items():
         key, factor = ((name, "float32"), 2) if dtype == "bfloat16" else ((name, dtype), 1)
@@ -79,7 +80,7 @@ def _in_fp32(found: Traffic) -> Traffic:
 
 
 def count_whole(sizes: GPTSizes, level: str, zero_stage: int, num_ranks: int, wide: WideDtype = "fp32") -> Traffic:
-    """As `count`, with every layer."""
+    """Count every layer; `count` extrapolates from two and three."""
     with _first_of(num_ranks), fake_tensors(), _HostReads(), _without_arithmetic():
         return step(sizes, level, zero_stage, wide, num_steps=1)
 
@@ -115,11 +116,11 @@ class _HostReads(TorchDispatchMode):
 def _without_arithmetic() -> Iterator[None]:
     """Leave out the optimizer's arithmetic, which a CPU takes in thousands of short runs; states are allocated as ever."""
 
-    def allocate(optimizer: LowBitOptimizer, parameter: Tensor, group: dict[str, Any]) -> None:
+    def allocate(optimizer: OptimizerStates, parameter: Tensor, group: dict[str, Any]) -> None:
         if not optimizer.state[parameter]:
-            optimizer._allocate(parameter, group)
+            optimizer.allocate(parameter, group)
 
-    with mock.patch.object(LowBitOptimizer, "_update", allocate), encoded_whole():
+    with mock.patch.object(walker, "update", allocate), encoded_whole():
         yield
 
 
@@ -130,7 +131,7 @@ def encoded_whole() -> AbstractContextManager[object]:
 
 @contextmanager
 def _first_of(num_ranks: int) -> Iterator[None]:
-    """A process group of which only this rank exists."""
+    """Make a process group in which only this rank exists."""
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
         yield

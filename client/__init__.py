@@ -1,7 +1,11 @@
-"""The Python client of Octet: `Client` and the errors it raises. The `octet` command is `client.cli`."""
+"""The Python client of Octet: `Client` and the errors it raises. The `octet` command is `octet.client.cli`."""
 
-from client.api import Client
-from client.errors import (
+if __name__ != "octet.client":
+    raise ImportError("import octet.client, not client", name=__name__)
+
+
+from octet.client.api import Client
+from octet.client.errors import (
     ApiError,
     ConnectionFailed,
     DownloadFailed,

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import httpx
 
-from api_schemas import (
+from octet.api_schemas import (
     Attempt,
     Checkpoint,
     CheckpointFile,
@@ -36,10 +36,10 @@ from api_schemas import (
     Pool,
     ValidatedJob,
 )
-from api_schemas.catalog import ModelFamily
-from api_schemas.levels import Level
-from client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
-from client.errors import DownloadFailed, WaitTimeout
+from octet.api_schemas.catalog import ModelFamily
+from octet.api_schemas.levels import Level
+from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
+from octet.client.errors import DownloadFailed, WaitTimeout
 
 Item = TypeVar("Item")
 Shown = TypeVar("Shown", bound=Contract)

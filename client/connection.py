@@ -11,10 +11,10 @@ from typing import Any, BinaryIO, TypeVar
 import httpx
 from pydantic import ValidationError
 
-from api_schemas import Contract, Problem
-from api_schemas.problem import CONTENT_TYPE
-from client.errors import ApiError, ConnectionFailed, OctetError, UnexpectedAnswer
-from client.sse import ServerSentEvent, parse_sse
+from octet.api_schemas import Contract, Problem
+from octet.api_schemas.problem import CONTENT_TYPE
+from octet.client.errors import ApiError, ConnectionFailed, OctetError, UnexpectedAnswer
+from octet.client.sse import ServerSentEvent, parse_sse
 
 Shown = TypeVar("Shown", bound=Contract)
 

@@ -13,7 +13,7 @@ OctetError
 
 from collections.abc import Sequence
 
-from api_schemas import Job, Problem, Violation
+from octet.api_schemas import Job, Problem, Violation
 
 
 class OctetError(Exception):
@@ -66,7 +66,7 @@ class WaitTimeout(OctetError, TimeoutError):
 
 
 class DownloadFailed(OctetError):
-    """What arrived does not have the SHA-256 that it should have."""
+    """The downloaded bytes do not have the expected SHA-256."""
 
 
 class ServerFailed(OctetError):

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from api_schemas import JobSpec, explain
-from client.errors import JobFileError, SpecRefused
+from octet.api_schemas import JobSpec, explain
+from octet.client.errors import JobFileError, SpecRefused
 
 MAX_CHARACTERS = 1 << 20
 """The server reads no body of more bytes."""

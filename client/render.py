@@ -1,4 +1,4 @@
-"""What the commands show: tables without frames, which read the same on a terminal and in a file."""
+"""Format the commands' output: tables without frames, which read the same on a terminal and in a file."""
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from rich.table import Table
 from rich.text import Text
 
-from api_schemas import Attempt, Checkpoint, Event, Job, JobState, LogLine, MetricPoint, Pool
-from api_schemas.catalog import ModelFamily
-from api_schemas.levels import Level
-from client.text import duration, num_bytes, number, one_line, printable
+from octet.api_schemas import Attempt, Checkpoint, Event, Job, JobState, LogLine, MetricPoint, Pool
+from octet.api_schemas.catalog import ModelFamily
+from octet.api_schemas.levels import Level
+from octet.client.text import duration, num_bytes, number, one_line, printable
 
 STATE_STYLES = {
     JobState.QUEUED: "yellow",
@@ -92,7 +92,7 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
 
 
 def _workers(job: Job) -> str:
-    """How many ranks the job has asked for; of an elastic job also how many it has now."""
+    """Return the number of requested ranks; for an elastic job also the present number."""
     asked = job.spec.resources
     if asked.min_workers is None:
         return f"{asked.workers} worker{'s' if asked.workers > 1 else ''}"

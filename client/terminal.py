@@ -1,4 +1,4 @@
-"""Where the commands write: results on standard output, errors on standard error; plain lines where nobody watches."""
+"""Write results to standard output and errors to standard error; plain lines if nobody watches."""
 
 import sys
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 
-from client.text import printable
+from octet.client.text import printable
 
 _UNLIMITED_WIDTH = 10_000
 
@@ -24,7 +24,7 @@ class Terminal:
 
     @property
     def is_live(self) -> bool:
-        """Whether standard output is a terminal that can be redrawn."""
+        """Return True if standard output is a terminal that can be redrawn."""
         return self.out.is_terminal and not self.out.is_dumb_terminal
 
     def show(self, what: RenderableType) -> None:

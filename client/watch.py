@@ -11,12 +11,12 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from api_schemas import Event, Job
-from client.api import Client
-from client.errors import ApiError, ConnectionFailed
-from client.render import num_steps, progress_words, state_text, table
-from client.terminal import Terminal
-from client.text import duration, number, one_line
+from octet.api_schemas import Event, Job
+from octet.client.api import Client
+from octet.client.errors import ApiError, ConnectionFailed
+from octet.client.render import num_steps, progress_words, state_text, table
+from octet.client.terminal import Terminal
+from octet.client.text import duration, number, one_line
 
 PLAIN_PROGRESS_EVERY_S = 5.0
 

@@ -2,15 +2,15 @@
 
     from octet import Client, initialize
 
-Importing this package loads neither torch nor httpx: each name is fetched from its home at its first use. The library needs the
-extra `worker` (PyTorch), the client the extra `client` (httpx).
+Importing this package loads neither torch nor httpx: each name is fetched from its home at its first use. The library
+needs the extra `worker`, which brings PyTorch.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from client import Client
-    from worker import (
+    from octet.client import Client
+    from octet.worker import (
         AveragedModel,
         OctetArguments,
         carry_model_state,
@@ -53,7 +53,7 @@ __all__ = [
     "release_gradients",
 ]
 
-_HOME = {name: "client" if name == "Client" else "worker" for name in __all__}
+_HOME = {name: "octet.client" if name == "Client" else "octet.worker" for name in __all__}
 
 
 def __getattr__(name: str) -> Any:
@@ -61,7 +61,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'octet' has no attribute {name!r}; public: {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "octet":
+            raise
+        message = f"octet.{name} needs {error.name}; install it with: pip install 'octet-fp8[worker]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
 
 
 def __dir__() -> list[str]:

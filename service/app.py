@@ -4,37 +4,31 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
-from sqlalchemy.exc import OperationalError
 
-from api_schemas import Problem
-from service.db.bulk import Transaction
-from service.db.engine import Database
-from service.deps import AppContext, require_api_key
-from service.errors import NotReady
-from service.http.bodies import LimitBodies
-from service.http.guards import RefuseOtherHosts, refuse_unknown_query
-from service.http.problems import answers, install
-from service.http.shortcuts import Shortcuts
-from service.http.streams import Streams
-from service.jobs.admission import Admission
-from service.jobs.report_batches import ReportBatches
-from service.jobs.requests import Request, Submission
-from service.jobs.submissions import Shown, Submissions
-from service.routes import catalog, direct, direct_jobs, files, jobs, operations, prometheus, records, reports, usual
-from service.routes.shown import shown_submissions
-from service.scheduling.arrivals import Arrivals
-from service.scheduling.places import QueuePlaces
-from service.settings import Settings
-from service.store.tallies import Before
-from service.telemetry.control_plane import Telemetry, TimeRequests
-from service.telemetry.loops import LoopHealth
+from octet.api_schemas import Problem
+from octet.service.db.bulk import Transaction
+from octet.service.db.engine import Database
+from octet.service.deps import AppContext, require_api_key
+from octet.service.http.bodies import LimitBodies
+from octet.service.http.guards import RefuseOtherHosts, refuse_unknown_query
+from octet.service.http.problems import answers, install
+from octet.service.http.streams import Streams
+from octet.service.ingest.app import Ingest, route_to
+from octet.service.jobs.admission import Admission
+from octet.service.jobs.requests import Request, Submission
+from octet.service.jobs.submissions import Shown, Submissions
+from octet.service.routes import catalog, files, jobs, operations, prometheus, records
+from octet.service.routes.job_views import shown_submissions
+from octet.service.scheduling.places import QueuePlaces
+from octet.service.settings import Settings
+from octet.service.telemetry.control_plane import Telemetry, TimeRequests
+from octet.service.telemetry.loops import LoopHealth
 
 
 def create_app(
@@ -57,7 +51,7 @@ def create_app(
 
     app = _Api(
         title="Octet",
-        version=version("octet"),
+        version=version("octet-fp8"),
         summary="Distributed training in 8-bit floating point, as a service",
         docs_url=None,
         redoc_url=None,
@@ -72,37 +66,27 @@ def create_app(
         responses=answers(421, 503),
     )
 
-    def show(transaction: Transaction, pairs: Sequence[tuple[Request, Submission]], before: Before) -> list[Shown]:
-        return shown_submissions(transaction, context, pairs, before)
+    def show(transaction: Transaction, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
+        return shown_submissions(transaction, context, pairs)
 
-    batches = ReportBatches(database, settings.lease_s)
+    ingest = Ingest(database, settings.lease_s, telemetry, wake)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    context = AppContext(
-        settings, database, wake, Admission(settings), submissions, batches, places, Arrivals(settings, places)
-    )
+    context = AppContext(settings, database, wake, Admission(settings), submissions, places)
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
-    app.state.direct = [direct.DirectReports(context, telemetry), direct_jobs.DirectSubmissions(context, telemetry)]
+    app.state.ingest = ingest
+    app.router.routes.append(route_to(ingest))
     for router in (jobs.router, records.router, files.router, catalog.router, operations.router, prometheus.router):
-        app.include_router(router, dependencies=[Depends(require_api_key)], responses=answers(401))
-    app.include_router(reports.router)
+        app.include_router(router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
     install(app)
-    app.add_middleware(Shortcuts, shortcuts=usual.shortcuts(context, telemetry))
-    app.add_middleware(LimitBodies, settings=settings, knows_attempt=partial(_knows_attempt, batches))
+    app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:
         app.add_middleware(RefuseOtherHosts)
     app.add_middleware(TimeRequests, telemetry=telemetry)
     return app
-
-
-def _knows_attempt(batches: ReportBatches, attempt_id: str, token: str) -> bool:
-    try:
-        return batches.knows(attempt_id, token)
-    except OperationalError:
-        raise NotReady("the database does not answer; try again") from None
 
 
 class _Api(FastAPI):

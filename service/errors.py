@@ -13,7 +13,7 @@ ServiceError
 
 from typing import ClassVar
 
-from api_schemas import ErrorCode, Problem, Violation
+from octet.api_schemas import ErrorCode, Problem, Violation
 
 MOST_VIOLATIONS = 100
 """A body of 1 MiB may break 80,000 rules, which took 6 s of CPU time and an answer of 12 MiB to explain."""

@@ -15,8 +15,8 @@ import yaml
 from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from api_schemas import Files, PoolConfig
-from api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
+from octet.api_schemas import Files, PoolConfig
+from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 
 SHORTEST_API_KEY = 16
 DEFAULT_TENANT = "default"
@@ -166,7 +166,7 @@ class Settings(BaseSettings):
 
     @property
     def store_access(self) -> StoreAccess:
-        """What ranks may read from object stores, and where they keep it."""
+        """The prefixes of object stores that ranks may read, and the folder that they keep them in."""
         folder = self.data_cache_dir or self.data_dir / "data-cache"
         return StoreAccess(prefixes=self.data_stores, cache_folder=str(folder.resolve()), cache_bytes=self.data_cache_bytes)
 

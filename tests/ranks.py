@@ -8,11 +8,11 @@ import torch.multiprocessing
 
 PRELOADED = [
     "torch.distributed.tensor",
-    "worker.train",
-    "worker.parallel",
-    "worker.parallel.staged",
+    "octet.worker.train.loop",
+    "octet.worker.parallel",
+    "octet.worker.parallel.pipeline.loop",
     "torch.nn.attention.bias",
-    "tests.worker.test_train",
+    "tests.kit.training",
 ]
 """Modules that every rank would load otherwise, the first of them at its first step. None of them starts a thread."""
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-import client
 import octet
-import worker
+from octet import client, worker
 
 
 def test_the_public_names() -> None:

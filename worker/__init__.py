@@ -1,26 +1,30 @@
-"""The runtime: one process per rank, and the library behind `from worker import initialize`.
+"""The runtime: one process per rank, and the library behind `from octet.worker import initialize`.
 
 Importing this package loads nothing else. torch is loaded at the first use of a name below, so that the supervisor, which
 is in this package too, starts without it.
 """
 
+if __name__ != "octet.worker":
+    raise ImportError("import octet.worker, not worker", name=__name__)
+
+
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from worker.blocks import compile_blocks
-    from worker.following import follow_optimizer, fp8_statistics
-    from worker.integrations import OctetArguments, carry_model_state, prepare_trainer
-    from worker.metrics.memory import memory_report
-    from worker.optim.average import AveragedModel
-    from worker.optim.offload import offload_optimizer
-    from worker.optim.release import release_gradients
-    from worker.parallel.parallelize import parallelize
-    from worker.plain import plain_state_dict
-    from worker.prepare import initialize
-    from worker.pretrained import export, load_pretrained
-    from worker.residual_stream import keep_residual_in_bf16
-    from worker.saved_activations import keep_activations_in_fp8
-    from worker.savings import fuse_loss
+    from octet.worker.integrations import OctetArguments, carry_model_state, prepare_trainer
+    from octet.worker.metrics.memory import memory_report
+    from octet.worker.optim.average import AveragedModel
+    from octet.worker.optim.offload import offload_optimizer
+    from octet.worker.optim.release import release_gradients
+    from octet.worker.parallel.parallelize import parallelize
+    from octet.worker.prepare.attach_health import follow_optimizer, fp8_statistics
+    from octet.worker.prepare.blocks import compile_blocks
+    from octet.worker.prepare.export_state_dict import plain_state_dict
+    from octet.worker.prepare.initialize import initialize
+    from octet.worker.prepare.memory_options import fuse_loss
+    from octet.worker.prepare.residual_stream import keep_residual_in_bf16
+    from octet.worker.prepare.saved_activations import keep_activations_in_fp8
+    from octet.worker.pretrained import export, load_pretrained
 
 __all__ = [
     "AveragedModel",
@@ -44,30 +48,30 @@ __all__ = [
 ]
 
 _HOME = {
-    "AveragedModel": "worker.optim.average",
-    "OctetArguments": "worker.integrations",
-    "carry_model_state": "worker.integrations",
-    "compile_blocks": "worker.blocks",
-    "export": "worker.pretrained",
-    "follow_optimizer": "worker.following",
-    "fp8_statistics": "worker.following",
-    "fuse_loss": "worker.savings",
-    "initialize": "worker.prepare",
-    "keep_activations_in_fp8": "worker.saved_activations",
-    "keep_residual_in_bf16": "worker.residual_stream",
-    "load_pretrained": "worker.pretrained",
-    "memory_report": "worker.metrics.memory",
-    "offload_optimizer": "worker.optim.offload",
-    "parallelize": "worker.parallel.parallelize",
-    "plain_state_dict": "worker.plain",
-    "prepare_trainer": "worker.integrations",
-    "release_gradients": "worker.optim.release",
+    "AveragedModel": "octet.worker.optim.average",
+    "OctetArguments": "octet.worker.integrations",
+    "carry_model_state": "octet.worker.integrations",
+    "compile_blocks": "octet.worker.prepare.blocks",
+    "export": "octet.worker.pretrained",
+    "follow_optimizer": "octet.worker.prepare.attach_health",
+    "fp8_statistics": "octet.worker.prepare.attach_health",
+    "fuse_loss": "octet.worker.prepare.memory_options",
+    "initialize": "octet.worker.prepare.initialize",
+    "keep_activations_in_fp8": "octet.worker.prepare.saved_activations",
+    "keep_residual_in_bf16": "octet.worker.prepare.residual_stream",
+    "load_pretrained": "octet.worker.pretrained",
+    "memory_report": "octet.worker.metrics.memory",
+    "offload_optimizer": "octet.worker.optim.offload",
+    "parallelize": "octet.worker.parallel.parallelize",
+    "plain_state_dict": "octet.worker.prepare.export_state_dict",
+    "prepare_trainer": "octet.worker.integrations",
+    "release_gradients": "octet.worker.optim.release",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'worker' has no attribute {name!r}; public: {', '.join(__all__)}")
+        raise AttributeError(f"module 'octet.worker' has no attribute {name!r}; public: {', '.join(__all__)}")
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)

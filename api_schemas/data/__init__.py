@@ -7,15 +7,14 @@ from typing import Annotated
 
 from pydantic import Tag
 
-from api_schemas.data.base import Needs, SourceSpec
-from api_schemas.data.datasets import DatasetsSpec
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.data.images import ImagesSpec
-from api_schemas.data.jsonl import JsonlSpec
-from api_schemas.data.text import TextSpec
-from api_schemas.data.tokens import TokensSpec
-from api_schemas.data.unfit import Unfit
-from api_schemas.union import by_field
+from octet.api_schemas.data.base import Needs, SourceSpec
+from octet.api_schemas.data.datasets import DatasetsSpec
+from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.data.images import ImagesSpec
+from octet.api_schemas.data.jsonl import JsonlSpec
+from octet.api_schemas.data.text import TextSpec
+from octet.api_schemas.data.tokens import TokensSpec
+from octet.api_schemas.union import by_field
 
 DataSpec = Annotated[
     Annotated[TextSpec, Tag("text")]
@@ -37,5 +36,4 @@ __all__ = [
     "SourceSpec",
     "TextSpec",
     "TokensSpec",
-    "Unfit",
 ]

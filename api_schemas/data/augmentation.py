@@ -1,11 +1,11 @@
-"""How training images are varied: the parts of the recipes of DeiT and Swin, each with its published parameters as defaults."""
+"""Random changes of training images: the parts of the recipes of DeiT and Swin, with their published parameters as defaults."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from api_schemas.base import Contract, refusal
+from octet.api_schemas.base import Contract, refusal
 
 AugmentationPreset = Literal["deit", "swin"]
 Chance = Annotated[float, Field(ge=0.0, le=1.0)]

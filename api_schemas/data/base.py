@@ -11,10 +11,10 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator
 
-from api_schemas.base import Contract, refusal
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.data.stores import check_url, is_url, place_of
-from api_schemas.inputs import BatchKind, ImageInput
+from octet.api_schemas.base import Contract, refusal
+from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.data.stores import check_url, is_url, place_of
+from octet.api_schemas.inputs import BatchKind, ImageInput
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,30 @@ class SourceSpec(Contract):
         return False
 
     @property
+    def reads_tokenizer(self) -> bool:
+        """True if the source needs a tokenizer, of its own or of the model's folder. It then has a field `tokenizer`."""
+        return False
+
+    @property
+    def is_varied(self) -> bool:
+        """True if images are changed at random, as only grey and coloured ones can be."""
+        return False
+
+    @property
     def is_packed(self) -> bool:
         """True if a sequence may hold several documents, which the model has to keep apart."""
         return False
 
     def with_model(self, model_folder: str | None) -> Self:
-        """Return this spec with what it takes from the model's folder (None: the model has none). Raises Unfit."""
+        """Return this spec with what it takes from the model's folder (None: the model has none)."""
         return self
 
     def check_local_parts(self, files: Files = ANY_FILE) -> None:
-        """Raise Unfit, or OSError, for a wrong local file that the source reads in addition to its data in an object store."""
+        """Raise SpecConflict, or OSError, for a wrong local file that the source reads besides its data in an object store."""
 
     @abstractmethod
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
-        """Raise Unfit, or OSError, if the files under `path` (the resolved `self.path`) cannot feed the job.
+        """Raise SpecConflict, or OSError, if the files under `path` (the resolved `self.path`) cannot feed the job.
 
         `files` opens and lists them. Applies the rank's own rules but does not read everything: a large folder is assumed to be
         large enough.

@@ -12,13 +12,12 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from api_schemas.base import refusal
-from api_schemas.data.augmentation import AugmentationSpec
-from api_schemas.data.base import Needs
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.data.jsonl import RecordsSpec, check_tokenizer
-from api_schemas.data.unfit import Unfit
-from api_schemas.inputs import BatchKind, ImageInput
+from octet.api_schemas.base import SpecConflict, refusal
+from octet.api_schemas.data.augmentation import AugmentationSpec
+from octet.api_schemas.data.base import Needs
+from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.data.jsonl import RecordsSpec, check_tokenizer
+from octet.api_schemas.inputs import BatchKind, ImageInput
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 MAX_JSON_BYTES = 16 << 20
@@ -90,7 +89,7 @@ class DatasetsSpec(RecordsSpec):
 
     @property
     def gives(self) -> BatchKind:
-        """As the columns say."""
+        """Images or tokens, by the named columns."""
         return "images" if self.content == "images" else "tokens"
 
     @property
@@ -105,7 +104,7 @@ class DatasetsSpec(RecordsSpec):
 
     @property
     def is_packed(self) -> bool:
-        """As the spec says."""
+        """True if the spec sets `packing`."""
         return self.packing
 
     @property
@@ -113,10 +112,6 @@ class DatasetsSpec(RecordsSpec):
         """The names of the columns that are read."""
         names = (getattr(self, name) for name in type(self).model_fields if name.endswith("_column"))
         return tuple(name for name in names if name is not None)
-
-    def with_model(self, model_folder: str | None) -> Self:
-        """Take the model's tokenizer for records unless the spec names another. Raises Unfit if there is neither."""
-        return super().with_model(model_folder) if self.has_targets else self
 
     def num_evaluation(self, num_rows: int) -> int:
         """Return how many rows are kept for evaluation."""
@@ -132,10 +127,12 @@ class DatasetsSpec(RecordsSpec):
             assert self.tokenizer is not None
             if not check_tokenizer(Path(self.tokenizer), files) and self.content == "messages":
                 allowed = f"a column of prompts and one of completions: the tokenizer in {self.tokenizer} has no chat template"
-                raise Unfit("data.messages_column", self.messages_column, allowed, "Add a chat template to the tokenizer.")
+                raise SpecConflict(
+                    "data.messages_column", self.messages_column, allowed, "Add a chat template to the tokenizer."
+                )
 
     def check_columns(self, path: Path, saved: SavedDataset, takes: ImageInput | None) -> None:
-        """Raise Unfit for a column that is missing or of another type, and for more classes than the model has."""
+        """Raise SpecConflict for a column that is missing or of another type, and for more classes than the model has."""
         for field in ("text_column", "prompt_column", "completion_column"):
             if (name := getattr(self, field)) is not None:
                 self._require(saved, path, field, name, "of strings", _is_text)
@@ -151,35 +148,39 @@ class DatasetsSpec(RecordsSpec):
         num_names = len(saved.columns[self.label_column].get("names") or ())
         if num_names > takes.num_classes:
             allowed = f"at least {num_names}, the number of classes in {self.label_column}"
-            raise Unfit("model.num_classes", takes.num_classes, allowed, "Raise model.num_classes.")
+            raise SpecConflict("model.num_classes", takes.num_classes, allowed, "Raise model.num_classes.")
         if takes.num_channels not in (1, 3):
             allowed = "1 (grey) or 3 (RGB) with source datasets"
-            raise Unfit("model.num_channels", takes.num_channels, allowed, "Change model.num_channels, or use a .npz file.")
+            raise SpecConflict(
+                "model.num_channels", takes.num_channels, allowed, "Change model.num_channels, or use a .npz file."
+            )
 
     def _require(self, saved: SavedDataset, path: Path, field: str, name: str, allowed: str, fits: Any) -> None:
         found = saved.columns.get(name)
         if found is None:
-            raise Unfit(f"data.{field}", name, f"a column of {path}: {', '.join(saved.columns)}", f"Change data.{field}.")
+            raise SpecConflict(
+                f"data.{field}", name, f"a column of {path}: {', '.join(saved.columns)}", f"Change data.{field}."
+            )
         if not fits(found):
             kind = found.get("dtype", found.get("_type", "another type")) if isinstance(found, dict) else "a list"
-            raise Unfit(f"data.{field}", f"{name}, of {kind}", f"a column {allowed}", f"Change data.{field}.")
+            raise SpecConflict(f"data.{field}", f"{name}, of {kind}", f"a column {allowed}", f"Change data.{field}.")
 
 
 def read_saved(folder: Path, files: Files = ANY_FILE) -> SavedDataset:
-    """Read the JSON of a saved data set. Raises Unfit if it is missing or wrong, and OSError."""
+    """Read the JSON of a saved data set. Raises SpecConflict if it is missing or wrong, and OSError."""
     change = "Save the data set with Dataset.save_to_disk."
     if (splits := _read_json(folder / SPLITS, files)) is not None:
         found = ", ".join(map(str, splits.get("splits", ())))
-        raise Unfit("data.path", folder, f"the folder of one split: {found}", "Add the split's name to data.path.")
+        raise SpecConflict("data.path", folder, f"the folder of one split: {found}", "Add the split's name to data.path.")
     state, info = _read_json(folder / STATE, files), _read_json(folder / INFO, files)
     if state is None or info is None:
-        raise Unfit("data.path", folder, f"a folder with {STATE} and {INFO}", change)
+        raise SpecConflict("data.path", folder, f"a folder with {STATE} and {INFO}", change)
     listed = state.get("_data_files")
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed] if isinstance(listed, list) else []
     if not names or not all(isinstance(name, str) and name and "/" not in name and "\0" not in name for name in names):
-        raise Unfit("data.path", folder / STATE, "a list of at least one Arrow file in this folder", change)
+        raise SpecConflict("data.path", folder / STATE, "a list of at least one Arrow file in this folder", change)
     if not isinstance(info.get("features"), dict):
-        raise Unfit("data.path", folder / INFO, "the types of the columns (features)", change)
+        raise SpecConflict("data.path", folder / INFO, "the types of the columns (features)", change)
     return SavedDataset(tuple(map(str, names)), info)
 
 
@@ -189,11 +190,11 @@ def _read_json(path: Path, files: Files) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError) as error:
-        if isinstance(error, Unfit):
+        if isinstance(error, SpecConflict):
             raise
-        raise Unfit("data.path", path, "JSON", "Save the data set again.") from None
+        raise SpecConflict("data.path", path, "JSON", "Save the data set again.") from None
     if not isinstance(document, dict):
-        raise Unfit("data.path", path, "an object", "Save the data set again.")
+        raise SpecConflict("data.path", path, "an object", "Save the data set again.")
     return document
 
 

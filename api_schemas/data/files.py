@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from api_schemas.data.stores import NO_STORES, StoreAccess
-from api_schemas.data.unfit import Unfit
+from octet.api_schemas.base import SpecConflict
+from octet.api_schemas.data.stores import NO_STORES, StoreAccess
 
 NEVER_READ = ("/proc", "/sys", "/dev")
 
@@ -24,7 +24,7 @@ class Files:
     """The folders whose files may be read (None: no restriction), and the limits of listing a folder.
 
     `roots` have no links in them (see `resolved`). /proc, /sys and /dev are closed, whatever the roots are. Methods raise
-    Unfit for a path outside, and OSError.
+    SpecConflict for a path outside, and OSError.
     """
 
     roots: tuple[str, ...] | None = None
@@ -41,7 +41,7 @@ class Files:
         """Open a regular file for reading."""
         with self._located(path) as descriptor:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Unfit("data.path", path, "a regular file", "Change data.path or exclude the file.")
+                raise SpecConflict("data.path", path, "a regular file", "Change data.path or exclude the file.")
             return open(_link(descriptor) if hasattr(os, "O_PATH") else path, "rb")
 
     def read(self, path: Path, num_bytes: int = -1, start: int = 0) -> bytes:
@@ -67,7 +67,7 @@ class Files:
         """Yield what lies below a folder: the relative path, and True for a regular file. Folders are not yielded.
 
         `enters` decides about each subfolder. Links are not followed; subfolders that cannot be read are left out. Raises
-        Unfit, which names the limit, for more entries or more time than allowed.
+        SpecConflict, which names the limit, for more entries or more time than allowed.
         """
         ends_at = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         pending, num_entries = [""], 0
@@ -75,7 +75,7 @@ class Files:
             parent = pending.pop()
             try:
                 descriptor = self._open_folder(folder, parent)
-            except (OSError, Unfit):
+            except (OSError, SpecConflict):
                 if not parent:
                     raise
                 continue
@@ -118,15 +118,19 @@ class Files:
         found = os.readlink(_link(descriptor))
         if any(_is_below(found, closed) for closed in NEVER_READ) or not any(_is_below(found, root) for root in self.roots):
             allowed = f"a file or folder inside {', '.join(self.roots)}, and never {', '.join(NEVER_READ)}"
-            raise Unfit("data.path", path, allowed, "Change data.path, or have the operator add its folder to the data roots.")
+            raise SpecConflict(
+                "data.path", path, allowed, "Change data.path, or have the operator add its folder to the data roots."
+            )
 
     def _check_limits(self, folder: Path, num_entries: int, ends_at: float | None) -> None:
         change = "Name a smaller folder, exclude subfolders with globs such as build/**, or have the operator raise the limit."
         if self.max_entries is not None and num_entries > self.max_entries:
-            raise Unfit("data.path", folder, f"at most {self.max_entries} entries below it (data_check_max_entries)", change)
+            raise SpecConflict(
+                "data.path", folder, f"at most {self.max_entries} entries below it (data_check_max_entries)", change
+            )
         if ends_at is not None and time.monotonic() > ends_at:
             allowed = f"a folder that can be listed and checked within {self.timeout_s:g} s (data_check_timeout_s)"
-            raise Unfit("data.path", folder, allowed, change)
+            raise SpecConflict("data.path", folder, allowed, change)
 
 
 ANY_FILE = Files()

@@ -6,9 +6,9 @@ The control plane has no Pillow: it looks at the first bytes of one image of eac
 from collections.abc import Iterator
 from pathlib import Path
 
-from api_schemas.data.files import Files
-from api_schemas.data.unfit import Unfit
-from api_schemas.inputs import ImageInput
+from octet.api_schemas.base import SpecConflict
+from octet.api_schemas.data.files import Files
+from octet.api_schemas.inputs import ImageInput
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF8", b"II*\0", b"MM\0*")
@@ -37,7 +37,7 @@ def list_images(folder: Path, class_name: str, files: Files) -> Iterator[str]:
 
 
 def check_folder(folder: Path, takes: ImageInput, files: Files) -> None:
-    """Raise Unfit if the classes do not fit the model, one has no image, or its first image is none."""
+    """Raise SpecConflict if the classes do not fit the model, one has no image, or its first image is none."""
     names = list_classes(folder, files)
     check_classes(folder, names, takes)
     for name in names:
@@ -48,25 +48,27 @@ def check_folder(folder: Path, takes: ImageInput, files: Files) -> None:
 
 
 def check_classes(folder: Path, names: tuple[str, ...], takes: ImageInput) -> None:
-    """Raise Unfit unless there are at least two classes, and as many as the model can tell apart or fewer."""
+    """Raise SpecConflict unless there are at least two classes, and as many as the model can tell apart or fewer."""
     if takes.num_channels not in (1, 3):
         allowed = "1 (grey) or 3 (RGB) with images in files"
-        raise Unfit("model.num_channels", takes.num_channels, allowed, "Change model.num_channels, or use a .npz file.")
+        raise SpecConflict("model.num_channels", takes.num_channels, allowed, "Change model.num_channels, or use a .npz file.")
     if len(names) < 2:
-        raise Unfit("data.path", f"{folder} with {len(names)} class folders", f"{_LAYOUT}; at least two", "Change data.path.")
+        raise SpecConflict(
+            "data.path", f"{folder} with {len(names)} class folders", f"{_LAYOUT}; at least two", "Change data.path."
+        )
     if len(names) > takes.num_classes:
         allowed = f"at least {len(names)}, the number of class folders in {folder}"
-        raise Unfit("model.num_classes", takes.num_classes, allowed, "Raise model.num_classes.")
+        raise SpecConflict("model.num_classes", takes.num_classes, allowed, "Raise model.num_classes.")
 
 
-def empty_class(folder: Path) -> Unfit:
+def empty_class(folder: Path) -> SpecConflict:
     """Return the refusal of a class without images."""
     allowed = f"at least one image ({', '.join(SUFFIXES)})"
-    return Unfit("data.path", f"no image in {folder}", allowed, "Add images or remove the folder.")
+    return SpecConflict("data.path", f"no image in {folder}", allowed, "Add images or remove the folder.")
 
 
 def _check_signature(path: Path, files: Files) -> None:
     start = files.read(path, 16)
     if not start.startswith(_SIGNATURES) and start[8:12] != b"WEBP":
         allowed = "an image as its suffix says"
-        raise Unfit("data.path", f"{path} begins with {start[:8]!r}", allowed, "Replace or remove the file.")
+        raise SpecConflict("data.path", f"{path} begins with {start[:8]!r}", allowed, "Replace or remove the file.")

@@ -12,12 +12,12 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from pydantic import Field
 
-from api_schemas.data.augmentation import AugmentationSpec
-from api_schemas.data.base import Needs, SourceSpec
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.data.image_folder import check_folder
-from api_schemas.data.unfit import Unfit
-from api_schemas.inputs import BatchKind, ImageInput
+from octet.api_schemas.base import SpecConflict
+from octet.api_schemas.data.augmentation import AugmentationSpec
+from octet.api_schemas.data.base import Needs, SourceSpec
+from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.data.image_folder import check_folder
+from octet.api_schemas.inputs import BatchKind, ImageInput
 
 IMAGES, LABELS = "images", "labels"
 LABEL_DTYPES = ("|u1", "<u2", "<u4", "|i1", "<i2", "<i4", "<i8")
@@ -71,33 +71,33 @@ class ImagesSpec(SourceSpec):
 
 
 def check_shapes(path: Path, images: ArrayHeader, labels: ArrayHeader, takes: ImageInput) -> None:
-    """Raise Unfit if the arrays do not hold images and labels, or the images are not those that the model takes."""
+    """Raise SpecConflict if the arrays do not hold images and labels, or the images are not those that the model takes."""
     if images.dtype != "|u1" or len(images.shape) not in (3, 4) or images.shape[0] < 2:
         allowed = "at least two images as uint8 of shape (N, H, W) or (N, H, W, C)"
-        raise Unfit("data.path", f"{path}: images {_words(images)}", allowed, "Write the array again.")
+        raise SpecConflict("data.path", f"{path}: images {_words(images)}", allowed, "Write the array again.")
     if labels.dtype not in LABEL_DTYPES or labels.shape != images.shape[:1]:
         allowed = f"integers of shape ({images.shape[0]},): a label for each image"
-        raise Unfit("data.path", f"{path}: labels {_words(labels)}", allowed, "Write the array again.")
+        raise SpecConflict("data.path", f"{path}: labels {_words(labels)}", allowed, "Write the array again.")
     height, width, *channels = images.shape[1:]
     found, wanted = (height, width, *(channels or [1])), (takes.image_size, takes.image_size, takes.num_channels)
     if found != wanted:
         field = "model.num_channels" if found[:2] == wanted[:2] else "model.image_size"
         got = takes.num_channels if found[:2] == wanted[:2] else takes.image_size
         allowed = f"that of the images in {path}, which are {height} × {width} pixels of {found[2]} channels"
-        raise Unfit(field, got, allowed, f"Change {field}, or write the images in another size.")
+        raise SpecConflict(field, got, allowed, f"Change {field}, or write the images in another size.")
 
 
 def read_headers(path: Path, file: BinaryIO) -> tuple[ArrayHeader, ArrayHeader]:
-    """Read the headers of images and labels. Raises Unfit if the file is no .npz file or lacks one of them."""
+    """Read the headers of images and labels. Raises SpecConflict if the file is no .npz file or lacks one of them."""
     try:
         with zipfile.ZipFile(file) as archive:
             images, labels = (_read_header(archive, f"{name}.npy") for name in (IMAGES, LABELS))
             return images, labels
     except KeyError as error:
         allowed = f"a .npz file with the arrays {IMAGES} and {LABELS}"
-        raise Unfit("data.path", f"{path}: {error.args[0]}", allowed, "Write it with numpy.savez.") from None
+        raise SpecConflict("data.path", f"{path}: {error.args[0]}", allowed, "Write it with numpy.savez.") from None
     except (zipfile.BadZipFile, ValueError, SyntaxError, RecursionError, MemoryError, NotImplementedError, EOFError) as error:
-        raise Unfit("data.path", path, f"a .npz file of plain arrays ({error})", "Write it with numpy.savez.") from None
+        raise SpecConflict("data.path", path, f"a .npz file of plain arrays ({error})", "Write it with numpy.savez.") from None
 
 
 def _read_header(archive: zipfile.ZipFile, name: str) -> ArrayHeader:

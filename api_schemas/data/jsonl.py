@@ -15,17 +15,16 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator
 
-from api_schemas.base import refusal
-from api_schemas.data.base import Needs, SourceSpec
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.data.unfit import Unfit
+from octet.api_schemas.base import SpecConflict, refusal
+from octet.api_schemas.data.base import Needs, SourceSpec
+from octet.api_schemas.data.files import ANY_FILE, Files
 
 MAX_LINE_BYTES = 16 << 20
 MAX_CHECKED_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
 SUFFIX = ".jsonl"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-"""Files of which a tokenizer has at least one."""
+"""A tokenizer has at least one of these files."""
 TOKENIZER_SETTINGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -77,13 +76,15 @@ class RecordsSpec(SourceSpec):
         return absolute_tokenizer(path)
 
     def with_model(self, model_folder: str | None) -> Self:
-        """Take the model's tokenizer unless the spec names another. Raises Unfit if there is neither."""
-        if self.tokenizer is not None:
+        """Take the model's tokenizer if the spec reads one and names none."""
+        if self.tokenizer is not None or not self.reads_tokenizer:
             return self
-        if model_folder is None:
-            allowed = "the folder of a tokenizer, or the folder of a saved model in model.path"
-            raise Unfit("data.tokenizer", None, allowed, "Set data.tokenizer or model.path.")
         return self.model_copy(update={"tokenizer": model_folder})
+
+    @property
+    def reads_tokenizer(self) -> bool:
+        """Records are text."""
+        return self.has_targets
 
 
 class JsonlSpec(RecordsSpec):
@@ -106,7 +107,7 @@ class JsonlSpec(RecordsSpec):
 
     @property
     def is_packed(self) -> bool:
-        """As the spec says."""
+        """True if the spec sets `packing`."""
         return self.packing
 
     def num_evaluation(self, num_records: int) -> int:
@@ -129,12 +130,12 @@ class JsonlSpec(RecordsSpec):
                 raise no_template(line, Path(self.tokenizer))
         if num_records < 2:
             allowed = "at least two records: one to train on, one to evaluate"
-            raise Unfit("data.path", f"{path} with {num_records} records", allowed, "Add records.")
+            raise SpecConflict("data.path", f"{path} with {num_records} records", allowed, "Add records.")
 
     def lines(self, path: Path, files: Files = ANY_FILE, max_bytes: int | None = None) -> Iterator[Line]:
         """Yield the records of the files, in order of their names. Blank lines are left out.
 
-        max_bytes: stop after so many bytes. Raises Unfit, which names file and line, for a line that is no record.
+        max_bytes: stop after so many bytes. Raises SpecConflict, which names file and line, for a line that is no record.
         """
         num_bytes = 0
         for file in self._files(path, files):
@@ -152,7 +153,7 @@ class JsonlSpec(RecordsSpec):
             return [path]
         names = sorted(name for name, is_file in files.list_below(path, _no_subfolder) if is_file and name.endswith(SUFFIX))
         if not names:
-            raise Unfit("data.path", path, f"a {SUFFIX} file, or a folder with {SUFFIX} files", "Change data.path.")
+            raise SpecConflict("data.path", path, f"a {SUFFIX} file, or a folder with {SUFFIX} files", "Change data.path.")
         return [path / name for name in names]
 
 
@@ -191,55 +192,55 @@ def absolute_tokenizer(path: str | None) -> str | None:
 
 
 def has_tokenizer(folder: Path, files: Files = ANY_FILE) -> bool:
-    """Return True if a folder has the files of a tokenizer. Raises Unfit or OSError."""
+    """Return True if a folder has the files of a tokenizer. Raises SpecConflict or OSError."""
     return any(_has(folder, name, files) for name in TOKENIZER_FILES)
 
 
 def check_tokenizer(folder: Path, files: Files = ANY_FILE) -> bool:
-    """Check that a folder holds a tokenizer; returns True if it has a chat template. Raises Unfit or OSError."""
+    """Check that a folder holds a tokenizer; returns True if it has a chat template. Raises SpecConflict or OSError."""
     if not has_tokenizer(folder, files):
         allowed = f"a folder with a tokenizer, as save_pretrained writes it: one of {', '.join(TOKENIZER_FILES)}"
-        raise Unfit("data.tokenizer", folder, allowed, "Save the tokenizer there, or set data.tokenizer.")
+        raise SpecConflict("data.tokenizer", folder, allowed, "Save the tokenizer there, or set data.tokenizer.")
     if _has(folder, "chat_template.jinja", files):
         return True
     try:
         settings = json.loads(read_tokenizer_file(folder, "tokenizer_config.json", files) or b"{}")
     except (ValueError, RecursionError):
         name = folder / "tokenizer_config.json"
-        raise Unfit("data.tokenizer", name, "settings in JSON", "Save the tokenizer again.") from None
+        raise SpecConflict("data.tokenizer", name, "settings in JSON", "Save the tokenizer again.") from None
     return isinstance(settings, dict) and bool(settings.get("chat_template"))
 
 
 def read_tokenizer_file(folder: Path, name: str, files: Files = ANY_FILE) -> bytes | None:
-    """Read a file of a tokenizer, or None if there is no such file. Raises Unfit or OSError."""
+    """Read a file of a tokenizer, or None if there is no such file. Raises SpecConflict or OSError."""
     try:
         if files.num_bytes(folder / name) > MAX_TOKENIZER_BYTES:
-            raise Unfit("data.tokenizer", folder / name, f"at most {MAX_TOKENIZER_BYTES} bytes", "Save the tokenizer again.")
+            raise SpecConflict(
+                "data.tokenizer", folder / name, f"at most {MAX_TOKENIZER_BYTES} bytes", "Save the tokenizer again."
+            )
         return files.read(folder / name, MAX_TOKENIZER_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except Unfit as unfit:
-        raise Unfit(
-            "data.tokenizer", unfit.got, unfit.allowed, unfit.change.replace("data.path", "data.tokenizer or model.path")
-        ) from None
+    except SpecConflict as conflict:
+        raise conflict.moved_to("data.tokenizer", "data.tokenizer or model.path") from None
 
 
-def no_template(line: Line, tokenizer: Path) -> Unfit:
+def no_template(line: Line, tokenizer: Path) -> SpecConflict:
     """Build the error of a conversation whose tokenizer has no chat template."""
     got = f"{line.file.name} line {line.number}: messages"
     allowed = f"prompt and completion: the tokenizer in {tokenizer} has no chat template"
-    return Unfit("data.path", got, allowed, "Add a chat template to the tokenizer, or write prompts and completions.")
+    return SpecConflict("data.path", got, allowed, "Add a chat template to the tokenizer, or write prompts and completions.")
 
 
 def _read_line(file: Path, number: int, text: bytes) -> Record:
     where = f"{file.name} line {number}"
     if len(text) > MAX_LINE_BYTES:
-        raise Unfit("data.path", f"{where} of more than {MAX_LINE_BYTES} bytes", "shorter lines", "Shorten the record.")
+        raise SpecConflict("data.path", f"{where} of more than {MAX_LINE_BYTES} bytes", "shorter lines", "Shorten the record.")
     try:
         return read_record(text)
     except ValueError as error:
         allowed = "an object with the strings prompt and completion, or with messages of role and content"
-        raise Unfit("data.path", f"{where}: {error}", allowed, "Correct the line or remove it.") from None
+        raise SpecConflict("data.path", f"{where}: {error}", allowed, "Correct the line or remove it.") from None
 
 
 def _messages(found: Any) -> list[dict[str, str]]:
@@ -270,8 +271,8 @@ def _has(folder: Path, name: str, files: Files) -> bool:
         files.num_bytes(folder / name)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except Unfit as unfit:
-        raise Unfit("data.tokenizer", unfit.got, unfit.allowed, unfit.change.replace("data.path", "data.tokenizer")) from None
+    except SpecConflict as conflict:
+        raise conflict.moved_to("data.tokenizer") from None
     return True
 
 

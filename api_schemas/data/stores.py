@@ -10,8 +10,7 @@ from pathlib import Path, PosixPath
 
 from pydantic import Field, field_validator
 
-from api_schemas.base import Contract
-from api_schemas.data.unfit import Unfit
+from octet.api_schemas.base import Contract, SpecConflict
 
 DEFAULT_CACHE_BYTES = 16 << 30
 _URL = re.compile(r"[a-z][a-z0-9]{0,15}://[^\s\\?#%*@\[\]\x00-\x1f\x7f]+")
@@ -47,7 +46,7 @@ class StorePath(PosixPath):
         return f"{protocol}://{'/' if protocol == 'file' else ''}{rest}"
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} lies in an object store; open it with worker.data.stores.StoreFiles")
+        raise TypeError(f"{self} lies in an object store; open it with octet.worker.data.stores.StoreFiles")
 
 
 def place_of(path: str) -> Path:
@@ -68,13 +67,13 @@ class StoreAccess(Contract):
         return tuple(map(check_url, prefixes))
 
     def require(self, url: str) -> None:
-        """Raise Unfit unless a URL is an allowed prefix or lies below one."""
+        """Raise SpecConflict unless a URL is an allowed prefix or lies below one."""
         is_below = any(url == prefix or url.startswith(f"{prefix}/") for prefix in self.prefixes)
         if not is_below or ".." in url.split("/"):
             allowed = (
                 f"a place below {', '.join(self.prefixes)}" if self.prefixes else "a path: no object store is allowed here"
             )
-            raise Unfit(
+            raise SpecConflict(
                 "data.path", url, allowed, "Change data.path, or have the operator add its prefix to OCTET_DATA_STORES."
             )
 

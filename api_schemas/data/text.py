@@ -9,12 +9,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from api_schemas.base import refusal
-from api_schemas.data.base import Needs, SourceSpec
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.data.globs import matches
-from api_schemas.data.jsonl import absolute_tokenizer, check_tokenizer, has_tokenizer
-from api_schemas.data.unfit import Unfit
+from octet.api_schemas.base import SpecConflict, refusal
+from octet.api_schemas.data.base import Needs, SourceSpec
+from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.data.globs import matches
+from octet.api_schemas.data.jsonl import absolute_tokenizer, check_tokenizer, has_tokenizer
 
 Glob = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -64,12 +63,12 @@ class TextSpec(SourceSpec):
 
     @property
     def min_vocab_size(self) -> int:
-        """As many as there are bytes. A tokenizer's vocabulary is known when its files are read."""
+        """256, one for each byte. A tokenizer's vocabulary is known when its files are read."""
         return 256 if self.tokenizer is None else 1
 
     @property
     def is_packed(self) -> bool:
-        """As the spec says."""
+        """True if the spec sets `packing`."""
         return self.packing
 
     def selects(self, relative_path: str) -> bool:
@@ -123,7 +122,7 @@ class TextSpec(SourceSpec):
             check_tokenizer(Path(self.tokenizer), files)
         elif self._model_folder is not None and has_tokenizer(Path(self._model_folder), files):
             allowed = f"a tokenizer's folder: the model in {self._model_folder} has a tokenizer, so its tokens are not bytes"
-            raise Unfit("data.tokenizer", None, allowed, f"Set data.tokenizer to {self._model_folder}.")
+            raise SpecConflict("data.tokenizer", None, allowed, f"Set data.tokenizer to {self._model_folder}.")
 
     def check(self, path: Path, needs: Needs, files: Files = ANY_FILE) -> None:
         """Check as `SourceSpec.check` says; a folder of more than `MAX_FILES_CHECKED` text files is assumed large enough.
@@ -150,14 +149,14 @@ class TextSpec(SourceSpec):
         self._check_length(_joined_bytes(sizes, train), _joined_bytes(sizes, evaluation), needs)
 
     def refuse_to_pack_one_file(self) -> None:
-        """Raise Unfit if the only file should be packed."""
+        """Raise SpecConflict if the only file should be packed."""
         if self.packing:
             allowed = f"false: {self.path} is a single file, so a single document"
-            raise Unfit("data.packing", True, allowed, "Remove data.packing, or give a folder of files.")
+            raise SpecConflict("data.packing", True, allowed, "Remove data.packing, or give a folder of files.")
 
-    def too_few_files(self, num_files: int) -> Unfit:
+    def too_few_files(self, num_files: int) -> SpecConflict:
         """Build the error for a folder with fewer than two selected text files."""
-        return Unfit(
+        return SpecConflict(
             "data.include",
             ", ".join(self.include),
             "globs that select at least two text files, one to train on and one to evaluate",
@@ -167,7 +166,7 @@ class TextSpec(SourceSpec):
     def _check_length(self, num_train_bytes: int, num_evaluation_bytes: int, needs: Needs) -> None:
         for part, num_bytes in (("training", num_train_bytes), ("evaluation", num_evaluation_bytes)):
             if num_bytes <= needs.sequence_length:
-                raise Unfit(
+                raise SpecConflict(
                     "training.sequence_length",
                     needs.sequence_length,
                     f"less than the {part} text of {self.path}, which has {num_bytes} bytes",

@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from api_schemas.base import Contract
-from api_schemas.data.base import Needs, SourceSpec
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.data.unfit import Unfit
+from octet.api_schemas.base import Contract, SpecConflict
+from octet.api_schemas.data.base import Needs, SourceSpec
+from octet.api_schemas.data.files import ANY_FILE, Files
 
 INDEX_NAME = "index.json"
 MAX_INDEX_BYTES = 16 << 20
@@ -36,38 +35,44 @@ class TokenIndex(Contract):
 
     @classmethod
     def read(cls, folder: Path, files: Files = ANY_FILE) -> "TokenIndex":
-        """Read the index of a folder. Raises Unfit if the index is missing or wrong."""
+        """Read the index of a folder. Raises SpecConflict if the index is missing or wrong."""
         path = folder / INDEX_NAME
         try:
             return cls.model_validate_json(files.read(path, MAX_INDEX_BYTES))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise Unfit("data.path", folder, f"a folder of token shards with {INDEX_NAME}", "Change data.path.") from None
+            raise SpecConflict(
+                "data.path", folder, f"a folder of token shards with {INDEX_NAME}", "Change data.path."
+            ) from None
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
             where = ".".join(map(str, detail["loc"]))
-            raise Unfit("data.path", path, f"an index of token shards ({where}: {detail['msg']})", "Write it again.") from None
+            raise SpecConflict(
+                "data.path", path, f"an index of token shards ({where}: {detail['msg']})", "Write it again."
+            ) from None
 
     def check(self, folder: Path, needs: Needs, files: Files = ANY_FILE) -> None:
-        """Raise Unfit if a shard's length differs from the index, a part is too short, or the vocabulary is too large."""
+        """Raise SpecConflict if a shard is not as long as the index says, a part too short, or the vocabulary too large."""
         for shard in (*self.train, *self.evaluation):
             expected = shard.num_tokens * BYTES_PER_TOKEN[self.dtype]
             found = files.num_bytes(folder / shard.file)
             if found != expected:
                 allowed = f"{expected} bytes: {shard.num_tokens} tokens of {self.dtype}, as the index says"
-                raise Unfit("data.path", f"{shard.file} of {found} bytes", allowed, "Write the shards again.")
+                raise SpecConflict("data.path", f"{shard.file} of {found} bytes", allowed, "Write the shards again.")
         if self.vocab_size > needs.vocab_size:
             change = "Raise model.vocab_size, or train on tokens of a smaller vocabulary."
             allowed = f"at least {self.vocab_size}, the vocabulary of the tokens"
-            raise Unfit("model.vocab_size", needs.vocab_size, allowed, change)
+            raise SpecConflict("model.vocab_size", needs.vocab_size, allowed, change)
         for part, shards in (("training", self.train), ("evaluation", self.evaluation)):
             num_tokens = sum(shard.num_tokens for shard in shards)
             if num_tokens <= needs.sequence_length:
                 allowed = f"less than the {part} part of {folder}, which has {num_tokens} tokens"
-                raise Unfit("training.sequence_length", needs.sequence_length, allowed, "Shorten training.sequence_length.")
+                raise SpecConflict(
+                    "training.sequence_length", needs.sequence_length, allowed, "Shorten training.sequence_length."
+                )
 
 
 class TokensSpec(SourceSpec):
-    """Shards of tokens in a folder, written by `worker.data.tokens.write_shards`; the workers memory-map them."""
+    """Shards of tokens in a folder, written by `octet.worker.data.tokens.write_shards`; the workers memory-map them."""
 
     source: Literal["tokens"] = "tokens"
 

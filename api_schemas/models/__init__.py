@@ -3,19 +3,20 @@
 To add a family: write its module here, add its lines in this file, and write the module of the same name in `worker/models/`.
 """
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Tag
 
-from api_schemas.models.base import FamilySizes, FamilySpec, SizedSpec
-from api_schemas.models.deit import DeiTSizes, DeiTSpec
-from api_schemas.models.gpt import GPTSizes, GPTSpec
-from api_schemas.models.huggingface import HuggingFaceSizes, HuggingFaceSpec
-from api_schemas.models.llama import LlamaSizes, LlamaSpec
-from api_schemas.models.python import PythonSizes, PythonSpec
-from api_schemas.models.roberta import RobertaSizes, RobertaSpec
-from api_schemas.models.swin import SwinSizes, SwinSpec
-from api_schemas.union import by_field
+from octet.api_schemas.models.base import Capabilities, FamilySizes, FamilySpec, SizedSpec
+from octet.api_schemas.models.deit import DeiTSizes, DeiTSpec
+from octet.api_schemas.models.gpt import GPTSizes, GPTSpec
+from octet.api_schemas.models.huggingface import HuggingFaceSizes, HuggingFaceSpec
+from octet.api_schemas.models.llama import LlamaSizes, LlamaSpec
+from octet.api_schemas.models.python import PythonSizes, PythonSpec
+from octet.api_schemas.models.roberta import RobertaSizes, RobertaSpec
+from octet.api_schemas.models.swin import SwinSizes, SwinSpec
+from octet.api_schemas.union import by_field, tagged_members
 
 ModelSpec = Annotated[
     Annotated[GPTSpec, Tag("gpt")]
@@ -34,20 +35,20 @@ ModelSpec = Annotated[
     ),
 ]
 ModelSizes = GPTSizes | LlamaSizes | RobertaSizes | DeiTSizes | SwinSizes | HuggingFaceSizes | PythonSizes
-FAMILIES_WITH_PRESETS: dict[str, type[SizedSpec]] = {
-    "gpt": GPTSpec,
-    "llama": LlamaSpec,
-    "roberta": RobertaSpec,
-    "deit": DeiTSpec,
-    "swin": SwinSpec,
-}
-PRESETS: dict[str, FamilySizes] = {
-    name: sizes for family in FAMILIES_WITH_PRESETS.values() for name, sizes in family.presets.items()
-}
+FAMILIES: Mapping[str, type[FamilySpec]] = tagged_members(ModelSpec)[1]
+"""Every family by its name."""
+PRESETS: dict[str, FamilySizes] = {name: sizes for family in FAMILIES.values() for name, sizes in family.presets.items()}
+
+
+def families_with(capability: str) -> tuple[str, ...]:
+    """Return the names of the families that declare a field of `Capabilities`."""
+    return tuple(name for name, family in FAMILIES.items() if getattr(family.sizes_type.declared, capability))
+
 
 __all__ = [
-    "FAMILIES_WITH_PRESETS",
+    "FAMILIES",
     "PRESETS",
+    "Capabilities",
     "DeiTSizes",
     "DeiTSpec",
     "FamilySizes",
@@ -67,4 +68,5 @@ __all__ = [
     "SizedSpec",
     "SwinSizes",
     "SwinSpec",
+    "families_with",
 ]

@@ -7,7 +7,7 @@ never trained on next tokens, although transformers has classes for that: it see
 
 from collections.abc import Mapping
 
-from api_schemas.inputs import Task
+from octet.api_schemas.inputs import Task
 
 
 def _words(spaced: str) -> tuple[str, ...]:
@@ -59,3 +59,25 @@ KEEPS_DOCUMENTS_APART = frozenset(
     )
 )
 """Architectures that end attention where positions begin again at 0; `tests/worker/models/test_documents.py` measures each."""
+
+PURE_BLOCK_CLASSES: Mapping[str, str] = {
+    "gpt2": "GPT2Block",
+    "llama": "LlamaDecoderLayer",
+    "mistral": "MistralDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "vit": "ViTLayer",
+}
+"""Classes of blocks that change no norm's output in place, by architecture; for ours see `Capabilities.pure_blocks`."""
+
+GATED_MLP_CLASSES: Mapping[str, str] = {
+    "gemma": "GemmaMLP",
+    "gemma2": "Gemma2MLP",
+    "llama": "LlamaMLP",
+    "mistral": "MistralMLP",
+    "olmo2": "Olmo2MLP",
+    "qwen2": "Qwen2MLP",
+    "qwen3": "Qwen3MLP",
+    "smollm3": "SmolLM3MLP",
+}
+"""Classes that compute down_proj(act_fn(gate_proj(x)) * up_proj(x)), by architecture; for ours `Capabilities.gated_mlp`."""

@@ -6,16 +6,41 @@ write. Both are in the family's own module in this folder; the module of the sam
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from api_schemas.base import Contract, refusal
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.inputs import METRICS, ImageInput, Task, TokenInput
+from octet.api_schemas.base import Contract, refusal
+from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.inputs import METRICS, ImageInput, Task, TokenInput
 
 Size = Annotated[int, Field(ge=1, le=1_048_576)]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Abilities of a family beyond training on one rank or on data parallel ones. It has none that its sizes do not declare."""
+
+    tensor: bool = False
+    """Ranks may divide its layers, and with `sequence` the tokens between them; `divided_sizes` says by what."""
+    context: bool = False
+    """Ranks may divide the tokens of a sequence: its attention gathers keys and values."""
+    pipeline: bool = False
+    """Its `num_layers` blocks can be cut into stages."""
+    cuda_graphs: bool = False
+    """Its passes read no value of the device, copy no numbers to it, have one shape (tests/worker/train/test_step_graph.py)."""
+    fused_loss: bool = False
+    """It predicts tokens, and its loss is ours."""
+    pure_blocks: bool = False
+    """Its class `Block` changes no norm's output in place, so that a compiled graph may rely on what wrote it."""
+    gated_mlp: bool = False
+    """Its class `MLP` computes down(silu(gate(x)) * up(x))."""
+    draws_by_parameter: bool = False
+    """Its initial values are known by parameter, so that no rank has to make the whole network."""
+    users_code: bool = False
+    """It runs code of the user's, which a pool's operator has to allow."""
 
 
 class FamilySizes(Contract):
@@ -23,6 +48,13 @@ class FamilySizes(Contract):
 
     Counts are None where only the rank can count, because the network's code is not ours (`huggingface`).
     """
+
+    declared: ClassVar[Capabilities] = Capabilities()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The abilities that the family declares, less those that an architecture of it lacks."""
+        return self.declared
 
     @property
     @abstractmethod
@@ -54,19 +86,9 @@ class FamilySizes(Contract):
         """FLOPs of the model for one token, forward and backward, without recomputation."""
 
     @property
-    def divided_sizes(self) -> Mapping[str, int] | None:
-        """The sizes that a tensor degree must divide, by field; None for a network that ranks cannot divide."""
-        return None
-
-    @property
-    def divides_sequences(self) -> bool:
-        """Whether ranks may divide the tokens of a sequence, which a context degree needs."""
-        return False
-
-    @property
-    def num_blocks_in_stages(self) -> int | None:
-        """Blocks that the stages of a pipeline can divide; None for a network that cannot be cut into stages."""
-        return None
+    def divided_sizes(self) -> Mapping[str, int]:
+        """The sizes that a tensor degree must divide, by field."""
+        return {}
 
     def check(self) -> None:
         """Raise a `refusal` that names the field to change if the sizes do not fit each other."""
@@ -91,9 +113,13 @@ class UncountedSizes(FamilySizes):
 
 
 class FamilySpec(Contract):
-    """A network as a job asks for it. A subclass names the fields; each has `preset`, None if the family has no presets."""
+    """A network as a job names it. A subclass has the fields; each has `preset`, None if the family has no presets."""
 
     family: str
+    sizes_type: ClassVar[type[FamilySizes]]
+    presets: ClassVar[Mapping[str, Any]] = {}
+    architectures: ClassVar[Mapping[Task, tuple[str, ...]]] = {}
+    """Values of `architecture`, by task, of a family that has such a field."""
 
     @property
     @abstractmethod
@@ -111,15 +137,13 @@ class FamilySpec(Contract):
         return None
 
     def read_sizes(self, files: Files = ANY_FILE) -> FamilySizes:
-        """Return the sizes together with what the network's files say. Raises Unfit or OSError if those do not fit."""
+        """Return the sizes together with what the network's files say. Raises SpecConflict or OSError if those do not fit."""
         return self.sizes
 
 
 class SizedSpec(FamilySpec):
     """A network by preset, by sizes, or by preset with some sizes changed. A subclass names the fields of its sizes."""
 
-    sizes_type: ClassVar[type[FamilySizes]]
-    presets: ClassVar[Mapping[str, Any]]
     optional_sizes: ClassVar[Mapping[str, str]] = {}
     """Sizes that default to another size: name to name of the other, for sizes set by neither preset nor job."""
     defaults: ClassVar[Mapping[str, Any]] = {}

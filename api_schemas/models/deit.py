@@ -6,14 +6,16 @@ Parameters are those of transformers' ViTForImageClassification, and of timm's `
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from api_schemas.models.base import FamilySizes, Size
-from api_schemas.models.vision import IMAGENET, Images, VisionSizes, VisionSpec
+from octet.api_schemas.models.base import Capabilities, FamilySizes, Size
+from octet.api_schemas.models.vision import IMAGENET, Images, VisionSizes, VisionSpec
 
 PresetName = Literal["deit-tiny", "deit-s", "deit-b", "vit-1.2b"]
 
 
 class DeiTSizes(VisionSizes):
     """Every size of a DeiT, resolved. The MLP is four times as wide as the residual stream."""
+
+    declared: ClassVar[Capabilities] = Capabilities(cuda_graphs=True)
 
     hidden_size: Size
     num_layers: Size

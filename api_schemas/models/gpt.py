@@ -2,9 +2,9 @@
 
 from typing import ClassVar, Literal
 
-from api_schemas.base import refusal
-from api_schemas.inputs import Task, TokenInput
-from api_schemas.models.base import FamilySizes, Size, SizedSpec, divisors
+from octet.api_schemas.base import refusal
+from octet.api_schemas.inputs import Task, TokenInput
+from octet.api_schemas.models.base import Capabilities, FamilySizes, Size, SizedSpec, divisors
 
 PresetName = Literal[
     "gpt-tiny", "gpt-mini", "gpt-125m", "gpt-350m", "gpt-760m", "gpt-1.3b", "gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-175b"
@@ -13,6 +13,16 @@ PresetName = Literal[
 
 class GPTSizes(FamilySizes):
     """Every size of a GPT, resolved: no defaults are left to fill in."""
+
+    declared: ClassVar[Capabilities] = Capabilities(
+        tensor=True,
+        context=True,
+        pipeline=True,
+        cuda_graphs=True,
+        fused_loss=True,
+        pure_blocks=True,
+        draws_by_parameter=True,
+    )
 
     hidden_size: Size
     num_layers: Size
@@ -43,16 +53,6 @@ class GPTSizes(FamilySizes):
     def divided_sizes(self) -> dict[str, int]:
         """Heads and tokens; the MLP's features follow from the heads."""
         return {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
-
-    @property
-    def divides_sequences(self) -> bool:
-        """True: its attention gathers keys and values."""
-        return True
-
-    @property
-    def num_blocks_in_stages(self) -> int:
-        """All blocks."""
-        return self.num_layers
 
     @property
     def num_parameters(self) -> int:

@@ -7,17 +7,23 @@ reports them when it starts. A folder is read by the same rules as data: `config
 import difflib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from api_schemas.base import refusal
-from api_schemas.data.files import ANY_FILE, Files
-from api_schemas.data.unfit import Unfit
-from api_schemas.inputs import ImageInput, Task, TokenInput
-from api_schemas.models.architectures import DIVIDED_BY_RANKS, KEEPS_DOCUMENTS_APART, POSITIONS_AFTER_PADDING, TASKS
-from api_schemas.models.base import FamilySpec, Size, UncountedSizes
+from octet.api_schemas.base import SpecConflict, refusal
+from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.inputs import ImageInput, Task, TokenInput
+from octet.api_schemas.models.architectures import (
+    ARCHITECTURES,
+    DIVIDED_BY_RANKS,
+    KEEPS_DOCUMENTS_APART,
+    POSITIONS_AFTER_PADDING,
+    TASKS,
+)
+from octet.api_schemas.models.base import Capabilities, FamilySizes, FamilySpec, Size, UncountedSizes
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -30,6 +36,8 @@ ConfigField = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 
 class HuggingFaceSizes(UncountedSizes):
     """The sizes that tie a network of transformers to its data. null: only the rank knows, or the task has no such size."""
+
+    declared: ClassVar[Capabilities] = Capabilities(tensor=True, fused_loss=True)
 
     architecture: str | None
     vocab_size: Size | None = None
@@ -56,10 +64,14 @@ class HuggingFaceSizes(UncountedSizes):
         return ImageInput(image_size, num_channels, num_classes, tokens_per_image)
 
     @property
-    def divided_sizes(self) -> Mapping[str, int] | None:
-        """Tokens; a rank checks what else the network divides. Of a folder nothing is known before it is read."""
-        if self.architecture is not None and self.architecture not in DIVIDED_BY_RANKS:
-            return None
+    def capabilities(self) -> Capabilities:
+        """The abilities of the architecture. A folder counts as able before it is read, and a rank checks it."""
+        is_divided = self.architecture is None or self.architecture in DIVIDED_BY_RANKS
+        return replace(self.declared, tensor=is_divided, fused_loss=self.task != "image_class")
+
+    @property
+    def divided_sizes(self) -> Mapping[str, int]:
+        """Tokens; a rank checks what else the network divides. Nothing is known of a folder before it is read."""
         return {} if self.vocab_size is None else {"config.vocab_size": self.vocab_size}
 
 
@@ -70,7 +82,7 @@ class _Fields(NamedTuple):
     prefix: str
 
     def number(self, *names: str) -> int | None:
-        """Return the first of these fields that is set, as a positive integer; None if none is. Raises Unfit."""
+        """Return the first of these fields that is set, as a positive integer; None if none is. Raises SpecConflict."""
         for name in names:
             value = self.values.get(name)
             if isinstance(value, list) and value and len(set(map(str, value))) == 1:
@@ -78,16 +90,18 @@ class _Fields(NamedTuple):
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1_048_576:
-                raise Unfit(f"{self.prefix}{name}", value, "an integer from 1 to 1048576", f"Change {self.prefix}{name}.")
+                raise SpecConflict(
+                    f"{self.prefix}{name}", value, "an integer from 1 to 1048576", f"Change {self.prefix}{name}."
+                )
             return value
         return None
 
     def required(self, name: str) -> int:
-        """Return a field that must be set. Raises Unfit."""
+        """Return a field that must be set. Raises SpecConflict."""
         value = self.number(name)
         if value is None:
             field = f"{self.prefix}{name}"
-            raise Unfit(
+            raise SpecConflict(
                 field, None, f"an integer: the data has to fit {name}, whatever transformers' default is", f"Set {field}."
             )
         return value
@@ -95,6 +109,9 @@ class _Fields(NamedTuple):
 
 class HuggingFaceSpec(FamilySpec):
     """A network of transformers: `architecture` with fields of its configuration, or the folder of a saved model."""
+
+    sizes_type: ClassVar[type[FamilySizes]] = HuggingFaceSizes
+    architectures: ClassVar[Mapping[Task, tuple[str, ...]]] = ARCHITECTURES
 
     family: Literal["huggingface"] = "huggingface"
     preset: None = None
@@ -140,8 +157,8 @@ class HuggingFaceSpec(FamilySpec):
         if self.architecture is not None:
             try:
                 self._read(self.architecture, _Fields(self.config, "config."))
-            except Unfit as unfit:
-                raise refusal(unfit.field, got=unfit.got, allowed=unfit.allowed, change=unfit.change) from None
+            except SpecConflict as conflict:
+                raise conflict.as_refusal() from None
         return self
 
     @property
@@ -162,35 +179,37 @@ class HuggingFaceSpec(FamilySpec):
         return self._read(self.architecture, _Fields(self.config, "config."))
 
     def read_sizes(self, files: Files = ANY_FILE) -> HuggingFaceSizes:
-        """Return the sizes, of a folder from its config.json. Raises Unfit or OSError."""
+        """Return the sizes, of a folder from its config.json. Raises SpecConflict or OSError."""
         if self.path is None:
             return self.sizes
         config = self.read_config(files)
         try:
             found = self._read(str(config.get("model_type")), _Fields(config, f"{CONFIG_NAME} "))
-        except Unfit as unfit:
-            field = "mask_token" if unfit.field == "mask_token" else "path"
-            got = unfit.got if unfit.field == field else f"{unfit.field} {unfit.got}"
-            raise Unfit(f"model.{field}", got, unfit.allowed, unfit.change) from None
+        except SpecConflict as conflict:
+            field = "mask_token" if conflict.field == "mask_token" else "path"
+            got = conflict.got if conflict.field == field else f"{conflict.field} {conflict.got}"
+            raise SpecConflict(f"model.{field}", got, conflict.allowed, conflict.change) from None
         if found.task == "masked_token" and self.mask_token is None:
             allowed = "the number of the tokenizer's mask token, which config.json does not say"
-            raise Unfit("model.mask_token", None, allowed, "Set model.mask_token.")
+            raise SpecConflict("model.mask_token", None, allowed, "Set model.mask_token.")
         return found
 
     def read_config(self, files: Files = ANY_FILE) -> dict[str, Any]:
-        """Read the configuration of a folder. Raises Unfit or OSError."""
+        """Read the configuration of a folder. Raises SpecConflict or OSError."""
         path = Path(self.path or "") / CONFIG_NAME
         try:
             config = json.loads(files.read(path, MAX_CONFIG_BYTES))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             allowed = f"a folder with {CONFIG_NAME} and weights, as save_pretrained writes it"
-            raise Unfit("model.path", self.path, allowed, "Change model.path.") from None
-        except Unfit as unfit:
-            raise Unfit("model.path", unfit.got, unfit.allowed, unfit.change.replace("data.path", "model.path")) from None
+            raise SpecConflict("model.path", self.path, allowed, "Change model.path.") from None
+        except SpecConflict as conflict:
+            raise conflict.moved_to("model.path") from None
         except (ValueError, RecursionError):
-            raise Unfit("model.path", path, "a configuration in JSON of at most 1 MiB", "Save the model again.") from None
+            raise SpecConflict(
+                "model.path", path, "a configuration in JSON of at most 1 MiB", "Save the model again."
+            ) from None
         if not isinstance(config, dict):
-            raise Unfit("model.path", path, "a configuration: a JSON object", "Save the model again.")
+            raise SpecConflict("model.path", path, "a configuration: a JSON object", "Save the model again.")
         return config
 
     def _read(self, architecture: str, fields: _Fields) -> HuggingFaceSizes:
@@ -206,7 +225,7 @@ class HuggingFaceSpec(FamilySpec):
             return HuggingFaceSizes(architecture=architecture, vocab_size=vocab_size, max_sequence_length=longest)
         mask_token = vocab_size - 1 if self.mask_token is None else self.mask_token
         if mask_token >= vocab_size:
-            raise Unfit("mask_token", mask_token, f"below vocab_size, {vocab_size}", "Change model.mask_token.")
+            raise SpecConflict("mask_token", mask_token, f"below vocab_size, {vocab_size}", "Change model.mask_token.")
         if longest is not None and architecture in POSITIONS_AFTER_PADDING:
             longest = max(1, longest - 2)
         return HuggingFaceSizes(
@@ -216,7 +235,7 @@ class HuggingFaceSpec(FamilySpec):
     def _refuse_mask_token(self, architecture: str) -> None:
         if self.mask_token is not None:
             allowed = f"no mask_token: {architecture} does not predict masked tokens"
-            raise Unfit("mask_token", self.mask_token, allowed, "Remove model.mask_token.")
+            raise SpecConflict("mask_token", self.mask_token, allowed, "Remove model.mask_token.")
 
 
 def _image_sizes(architecture: str, fields: _Fields) -> HuggingFaceSizes:
@@ -234,9 +253,9 @@ def _image_sizes(architecture: str, fields: _Fields) -> HuggingFaceSizes:
     )
 
 
-def _unknown(architecture: str) -> Unfit:
+def _unknown(architecture: str) -> SpecConflict:
     longer = [name for name in TASKS if name.startswith(f"{architecture}_")]  # gemma3, whose text model is gemma3_text
     close = longer or difflib.get_close_matches(architecture, list(TASKS), n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     allowed = f"one of the {len(TASKS)} architectures that `octet models --json` lists, such as llama, qwen3, bert or swin"
-    return Unfit("architecture", architecture, allowed, f"no such architecture.{hint} Change the architecture.")
+    return SpecConflict("architecture", architecture, allowed, f"no such architecture.{hint} Change the architecture.")

@@ -5,15 +5,26 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from api_schemas.base import refusal
-from api_schemas.inputs import Task, TokenInput
-from api_schemas.models.base import FamilySizes, Size, SizedSpec, divisors
+from octet.api_schemas.base import refusal
+from octet.api_schemas.inputs import Task, TokenInput
+from octet.api_schemas.models.base import Capabilities, FamilySizes, Size, SizedSpec, divisors
 
 PresetName = Literal["llama-tiny", "llama-1b", "llama-3b", "llama-8b", "llama-70b"]
 
 
 class LlamaSizes(FamilySizes):
     """Every size of a Llama, resolved, with transformers' names."""
+
+    declared: ClassVar[Capabilities] = Capabilities(
+        tensor=True,
+        context=True,
+        pipeline=True,
+        cuda_graphs=True,
+        fused_loss=True,
+        pure_blocks=True,
+        gated_mlp=True,
+        draws_by_parameter=True,
+    )
 
     hidden_size: Size
     intermediate_size: Size
@@ -45,16 +56,6 @@ class LlamaSizes(FamilySizes):
         """Heads of keys and values, which query heads are a multiple of, the MLP's features and tokens."""
         names = ("num_key_value_heads", "intermediate_size", "vocab_size")
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def divides_sequences(self) -> bool:
-        """True: its attention gathers keys and values."""
-        return True
-
-    @property
-    def num_blocks_in_stages(self) -> int:
-        """All blocks."""
-        return self.num_layers
 
     @property
     def num_parameters(self) -> int:

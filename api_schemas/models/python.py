@@ -4,13 +4,13 @@ Its code is imported nowhere else: the control plane checks names and sizes alon
 (`PoolConfig.allows_entrypoints`).
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from api_schemas.base import refusal
-from api_schemas.inputs import ImageInput, Task, TokenInput
-from api_schemas.models.base import FamilySpec, Size, UncountedSizes
+from octet.api_schemas.base import refusal
+from octet.api_schemas.inputs import ImageInput, Task, TokenInput
+from octet.api_schemas.models.base import Capabilities, FamilySizes, FamilySpec, Size, UncountedSizes
 
 Entrypoint = Annotated[
     str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", max_length=512, description="package.module:function")
@@ -20,6 +20,8 @@ ArgumentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 class PythonSizes(UncountedSizes):
     """What ties a user's network to its data. null: the job does not say it."""
+
+    declared: ClassVar[Capabilities] = Capabilities(users_code=True)
 
     reads: Literal["tokens", "images"]
     vocab_size: Size | None
@@ -35,7 +37,7 @@ class PythonSizes(UncountedSizes):
 
     @property
     def takes(self) -> TokenInput | ImageInput:
-        """As the job says."""
+        """Tokens or images, by `reads`."""
         if self.reads == "tokens":
             return TokenInput(self.vocab_size, self.max_sequence_length)
         assert self.image_size is not None
@@ -50,6 +52,8 @@ class PythonSizes(UncountedSizes):
 
 class PythonSpec(FamilySpec):
     """The network that `entrypoint(**arguments)` returns. `docs/own-models.md` says what it has to be."""
+
+    sizes_type: ClassVar[type[FamilySizes]] = PythonSizes
 
     family: Literal["python"] = "python"
     preset: None = None

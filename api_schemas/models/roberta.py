@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from api_schemas.base import refusal
-from api_schemas.inputs import Task, TokenInput
-from api_schemas.models.base import FamilySizes, Size, SizedSpec, divisors
+from octet.api_schemas.base import refusal
+from octet.api_schemas.inputs import Task, TokenInput
+from octet.api_schemas.models.base import Capabilities, FamilySizes, Size, SizedSpec, divisors
 
 PresetName = Literal["roberta-tiny", "roberta-base", "roberta-large"]
 POSITIONS_BEFORE_FIRST = 2
@@ -19,6 +19,8 @@ POSITIONS_BEFORE_FIRST = 2
 
 class RobertaSizes(FamilySizes):
     """Every size of a RoBERTa, resolved."""
+
+    declared: ClassVar[Capabilities] = Capabilities(cuda_graphs=True, fused_loss=True)
 
     hidden_size: Size
     intermediate_size: Size

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from api_schemas.base import refusal
-from api_schemas.models.base import FamilySizes, Size
-from api_schemas.models.vision import DropRate, Images, VisionSizes, VisionSpec
+from octet.api_schemas.base import refusal
+from octet.api_schemas.models.base import Capabilities, FamilySizes, Size
+from octet.api_schemas.models.vision import DropRate, Images, VisionSizes, VisionSpec
 
 PresetName = Literal["swin-tiny", "swin-t", "swin-1.0b"]
 MAX_STAGES = 8
@@ -30,6 +30,8 @@ class Stage(NamedTuple):
 
 class SwinSizes(VisionSizes):
     """Every size of a Swin, resolved. MLPs are four times as wide as their stage."""
+
+    declared: ClassVar[Capabilities] = Capabilities(cuda_graphs=True)
 
     embed_dim: Size
     depths: PerStage

@@ -1,4 +1,4 @@
-"""What the families of image classifiers have in common: images, classes, and the FLOPs of one image."""
+"""The base of the families of image classifiers: images, classes, and the FLOPs of one image."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from api_schemas.base import refusal
-from api_schemas.inputs import ImageInput, Task
-from api_schemas.models.base import FamilySizes, Size, SizedSpec
+from octet.api_schemas.base import refusal
+from octet.api_schemas.inputs import ImageInput, Task
+from octet.api_schemas.models.base import FamilySizes, Size, SizedSpec
 
 DropRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -20,16 +20,16 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS
-from api_schemas.models.gpt import gpt_sizes
 from benchmarks.curves import Run, Setting, draw, load_source_text, mean_curve, smooth
 from benchmarks.gpu.networks import in_fp8
 from benchmarks.gpu.report import NOT_REACHED, Report, Row, Target
 from benchmarks.gpu.session import Case, Section, Session, parser, run
 from benchmarks.paired import MAX_VALUES, Interval, gaps
-from worker import initialize, memory_report
-from worker.data.windows import TokenWindows
-from worker.models.gpt import GPT
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.models.gpt import gpt_sizes
+from octet.worker import initialize, memory_report
+from octet.worker.data.windows import TokenWindows
+from octet.worker.models.gpt import GPT
 
 REFERENCE = "bf16-amp"
 TARGETS = {

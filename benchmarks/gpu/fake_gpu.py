@@ -19,12 +19,12 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from worker import prepare
-from worker.fp8.convert import filter_layers
-from worker.fp8.speedups import Chip
-from worker.kernels import library
-from worker.kernels.cuda import gemm
-from worker.optim.fused import FusedStep
+from octet.worker.fp8.convert import filter_layers
+from octet.worker.fp8.speedups import Chip
+from octet.worker.kernels import library
+from octet.worker.kernels.cuda import gemm
+from octet.worker.optim.fused import FusedStep
+from octet.worker.prepare import convert
 
 aten = torch.ops.aten
 DEVICE_TYPE = "gpu"
@@ -84,7 +84,7 @@ def fake_gpu() -> Iterator[torch.device]:
         for owner, name, replacement in (
             (JITFunction, "run", lambda *_args, **_options: None),
             (gemm, "platform", lambda _device: (HOPPER, CUDA_VERSION)),
-            (prepare, "filter_layers", lambda *arguments: filter_layers(*arguments[:-1], CHIP)),
+            (convert, "filter_layers", lambda *arguments: filter_layers(*arguments[:-1], CHIP)),
             (FusedStep, "_send", _send),
             (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
             (nn.functional, "scaled_dot_product_attention", attention),

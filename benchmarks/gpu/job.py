@@ -1,9 +1,11 @@
 """A job's throughput beside a bare loop's, on one device: what the trainer, its reports and its metrics take from a GPU.
 
-The job is a spec that runs through `worker.main`, and reports to its log, or as a rank to a control plane in another process.
-The bare loop is what a user writes around `octet.initialize` with the same source of batches; it waits for the device at its
-end alone. Blocks are not compiled and no step is a CUDA graph: the host issues each launch, so what else it does counts most.
-A round is a job between two bare loops. The ratio of a row is the lower end of its 95 % interval over the rounds.
+The job is a spec that runs through `octet.worker.rank.main`, and reports to its log, or as a rank to a
+control plane in another process. The bare loop is what a user writes around `octet.initialize` with
+the same source of batches; it waits for the device at its end alone. Blocks are not compiled and no
+step is a CUDA graph: the host issues each launch, so what else it does counts most. A round is a
+job between two bare loops. The ratio of a row is the lower end of its 95 % interval over the
+rounds.
 """
 
 import tempfile
@@ -24,7 +26,7 @@ from benchmarks.gpu.session import Case, Session
 from benchmarks.job_overhead import RUN, bare_loop, write_corpus
 from benchmarks.job_steps import LIMIT
 from benchmarks.paired import Interval
-from worker.train import Trainer
+from octet.worker.train.loop import Trainer
 
 THROUGHPUT = Target(LIMIT, 0.99, style=".3f")
 NUM_ROUNDS, NUM_SMOKE_ROUNDS = 3, 2

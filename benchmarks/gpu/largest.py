@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from api_schemas import GPTSizes
-from api_schemas.models.gpt import gpt_sizes
 from benchmarks.gpu.networks import BF16_AMP, O2, SEQUENCE_LENGTH, VOCABULARY, build_gpt, gpt_step, peak_bytes_of
 from benchmarks.gpu.report import Row, Target, first_line
 from benchmarks.gpu.session import Case, Session
+from octet.api_schemas import GPTSizes
+from octet.api_schemas.models.gpt import gpt_sizes
 
 WAYS = {"bf16-amp": BF16_AMP, "O2": O2}
 BYTES_PER_PARAMETER = {"bf16-amp": 20, "O2": 8}  # rough, including activations; the search starts from it

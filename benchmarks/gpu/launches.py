@@ -1,4 +1,4 @@
-"""Count the launches of a GPT's MLP, of blocks, of statistics and of clipping, on the fake GPU: nothing is launched.
+"""Count the launches of blocks, of statistics and of clipping, on the fake GPU: nothing is launched.
 
     python -m benchmarks.gpu.launches
 
@@ -7,6 +7,7 @@ tensors of activations that a launch is given or returns; what is read only whil
 once before.
 """
 
+import argparse
 import itertools
 import sys
 from collections import Counter
@@ -21,16 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
-from api_schemas import GPTSizes
-from api_schemas.levels import LEVELS
-from api_schemas.models.llama import LlamaSizes
-from api_schemas.precision import DEFAULT_STATISTICS_EVERY
+from benchmarks.figures import Figure, add_write_option, write
 from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from benchmarks.gpu.live_bytes import LiveBytes
-from worker import initialize
-from worker.fp8.gradient import Float8Gradient
-from worker.models import gpt, llama
-from worker.optim import clip_grad_norm_
+from octet.api_schemas import GPTSizes
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.models.llama import LlamaSizes
+from octet.api_schemas.precision import DEFAULT_STATISTICS_EVERY
+from octet.worker import initialize
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.models import gpt, llama
+from octet.worker.optim import clip_grad_norm_
 
 TOKENS, HIDDEN = 8192, 1024
 CASES: tuple[tuple[str, dict[str, object]], ...] = (
@@ -112,45 +114,27 @@ def linear(in_features: int, out_features: int) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False, device=DEVICE_TYPE)
 
 
-def mlp(level: str, recipe: dict[str, object]) -> Launches:
-    """Count the forward and backward pass of two layers with a GELU between them, in bf16."""
-    with fake_gpu():
-        layers = nn.Sequential(linear(HIDDEN, 4 * HIDDEN), nn.GELU(approximate="tanh"), linear(4 * HIDDEN, HIDDEN))
-        model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=0, auto_filter=False)
-        x = torch.randn(TOKENS, HIDDEN, device=DEVICE_TYPE, dtype=torch.bfloat16, requires_grad=True)
-        gradient = torch.randn(TOKENS, HIDDEN, device=DEVICE_TYPE, dtype=torch.bfloat16)
-        return count_second(model, (x,), gradient)
-
-
 def block(family: str, level: str, recipe: dict[str, object], statistics_every: int = 0) -> Launches:
     """Count the forward and backward pass of one block of a GPT or a Llama, eagerly; its residual stream is fp32.
 
     statistics_every: 1 to count a step that samples its operands.
     """
-    with fake_gpu(), torch.device(DEVICE_TYPE):
-        model, given = block_of(family, level, recipe, statistics_every)
-        return count_second(model, given, given[0].detach())
-
-
-def block_of(
-    family: str, level: str, recipe: dict[str, object], statistics_every: int = 0
-) -> tuple[nn.Module, tuple[Any, ...]]:
-    """One block of a GPT or a Llama, and what it is called with."""
     sizes = {"hidden_size": HIDDEN, "num_layers": 1, "num_heads": 16, "vocab_size": 64, "max_sequence_length": TOKENS}
-    if family == "gpt":
-        layers: nn.Module = gpt.Block(GPTSizes.model_validate(sizes))
-    else:
-        sizes |= {"num_key_value_heads": 16, "intermediate_size": 4 * HIDDEN, "rope_theta": 10000, "tie_embeddings": False}
-        layers = llama.Block(LlamaSizes.model_validate(sizes))
-    model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=statistics_every, auto_filter=False)
-    x = torch.randn(4, TOKENS // 4, HIDDEN, requires_grad=True)
-    turns = llama.rotation(TOKENS // 4, HIDDEN // 16, 10000, x.device)
-    return model, (x,) if family == "gpt" else (x, turns)
+    with fake_gpu(), torch.device(DEVICE_TYPE):
+        if family == "gpt":
+            layers: nn.Module = gpt.Block(GPTSizes.model_validate(sizes))
+        else:
+            sizes |= {"num_key_value_heads": 16, "intermediate_size": 4 * HIDDEN, "rope_theta": 10000, "tie_embeddings": False}
+            layers = llama.Block(LlamaSizes.model_validate(sizes))
+        model, _ = initialize(layers, None, level, recipe=recipe, statistics_every=statistics_every, auto_filter=False)
+        x = torch.randn(4, TOKENS // 4, HIDDEN, requires_grad=True)
+        turns = llama.rotation(TOKENS // 4, HIDDEN // 16, 10000, x.device)
+        return count_second(model, (x,) if family == "gpt" else (x, turns), x.detach())
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a sampled step of a block adds to one that is not."""
+    """Launches and bytes that sampling adds to a block's step."""
 
     num_launches: int
     num_bytes: int
@@ -158,7 +142,7 @@ class Sampling:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Of the launches and of the bytes of all steps between two samples, at the default interval."""
+        """Return the shares of launches and bytes over all steps between two samples, at the default interval."""
         launches = self.num_launches / (DEFAULT_STATISTICS_EVERY * self.plain.by_name.total())
         return launches, self.num_bytes / (DEFAULT_STATISTICS_EVERY * self.plain.num_bytes)
 
@@ -197,15 +181,18 @@ def optimizer_step(num_layers: int, level: str) -> Launches:
 
 
 def main() -> None:
-    for level, recipe in CASES:
-        found = mlp(level, recipe)
-        moved = f"{found.by_name.total()} launches, {found.num_bytes / 1e9:.3f} GB of activations"
-        sys.stdout.write(f"MLP, {level} {recipe or ''}: {moved}\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write_option(parser)
+    options = parser.parse_args()
+    figures: list[Figure] = []
     for family in ("gpt", "llama"):
         for level, recipe in CASES:
             found = block(family, level, recipe)
             moved = f"{found.by_name.total()} launches, {found.num_bytes / 1e9:.3f} GB of activations"
             sys.stdout.write(f"block of {family}, {level} {recipe or ''}: {moved}\n")
+            if level == "O2" and not recipe:
+                name = f"launches: a block of {family} at O2, eager, forward and backward"
+                figures.append(Figure(name, str(found.by_name.total())))
     for family, (level, recipe) in itertools.product(("gpt", "llama"), CASES):
         added = sampling(family, level, recipe)
         launches, num_bytes = added.shares
@@ -220,6 +207,8 @@ def main() -> None:
             found, peak_bytes = clipping(num_layers, level, clip)
             launched = f"{found.by_name.total()} launches {dict(found.by_name)}"
             sys.stdout.write(f"clip {num_layers} layers, {level}, {name}: {launched}; {peak_bytes:,} bytes\n")
+    if options.write:
+        write(options.write, figures, "python -m benchmarks.gpu.launches", "no GPU (counted)", is_timed=False)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-RESULTS = Path(__file__).parent.parent / "results"
-"""As in `session`, which takes seconds to import."""
+from benchmarks.figures import OUT
 
 START_S = 10.0
 """Roughly what Python and the import of torch take before a benchmark's budget begins, and what a last case overruns it."""
@@ -27,7 +26,7 @@ CALL_S = 590.0
 """Ten minutes without the installation of wheels before."""
 
 GRACE_S = 5.0
-"""For a part that was told to end: pytest lists what failed so far."""
+"""Time for an interrupted part to end: pytest lists the failures so far."""
 
 SHOWN = 2000
 """Characters of each part's output that are printed: the tool that lends the machine returns the last 12,000 of a call."""
@@ -46,6 +45,7 @@ class Run(NamedTuple):
         if self.name == TESTS:
             return ["make", "test-gpu", f"GPU_PYTHON={sys.executable}"]
         words = [sys.executable, "-m", f"benchmarks.gpu.{self.name}", "--budget-s", f"{self.budget_s:g}", "--out", str(out)]
+        words += ["--write", str(out / "RESULTS.md")]
         return [*words, *(("--sections", self.sections) if self.sections else ()), *self.options]
 
 
@@ -66,7 +66,7 @@ def main() -> int:
     """Run a call. Returns 1 if one of its parts ended with an error; the others run all the same."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", type=int, choices=range(1, len(CALLS) + 1))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the tables")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the tables and RESULTS.md")
     options = parser.parse_args()
     began, runs = time.monotonic(), CALLS[options.call - 1]
     options.out.mkdir(parents=True, exist_ok=True)

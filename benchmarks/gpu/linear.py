@@ -11,12 +11,12 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from api_schemas.recipe import RecipeSpec
 from benchmarks.gpu.networks import ROWWISE, in_fp8
 from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.session import Case, Session, missing
 from benchmarks.gpu.timing import Timer, Timing
-from worker import initialize
+from octet.api_schemas.recipe import RecipeSpec
+from octet.worker import initialize
 
 NUM_SETS = 3
 SHAPES = ((8192, 4096, 4096), (8192, 8192, 8192), (16384, 4096, 16384), (16384, 8192, 8192))  # M, K, N

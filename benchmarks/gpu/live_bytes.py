@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from worker.fp8.gradient import Float8Gradient
-from worker.metrics.memory import held_tensors
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.metrics.memory import held_tensors
 
 GRANULE = 512  # bytes: kMinBlockSize of CUDACachingAllocator.cpp
 TRANSIENT = {"build": "inputs", "forward": "activations", "backward": "backward", "update": "update"}

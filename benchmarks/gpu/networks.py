@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import GPTSizes, TrainingSpec
-from api_schemas.levels import LEVELS
-from api_schemas.recipe import RecipeSpec
-from worker import initialize, memory_report
-from worker.blocks import compile_blocks
-from worker.metrics.table import Metrics
-from worker.models import TrainedModel
-from worker.models.gpt import GPT
-from worker.savings import prepare_steps
-from worker.step_graph import CudaRecorder, StepGraph
+from octet.api_schemas import GPTSizes, TrainingSpec
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.recipe import RecipeSpec
+from octet.worker import initialize, memory_report
+from octet.worker.metrics.table import Metrics
+from octet.worker.models import TrainedModel
+from octet.worker.models.gpt import GPT
+from octet.worker.prepare.blocks import compile_blocks
+from octet.worker.prepare.memory_options import prepare_steps
+from octet.worker.train.step_graph import CudaRecorder, StepGraph
 
 VOCABULARY = 50304
 SEQUENCE_LENGTH = 2048
@@ -33,7 +33,7 @@ class Way:
     """A way to train: a level and its options. own_optimizer: Octet's optimizer; False means torch's fused fp32 AdamW.
 
     savings: options of a job's training that save memory. Without gradient release, gradients are clipped.
-    graphed: on CUDA, steps are recorded as CUDA graphs and replayed, as in a job (`worker/step_graph.py`).
+    graphed: on CUDA, steps are recorded as CUDA graphs and replayed, as in a job (`worker/train/step_graph.py`).
     """
 
     name: str

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from api_schemas.models.gpt import gpt_sizes
 from benchmarks.gpu.networks import Way, build_gpt, prepare
 from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.session import Case, Session, missing
 from benchmarks.gpu.timing import Timing
-from worker import initialize, memory_report
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.fp8.linear import Float8Linear
-from worker.optim import LowBitLion
+from octet.api_schemas.models.gpt import gpt_sizes
+from octet.worker import initialize, memory_report
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.optim import LowBitLion
 
 SIZES = gpt_sizes(2048, 20, 16, 256, 2048)
 SMALL = gpt_sizes(64, 2, 2, 256, 64)

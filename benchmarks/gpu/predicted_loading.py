@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import OptimizerSpec
-from api_schemas.models import PRESETS
-from api_schemas.models.llama import LlamaSizes
-from api_schemas.precision import PrecisionSpec
 from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from benchmarks.gpu.live_bytes import LiveBytes
 from benchmarks.gpu.predicted_savings import CARD_BYTES, GIB, LARGE_LEVELS
 from benchmarks.gpu.report import Row
-from worker.models.llama import Llama
-from worker.models.meta import parameters_on_meta
-from worker.optim import build_optimizer
-from worker.optim.schedule import parameter_groups
-from worker.prepare import prepare
-from worker.pretrained.files import PretrainedFiles
-from worker.pretrained.layouts import layout_in_file
-from worker.pretrained.load import FileSource
+from octet.api_schemas import OptimizerSpec
+from octet.api_schemas.models import PRESETS
+from octet.api_schemas.models.llama import LlamaSizes
+from octet.api_schemas.precision import PrecisionSpec
+from octet.worker.models.llama import Llama
+from octet.worker.models.meta import parameters_on_meta
+from octet.worker.optim import build_optimizer
+from octet.worker.optim.schedule import parameter_groups
+from octet.worker.prepare.initialize import prepare
+from octet.worker.pretrained.files import PretrainedFiles
+from octet.worker.pretrained.layouts import layout_in_file
+from octet.worker.pretrained.load import FileSource
 
 FILE_DTYPE = torch.bfloat16
 NUM_TOKENS = 2048

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.figures import OUT, Figure, add_write_option, write
 from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from benchmarks.gpu.live_bytes import LiveBytes, Snapshot
 from benchmarks.gpu.networks import (
@@ -36,7 +37,7 @@ from benchmarks.gpu.predicted_largest import ALL, CHECKPOINTED, WITH_RESIDUAL, W
 from benchmarks.gpu.predicted_loading import loading_rows
 from benchmarks.gpu.predicted_savings import VISION_SAVINGS, large_rows, option_rows
 from benchmarks.gpu.report import Report, Row, unused
-from benchmarks.gpu.session import RESULTS, chosen_names
+from benchmarks.gpu.session import chosen_names
 from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
 
 GIB = 1 << 30
@@ -141,6 +142,9 @@ def vision_rows(smoke: bool) -> Iterator[Row]:
             yield Row(f"{name}, {way.name}: saved", str(predicted), reference, saved, target, predicted.note, style=".0%")
 
 
+CITED = ("Model of 8 B parameters", "Loading a model of 8 B parameters")
+"""The sections that docs/fine-tuning.md shows."""
+
 SECTIONS = {
     "GPT step": gpt_rows,
     "Options that save memory": partial(option_rows, predict),
@@ -162,9 +166,20 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
 
 
+def figures(report: Report) -> list[Figure]:
+    """Return the rows with goals, but for variants of the largest GPT, and all rows of the model of 8 B parameters."""
+    return [
+        row.result("memory, predicted")
+        for name, rows in report.sections.items()
+        for row in rows
+        if name in CITED or (row.target is not None and (name == "Largest GPT" or "largest" not in name))
+    ]
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
+    arguments.add_argument("--out", type=Path, default=OUT, help="folder for the table")
+    add_write_option(arguments)
     arguments.add_argument("--sections", default="", help="beginnings of section names, separated by commas; default: all")
     arguments.add_argument("--smoke", action="store_true", help="use tiny sizes, only to check that everything runs")
     options = arguments.parse_args()
@@ -177,6 +192,8 @@ def main() -> int:
             for row in rows(options.smoke):
                 report.add(name, row)
     sys.stdout.write(str(report))
+    if options.write and not options.smoke:
+        write(options.write, figures(report), "make bench-predicted-memory", "no GPU (predicted)", is_timed=False)
     return 0
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from api_schemas.models import PRESETS
-from api_schemas.models.llama import LlamaSizes
 from benchmarks.gpu.networks import BF16_AMP, Step, Way, gpt_step, language_step
 from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.train import SIZES, SMALL
-from worker.models.llama import Llama
+from octet.api_schemas.models import PRESETS
+from octet.api_schemas.models.llama import LlamaSizes
+from octet.worker.models.llama import Llama
 
 GIB = 1 << 30
 CARD_BYTES = 80 * 10**9
-"""What an 80 GB card has; the CUDA context takes some hundreds of MB of it."""
+"""Memory of an 80 GB card; the CUDA context takes some hundreds of MB of it."""
 RELEASE = {"gradient_release": True, "gradient_clip": None}
 OPTIONS: dict[str, dict[str, Any]] = {
     "without options": {},
@@ -35,13 +35,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 VISION_SAVINGS: dict[str, Any] = {"saved_activations": "fp8", **RELEASE}
-"""What a classifier can take of the first three: its loss has no logits of tokens."""
+"""The options of the first three that suit a classifier: its loss has no logits of tokens."""
 OFF_AND_ON = ("without options", "the first three")
 WITH_RESIDUAL = ("residual stream in bf16", "the first three, residual stream in bf16")
 TARGETS = {"O2": Target(0.56, 0.49, lower_is_better=True), "O2-8bit": Target(0.52, 0.42, lower_is_better=True)}
 """Peak of the 1.3 B step over bf16-amp's: without options, and the goal."""
 KEPT_TARGET = Target(0.59, 0.40, lower_is_better=True)
-"""What blocks keep for the backward pass over bf16-amp's."""
+"""Limits for the bytes that blocks keep for the backward pass, over bf16-amp's."""
 LARGE_LEVELS = ("bf16-amp", "O2", "O2-8bit", "O3-split-8bit")
 
 Predict = Callable[[Callable[[torch.device], tuple[Step, Any]]], Any]

@@ -10,18 +10,19 @@ Goals come from the benchmarks that measure the same.
 
 import argparse
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from benchmarks import scaling
+from benchmarks.figures import OUT, add_write_option, write
 from benchmarks.gpu import linear, train
 from benchmarks.gpu.networks import build_gpt
 from benchmarks.gpu.report import COLUMNS, Row, unused
 from benchmarks.gpu.roofline import GEMM_FLOPS_PER_S, GEMM_S, H200_COPY_BYTES_PER_S, LAUNCH_S, PLAIN_BF16, fp8_work
-from benchmarks.scaling import RESULTS, Run
+from benchmarks.scaling import Run
 
 
 def step_s(size: train.Size, level: str) -> float:
@@ -52,7 +53,7 @@ def layers() -> Iterator[Row]:
             yield Row(figure, f"{own_s * 1e6:.0f} µs", f"bf16 {base_s * 1e6:.0f} µs", base_s / own_s, target)
 
 
-def report() -> str:
+def report(rows: Sequence[Row]) -> str:
     """Return the document."""
     rates = ", ".join(f"{name} {rate / 1e12:,.0f}" for name, rate in GEMM_FLOPS_PER_S.items())
     lines = [
@@ -65,16 +66,22 @@ def report() -> str:
         "| " + " | ".join(COLUMNS).replace("measured", "predicted").replace(", in the same run", "") + " |",
         "| " + " | ".join("---" for _ in COLUMNS) + " |",
     ]
-    lines += ["| " + " | ".join(row.cells()) + " |" for rows in (steps(), layers()) for row in rows]
+    lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the table")
+    add_write_option(parser)
     options = parser.parse_args()
     path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-predicted-speed.md")
-    path.write_text(report(), "utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [*steps(), *layers()]
+    path.write_text(report(rows), "utf-8")
+    if options.write:
+        figures = [row.result("speed, predicted") for row in rows if row.target is not None]
+        write(options.write, figures, "make bench-predicted-speed", "no GPU (predicted for an H200)", is_timed=False)
     return 0
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.session import Case, Session
-from worker import kernels
-from worker.kernels import ScaledCodes, ScaleKind
+from octet.worker import kernels
+from octet.worker.kernels import ScaledCodes, ScaleKind
 
 E4M3 = torch.float8_e4m3fn
 SHARE = Target(0.80, 0.90)

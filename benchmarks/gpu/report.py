@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.figures import Figure
+
 COLUMNS = ("figure", "measured", "compared with, in the same run", "ratio", "ship", "ahead", "met", "note")
 PACKAGES = ("triton", "torchao", "transformers", "bitsandbytes")
 NOT_REACHED, ERROR, MISSING = "not reached", "error", "missing"
@@ -23,6 +25,11 @@ class Target:
     ahead: float
     lower_is_better: bool = False
     style: str = ".2f"
+
+    def goal(self) -> str:
+        """Return both limits in words."""
+        sign = "<=" if self.lower_is_better else ">="
+        return f"{sign} {self.ship:{self.style}}, ahead {sign} {self.ahead:{self.style}}"
 
     def met(self, ratio: float) -> str:
         """Return the name of the better target that a ratio meets, or "no"."""
@@ -43,6 +50,14 @@ class Row:
     target: Target | None = None
     note: str = ""
     style: str = ".2f"
+
+    def result(self, area: str) -> Figure:
+        """Return the row of RESULTS.md: the ratio to the reference, with the measurement and the goals."""
+        style = self.target.style if self.target else self.style
+        peer = re.split(r":? ?\b\d", self.reference)[0] or self.reference
+        name = f"{area}: {self.figure} / {peer}" if peer else f"{area}: {self.figure}"
+        value = self.measured if self.ratio is None else f"{self.ratio:{style}} ({self.measured})"
+        return Figure(name, value, goal=self.target.goal() if self.target else "")
 
     def cells(self) -> tuple[str, ...]:
         """Return one cell for each of COLUMNS."""
@@ -83,6 +98,10 @@ class Report:
     def rows(self, measured: str | None = None) -> list[Row]:
         """Return all rows, or those with the given text in `measured`."""
         return [row for rows in self.sections.values() for row in rows if measured in (None, row.measured)]
+
+    def results(self, area: str) -> list[Figure]:
+        """Return the rows with a goal that were measured."""
+        return [row.result(area) for row in self.rows() if row.target is not None and row.ratio is not None]
 
     def __str__(self) -> str:
         lines = [f"# {self.title}, {datetime.now(UTC):%Y-%m-%d}", "", *self.header]

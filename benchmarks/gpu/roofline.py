@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-from worker.fp8.speedups import KINDS, WEIGHTS, SpeedupTable
+from octet.worker.fp8.speedups import KINDS, WEIGHTS, SpeedupTable
 
 TOKENS = (512, 2048, 8192, 32768)
 FEATURES = (512, 1024, 2048, 4096, 8192)
@@ -108,7 +108,7 @@ def computed_table() -> SpeedupTable:
 
 
 def as_text(tables: Iterable[SpeedupTable]) -> str:
-    """Format the file that `worker.fp8.speedups` reads, with each innermost list on one line."""
+    """Format the file that `octet.worker.fp8.speedups` reads, with each innermost list on one line."""
     text = json.dumps([asdict(table) for table in tables], indent=1) + "\n"
     return re.sub(r"\[\s+([^][{}]+?)\s+\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
 

@@ -17,6 +17,7 @@ from types import FrameType
 
 import torch
 
+from benchmarks.figures import OUT, add_write_option, command_line, write
 from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
 from benchmarks.gpu.report import (
     ERROR,
@@ -31,7 +32,6 @@ from benchmarks.gpu.report import (
 )
 from benchmarks.gpu.timing import Timer
 
-RESULTS = Path(__file__).parent.parent / "results"
 DEFAULT_BUDGET_S = 440.0
 """For a run that has to end within eight minutes, including Python's start and a last case that overruns."""
 
@@ -87,7 +87,8 @@ class Session:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Build the argument parser with the options of all benchmarks."""
     arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
+    arguments.add_argument("--out", type=Path, default=OUT, help="folder for the table")
+    add_write_option(arguments)
     arguments.add_argument("--budget-s", type=float, default=DEFAULT_BUDGET_S, help="seconds for all sections together")
     arguments.add_argument("--sections", default="", help="beginnings of section names, separated by commas; default: all")
     arguments.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, or cpu with --smoke")
@@ -107,11 +108,13 @@ def run(name: str, title: str, options: argparse.Namespace, sections: Callable[[
     kind = "-smoke" if options.smoke else ""
     path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-{name}{kind}.md")
     report = Report(title, path, _header(name, session))
-    chosen = _chosen(sections(session, report), options.sections)
-    for number, section in enumerate(chosen):
-        shares = sum(later.share for later in chosen[number:])
-        left_s = options.budget_s - (time.monotonic() - began)
-        _run_section(section, session, report, max(0.0, left_s) * section.share / shares)
+    try:
+        _run_sections(_chosen(sections(session, report), options.sections), session, report, began)
+    finally:  # a run that is interrupted keeps its figures, too
+        if options.write and not session.smoke:
+            machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+            command = command_line(f"benchmarks.gpu.{name}", sys.argv[1:])
+            write(options.write, report.results(f"GPU, {name}"), command, machine, is_timed=False)
     missing = ", ".join(missing_packages())
     report.closing += [f"Not installed: {missing}.", ""] if missing else []
     report.closing += [f"The run took {time.monotonic() - began:.0f} s of its {options.budget_s:.0f} s budget."]
@@ -124,23 +127,12 @@ def _header(name: str, session: Session) -> list[str]:
     smoke = ["Smoke run: tiny sizes, whatever the figures are called. It only shows that everything runs.", ""]
     return [
         *(smoke if session.smoke else []),
-        f"`{' '.join([f'python -m benchmarks.gpu.{name}', *shown(sys.argv[1:])])}`",
+        f"`{command_line(f'benchmarks.gpu.{name}', sys.argv[1:])}`",
         "",
         describe_machine(session.device),
         f"Ceilings, measured in this run: {session.ceilings}. Times are medians of device events, ± the distance "
         "between quartiles; all data is random.",
     ]
-
-
-def shown(words: list[str]) -> list[str]:
-    """Return the arguments without folders, which are specific to a machine."""
-    kept, skips = [], False
-    for word in words:
-        takes_folder = word.split("=")[0] in ("--out", "--runs")
-        if not takes_folder and not skips:
-            kept.append(word)
-        skips = takes_folder and "=" not in word
-    return kept
 
 
 def missing(figure: str, package: str) -> Row:
@@ -159,6 +151,14 @@ def chosen_names(option: str, beginnings: str, names: Sequence[str]) -> list[str
     if not all(any(name.lower().startswith(word) for name in names) for word in wanted):
         raise SystemExit(f"{option} is {beginnings!r}; allowed: beginnings of {', '.join(names)}.")
     return [name for name in names if not wanted or name.lower().startswith(wanted)]
+
+
+def _run_sections(chosen: list[Section], session: Session, report: Report, began: float) -> None:
+    """Run sections one after the other; each may use its share of the seconds that are left."""
+    for number, section in enumerate(chosen):
+        shares = sum(later.share for later in chosen[number:])
+        left_s = session.options.budget_s - (time.monotonic() - began)
+        _run_section(section, session, report, max(0.0, left_s) * section.share / shares)
 
 
 def _run_section(section: Section, session: Session, report: Report, budget_s: float) -> None:

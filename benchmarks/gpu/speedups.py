@@ -19,10 +19,10 @@ from benchmarks.gpu.report import NOT_REACHED, Row, describe_versions, unused
 from benchmarks.gpu.roofline import FEATURES, TOKENS, as_text
 from benchmarks.gpu.session import Case, Session
 from benchmarks.gpu.timing import Timer
-from worker import initialize
-from worker.fp8.fallback import Fallback
-from worker.fp8.linear import Float8Linear
-from worker.fp8.speedups import KINDS, WEIGHTS, SpeedupTable, load_tables
+from octet.worker import initialize
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.speedups import KINDS, WEIGHTS, SpeedupTable, load_tables
 
 SMALL_TOKENS, SMALL_FEATURES = (32, 64), (16, 32)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def speedup_cases(session: Session) -> list[Case]:
 
 def _measure(timer: Timer, features: tuple[int, ...], speedups: Speedups, tokens: int, weights: str) -> Iterator[Row]:
     shapes = [(tokens, in_features, out_features) for in_features in features for out_features in features]
-    bf16_s = {shape: _seconds(timer, shape, weights, "tensor", Fallback.FILTERED) for shape in shapes}
+    bf16_s = {shape: _seconds(timer, shape, weights, "tensor", Fallback.TOO_SMALL) for shape in shapes}
     for kind in KINDS:
         found = {shape: bf16_s[shape] / _seconds(timer, shape, weights, kind, Fallback.NONE) for shape in shapes}
         speedups[weights][kind].append([[round(found[tokens, k, n], 3) for n in features] for k in features])

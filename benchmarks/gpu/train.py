@@ -4,7 +4,7 @@
 
 writes a dated table. Every way to train has the same network, batch and loop; blocks are compiled. Section "Cost of statistics"
 compares steps that sample them with steps that do not; "CUDA graphs" replays the steps of bf16-amp and O2, against the same
-steps launched by the host; "Job" compares jobs through `worker.main` with bare loops (`job.py`); "Memory with
+steps launched by the host; "Job" compares jobs through `octet.worker.rank.main` with bare loops (`job.py`); "Memory with
 options" has peaks of eager steps. The vision models are Swin-1.0B and ViT-1.2B.
 """
 
@@ -15,8 +15,6 @@ from functools import partial
 
 import torch
 
-from api_schemas import GPTSizes, PrecisionSpec
-from api_schemas.models.gpt import gpt_sizes
 from benchmarks.gpu.job import job_cases
 from benchmarks.gpu.largest import largest_cases
 from benchmarks.gpu.networks import (
@@ -41,6 +39,8 @@ from benchmarks.gpu.networks import (
 from benchmarks.gpu.report import Report, Row, Target
 from benchmarks.gpu.session import Case, Section, Session, chosen_names, missing, parser, run
 from benchmarks.gpu.timing import Timer, Timing
+from octet.api_schemas import GPTSizes, PrecisionSpec
+from octet.api_schemas.models.gpt import gpt_sizes
 
 SIZES_WITH_MEMORY_TARGET = ("1.3 B", "tiny")
 NUM_STEPS = 12

@@ -1,5 +1,5 @@
 """The `octet` command: `main` runs it. `app` puts the commands together; each other module holds a group of them."""
 
-from client.cli.app import build_app, main
+from octet.client.cli.app import build_app, main
 
 __all__ = ["build_app", "main"]

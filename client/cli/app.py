@@ -6,16 +6,16 @@ request that has to change, 3 no server that answers, 130 interrupted.
 
 from collections.abc import Callable
 from importlib.metadata import version as installed_version
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from client.cli import data, demo, imports, jobs, results, server, show
-from client.cli.options import exit_status
-from client.errors import OctetError
-from client.terminal import Terminal
+from octet.client.cli import data, demo, imports, jobs, results, server, show
+from octet.client.cli.options import exit_status
+from octet.client.errors import OctetError
+from octet.client.terminal import Terminal
 
 
 class _Commands(TyperGroup):
@@ -67,6 +67,7 @@ def build_app() -> typer.Typer:
     importers = typer.Typer(help="Write a job file from another project's configuration.", no_args_is_help=True)
     importers.command("accelerate")(imports.accelerate)
     importers.callback()(_only_subcommands)
+    app.callback()(_options)
     app.add_typer(importers, name="import")
     preparing = typer.Typer(help="Prepare what jobs read.", no_args_is_help=True)
     preparing.command("tokenize")(data.tokenize)
@@ -81,7 +82,21 @@ def _only_subcommands() -> None:
 
 def version() -> None:
     """Print the version of this client."""
-    Terminal().show(Text(installed_version("octet")))
+    Terminal().show(Text(installed_version("octet-fp8")))
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        Terminal().show(Text(f"octet {installed_version('octet-fp8')}"))
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """FP8 training as a service."""
 
 
 def main() -> None:

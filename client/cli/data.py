@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-_WORKER = "worker.data.tokenize"
+from octet.client.cli.options import require_extras
+
+_WORKER = "octet.worker.data.tokenize"
 """The module that tokenizes. It runs in a process of its own, whose progress and errors are this command's."""
 
 
@@ -21,6 +23,7 @@ def tokenize(
     evaluation_fraction: Annotated[float, typer.Option("--evaluation-fraction", help="The share that is held out.")] = 0.1,
 ) -> None:
     """Write text as shards of tokens, for source 'tokens'. Needs the extras 'worker' and 'models' on this machine."""
+    require_extras("data tokenize", "worker", "models")
     command = [sys.executable, "-m", _WORKER, str(path), "--tokenizer", str(tokenizer), "--out", str(out)]
     command += ["--evaluation-fraction", str(evaluation_fraction)]
     command += [] if processes is None else ["--processes", str(processes)]

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from client.api import Client
-from client.cli.options import FAILED, connect
-from client.demo.job import demo_spec
-from client.demo.run import run_demo, run_demo_on_own_server
-from client.terminal import Terminal
+from octet.client.api import Client
+from octet.client.cli.options import FAILED, connect, require_extras
+from octet.client.demo.job import demo_spec
+from octet.client.demo.run import run_demo, run_demo_on_own_server
+from octet.client.terminal import Terminal
 
 
 def demo(
@@ -26,6 +26,7 @@ def demo(
     comparison = f"demo-{uuid.uuid4().hex[:8]}"
     specs = [demo_spec(level.strip(), steps, comparison) for level in levels.split(",")]
     if url is None:
+        require_extras("demo", "service", "worker")
         has_passed = run_demo_on_own_server(Terminal(), specs, data_dir=data_dir)
     else:
         with connect(url) as client:

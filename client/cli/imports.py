@@ -7,9 +7,9 @@ import typer
 import yaml
 from rich.text import Text
 
-from api_schemas import JobSpec
-from client.job_file import check_spec, load_job_file
-from client.terminal import Terminal
+from octet.api_schemas import JobSpec
+from octet.client.job_file import check_spec, load_job_file
+from octet.client.terminal import Terminal
 
 _STEPS = 1000
 

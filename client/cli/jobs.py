@@ -5,13 +5,13 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from api_schemas import JobState, ValidatedJob
-from client.api import Client
-from client.cli.options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, JobFile, JobId, Settings, Url, connect
-from client.job_file import apply_settings, check_spec, load_job_file
-from client.render import job_details
-from client.terminal import Terminal
-from client.watch import watch as watch_jobs
+from octet.api_schemas import JobState, ValidatedJob
+from octet.client.api import Client
+from octet.client.cli.options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, JobFile, JobId, Settings, Url, connect
+from octet.client.job_file import apply_settings, check_spec, load_job_file
+from octet.client.render import job_details
+from octet.client.terminal import Terminal
+from octet.client.watch import watch as watch_jobs
 
 
 def submit(

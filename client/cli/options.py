@@ -1,12 +1,13 @@
 """The options that commands share, and what an error means for the exit status."""
 
 import os
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
-from client.api import Client
-from client.errors import (
+from octet.client.api import Client
+from octet.client.errors import (
     ApiError,
     ConnectionFailed,
     JobFileError,
@@ -15,6 +16,7 @@ from client.errors import (
     SpecRefused,
     UnexpectedAnswer,
 )
+from octet.client.terminal import Terminal
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -38,6 +40,20 @@ def connect(url: str) -> Client:
         return Client(url, os.environ.get("OCTET_API_KEY"), patience_s=0.5)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--url") from error
+
+
+PACKAGES_OF_EXTRAS = {"service": ("fastapi", "ray"), "worker": ("torch",), "models": ("transformers",)}
+"""Packages that stand for each extra: whoever has them has installed it."""
+
+
+def require_extras(command: str, *extras: str) -> None:
+    """Exit with one sentence that says how to install the extras, if a package of one is missing."""
+    wanted = [package for extra in extras for package in PACKAGES_OF_EXTRAS[extra]]
+    missing = [package for package in wanted if find_spec(package) is None]
+    if missing:
+        install = f"pip install 'octet-fp8[{','.join(extras)}]'"
+        Terminal().complain(f"octet {command} needs {', '.join(missing)}; install it with: {install}")
+        raise typer.Exit(REFUSED)
 
 
 def exit_status(error: OctetError) -> int:

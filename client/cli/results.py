@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
-from api_schemas import Checkpoint
-from client.api import Client
-from client.cli.options import DEFAULT_URL, REFUSED, AsJson, JobId, Url, connect
-from client.terminal import Terminal
-from client.text import num_bytes
+from octet.api_schemas import Checkpoint
+from octet.client.api import Client
+from octet.client.cli.options import DEFAULT_URL, REFUSED, AsJson, JobId, Url, connect, require_extras
+from octet.client.terminal import Terminal
+from octet.client.text import num_bytes
 
-_WORKER = "worker.pretrained"
+_WORKER = "octet.worker.pretrained"
 """The module that exports. It runs in a process of its own: the client loads no torch."""
 
 
@@ -57,6 +57,7 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the model that they belong to.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model, or adapters for peft. Needs the extra 'worker' on this machine."""
+    require_extras("export", "worker")
     command = [sys.executable, "-m", _WORKER, str(checkpoint), "--out", str(out), *(["--merge"] if merge else [])]
     command += [] if format is None else ["--format", format]
     command += [] if strategy is None else ["--strategy", strategy]

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from client.cli.options import REFUSED
-from client.terminal import Terminal
+from octet.client.cli.options import REFUSED, require_extras
+from octet.client.terminal import Terminal
 
 DatabaseUrlFile = Annotated[
     Path | None,
@@ -27,8 +27,9 @@ def serve(
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Ranks at once in the cpu pool.")] = None,
 ) -> None:
     """Run Octet on this machine: API, dispatcher, database and a local Ray in one process."""
-    with _refusing("serve"):
-        from service.processes.embedded import serve as run_server
+    require_extras("serve", "service", "worker")
+    with _refusing():
+        from octet.service.processes.embedded import serve as run_server
 
         run_server(
             host=host,
@@ -43,8 +44,9 @@ def serve(
 
 def api(database_url_file: DatabaseUrlFile = None) -> None:
     """Cluster mode: the API alone, on PostgreSQL. Configured by OCTET_* variables; see docs/deploy.md."""
-    with _refusing("api"):
-        from service.processes.api import api as run_api
+    require_extras("api", "service")
+    with _refusing():
+        from octet.service.processes.api import api as run_api
 
         run_api(database_url_file=database_url_file)
 
@@ -64,8 +66,9 @@ def dispatcher(
     ] = "",
 ) -> None:
     """Cluster mode: what runs jobs on a Ray cluster. Several may run; one leads. See docs/deploy.md."""
-    with _refusing("dispatcher"):
-        from service.processes.dispatcher import dispatch
+    require_extras("dispatcher", "service")
+    with _refusing():
+        from octet.service.processes.dispatcher import dispatch
 
         dispatch(
             ray_address=ray_address,
@@ -77,16 +80,10 @@ def dispatcher(
 
 
 @contextmanager
-def _refusing(command: str) -> Iterator[None]:
+def _refusing() -> Iterator[None]:
     """Say in one line why a server cannot start."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        Terminal().complain(
-            f"octet {command} needs the package {error.name!r}, which is not installed. "
-            "Install Octet with the extras that serving needs: pip install 'octet[service,worker,client]'"
-        )
-        raise typer.Exit(REFUSED) from error
     except (OSError, ValueError, RuntimeError) as error:
         Terminal().complain(str(error))
         raise typer.Exit(REFUSED) from error

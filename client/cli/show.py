@@ -5,10 +5,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from api_schemas import JobState, MetricPoint
-from client import render
-from client.cli.options import DEFAULT_URL, AsJson, JobId, Url, connect
-from client.terminal import Terminal
+from octet.api_schemas import JobState, MetricPoint
+from octet.client import render
+from octet.client.cli.options import DEFAULT_URL, AsJson, JobId, Url, connect
+from octet.client.terminal import Terminal
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]
 

@@ -1,4 +1,4 @@
-"""What the demo shows at the end: the same job at several levels, side by side.
+"""Compare the same job at several levels, side by side, at the end of the demo.
 
 All jobs here have succeeded; the others are compared with the first.
 """
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from api_schemas import Job, JobSummary
-from client.demo.job import JUDGED_FROM_STEPS
-from client.render import table
-from client.text import duration, number
+from octet.api_schemas import Job, JobSummary
+from octet.client.demo.job import JUDGED_FROM_STEPS
+from octet.client.render import table
+from octet.client.text import duration, number
 
 MEMORY_CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other")
 LARGEST_SHARE_OF_ENTROPY = 0.8
@@ -23,7 +23,7 @@ def summary_of(job: Job) -> JobSummary:
 
 
 def has_learned(summary: JobSummary) -> bool:
-    """Whether the model knows more of the text than how often each byte occurs."""
+    """Return True if the loss is below that of byte frequencies alone."""
     return _share_of_entropy(summary) <= LARGEST_SHARE_OF_ENTROPY
 
 
@@ -38,7 +38,7 @@ def learning_line(jobs: Sequence[Job]) -> str:
 
 
 def too_short_line(jobs: Sequence[Job]) -> str:
-    """What jobs reached that had too few steps to be judged, and what is asked of longer ones, in one line."""
+    """Describe, in one line, the losses of jobs with too few steps to judge, and the goal of longer ones."""
     entropy_nats = _entropy_nats(jobs)
     shares = ", ".join(f"{_reached(job)} ({_share_of_entropy(summary_of(job)):.0%})" for job in jobs)
     return (

@@ -2,8 +2,8 @@
 
 import sysconfig
 
-from api_schemas import JobSpec
-from client.job_file import check_spec
+from octet.api_schemas import JobSpec
+from octet.client.job_file import check_spec
 
 _NOT_EVERYWHERE = ("test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "macholib", "ensurepip", "distutils")
 _NO_CODE = ("encodings", "pydoc_data")
@@ -17,7 +17,7 @@ JUDGED_FROM_STEPS = 300
 
 
 def is_long_enough_to_judge(spec: JobSpec) -> bool:
-    """Whether a model that trains for so many steps should have learned."""
+    """Return True if a model that trains for so many steps should have learned."""
     return spec.training.steps is not None and spec.training.steps >= JUDGED_FROM_STEPS
 
 

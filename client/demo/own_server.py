@@ -15,11 +15,11 @@ from pathlib import Path
 
 from rich.text import Text
 
-from client.api import Client
-from client.errors import ServerFailed
-from client.signals import handled
-from client.terminal import Terminal
-from client.text import duration
+from octet.client.api import Client
+from octet.client.errors import ServerFailed
+from octet.client.signals import handled
+from octet.client.terminal import Terminal
+from octet.client.text import duration
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -61,7 +61,7 @@ class OwnServer:
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Ask the server to end, wait, then kill what is left of its process group, and end its Ray if it could not."""
-        from service.cluster.ray.embedded import LocalRay
+        from octet.service.cluster.ray.embedded import LocalRay
 
         try:
             self._process.terminate()
@@ -83,7 +83,7 @@ class OwnServer:
 def own_server(data_dir: Path, data_root: str, terminal: Terminal) -> Iterator[OwnServer]:
     """Start `octet serve` on a free port and wait until it is ready; stop it at the end of the block, however that ends."""
     with _held_port() as port:
-        command = [sys.executable, "-P", "-m", "client.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-P", "-m", "octet.client.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--data-dir", str(data_dir), "--data-root", data_root]
         url = f"http://127.0.0.1:{port}"
         terminal.show(Text(f"Starting octet serve on {url}; its data and server.log are in {data_dir}."))

@@ -9,16 +9,24 @@ from pathlib import Path
 
 from rich.text import Text
 
-from api_schemas import Job, JobSpec, JobState
-from client.api import Client
-from client.demo.comparison import has_learned, learning_line, side_by_side, start_times, summary_of, too_short_line, verdict
-from client.demo.job import is_long_enough_to_judge
-from client.demo.own_server import own_server
-from client.errors import OctetError
-from client.render import job_details, log_line
-from client.signals import handled, leave
-from client.terminal import Terminal
-from client.watch import watch
+from octet.api_schemas import Job, JobSpec, JobState
+from octet.client.api import Client
+from octet.client.demo.comparison import (
+    has_learned,
+    learning_line,
+    side_by_side,
+    start_times,
+    summary_of,
+    too_short_line,
+    verdict,
+)
+from octet.client.demo.job import is_long_enough_to_judge
+from octet.client.demo.own_server import own_server
+from octet.client.errors import OctetError
+from octet.client.render import job_details, log_line
+from octet.client.signals import handled, leave
+from octet.client.terminal import Terminal
+from octet.client.watch import watch
 
 _LOG_LINES_SHOWN = 20
 

@@ -26,10 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from api_schemas import Job, JobState
-from client import Client
-from client.errors import OctetError
-from client.job_file import load_job_file
+from octet.api_schemas import Job, JobState
+from octet.client import Client
+from octet.client.errors import OctetError
+from octet.client.job_file import load_job_file
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE = shlex.split(os.environ.get("COMPOSE", "docker compose"))
@@ -173,7 +173,7 @@ def kill(stack: Stack, service: str, expected: list[list[float | None]]) -> None
 
 
 def ranks_scraped(jobs: list[Job]) -> bool:
-    """Whether Prometheus found every rank through service discovery and has its steps."""
+    """Return True if Prometheus found every rank through service discovery and has its steps."""
     found = {(series["job_id"], series["rank"]) for series in query("octet_train_step")}
     wanted = {(job.id, str(rank)) for job in jobs for rank in range(job.spec.resources.workers)}
     return wanted <= found
@@ -206,7 +206,7 @@ def api_key() -> str | None:
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float) -> Any:
-    """What the condition returns, once that is true. Errors of the network are waited out."""
+    """Wait until the condition is true and return its value. Network errors count as false."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

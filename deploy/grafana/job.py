@@ -7,7 +7,7 @@ _RATE = "[$__rate_interval]"
 
 
 def _reported(metric: str) -> str:
-    """What the control plane last heard; every api process tells the same."""
+    """The control plane's last values; every api process serves the same ones."""
     return f"max({metric}{_JOB})"
 
 

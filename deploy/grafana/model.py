@@ -1,4 +1,4 @@
-"""What a dashboard is here: boards of rows of panels of queries, as plain data, and how that becomes Grafana's JSON.
+"""Describe dashboards as plain data (boards, rows, panels, queries) and turn them into Grafana's JSON.
 
 The same data is drawn by `render` and executed against a live Prometheus by the tests, so nothing is stated twice. A panel
 cannot be written without a unit, a description and a query.

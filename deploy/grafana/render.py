@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from api_schemas.levels import LEVELS
 from deploy.grafana.model import Board, Panel, Query
+from octet.api_schemas.levels import LEVELS
 
 Series = list[dict[str, Any]]
 Ask = Callable[[str], Series]

@@ -18,7 +18,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 @dataclass
 class ExampleArguments:
-    """What to train on."""
+    """Options of the data."""
 
     text: str = field(default=str(README), metadata={"help": "a text file"})
     length: int = field(default=64, metadata={"help": "bytes per example"})

@@ -1,1 +1,1 @@
-"""Where attempts run: the `Launcher` protocol, a fake of it, and Ray."""
+"""Run attempts: the `Launcher` protocol, a fake of it, and Ray."""

@@ -1,4 +1,4 @@
-"""A cluster in memory, for tests. It does what it is told, and can be told to misbehave.
+"""A cluster in memory, for tests. It obeys, and can be made to misbehave.
 
 It keeps the launcher's promises: launching twice starts once, and stopping an absent attempt succeeds. It keeps a list
 of what happened, so a test needs no mock.
@@ -6,8 +6,8 @@ of what happened, so a test needs no mock.
 
 from collections.abc import Iterable, Sequence
 
-from api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
-from service.cluster.launcher import LauncherError
+from octet.api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
+from octet.service.cluster.launcher import LauncherError
 
 
 class FakeLauncher:

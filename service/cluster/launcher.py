@@ -6,7 +6,7 @@ The database decides what is true about a job. A launcher only says what the clu
 from collections.abc import Sequence
 from typing import Protocol
 
-from api_schemas import AttemptRef, LaunchOrder, PoolCapacity, Probe
+from octet.api_schemas import AttemptRef, LaunchOrder, PoolCapacity, Probe
 
 
 class LauncherError(Exception):

@@ -18,15 +18,12 @@ from sqlalchemy import JSON, BindParameter, Column, Connection, Delete, Dialect,
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from service.db.arrays import array_text
-from service.db.kept import Kept
+from octet.service.db.arrays import array_text
 
 Statement = Update | Delete
 Row = Mapping[str, Any]
 Transaction = Session | Connection
 """A transaction that has begun: of a session, or without one."""
-RowTransaction = Transaction | Kept
-"""A transaction in which the statements below are executed."""
 _Convert = Callable[[Any], Any] | None
 
 _MOST_ROWS = 128
@@ -42,11 +39,11 @@ class Changes:
         self._converts: dict[str, list[_Convert]] = {}
         self._sql: dict[tuple[str, int], str] = {}
 
-    def execute(self, transaction: RowTransaction, rows: Sequence[tuple[Any, ...]]) -> None:
+    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> None:
         """Change rows. Each has its key, and then the values of the columns. No key comes twice."""
         if not rows:
             return
-        connection = runner_of(transaction)
+        connection = connection_of(transaction)
         dialect = connection.dialect
         if dialect.name == "sqlite":
             converted = list(zip(*self._columns(rows, dialect), strict=True))
@@ -89,9 +86,9 @@ class ForIds:
         self._build = build
         self._compiled: dict[tuple[str, int], _Compiled] = {}
 
-    def execute(self, transaction: RowTransaction, ids: Sequence[str], **others: Any) -> Sequence[tuple[Any, ...]]:
+    def execute(self, transaction: Transaction, ids: Sequence[str], **others: Any) -> Sequence[tuple[Any, ...]]:
         """Execute the statement; returns a query's rows as the driver gives them. ids: at least one."""
-        connection = runner_of(transaction)
+        connection = connection_of(transaction)
         key = connection.dialect.name, len(ids)
         names = [f"id_{number}" for number in range(len(ids))]
         if key not in self._compiled:
@@ -127,14 +124,14 @@ class Rows:
         self._converts: dict[str, list[tuple[int, Callable[[Any], Any]]]] = {}
         self._sql: dict[tuple[str, int], str] = {}
 
-    def execute(self, transaction: RowTransaction, rows: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
+    def execute(self, transaction: Transaction, rows: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
         """Write rows. A row has the values of all columns but those of `always`, in the order of the table.
 
         Returns what the statement returns (`then`), in no order.
         """
         if not rows:
             return []
-        connection = runner_of(transaction)
+        connection = connection_of(transaction)
         dialect = connection.dialect
         if dialect.name == "sqlite":
             converted = list(zip(*self._columns(rows, dialect), strict=True))
@@ -175,12 +172,12 @@ class Rows:
         return self._sql[key]
 
 
-def write_together(transaction: RowTransaction, parts: Sequence[tuple[Rows | Changes, Sequence[tuple[Any, ...]]]]) -> None:
+def write_together(transaction: Transaction, parts: Sequence[tuple[Rows | Changes, Sequence[tuple[Any, ...]]]]) -> None:
     """Add and change rows of several tables, by one statement on PostgreSQL. Rows may refer to rows that are added before them.
 
     No row is written twice.
     """
-    connection = runner_of(transaction)
+    connection = connection_of(transaction)
     filled = [(rows, values) for rows, values in parts if values]
     if connection.dialect.name == "sqlite":
         for rows, values in filled:
@@ -219,11 +216,6 @@ def connection_of(transaction: Transaction) -> Connection:
     return transaction if isinstance(transaction, Connection) else transaction.connection()
 
 
-def runner_of(transaction: RowTransaction) -> Connection | Kept:
-    """Return what `run` executes the statements of a transaction with."""
-    return transaction.connection() if isinstance(transaction, Session) else transaction
-
-
 @contextmanager
 def session_of(transaction: Transaction) -> Iterator[Session]:
     """Give a transaction a session if it has none, for the ORM. What the session writes is flushed when the block ends."""
@@ -235,10 +227,8 @@ def session_of(transaction: Transaction) -> Iterator[Session]:
         session.flush()
 
 
-def run(connection: Connection | Kept, sql: str, parameters: Any = ()) -> Sequence[tuple[Any, ...]]:
+def run(connection: Connection, sql: str, parameters: Any = ()) -> Sequence[tuple[Any, ...]]:
     """Let the driver execute a statement; returns a query's rows. Raises the driver's errors as SQLAlchemy does."""
-    if isinstance(connection, Kept):
-        return connection.run(sql, parameters)
     dialect = connection.dialect
     cursor = connection.connection.cursor()
     try:

@@ -20,10 +20,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, make_url,
 from sqlalchemy.exc import DBAPIError, DisconnectionError, OperationalError
 from sqlalchemy.orm import Session
 
-from service.db.bulk import RowTransaction, run
-from service.db.kept import Kept
-from service.db.log_copies import MOST_PAGES, LogCopies
-from service.db.migrate import check, upgrade
+from octet.service.db.bulk import Transaction, run
+from octet.service.db.migrate import check, upgrade
 
 LOCK_TIMEOUT_S = 10.0
 _SQLITE_WRITE = "octet_write"
@@ -32,7 +30,7 @@ _WAIT_STEPS = 100
 _CONNECTIONS, _MORE_CONNECTIONS = 10, 20  # of one process with PostgreSQL
 _USED_AT_S = "octet_used_at_s"
 _IDLE_S = 1.0
-"""How long after its last use a connection to PostgreSQL is asked whether it still works before the next: a round trip."""
+"""The time after its last use from which a connection to PostgreSQL is tested before the next, which is a round trip."""
 
 
 class Clock(Protocol):
@@ -58,14 +56,9 @@ class Database:
         self.is_sqlite = self._engine.dialect.name == "sqlite"
         self._is_migrated = False
         self._one_writer = threading.Lock()
-        self._log_copies: LogCopies | None = None
-        self._kept: Kept | None = None
         self._writing_by_step: dict[int, Engine] = {}  # only for whoever has `_one_writer`
         if self.is_sqlite:
             self._reading, self._writing = self._engine, self._engine.execution_options(**{_SQLITE_WRITE: True})
-            if self._engine.url.database:
-                self._kept = Kept(self._engine)
-                self._log_copies = LogCopies(self._engine.url.database, self._alone)
         else:
             self._writing = self._engine
             self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
@@ -114,35 +107,20 @@ class Database:
 
     @contextmanager
     def write_rows(self) -> Iterator[Connection]:
-        """Open a write transaction as `write` does, without a session: for the statements of `service.db.bulk`."""
+        """Open a write transaction as `write` does, without a session: for the statements of `octet.service.db.bulk`."""
         with self._timed("write"), self._turn_to_write() as engine, engine.begin() as connection:
             yield connection
 
-    @contextmanager
-    def write_rows_quickly(self) -> Iterator[Connection | Kept]:
-        """Open a write transaction as `write_rows` does, of which no session can be made."""
-        if self._kept is None:
-            with self.write_rows() as connection:
-                yield connection
-            return
-        with (
-            self._timed("write"),
-            self._turn_to_write() as engine,
-            self._kept.transaction(engine.get_execution_options()[_SQLITE_WAIT_MS]) as kept,
-        ):
-            yield kept
+    def now(self, transaction: Transaction, read_at: datetime | None = None) -> datetime:
+        """Return the time that leases are measured by. On PostgreSQL it is the server's, which all processes share.
 
-    def now(self, session: RowTransaction, told: datetime | None = None) -> datetime:
-        """The time that leases are measured by. On PostgreSQL it is the server's, which all processes share.
-
-        told: what a statement of this transaction read from PostgreSQL's clock.
+        read_at: the time of PostgreSQL's clock that a statement of this transaction has read, if one has.
         """
         if self._clock is not None:
             return self._clock.now()
         if self.is_sqlite:
             return datetime.now(UTC)
-        assert not isinstance(session, Kept), "only SQLite has one"
-        moment = told or session.execute(select(func.clock_timestamp())).scalar_one()
+        moment = read_at or transaction.execute(select(func.clock_timestamp())).scalar_one()
         return moment.astimezone(UTC)
 
     def num_bytes(self, session: Session) -> int:
@@ -152,10 +130,6 @@ class Database:
         return int(session.execute(text("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")).scalar_one())
 
     def close(self) -> None:
-        if self._log_copies is not None:
-            self._log_copies.close()
-        if self._kept is not None:
-            self._kept.close()
         self._engine.dispose()
 
     @contextmanager
@@ -168,8 +142,6 @@ class Database:
         with self._alone():
             left_s = max(0.0, self._lock_timeout_s - (time.monotonic() - began))
             yield self._waiting_for(left_s)
-            if self._log_copies is not None:
-                self._log_copies.committed()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -254,7 +226,7 @@ def _ask_if_idle(dialect: Any, connection: Any, record: Any, _proxy: Any) -> Non
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # `_begin_sqlite` says BEGIN
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"wal_autocheckpoint={MOST_PAGES}"):
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 

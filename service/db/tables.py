@@ -1,4 +1,4 @@
-"""The tables. A `…Row` is what is stored, a model of `api_schemas` is what is shown; `service.jobs.views` converts them.
+"""The tables. A `…Row` is what is stored, a model of `api_schemas` is what is shown; `octet.service.jobs.views` converts them.
 
 An attempt takes slots of its pool until `released_at`, the moment when its processes are known to be gone.
 """
@@ -9,9 +9,9 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from api_schemas import AttemptState, DesiredState, FailureReason, JobState
-from service.db.columns import SafeText, UtcDateTime, id_column, state_column
-from service.settings import DEFAULT_TENANT
+from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobState
+from octet.service.db.columns import SafeText, UtcDateTime, id_column, state_column
+from octet.service.settings import DEFAULT_TENANT
 
 LIVE_JOB = "current_attempt_id IS NOT NULL AND finished_at IS NULL"
 ENDED_JOB = "finished_at IS NOT NULL"
@@ -289,7 +289,7 @@ class PoolCapacityRow(Base):
 
 
 class TallyRow(Base):
-    """How many jobs, attempts or pools there are of a kind. Triggers count them (`migrations/versions/0007_tallies.py`)."""
+    """Counts of jobs, attempts and pools by kind. Triggers keep them (`migrations/versions/0007_tallies.py`)."""
 
     __tablename__ = "tallies"
 

@@ -1,5 +1,5 @@
 """Leased background loops that move jobs along: place, launch, watch, release, grow, orphans."""
 
-from service.dispatcher.dispatcher import Dispatcher
+from octet.service.dispatcher.dispatcher import Dispatcher
 
 __all__ = ["Dispatcher"]

@@ -1,4 +1,4 @@
-"""What the dispatcher's loops share: database, cluster, who leads, and transactions that only the leader can commit."""
+"""The context of the dispatcher's loops: database, cluster, leadership, and transactions that only the leader can commit."""
 
 import logging
 import os
@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
-from service import store
-from service.cluster.launcher import Launcher
-from service.db.engine import Database
-from service.settings import Settings
-from service.telemetry.loops import LoopHealth
+from octet.service import store
+from octet.service.cluster.launcher import Launcher
+from octet.service.db.engine import Database
+from octet.service.settings import Settings
+from octet.service.telemetry.loops import LoopHealth
 
 LEADER_LEASE_S = 5.0
 
@@ -55,7 +55,7 @@ class Outage:
 
 @dataclass
 class DispatcherContext:
-    """What the loops share. `leads_since` is None while another dispatcher leads."""
+    """The context of the loops. `leads_since` is None while another dispatcher leads."""
 
     database: Database
     launcher: Launcher

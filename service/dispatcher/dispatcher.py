@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from service.cluster.launcher import Launcher
-from service.db.engine import Database
-from service.dispatcher import grow, launch, orphans, place, release, watch
-from service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading, holder_of
-from service.dispatcher.loop import Loop
-from service.settings import Settings
-from service.telemetry.loops import LoopHealth
+from octet.service.cluster.launcher import Launcher
+from octet.service.db.engine import Database
+from octet.service.dispatcher import grow, launch, orphans, place, release, watch
+from octet.service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading, holder_of
+from octet.service.dispatcher.loop import Loop
+from octet.service.settings import Settings
+from octet.service.telemetry.loops import LoopHealth
 
 _STOP_TIMEOUT_S = 10.0
 ORPHANS_INTERVAL_S = 30.0

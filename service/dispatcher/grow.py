@@ -8,14 +8,14 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptState, DesiredState
-from service import store
-from service.dispatcher.context import DispatcherContext
-from service.jobs import attempts
-from service.jobs.attempts import Ending
-from service.jobs.lifecycle import AttemptEvent
-from service.scheduling.decide import most_of, pool_states
-from service.store.queue import ShrunkAttempt
+from octet.api_schemas import AttemptState, DesiredState
+from octet.service import store
+from octet.service.dispatcher.context import DispatcherContext
+from octet.service.jobs import attempts
+from octet.service.jobs.attempts import Ending
+from octet.service.jobs.lifecycle import AttemptEvent
+from octet.service.scheduling.decide import most_of, pool_states
+from octet.service.store.queue import ShrunkAttempt
 
 FRESH = timedelta(seconds=5)
 """A checkpoint is as old at most when its attempt ends."""

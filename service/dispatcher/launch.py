@@ -12,15 +12,15 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptRef, CheckpointRef, FailureReason, JobSpec, LaunchOrder, PoolConfig, ProbeState
-from api_schemas.elastic import with_workers
-from service import store
-from service.cluster.launcher import LauncherError
-from service.db.tables import AttemptRow, JobRow
-from service.dispatcher.context import DispatcherContext
-from service.jobs import attempts
-from service.jobs.attempts import Ending
-from service.jobs.lifecycle import AttemptEvent, next_attempt_state
+from octet.api_schemas import AttemptRef, CheckpointRef, FailureReason, JobSpec, LaunchOrder, PoolConfig, ProbeState
+from octet.api_schemas.models import families_with
+from octet.service import store
+from octet.service.cluster.launcher import LauncherError
+from octet.service.db.tables import AttemptRow, JobRow
+from octet.service.dispatcher.context import DispatcherContext
+from octet.service.jobs import attempts
+from octet.service.jobs.attempts import Ending
+from octet.service.jobs.lifecycle import AttemptEvent, next_attempt_state
 
 CHECKPOINTS_OFFERED = 10
 CLAIMS_AT_ONCE = 16
@@ -59,7 +59,8 @@ def _claim(context: DispatcherContext, session: Session, attempt_id: str, now: d
     if attempt.state.is_terminal:
         return None
     pool = context.settings.pool(attempt.pool)
-    is_refused = pool is not None and job.spec["model"].get("family") == "python" and not pool.allows_entrypoints
+    is_users_code = job.spec["model"].get("family") in families_with("users_code")
+    is_refused = pool is not None and is_users_code and not pool.allows_entrypoints
     if pool is None or is_refused:
         now_says = "allows no model of family python any more" if is_refused else "is not configured any more"
         message = f"pool {attempt.pool!r} {now_says}"
@@ -84,7 +85,7 @@ def _order(
         job_id=job.id,
         epoch=attempt.epoch,
         token=token,
-        spec=with_workers(JobSpec.read_stored(job.spec), attempt.workers),
+        spec=JobSpec.read_stored(job.spec).with_workers(attempt.workers),
         pool=pool,
         report_url=context.settings.effective_report_url,
         data_roots=tuple(str(root) for root in context.settings.named_roots),

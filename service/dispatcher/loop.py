@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import OperationalError
 
-from service.telemetry.loops import LoopHealth
+from octet.service.telemetry.loops import LoopHealth
 
 _LONGEST_BACKOFF_S = 30.0
 

@@ -3,11 +3,11 @@ gathers tallies, too."""
 
 import logging
 
-from api_schemas import AttemptRef
-from service import store
-from service.cluster.launcher import LauncherError
-from service.dispatcher.context import DispatcherContext
-from service.dispatcher.release import STOP_GRACE_S
+from octet.api_schemas import AttemptRef
+from octet.service import store
+from octet.service.cluster.launcher import LauncherError
+from octet.service.dispatcher.context import DispatcherContext
+from octet.service.dispatcher.release import STOP_GRACE_S
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from datetime import datetime
 
 from sqlalchemy.orm import Session
 
-from api_schemas import JobState
-from service import store
-from service.cluster.launcher import LauncherError
-from service.dispatcher.context import DispatcherContext
-from service.jobs import attempts
-from service.scheduling.decide import Decision, decide, pool_states
-from service.scheduling.space import space_for
+from octet.api_schemas import JobState
+from octet.service import store
+from octet.service.cluster.launcher import LauncherError
+from octet.service.dispatcher.context import DispatcherContext
+from octet.service.jobs import attempts
+from octet.service.scheduling.decide import Decision, decide, pool_states
+from octet.service.scheduling.space import space_for
 
 
 def step(context: DispatcherContext) -> None:

@@ -2,10 +2,10 @@
 
 import logging
 
-from api_schemas import AttemptRef
-from service import store
-from service.cluster.launcher import LauncherError
-from service.dispatcher.context import DispatcherContext
+from octet.api_schemas import AttemptRef
+from octet.service import store
+from octet.service.cluster.launcher import LauncherError
+from octet.service.dispatcher.context import DispatcherContext
 
 STOP_GRACE_S = 5.0
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 
-from api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, Probe, ProbeState
-from service import store
-from service.db.tables import AttemptRow, JobRow
-from service.dispatcher.context import DispatcherContext
-from service.jobs import attempts
-from service.jobs.attempts import Ending
-from service.jobs.lifecycle import AttemptEvent
-from service.settings import Settings
+from octet.api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, Probe, ProbeState
+from octet.service import store
+from octet.service.db.tables import AttemptRow, JobRow
+from octet.service.dispatcher.context import DispatcherContext
+from octet.service.jobs import attempts
+from octet.service.jobs.attempts import Ending
+from octet.service.jobs.lifecycle import AttemptEvent
+from octet.service.settings import Settings
 
 AT_ONCE = 64
 """Attempts that are probed, and then judged in one read. One that does not answer in time holds up no earlier group."""
@@ -28,7 +28,7 @@ _ON_CLUSTER = {AttemptState.STARTING, AttemptState.RUNNING}
 
 @dataclass(frozen=True)
 class Finding:
-    """What `judge` found out about an attempt, to be written into its row."""
+    """The findings of `judge` about an attempt, to be written into its row."""
 
     exited_at: datetime | None
     placed_at: datetime | None

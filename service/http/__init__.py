@@ -1,1 +1,1 @@
-"""What every route shares: problem documents, guards, pages and streams."""
+"""Share among all routes: problem documents, guards, pages and streams."""

@@ -6,17 +6,20 @@ for longest, so clients that never finish theirs cannot fill the memory or keep 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cached_property
+from typing import Any, TypeVar
 
 import anyio
-from anyio.to_thread import run_sync
+from fastapi import Request
+from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.deps import tenant_of
-from service.errors import NotReady, PayloadTooLarge, ServiceError, Unauthenticated
-from service.http.problems import render
-from service.settings import Settings
+from octet.api_schemas import Contract
+from octet.service.deps import tenant_of
+from octet.service.errors import InvalidJson, NotReady, PayloadTooLarge, ServiceError, Unauthenticated
+from octet.service.http.problems import DATABASE_AWAY, answer_error, invalid
+from octet.service.settings import Settings
 
 MAX_BODY_BYTES = 1 << 20
 MAX_REPORT_BYTES = 8 << 20
@@ -24,19 +27,22 @@ MAX_STRANGER_BYTES = 64 << 10
 """The most that is read for a caller who is not known yet."""
 MAX_HELD_BYTES = 64 << 20
 
+_JSON = re.compile(r"application/([^;]*\+)?json\s*(;.*)?", re.IGNORECASE)
 _REPORTS = re.compile(r"/internal/v1/attempts/([^/]+)/reports")
 
-KnowsAttempt = Callable[[str, str], bool]
+Read = TypeVar("Read", bound=Contract)
+Parsed = TypeVar("Parsed")
+VerifyToken = Callable[[str, str], Awaitable[bool]]
 """Takes an attempt's id and a token; returns True if the token is that attempt's."""
 
 
 class LimitBodies:
     """Middleware: reads a whole body before the route sees any of it, or answers 401, 413 or 503."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, knows_attempt: KnowsAttempt) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, verify_token: VerifyToken) -> None:
         self._app = app
         self._settings = settings
-        self._knows_attempt = knows_attempt
+        self._verify_token = verify_token
         self._held = _HeldBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,8 +54,8 @@ class LimitBodies:
             is_whole = await self._read(body, scope, receive)
             if is_whole:
                 await self._app(scope, _replayed(bytes(body.content), receive), send)
-        except ServiceError as error:
-            await render(error, scope["path"])(scope, receive, send)
+        except (ServiceError, *DATABASE_AWAY) as error:
+            await answer_error(Request(scope), error)(scope, receive, send)
         finally:
             self._held.drop(body)
 
@@ -92,7 +98,7 @@ class LimitBodies:
 
     async def _require_token(self, attempt_id: str, authorization: str) -> None:
         scheme, _, token = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not await run_sync(self._knows_attempt, attempt_id, token):
+        if scheme.lower() != "bearer" or not await self._verify_token(attempt_id, token):
             raise Unauthenticated(f"a body of more than {MAX_STRANGER_BYTES} bytes is read for the attempt's token only")
 
 
@@ -133,6 +139,37 @@ class _HeldBodies:
             del self._bodies[body]
             self._num_bytes -= len(body.content)
         body.content = bytearray()
+
+
+def body_of(contract: type[Contract]) -> dict[str, Any]:
+    """Describe the body of a route that reads it with `read_json`, for the OpenAPI document."""
+    schema = {"$ref": f"#/components/schemas/{contract.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def read_json(request: Request, contract: type[Read]) -> Read:
+    """Parse and validate the body of a request in one go, from its bytes. Raises InvalidJson or InvalidRequest."""
+    content_type = request.headers.get("content-type", "")
+    return parse_json(await request.body(), content_type, contract, contract.model_validate_json)
+
+
+def parse_json(body: bytes, content_type: str, contract: type[Contract], parse: Callable[[bytes], Parsed]) -> Parsed:
+    """Parse a body with `parse`, whose ValidationError explains what the contract refuses."""
+    if not body:
+        raise invalid([{"type": "missing", "loc": (), "msg": "Field required", "input": None}], contract)
+    if not _JSON.fullmatch(content_type):
+        raise InvalidJson("the body is not JSON; send Content-Type: application/json")
+    try:
+        return parse(body)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False), contract) from error
+
+
+async def whole_body(receive: Receive) -> bytes:
+    """Receive the body of a request that `LimitBodies` has let through: all of it comes in one message."""
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    return body
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

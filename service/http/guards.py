@@ -11,11 +11,12 @@ from functools import lru_cache
 
 from fastapi import Request
 from fastapi.dependencies.models import Dependant
+from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api_schemas import Violation
-from service.errors import MOST_VIOLATIONS, InvalidRequest, WrongHost
-from service.http.problems import render
+from octet.api_schemas import Violation
+from octet.service.errors import MOST_VIOLATIONS, InvalidRequest, WrongHost
+from octet.service.http.problems import render
 
 
 class RefuseOtherHosts:
@@ -39,13 +40,17 @@ class RefuseOtherHosts:
 
 async def refuse_unknown_query(request: Request) -> None:
     """Answer 422 to a query parameter that the route does not have: a mistyped filter must not be ignored."""
-    if not request.query_params:
-        return
-    known = list(dict.fromkeys(_query_parameters(request.scope["route"].dependant)))
-    unknown = [name for name in request.query_params if name not in known]
+    if request.scope["query_string"]:
+        known = list(dict.fromkeys(_query_parameters(request.scope["route"].dependant)))
+        refuse_unknown(request.query_params, known)
+
+
+def refuse_unknown(query: QueryParams, known: list[str]) -> None:
+    """Raise InvalidRequest if a query has other parameters than the known ones."""
+    unknown = [name for name in query if name not in known]
     if unknown:
         shown = unknown[:MOST_VIOLATIONS]
-        violations = tuple(_unknown(name, request.query_params[name], known) for name in shown)
+        violations = tuple(_unknown(name, query[name], known) for name in shown)
         raise InvalidRequest.of(violations, len(unknown) - len(shown))
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import Query, Response
 
-from api_schemas import Contract, Page
+from octet.api_schemas import Contract, Page
 
 Item = TypeVar("Item", bound=Contract)
 

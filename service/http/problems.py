@@ -1,6 +1,7 @@
 """Turns every error into a problem document (RFC 9457), and describes these answers in the OpenAPI document."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -9,9 +10,9 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from starlette.exceptions import HTTPException
 
-from api_schemas import Contract, JobSpec, Problem, ReportBatch, explain_details
-from api_schemas.problem import CONTENT_TYPE
-from service.errors import (
+from octet.api_schemas import Contract, Problem, explain_details
+from octet.api_schemas.problem import CONTENT_TYPE
+from octet.service.errors import (
     MOST_VIOLATIONS,
     InvalidJson,
     InvalidRequest,
@@ -24,7 +25,6 @@ from service.errors import (
 logger = logging.getLogger(__name__)
 
 _DISK_FULL = ("disk is full", "no space left", "disk quota exceeded")  # SQLite, PostgreSQL
-_BODIES: dict[str, type[Contract]] = {"spec": JobSpec, "batch": ReportBatch}
 _TITLES = {
     400: "The body is not JSON",
     401: "Missing or unknown key or token",
@@ -36,6 +36,9 @@ _TITLES = {
     503: "The database does not answer, or no dispatcher leads",
 }
 
+
+DATABASE_AWAY = (OperationalError, NoConnectionFree)
+"""Errors of a database that does not answer, or that is so busy that no connection to it is free."""
 
 Answers = dict[int | str, dict[str, Any]]
 
@@ -50,20 +53,20 @@ def answers(*statuses: int) -> Answers:
 
 def install(app: FastAPI) -> None:
     """Make the app answer every error with a problem document."""
-    for kind in (ServiceError, OperationalError, NoConnectionFree):
-        app.add_exception_handler(kind, _expected)
+    for kind in (ServiceError, *DATABASE_AWAY):
+        app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, unexpected)
+    app.add_exception_handler(Exception, answer_error)
 
 
-def expected(request: Request, error: Exception) -> Response | None:
-    """Answer an error that a route may raise by design, or the database's. Returns None for another error."""
+def answer_error(request: Request, error: Exception) -> Response:
+    """Answer an error of a service, of its database, or one that nothing expects, which is logged."""
     if isinstance(error, ServiceError):
         return render(error, request.url.path)
-    if isinstance(error, OperationalError | NoConnectionFree):
+    if isinstance(error, DATABASE_AWAY):
         return _database_away(request, error)
-    return None
+    return _unexpected(request, error)
 
 
 def render(error: ServiceError, instance: str | None) -> Response:
@@ -71,30 +74,21 @@ def render(error: ServiceError, instance: str | None) -> Response:
     return Response(problem.model_dump_json(), error.status, media_type=CONTENT_TYPE, headers=error.headers)
 
 
-def _expected(request: Request, error: Exception) -> Response:
-    answer = expected(request, error)
-    assert answer is not None, "the handler is only for these errors"
-    return answer
-
-
 def _invalid(request: Request, error: Exception) -> Response:
-    """Say in our words what FastAPI found wrong with path, query, headers or body."""
+    """Describe in our words what FastAPI found wrong with path, query or headers."""
     assert isinstance(error, RequestValidationError)
-    details = error.errors()
-    num_left_out, details = len(details[MOST_VIOLATIONS:]), [dict(detail) for detail in details[:MOST_VIOLATIONS]]
-    if any(detail["type"] == "json_invalid" for detail in details):
-        reason = next(str(detail.get("ctx", {}).get("error", "")) for detail in details if detail["type"] == "json_invalid")
-        return render(InvalidJson(f"the body cannot be read as JSON: {reason}"), request.url.path)
-    if any(detail["loc"] == ("body",) and isinstance(detail.get("input"), bytes) for detail in details):
-        return render(InvalidJson("the body is not JSON; send Content-Type: application/json"), request.url.path)
-    root = next((_BODIES[name] for name in _BODIES if name in _body_names(request)), Contract)
+    details = [dict(detail) for detail in error.errors()]
     for detail in details:
-        detail["loc"] = detail["loc"][1:]  # drops 'body', 'query' or 'header'; the field's name is enough
-    return render(InvalidRequest.of(explain_details(details, root), num_left_out), request.url.path)
+        detail["loc"] = detail["loc"][1:]  # drops 'path', 'query' or 'header'; the name is enough
+    return render(invalid(details, Contract), request.url.path)
 
 
-def _body_names(request: Request) -> list[str]:
-    return [parameter.name for parameter in request.scope["route"].dependant.body_params]
+def invalid(details: Sequence[Mapping[str, Any]], root: type[Contract]) -> ServiceError:
+    """Build the error of a body that is no JSON, or not what the contract `root` wants. details: as pydantic lists them."""
+    reasons = [str(detail.get("ctx", {}).get("error", "")) for detail in details if detail["type"] == "json_invalid"]
+    if reasons:
+        return InvalidJson(f"the body cannot be read as JSON: {reasons[0]}")
+    return InvalidRequest.of(explain_details(details[:MOST_VIOLATIONS], root), len(details[MOST_VIOLATIONS:]))
 
 
 def _http(request: Request, error: Exception) -> Response:
@@ -120,7 +114,6 @@ def _database_away(request: Request, error: Exception) -> Response:
     return render(NotReady("the database does not answer; try again"), request.url.path)
 
 
-def unexpected(request: Request, error: Exception) -> Response:
-    """Answer an error that nothing here expects, and log it."""
+def _unexpected(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return render(ServiceError("an error of ours; the service's log has the details"), request.url.path)

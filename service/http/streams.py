@@ -17,10 +17,10 @@ from anyio.to_thread import run_sync
 from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
 
-from api_schemas import Contract
-from service import store
-from service.db.engine import Database
-from service.store.jobs import Head
+from octet.api_schemas import Contract
+from octet.service import store
+from octet.service.db.engine import Database
+from octet.service.store.jobs import Head
 
 EVENT_STREAM = "text/event-stream"
 POLL_S = 0.1
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source(Generic[Item]):
-    """What a stream sends.
+    """The items that a stream sends.
 
     `read(session, job_id, after, limit)` lists items in order; `key` is an item's number; `last` is the number of the job's
     last item.
@@ -62,7 +62,7 @@ class _News:
 
 @dataclass(eq=False)
 class _Feed:
-    """What the streams of one job and source share. `last`: the number up to which it was read; None before the first look."""
+    """The state shared by the streams of one job and source. `last`: the number up to which it was read, None at first."""
 
     job_id: str
     source: Source[Any]

@@ -1,5 +1,4 @@
-"""What can be known of a job at submission and needs this server to know it: its pool, its slots, its data, and
-the folder of its model.
+"""Check what this server alone can know of a job at submission: its pool, its slots, its data, and its model's folder.
 
 A source's own contract (`api_schemas/data/`) reads the files as the workers will, with bounds; where they may lie is decided
 here. Raises InvalidRequest with one violation; returns nothing.
@@ -7,94 +6,81 @@ here. Raises InvalidRequest with one violation; returns nothing.
 
 import asyncio
 import difflib
-import math
 import os
 import time
 from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from api_schemas import DataSpec, FamilySizes, ImageInput, JobSpec, ModelSpec, Needs, Unfit, Violation, misfit
-from api_schemas.data.files import NEVER_READ, Files
-from service.errors import EntrypointNotAllowed, InvalidRequest, NotReady
-from service.jobs.check_threads import CheckThreads, Overdue
-from service.settings import Settings
+from anyio import CapacityLimiter, move_on_after
+from anyio.to_thread import run_sync
+
+from octet.api_schemas import DataSpec, FamilySizes, ImageInput, JobSpec, ModelSpec, Needs, SpecConflict, Violation, check_data
+from octet.api_schemas.data.files import NEVER_READ, Files
+from octet.api_schemas.rules.table import check_without_effect
+from octet.service.errors import EntrypointNotAllowed, InvalidRequest, NotReady
+from octet.service.settings import Settings
 
 CHECKS_AT_ONCE = 4
 PASSED_S = 0.1
-"""How long after a check began its success holds for jobs with the same inputs, as those of a sweep."""
-AGAIN_S = 0.05
-"""How long after a check began the next job with the same inputs has it made again, without waiting for it."""
-_MOST_PASSED = 256
+"""The time after a check was asked for in which it counts for jobs with the same inputs, as those of a sweep."""
+_MOST_KEPT = 256
 FILES_TO_READ = "files that the service can read"
 UNKNOWN_VOCAB_SIZE = 1 << 32
 """The vocabulary of a model whose configuration does not say it: any data fits, and the rank checks."""
 
 
+class _Checking(NamedTuple):
+    """A check of files for all jobs with the same inputs. It counts from when it was asked for."""
+
+    since_s: float
+    task: "asyncio.Task[None]"
+
+
 class Admission:
-    """Checks jobs, their files in threads of its own, a few at once, so that slow checks hold up no other request."""
+    """Checks jobs, their files in threads of its own, a few at once, so that slow checks hold up no other request.
+
+    For a short while a check counts for all jobs with the same inputs: files may change after any
+    check. So the jobs of a sweep have a few checks each second, not hundreds.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._threads = CheckThreads(CHECKS_AT_ONCE)
-        self._passed_at_s: dict[Hashable, float] = {}
-        self._again: dict[Hashable, asyncio.Task[None]] = {}
+        self._turns, self._threads = CapacityLimiter(CHECKS_AT_ONCE), CapacityLimiter(CHECKS_AT_ONCE)
+        self._checking: dict[Hashable, _Checking] = {}
 
     async def check(self, spec: JobSpec) -> None:
-        """Check as `check` does. Raises NotReady if no thread is free in the time that a check may take.
-
-        Files that have just passed for a job with the same inputs are not read again: they may change after any check.
-        """
+        """Check as `check` does. Raises NotReady if no thread is free in the time that a check may take."""
         check_options(spec, self._settings)
         inputs = inputs_of(spec)
-        key = inputs.key
-        if self._has_passed(key, inputs):
-            return
+        key, now_s = inputs.key, time.monotonic()
+        checking = self._checking.get(key)
+        if checking is None or now_s - checking.since_s >= PASSED_S or _has_failed(checking.task):
+            if len(self._checking) >= _MOST_KEPT:
+                self._checking.clear()
+            checking = self._checking[key] = _Checking(now_s, asyncio.create_task(self._check_files(inputs)))
+        if not checking.task.done():
+            await asyncio.wait([checking.task])  # a request that goes away ends no check of others
+        checking.task.result()
+
+    async def _check_files(self, inputs: "Inputs") -> None:
+        borrower, longest_wait_s = object(), self._settings.data_check_timeout_s
+        with move_on_after(longest_wait_s) as waiting:
+            await self._turns.acquire_on_behalf_of(borrower)
+        if waiting.cancelled_caught:
+            raise NotReady(f"{CHECKS_AT_ONCE} jobs are being checked and no turn came in {longest_wait_s:g} s; try again")
         try:
-            await self._check_files(key, inputs)
-        except Overdue:
-            longest_wait_s = self._settings.data_check_timeout_s
-            raise NotReady(
-                f"{CHECKS_AT_ONCE} jobs are being checked and no turn came in {longest_wait_s:g} s; try again"
-            ) from None
-
-    def passes_now(self, spec: JobSpec) -> bool:
-        """Return True if `check` would return without waiting. False says nothing: the job has to be checked."""
-        try:
-            check_options(spec, self._settings)
-        except InvalidRequest:
-            return False
-        inputs = inputs_of(spec)
-        return self._has_passed(inputs.key, inputs)
-
-    def _has_passed(self, key: Hashable, inputs: "Inputs") -> bool:
-        """Return True if these files have just passed. Before that is too long ago they are checked again."""
-        age_s = time.monotonic() - self._passed_at_s.get(key, -math.inf)
-        if age_s >= PASSED_S:
-            return False
-        if age_s >= AGAIN_S and key not in self._again:
-            self._again[key] = asyncio.create_task(self._check_again(key, inputs))
-        return True
-
-    async def _check_files(self, key: Hashable, inputs: "Inputs") -> None:
-        began_s = time.monotonic()
-        await self._threads.run(key, lambda: check_files(inputs, self._settings), self._settings.data_check_timeout_s)
-        if len(self._passed_at_s) >= _MOST_PASSED:
-            self._passed_at_s.clear()
-        self._passed_at_s[key] = began_s
-
-    async def _check_again(self, key: Hashable, inputs: "Inputs") -> None:
-        """Check ahead of time, so that the jobs of a sweep need not wait for it. If it fails, the next job checks itself."""
-        try:
-            await self._check_files(key, inputs)
-        except Exception:  # noqa: BLE001  whatever it is, the next job with these inputs is told
-            self._passed_at_s.pop(key, None)
+            await run_sync(check_files, inputs, self._settings, limiter=self._threads)
         finally:
-            del self._again[key]
+            self._turns.release_on_behalf_of(borrower)
+
+
+def _has_failed(task: "asyncio.Task[None]") -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 class Inputs(NamedTuple):
-    """What a job reads, and how: all that the check of its files knows of it."""
+    """The inputs of a job, and how it reads them: all that the check of its files depends on."""
 
     model: ModelSpec
     data: DataSpec
@@ -124,8 +110,8 @@ def check(spec: JobSpec, settings: Settings) -> None:
 def check_options(spec: JobSpec, settings: Settings) -> None:
     """Check what needs no file, in no time."""
     _check_pool(spec, settings)
-    if unfit := spec.without_effect():
-        _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
+    if conflict := check_without_effect(spec):
+        _refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
 
 
 def check_files(inputs: Inputs, settings: Settings) -> None:
@@ -142,8 +128,8 @@ def check_files(inputs: Inputs, settings: Settings) -> None:
         needs = Needs(inputs.sequence_length, takes.vocab_size or UNKNOWN_VOCAB_SIZE)
     try:
         data.with_model(inputs.model.files).check(path, needs, files)
-    except Unfit as unfit:
-        _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
+    except SpecConflict as conflict:
+        _refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
     except OSError as error:
         _refuse("data.path", _name_in(error, path), FILES_TO_READ, f"{_words(error)}. Make it readable or exclude it.")
 
@@ -154,8 +140,8 @@ def _check_stored(inputs: Inputs, settings: Settings) -> None:
     try:
         settings.store_access.require(data.path)
         data.with_model(inputs.model.files).check_local_parts(settings.readable_files)
-    except Unfit as unfit:
-        _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
+    except SpecConflict as conflict:
+        _refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
     except OSError as error:
         _refuse("data", _name_in(error, Path(data.path)), FILES_TO_READ, f"{_words(error)}. Make it readable.")
 
@@ -168,12 +154,12 @@ def _checked_model(inputs: Inputs, files: Files) -> FamilySizes:
     path = _readable_path("model.path", model.files, files)
     try:
         sizes = model.read_sizes(files)
-    except Unfit as unfit:
-        _refuse(unfit.field, unfit.got, unfit.allowed, unfit.change)
+    except SpecConflict as conflict:
+        _refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
     except OSError as error:
         _refuse("model.path", _name_in(error, path), FILES_TO_READ, f"{_words(error)}. Make it readable.")
-    if misfitting := misfit(sizes.takes, inputs.data, inputs.sequence_length):
-        _refuse(misfitting.field, misfitting.got, misfitting.allowed, misfitting.change)
+    if found := check_data(sizes.takes, inputs.data, inputs.sequence_length):
+        _refuse(found.field, found.got, found.allowed, found.change)
     return sizes
 
 
@@ -191,13 +177,13 @@ def _check_pool(spec: JobSpec, settings: Settings) -> None:
             f"at most {pool.slots}, all the slots that pool {pool.name!r} will ever have",
             "Lower resources.workers or choose another pool.",
         )
-    if spec.model.family == "python" and not pool.allows_entrypoints:
+    if spec.model.sizes.capabilities.users_code and not pool.allows_entrypoints:
         allowing = ", ".join(pool.name for pool in settings.pools if pool.allows_entrypoints) or "none of this server's"
         raise EntrypointNotAllowed.of(
             (
                 Violation(
                     field="model.entrypoint",
-                    got=f"{spec.model.entrypoint} in pool {pool.name}",
+                    got=f"{spec.model.title} in pool {pool.name}",
                     allowed=f"pools whose operator sets allows_entrypoints: {allowing}",
                     message="Change resources.pool, or have the operator allow it.",
                 ),

@@ -6,22 +6,25 @@ events. Only `finish` decides if a failed job is tried again.
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import get_args
 
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptState, Blame, FailureReason, JobSpec, JobState, JobSummary, JsonScalar
-from service import store
-from service.db.tables import AttemptRow, JobRow
-from service.jobs.lifecycle import AttemptEvent, JobEvent, next_attempt_state, next_job_state
-from service.store.ids import new_id
+from octet.api_schemas import AttemptState, Blame, FailureReason, JobSpec, JobState, JobSummary, JsonScalar
+from octet.api_schemas.report import StartPhase
+from octet.service import store
+from octet.service.db.tables import AttemptRow, JobRow
+from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_attempt_state, next_job_state
+from octet.service.store.ids import new_id
 
+START_PHASES: tuple[StartPhase, ...] = get_args(StartPhase)
 MAX_PLATFORM_FAILURES = 10
 LONGEST_BACKOFF_S = 60.0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended. `reason` is set exactly if it failed."""
+    """The end of an attempt. `reason` is set exactly if it failed."""
 
     event: AttemptEvent
     reason: FailureReason | None = None
@@ -72,6 +75,12 @@ def launched(session: Session, job: JobRow, attempt: AttemptRow, now: datetime) 
         store.jobs.add_event(
             session, job, now, "attempt.launched", f"attempt {attempt.epoch} is on the cluster", attempt_id=attempt.id
         )
+
+
+def heard(session: Session, job: JobRow, attempt: AttemptRow, now: datetime) -> None:
+    """Note that a rank reported, which may be before the call that launched it returns."""
+    if attempt.state is AttemptState.LAUNCHING:
+        launched(session, job, attempt, now)
 
 
 def started(session: Session, job: JobRow, attempt: AttemptRow, now: datetime, resumed_from_step: int) -> None:

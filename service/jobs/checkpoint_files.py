@@ -9,10 +9,10 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from api_schemas import CheckpointFile
-from service.db.tables import CheckpointRow
-from service.errors import NotFound
-from service.settings import Settings
+from octet.api_schemas import CheckpointFile
+from octet.service.db.tables import CheckpointRow
+from octet.service.errors import NotFound
+from octet.service.settings import Settings
 
 MANIFEST = "manifest.json"
 _LARGEST_MANIFEST_BYTES = 64 << 20

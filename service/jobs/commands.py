@@ -1,29 +1,29 @@
-"""What a user can do to a job: submit and cancel. Each is one transaction, which the route opens."""
+"""Submit and cancel jobs for a user. Each is one transaction, which the route opens."""
 
 from collections.abc import Sequence
 from datetime import datetime
 
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptState, DesiredState, JobSpec, JobState
-from service import store
-from service.db.bulk import Transaction
-from service.db.tables import JobRow
-from service.errors import IdempotencyMismatch, IllegalTransition, NotFound
-from service.jobs import attempts
-from service.jobs.attempts import Ending
-from service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
-from service.jobs.requests import Request, Submission, earlier, take_keys
-from service.settings import DEFAULT_TENANT
-from service.store.ids import new_ids
-from service.store.jobs import NewJob
+from octet.api_schemas import AttemptState, DesiredState, JobSpec, JobState
+from octet.service import store
+from octet.service.db.bulk import Transaction
+from octet.service.db.tables import JobRow
+from octet.service.errors import IdempotencyMismatch, IllegalTransition, NotFound
+from octet.service.jobs import attempts
+from octet.service.jobs.attempts import Ending
+from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
+from octet.service.jobs.requests import Request, Submission, earlier, take_keys
+from octet.service.settings import DEFAULT_TENANT
+from octet.service.store.ids import new_ids
+from octet.service.store.jobs import NewJob
 
 
 def submit(
     session: Session, spec: JobSpec, idempotency_key: str | None, now: datetime, tenant: str = DEFAULT_TENANT
 ) -> Submission:
     """Store a job, its first event and its place in the queue; or find the job that the tenant used this key for."""
-    after = store.jobs.last_job_id(session)
+    after = store.jobs.newest_job(session).id
     (submission,) = submit_all(session, [Request(spec, idempotency_key, tenant)], now, after)
     if isinstance(submission, IdempotencyMismatch):
         raise submission
@@ -72,7 +72,7 @@ def _new_job(request: Request, job_id: str, now: datetime) -> NewJob:
 
 
 def cancel(session: Session, job_id: str, now: datetime) -> JobRow:
-    """Cancel a job. A job without processes ends at once; otherwise its workers are told to stop and get some time.
+    """Cancel a job. A job without processes ends at once; otherwise its workers have to stop, and get some time.
 
     A second call changes nothing. Raises NotFound, and IllegalTransition once the job is over.
     """

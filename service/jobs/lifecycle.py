@@ -9,8 +9,8 @@ attempt  reserved ─claim─▶ launching ─launched─▶ starting ─started
 
 from enum import StrEnum
 
-from api_schemas import AttemptState, JobState
-from service.errors import IllegalTransition
+from octet.api_schemas import AttemptState, JobState
+from octet.service.errors import IllegalTransition
 
 
 class JobEvent(StrEnum):

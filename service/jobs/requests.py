@@ -8,14 +8,14 @@ from functools import cached_property
 
 from sqlalchemy.orm import Session
 
-from api_schemas import JobSpec
-from service import store
-from service.db.bulk import Transaction, session_of
-from service.db.engine import Database
-from service.db.tables import JobRow
-from service.errors import IdempotencyMismatch
-from service.settings import DEFAULT_TENANT
-from service.store.jobs import NewJob, TakenKey
+from octet.api_schemas import JobSpec
+from octet.service import store
+from octet.service.db.bulk import Transaction, session_of
+from octet.service.db.engine import Database
+from octet.service.db.tables import JobRow
+from octet.service.errors import IdempotencyMismatch
+from octet.service.settings import DEFAULT_TENANT
+from octet.service.store.jobs import NewJob, TakenKey
 
 
 @dataclass(frozen=True)

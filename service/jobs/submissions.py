@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from service import store
-from service.db.bulk import Transaction
-from service.db.engine import Database
-from service.db.together import Together
-from service.jobs import commands
-from service.jobs.requests import Request, Submission
-from service.store.tallies import Before
+from octet.service import store
+from octet.service.db.bulk import Transaction
+from octet.service.db.engine import Database
+from octet.service.db.group_commit import GroupCommit
+from octet.service.jobs import commands
+from octet.service.jobs.requests import Request, Submission
 
 
 class Shown(NamedTuple):
@@ -22,8 +21,8 @@ class Shown(NamedTuple):
     starts_soon: bool
 
 
-Show = Callable[[Transaction, Sequence[tuple[Request, Submission]], Before], list[Shown]]
-"""Shows the submitted jobs, in the transaction that stores them, given what it found before."""
+Show = Callable[[Transaction, Sequence[tuple[Request, Submission]]], list[Shown]]
+"""Shows the submitted jobs, in the transaction that stores them."""
 
 
 class Stored(NamedTuple):
@@ -39,21 +38,21 @@ class Submissions:
     def __init__(self, database: Database, show: Show) -> None:
         self._database = database
         self._show = show
-        self._together = Together[Request, Stored]("octet-submissions", self._store)
+        self._commits = GroupCommit[Request, Stored]("octet-submissions", self._store)
 
-    def add(self, request: Request) -> "Future[Stored]":
+    def submit(self, request: Request) -> "Future[Stored]":
         """Store a job soon. The future raises IdempotencyMismatch, and the database's errors."""
-        return self._together.add(request)
+        return self._commits.submit(request)
 
-    def ask(self, request: Request) -> "asyncio.Future[Stored]":
-        """Store a job soon, for the event loop that runs. The future raises as that of `add` does."""
-        return self._together.ask(request)
+    def submit_async(self, request: Request) -> "asyncio.Future[Stored]":
+        """Do the same as `submit`, with a future of the event loop that runs."""
+        return self._commits.submit_async(request)
 
     def _store(self, requests: Sequence[Request]) -> "list[Stored | Exception]":
         with self._database.write_rows() as connection:
-            before = store.tallies.read_before_adding(connection)
-            results = commands.submit_all(connection, requests, self._database.now(connection, before.at), before.last_job_id)
+            newest = store.jobs.newest_job(connection)
+            results = commands.submit_all(connection, requests, self._database.now(connection, newest.read_at), newest.id)
             pairs = zip(requests, results, strict=True)
             stored = [(request, result) for request, result in pairs if isinstance(result, Submission)]
-            shown = iter(self._show(connection, stored, before))
+            shown = iter(self._show(connection, stored))
         return [Stored(next(shown), result.replayed) if isinstance(result, Submission) else result for result in results]

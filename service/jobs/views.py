@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from api_schemas import (
+from octet.api_schemas import (
     Attempt,
     Checkpoint,
     DesiredState,
@@ -24,15 +24,15 @@ from api_schemas import (
     StartTimes,
     rfc3339,
 )
-from api_schemas.recipe import RecipeSpec
-from service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow
-from service.store.curves import Point
-from service.store.jobs import NewJob
-from service.store.shown import ShownRow
+from octet.api_schemas.recipe import RecipeSpec
+from octet.service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow
+from octet.service.store.curves import Point
+from octet.service.store.job_queries import ShownRow
+from octet.service.store.jobs import NewJob
 
 
 class _KnownSpec(NamedTuple):
-    """What is shown of a stored spec. `rendered` are the last fields of a shown job as JSON, recipe and spec."""
+    """The shown part of a stored spec. `rendered` are the last fields of a shown job as JSON, recipe and spec."""
 
     labels: dict[str, str]
     steps: int | None

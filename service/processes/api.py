@@ -7,10 +7,10 @@ import logging
 import os
 from pathlib import Path
 
-from service.app import create_app
-from service.processes.schema_watch import ending_on_newer_schema
-from service.processes.server import http_server
-from service.processes.startup import (
+from octet.service.app import create_app
+from octet.service.processes.schema_watch import ending_on_newer_schema
+from octet.service.processes.server import http_server
+from octet.service.processes.startup import (
     PRIVATE_UMASK,
     cluster_settings,
     database_that_answers,

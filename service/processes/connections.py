@@ -16,7 +16,7 @@ from typing import Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.settings import Settings
+from octet.service.settings import Settings
 
 DESCRIPTORS_KEPT = 256
 """Descriptors for the database, the log and Ray, which connections must not take."""
@@ -100,10 +100,8 @@ class LimitedProtocol(HttpToolsProtocol):
     _num_parsed = 0  # of what has arrived
     _ends_at = math.inf
     """When the phase has to be over, by the clock of the event loop."""
-    _rests_until = math.inf
-    """When a connection that rests between two requests is ended."""
     _deadline: asyncio.TimerHandle | None = None
-    """Comes no later than both. It is not moved with each request: it looks when it comes, and waits again."""
+    """Comes no later than that. It is not moved with each request: it looks when it comes, and waits again."""
     _is_last_look = False
     _stalled: asyncio.TimerHandle | None = None
 
@@ -210,38 +208,24 @@ class LimitedProtocol(HttpToolsProtocol):
         self._ends_at = math.inf if timeout_s is None else self.phase_began_at + timeout_s
         self._watch()
 
-    def _rest(self, timeout_s: float) -> None:
-        """Begin to wait for the next request. Does what uvicorn does after an answer, and sets no timer for each."""
-        self._rests_until = self.loop.time() + timeout_s
-        self.flow.resume_reading()
-        self._follow()
-        self._watch()
-
-    def _unset_keepalive_if_required(self) -> None:
-        self._rests_until = math.inf
-        super()._unset_keepalive_if_required()
-
     def _watch(self) -> None:
         """Have a timer that comes no later than the next deadline."""
         self._is_last_look = False
-        next_at = min(self._ends_at, self._rests_until)
-        if next_at == math.inf or (self._deadline is not None and self._deadline.when() <= next_at):
+        if self._ends_at == math.inf or (self._deadline is not None and self._deadline.when() <= self._ends_at):
             return
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = self.loop.call_at(next_at, self._look)
+        self._deadline = self.loop.call_at(self._ends_at, self._look)
 
     def _look(self) -> None:
         self._deadline = None
         if self.transport.is_closing():
             return
         now = self.loop.time()
-        if now >= min(self._ends_at, self._rests_until) and not self._is_last_look:
+        if now >= self._ends_at and not self._is_last_look:
             # After SIGCONT, and after any wait that a signal cuts short, `select` returns without looking once its time is up
             # (PEP 475). What has come meanwhile is read in the next turn of the loop, before its timers.
             self._is_last_look, self._deadline = True, self.loop.call_at(now, self._look)
-        elif now >= self._rests_until:
-            self.transport.close()
         elif now >= self._ends_at:
             self._refuse("408 Request Timeout", f"the {self.phase} of the request did not arrive in time")
         else:
@@ -260,3 +244,8 @@ class LimitedProtocol(HttpToolsProtocol):
         for timer in (self._deadline, self._stalled):
             if timer is not None:
                 timer.cancel()
+
+
+def protocol_with(connections: Connections) -> type[LimitedProtocol]:
+    """Make the protocol of one server; uvicorn calls it for each connection."""
+    return type("Protocol", (LimitedProtocol,), {"open_connections": connections})

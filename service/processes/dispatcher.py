@@ -10,15 +10,15 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from api_schemas import PoolConfig
-from service import store
-from service.cluster.ray.embedded import ray_environment, without_arrow
-from service.cluster.ray.node import RayNode
-from service.db.engine import Database
-from service.dispatcher import Dispatcher
-from service.dispatcher.loop import Loop
-from service.processes.schema_watch import ending_on_newer_schema
-from service.processes.startup import (
+from octet.api_schemas import PoolConfig
+from octet.service import store
+from octet.service.cluster.ray.embedded import ray_environment, without_arrow
+from octet.service.cluster.ray.node import RayNode
+from octet.service.db.engine import Database
+from octet.service.dispatcher import Dispatcher
+from octet.service.dispatcher.loop import Loop
+from octet.service.processes.schema_watch import ending_on_newer_schema
+from octet.service.processes.startup import (
     PRIVATE_UMASK,
     SHUTDOWN_S,
     cluster_settings,
@@ -26,7 +26,7 @@ from service.processes.startup import (
     end_by_exception,
     log_to_stderr,
 )
-from service.telemetry.dispatcher import serving_metrics
+from octet.service.telemetry.dispatcher import serving_metrics
 
 _DEMAND_INTERVAL_S = 5.0
 
@@ -62,7 +62,7 @@ def dispatch(
     database = database_that_answers(settings)
     os.environ.update(ray_environment(ray_token_file))  # Ray reads it when it is imported
     without_arrow()
-    from service.cluster.ray.launcher import RayLauncher
+    from octet.service.cluster.ray.launcher import RayLauncher
 
     launcher = RayLauncher(node.ensure, settings.pools, warm_idle_s=settings.warm_idle_s)
     dispatcher = Dispatcher(database, launcher, settings)

@@ -1,4 +1,4 @@
-"""The process behind `octet serve`: API and dispatcher in one process, on SQLite unless told otherwise, with a local Ray.
+"""The process behind `octet serve`: API and dispatcher in one process, on SQLite by default, with a local Ray.
 
 It only puts the parts together. Ray runs in processes of its own, and this one never imports it.
 """
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from service.app import create_app
-from service.cluster.launcher import Launcher
-from service.cluster.ray.calls import HostedLauncher
-from service.cluster.ray.embedded import LocalRay, hold_serve_lock
-from service.db.engine import Database
-from service.dispatcher import Dispatcher
-from service.processes.server import http_server
-from service.processes.startup import (
+from octet.service.app import create_app
+from octet.service.cluster.launcher import Launcher
+from octet.service.cluster.ray.calls import HostedLauncher
+from octet.service.cluster.ray.embedded import LocalRay, hold_serve_lock
+from octet.service.db.engine import Database
+from octet.service.dispatcher import Dispatcher
+from octet.service.processes.server import http_server
+from octet.service.processes.startup import (
     checked_settings,
     database_of_one_machine,
     freeze_what_is_there,
@@ -28,7 +28,7 @@ from service.processes.startup import (
     log_to_stderr,
     private_folder,
 )
-from service.settings import Settings, default_pool
+from octet.service.settings import Settings, default_pool
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from sqlalchemy.exc import DBAPIError, TimeoutError
 
-from service.db.engine import Database
-from service.db.migrate import NewerSchema
+from octet.service.db.engine import Database
+from octet.service.db.migrate import NewerSchema
 
 LOOK_S = 1.0
 

@@ -6,10 +6,9 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
-from service.processes.connections import Connections
-from service.processes.direct import direct_protocol
-from service.processes.startup import SHUTDOWN_S
-from service.settings import Settings
+from octet.service.processes.connections import Connections, protocol_with
+from octet.service.processes.startup import SHUTDOWN_S
+from octet.service.settings import Settings
 
 ACCEPTED_AT_ONCE = 16
 """Connections that the event loop accepts in one turn. Our limits see them some turns later, and until then each has a
@@ -27,10 +26,9 @@ class _Server(uvicorn.Server):
 def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """Make the server of an app. It listens once it is run."""
     connections = Connections.of(settings, raise_descriptor_limit())
-    protocol = direct_protocol(connections, app.state.direct)
     config = uvicorn.Config(
         app,
-        http=protocol,
+        http=protocol_with(connections),
         log_config=None,
         access_log=False,
         proxy_headers=False,  # nothing here asks for the client's address or scheme behind a proxy

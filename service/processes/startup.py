@@ -1,4 +1,4 @@
-"""What the processes share on their way up: checked settings, a log, a socket that listens, a database that answers."""
+"""Start the processes: checked settings, a log, a socket that listens, a database that answers."""
 
 import gc
 import logging
@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from service.db.engine import LOCK_TIMEOUT_S, Database
-from service.settings import Settings
+from octet.service.db.engine import LOCK_TIMEOUT_S, Database
+from octet.service.settings import Settings
 
 SHUTDOWN_S = 3
 PRIVATE_UMASK = 0o077

@@ -2,13 +2,13 @@
 
 from fastapi import APIRouter
 
-from api_schemas import JobState, Page, Pool
-from api_schemas.catalog import ModelFamily, model_families
-from api_schemas.levels import LEVELS, Level
-from service import store
-from service.deps import AppContextDep
-from service.http.pages import page_of
-from service.http.problems import answers
+from octet.api_schemas import JobState, Page, Pool
+from octet.api_schemas.catalog import ModelFamily, model_families
+from octet.api_schemas.levels import LEVELS, Level
+from octet.service import store
+from octet.service.deps import AppContextDep
+from octet.service.http.pages import page_of
+from octet.service.http.problems import answers
 
 router = APIRouter(prefix="/v1", tags=["catalog"])
 

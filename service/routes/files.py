@@ -5,14 +5,14 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from fastapi.responses import FileResponse
 
-from api_schemas import CheckpointFile, Page
-from service import store
-from service.db.tables import CheckpointRow
-from service.deps import AppContext, AppContextDep, JobIdDep
-from service.errors import NotFound
-from service.http.pages import page_of
-from service.http.problems import Answers, answers
-from service.jobs import checkpoint_files
+from octet.api_schemas import CheckpointFile, Page
+from octet.service import store
+from octet.service.db.tables import CheckpointRow
+from octet.service.deps import AppContext, AppContextDep, JobIdDep
+from octet.service.errors import NotFound
+from octet.service.http.pages import page_of
+from octet.service.http.problems import Answers, answers
+from octet.service.jobs import checkpoint_files
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/checkpoints/{name}/files", tags=["records"])
 

@@ -4,19 +4,21 @@ from typing import Annotated
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Query, Response
+from fastapi import Request as HttpRequest
 from pydantic import StringConstraints
 
-from api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
-from service import store
-from service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, TenantDep
-from service.errors import InvalidRequest, NotFound, ServiceError
-from service.http.pages import page_as_json
-from service.http.problems import answers
-from service.jobs import commands, requests
-from service.jobs.requests import Request
-from service.jobs.submissions import Stored
-from service.routes.shown import accepted, rendered_jobs, shown_job
-from service.store.ids import is_id
+from octet.api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
+from octet.service import store
+from octet.service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, context_of, tenant_of_request
+from octet.service.errors import InvalidRequest, NotFound, ServiceError
+from octet.service.http.bodies import body_of, read_json
+from octet.service.http.pages import page_as_json
+from octet.service.http.problems import answers
+from octet.service.jobs import commands, requests
+from octet.service.jobs.requests import Request
+from octet.service.jobs.submissions import Stored
+from octet.service.routes.job_views import accepted, rendered_jobs, shown_job
+from octet.service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -25,28 +27,35 @@ _TEXT = r"^[^\x00-\x1f\x7f]*$"
 _Label = Annotated[str, StringConstraints(max_length=321, pattern=r"^[^:\x00-\x1f\x7f]+:[^\x00-\x1f\x7f]*$")]
 
 
-@router.post("", status_code=201, response_model=Job, operation_id="submit_job", responses=answers(400, 413, 422))
-async def submit(
-    spec: JobSpec, context: AppContextDep, tenant: TenantDep, idempotency_key: IdempotencyKeyDep = None
-) -> Response:
+@router.post(
+    "",
+    status_code=201,
+    response_model=Job,
+    operation_id="submit_job",
+    responses=answers(400, 413, 422),
+    openapi_extra=body_of(JobSpec),
+)
+async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep = None) -> Response:
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
-    return accepted(await store_checked(Request(spec, idempotency_key, tenant), context), context)
+    context = context_of(http_request)
+    request = Request(await read_json(http_request, JobSpec), idempotency_key, tenant_of_request(http_request))
+    return accepted(await _store_checked(request, context), context)
 
 
-async def store_checked(request: Request, context: AppContext) -> Stored:
-    """Check a job and store it."""
+async def _store_checked(request: Request, context: AppContext) -> Stored:
     try:
         await context.admission.check(request.spec)
     except ServiceError:
         # What was accepted is the same job again, whatever has become of its files.
         if request.idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
             raise
-    return await context.submissions.ask(request)
+    return await context.submissions.submit_async(request)
 
 
-@router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422))
-async def validate(spec: JobSpec, context: AppContextDep) -> ValidatedJob:
+@router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422), openapi_extra=body_of(JobSpec))
+async def validate(http_request: HttpRequest, context: AppContextDep) -> ValidatedJob:
     """Check a job as a submission does, without submitting it. The answer says what it would run as."""
+    spec = await read_json(http_request, JobSpec)
     await context.admission.check(spec)
     sizes = spec.model.sizes
     return ValidatedJob(
@@ -74,9 +83,9 @@ def list_jobs(
     if after is not None and not is_id("job", after):
         violation = Violation(field="after", got=after, allowed="the id of a job", message="Use last_id of the page before.")
         raise InvalidRequest.of((violation,))
-    wanted = store.shown.JobFilter(states=state, pool=pool, name=name, labels=[_label(text) for text in label])
+    wanted = store.job_queries.JobFilter(states=state, pool=pool, name=name, labels=[_label(text) for text in label])
     with context.database.read() as session:
-        rows = store.shown.list_jobs(session, wanted, limit + 1, after)
+        rows = store.job_queries.list_jobs(session, wanted, limit + 1, after)
         rendered = rendered_jobs(session, context, rows[:limit])
     return page_as_json(rendered, [row.id for row in rows[:limit]], has_more=len(rows) > limit)
 
@@ -84,7 +93,7 @@ def list_jobs(
 @router.get("/{job_id}", response_model=Job, operation_id="get_job", responses=answers(404, 422))
 def get_job(job_id: JobIdDep, context: AppContextDep) -> Response:
     with context.database.read() as session:
-        row = store.shown.find_job(session, job_id)
+        row = store.job_queries.find_job(session, job_id)
         if row is None:
             raise NotFound(f"there is no job {job_id}")
         (job,) = rendered_jobs(session, context, [row])

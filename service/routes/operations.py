@@ -3,11 +3,11 @@
 from fastapi import APIRouter, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from service import store
-from service.deps import AppContextDep
-from service.errors import NotReady
-from service.http.problems import answers
-from service.telemetry.control_plane import TelemetryDep
+from octet.service import store
+from octet.service.deps import AppContextDep
+from octet.service.errors import NotReady
+from octet.service.http.problems import answers
+from octet.service.telemetry.control_plane import TelemetryDep
 
 health = APIRouter(tags=["operations"])
 router = APIRouter(tags=["operations"])

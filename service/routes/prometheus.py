@@ -2,9 +2,9 @@
 
 from fastapi import APIRouter
 
-from service.deps import AppContextDep
-from service.http.problems import answers
-from service.telemetry.discovery import TargetGroup, rank_targets
+from octet.service.deps import AppContextDep
+from octet.service.http.problems import answers
+from octet.service.telemetry.discovery import TargetGroup, rank_targets
 
 router = APIRouter(prefix="/internal/v1/prometheus", tags=["operations"])
 

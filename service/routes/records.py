@@ -8,15 +8,15 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
-from api_schemas import Attempt, Checkpoint, Contract, Event, LogLine, MetricPoint, Page, Violation
-from service import store
-from service.deps import AppContext, AppContextDep, JobIdDep
-from service.errors import InvalidRequest, NotFound
-from service.http.pages import AfterQuery, LimitQuery, page_as_json, page_of
-from service.http.problems import Answers, answers
-from service.http.streams import EVENT_STREAM, Source, Streams, read_part
-from service.jobs import views
-from service.store.ids import is_id
+from octet.api_schemas import Attempt, Checkpoint, Contract, Event, LogLine, MetricPoint, Page, Violation
+from octet.service import store
+from octet.service.deps import AppContext, AppContextDep, JobIdDep
+from octet.service.errors import InvalidRequest, NotFound
+from octet.service.http.pages import AfterQuery, LimitQuery, page_as_json, page_of
+from octet.service.http.problems import Answers, answers
+from octet.service.http.streams import EVENT_STREAM, Source, Streams, read_part
+from octet.service.jobs import views
+from octet.service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["records"])
 

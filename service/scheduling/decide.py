@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from api_schemas import FailureReason, PoolConfig
+from octet.api_schemas import FailureReason, PoolConfig
 
 
 class Queued(Protocol):
@@ -60,7 +60,7 @@ def pool_states(
 
 @dataclass(frozen=True)
 class Space:
-    """What is free where checkpoints are written, and what has to be free for a job that has found the disk full."""
+    """The space that is free where checkpoints are written, and that a job needs which has found the disk full."""
 
     free_bytes: int
     needed_bytes: int
@@ -68,7 +68,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts.
+    """The decision about one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts.
 
     workers: ranks that it starts with. free: slots that the pool had for it. `holds_back` is true for the job for which all
     others behind it wait, unless they have a reason of their own.

@@ -7,15 +7,15 @@ version of the tallies tells, so that many readers of a long queue read it once.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from api_schemas import FailureReason, JobState, QueuePlace
-from service import store
-from service.db.bulk import Transaction
-from service.db.engine import Database
-from service.scheduling.decide import Decision, PoolState, decide, pool_states
-from service.scheduling.space import space_for
-from service.settings import Settings
-from service.store.queue import Place, QueuedJob
-from service.store.tallies import Tallies
+from octet.api_schemas import FailureReason, JobState, QueuePlace
+from octet.service import store
+from octet.service.db.bulk import Transaction
+from octet.service.db.engine import Database
+from octet.service.scheduling.decide import Decision, PoolState, decide, pool_states
+from octet.service.scheduling.space import space_for
+from octet.service.settings import Settings
+from octet.service.store.queue import Place, QueuedJob
+from octet.service.store.tallies import Tallies
 
 STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
 _MOST_POSITIONS = 10_000
@@ -23,7 +23,7 @@ _MOST_POSITIONS = 10_000
 
 @dataclass
 class _Known:
-    """What is known of one version of the queue. `places` are by pool and job, for pools whose decision holds at any time."""
+    """The known part of one version of the queue. `places` are by pool and job, for pools whose decision holds at any time."""
 
     version: int
     num_queued: dict[str, int]

@@ -3,9 +3,9 @@
 import shutil
 from collections.abc import Iterable
 
-from api_schemas import FailureReason
-from service.scheduling.decide import Queued, Space
-from service.settings import Settings
+from octet.api_schemas import FailureReason
+from octet.service.scheduling.decide import Queued, Space
+from octet.service.settings import Settings
 
 
 def space_for(queue: Iterable[Queued], settings: Settings) -> Space | None:

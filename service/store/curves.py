@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 from sqlalchemy import Select, delete, func, select
 from sqlalchemy.orm import Session
 
-from api_schemas.report import MAX_REPORTS_PER_BATCH
-from service.db.bulk import Rows, RowTransaction
-from service.db.tables import Base, CurvePartRow, EvaluationRow, JobRow
+from octet.api_schemas.report import MAX_REPORTS_PER_BATCH
+from octet.service.db.bulk import Rows, Transaction
+from octet.service.db.tables import Base, CurvePartRow, EvaluationRow, JobRow
 
 MAX_STEPS_PER_PART = MAX_REPORTS_PER_BATCH
 _PARTS, _EVALUATIONS = Base.metadata.tables[CurvePartRow.__tablename__], Base.metadata.tables[EvaluationRow.__tablename__]
@@ -30,7 +30,7 @@ _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=
 _INTEGERS = ("step", "at", "tokens")
 _FLOATS = ("loss", "gradient_norm", "learning_rate", "step_time_s", "data_wait_s")
 _BYTES = 8
-"""Of each number. A part has a column of little-endian 64-bit integers or floats for each of these names, in this order.
+"""The size of a number. A part has a column of little-endian 64-bit integers or floats for each of these names, in this order.
 `at` is in microseconds since 1970; NaN is a loss or norm that was not finite.
 """
 _Get = Callable[[Any], Any]
@@ -40,7 +40,7 @@ _OTHERS: tuple[_Get, ...] = (attrgetter("learning_rate"), attrgetter("step_time_
 
 
 class Measured(Protocol):
-    """What a step reports."""
+    """The numbers that a step reports."""
 
     @property
     def step(self) -> int: ...
@@ -85,8 +85,8 @@ class Part(NamedTuple):
     packed: bytes
 
 
-def part_of(job_id: str, attempt_id: str, moments: Sequence[datetime], steps: Sequence[Measured]) -> Part:
-    """Make a part of steps that rise. moments: when each was reported."""
+def pack_curve(job_id: str, attempt_id: str, moments: Sequence[datetime], steps: Sequence[Measured]) -> Part:
+    """Pack steps that rise into a part of a curve. moments: when each was reported."""
     count = len(steps)
     packed = pack(
         f"<{len(_INTEGERS) * count}q{len(_FLOATS) * count}d",
@@ -99,7 +99,7 @@ def part_of(job_id: str, attempt_id: str, moments: Sequence[datetime], steps: Se
     return Part(job_id, steps[-1].step, steps[0].step, count, attempt_id, packed)
 
 
-def add_parts(transaction: RowTransaction, parts: Sequence[Part]) -> None:
+def add_parts(transaction: Transaction, parts: Sequence[Part]) -> None:
     """Add parts that begin after the ends of their jobs' curves."""
     ADDED_PARTS.execute(transaction, parts)
 
@@ -207,7 +207,7 @@ def _add(session: Session, job_id: str, points: Iterable[Point]) -> None:
         run = list(of_attempt)
         for begin in range(0, len(run), MAX_STEPS_PER_PART):
             steps = run[begin : begin + MAX_STEPS_PER_PART]
-            parts.append(part_of(job_id, attempt_id, [point.at for point in steps], steps))
+            parts.append(pack_curve(job_id, attempt_id, [point.at for point in steps], steps))
     add_parts(session, parts)
 
 

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, bindparam, delete, func, literal_column, select
 from sqlalchemy.orm import Session
 
-from api_schemas import DesiredState, FailureReason, JobState, JsonScalar
-from service.db.bulk import Rows, Transaction, connection_of, write_together
-from service.db.tables import AttemptRow, Base, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
-from service.store.ids import new_id, new_ids
+from octet.api_schemas import DesiredState, FailureReason, JobState, JsonScalar
+from octet.service.db.bulk import Rows, Transaction, connection_of, run, write_together
+from octet.service.db.tables import AttemptRow, Base, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
+from octet.service.store.ids import new_id, new_ids
 
 IDEMPOTENCY_KEPT = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
 class Head:
-    """How far a job is: whether it is over, and the numbers of its last event and log line."""
+    """The progress of a job: whether it is over, and the numbers of its last event and log line."""
 
     is_over: bool
     last_event_seq: int
@@ -38,10 +38,18 @@ def find_jobs(session: Session, job_ids: Collection[str]) -> list[JobRow]:
     return list(session.scalars(select(JobRow).where(JobRow.id.in_(job_ids)))) if job_ids else []
 
 
-def last_job_id(session: Session) -> str | None:
-    """The id that sorts last of all jobs; None before the first job."""
-    last: str | None = session.connection().exec_driver_sql(f"SELECT max(id) FROM {JobRow.__tablename__}").scalar()
-    return last
+class NewestJob(NamedTuple):
+    """The id that sorts last of all jobs, None before the first; and PostgreSQL's clock, None on SQLite."""
+
+    id: str | None
+    read_at: datetime | None
+
+
+def newest_job(transaction: Transaction) -> NewestJob:
+    """Read what has to be known to add jobs, in one statement."""
+    connection = connection_of(transaction)
+    clock = "NULL" if connection.dialect.name == "sqlite" else "clock_timestamp()"
+    return NewestJob(*run(connection, f"SELECT max(id), {clock} FROM {JobRow.__tablename__}")[0])
 
 
 def lock_job(session: Session, job_id: str) -> JobRow | None:
@@ -65,11 +73,25 @@ def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow]
     return job, attempt
 
 
+def attempts_with_jobs(session: Session, attempt_ids: Sequence[str]) -> dict[str, tuple[JobRow, AttemptRow]]:
+    """Read attempts and their jobs, by attempt, as they are in the database now. They must be locked."""
+    rows = session.execute(_ATTEMPTS_WITH_JOBS, {"ids": attempt_ids})
+    return {attempt.id: (job, attempt) for job, attempt in rows}
+
+
 # Every report and every decision of the dispatcher begins with these. To build one costs more than to execute it.
 _FRESH = {"populate_existing": True}
 _JOB_TO_WRITE = select(JobRow).where(JobRow.id == bindparam("id")).with_for_update().execution_options(**_FRESH)
 _JOB_OF_ATTEMPT = select(AttemptRow.job_id).where(AttemptRow.id == bindparam("id"))
 _ATTEMPT_TO_WRITE = select(AttemptRow).where(AttemptRow.id == bindparam("id")).with_for_update().execution_options(**_FRESH)
+
+
+_ATTEMPTS_WITH_JOBS = (
+    select(JobRow, AttemptRow)
+    .join(AttemptRow, AttemptRow.job_id == JobRow.id)
+    .where(AttemptRow.id.in_(bindparam("ids", expanding=True)))
+    .execution_options(**_FRESH)
+)
 
 
 class NewJob(NamedTuple):

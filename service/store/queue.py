@@ -26,11 +26,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session, aliased, load_only
 
-from api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, JobSpec
-from api_schemas.elastic import counts_of
-from service.db.bulk import Transaction, connection_of
-from service.db.tables import AttemptRow, CheckpointRow, JobRow, LeaseRow, PoolCapacityRow
-from service.store.jobs import NewJob
+from octet.api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, JobSpec
+from octet.service.db.bulk import Transaction, connection_of
+from octet.service.db.tables import AttemptRow, CheckpointRow, JobRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
 HEAD_OF_QUEUE = 200
@@ -73,30 +71,20 @@ class ShrunkAttempt(NamedTuple):
     checkpoint_at: datetime | None
 
 
-def head_of_queue(transaction: Transaction, pool: str, length: int | None = None) -> list[QueuedJob]:
-    """List the first jobs of a pool's queue in order: by default enough to fill the pool, and few enough to read often.
+def head_of_queue(transaction: Transaction, pool: str) -> list[QueuedJob]:
+    """List the first jobs of a pool's queue in order: enough to fill the pool, and few enough to read often.
 
     The index of the queue is in the order of priorities, but within one priority it would be read from the wrong end, so
     sorting would read the whole queue. Instead: all jobs above the priority of the last job in the head, and as many as
     needed of that priority.
     """
-    length = length or HEAD_OF_QUEUE
-    parameters = {"pool": pool, "head": length, "others": length - 1}
+    parameters = {"pool": pool, "head": HEAD_OF_QUEUE, "others": HEAD_OF_QUEUE - 1}
     connection = connection_of(transaction)
     lowest = connection.scalar(_LOWEST_IN_HEAD, parameters)
     query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE
     rows = connection.execute(query, parameters | {"lowest": lowest}).all()
     counts = _counts_of(connection, [row[0] for row in rows if row[-1] is not None])
     return [QueuedJob(*row[:-1], counts.get(row[0], (row[2],))) for row in rows]
-
-
-def as_queued(transaction: Transaction, new: Sequence[NewJob]) -> list[QueuedJob]:
-    """Show jobs that were submitted in this transaction as the queue does."""
-    counts = _counts_of(transaction, [job.id for job in new if job.min_workers is not None])
-    return [
-        QueuedJob(job.id, job.pool, job.workers, job.priority, None, False, None, None, counts.get(job.id, (job.workers,)))
-        for job in new
-    ]
 
 
 def _counts_of(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -109,7 +97,7 @@ def _counts_of(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, tu
 
 @lru_cache(maxsize=1024)
 def _worker_counts(spec: str) -> tuple[int, ...]:
-    return counts_of(JobSpec.read_stored(json.loads(spec)))
+    return JobSpec.read_stored(json.loads(spec)).worker_counts
 
 
 def _in_order(
@@ -154,7 +142,7 @@ _HEAD_OF_QUEUE = _in_order(JobRow.id.in_(union_all(select(_OLDEST_OF_LOWEST.c.id
 
 
 class Place(Protocol):
-    """What decides about a queued job's position."""
+    """The columns that decide about a queued job's position."""
 
     @property
     def id(self) -> str: ...
@@ -185,19 +173,6 @@ def positions(transaction: Transaction, jobs: Iterable[Place], num_queued: Mappi
             num_ahead = connection.execute(_NUM_AHEAD, part).scalar_one()
         found |= {job_id: num_ahead + number for job_id, number in rows}
     return {job_id: found[job_id] for ids in together.values() for job_id in ids}
-
-
-def num_behind(transaction: Transaction, pool: str, priority: int, num_queued: int) -> int:
-    """Count the jobs of a pool's queue that are behind all of this priority. Those are counted, or the others if they are few.
-
-    num_queued: the jobs of the pool's queue.
-    """
-    connection, last = connection_of(transaction), "~"  # which sorts behind all ids
-    part = {"pool": pool, "priority": priority, "first": last, "last": last, "few": FEW_BEHIND + 1}
-    behind: int = connection.execute(_NUM_BEHIND, part).scalar_one()
-    if behind > FEW_BEHIND:
-        behind = num_queued - connection.execute(_NUM_AHEAD, part).scalar_one()
-    return behind
 
 
 def _counted(*conditions: ColumnElement[bool]) -> ScalarSelect[int]:
@@ -248,7 +223,7 @@ def live_attempts(session: Session) -> list[tuple[AttemptRef, AttemptState]]:
 
 
 def shrunk_attempts(session: Session) -> list[ShrunkAttempt]:
-    """List the attempts that train with fewer ranks than their elastic jobs may have, and that nobody has told to stop."""
+    """List the attempts that train with fewer ranks than their elastic jobs may have, and that nobody has cancelled."""
     return [
         ShrunkAttempt(
             AttemptRef(attempt_id=attempt_id, epoch=epoch), job_id, pool, workers, _worker_counts(spec), checkpoint_at

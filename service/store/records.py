@@ -6,9 +6,9 @@ from typing import Any
 from sqlalchemy import delete, func, insert, or_, select
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptState
-from service.db.tables import AttemptRow, CheckpointRow, ExporterRow, JobRow, LogLineRow, ReportStreamRow
-from service.store import curves
+from octet.api_schemas import AttemptState
+from octet.service.db.tables import AttemptRow, CheckpointRow, ExporterRow, JobRow, LogLineRow, ReportStreamRow
+from octet.service.store import curves
 
 
 def last_sequence(session: Session, attempt_id: str, rank: int) -> int:

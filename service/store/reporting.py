@@ -1,6 +1,6 @@
-"""SQL of the reports that come most often: heartbeats and steps. Each statement is about many attempts at once.
+"""SQL of what every batch of reports needs. Each statement is about many attempts at once.
 
-The rows stay outside the session, so these functions come before anything else of a transaction that reads the same rows.
+The rows stay outside the session: a session that has read them before does not see the change.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,21 @@ from sqlalchemy import BigInteger, BindParameter, DateTime, Select, Update, bind
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from api_schemas import AttemptState, DesiredState
-from service.db.bulk import Changes, ForIds, Rows, RowTransaction, runner_of, write_together
-from service.db.tables import AttemptRow, Base, CurvePartRow, JobRow, ReportStreamRow
-from service.store.curves import ADDED_PARTS, Part
+from octet.api_schemas import AttemptState, DesiredState
+from octet.service.db.bulk import Changes, ForIds, Rows, Transaction, connection_of, write_together
+from octet.service.db.tables import AttemptRow, Base, CurvePartRow, JobRow, ReportStreamRow
+from octet.service.store.curves import ADDED_PARTS, Part
 
 _ATTEMPTS, _JOBS = Base.metadata.tables[AttemptRow.__tablename__], Base.metadata.tables[JobRow.__tablename__]
 _STREAMS = Base.metadata.tables[ReportStreamRow.__tablename__]
 
 
-class Standing(NamedTuple):
-    """How an attempt stands with one of its ranks, as far as it decides about reports. last_step: of the job's curve."""
+class AttemptStatus(NamedTuple):
+    """The state of an attempt and of the stream of one of its ranks, as far as it decides about reports.
+
+    num_steps: the job's last step, where it is known. last_seq: of the rank's last report that was
+    applied. last_step: of the job's curve. read_at: PostgreSQL's clock; None on SQLite.
+    """
 
     attempt_id: str
     job_id: str
@@ -35,8 +39,7 @@ class Standing(NamedTuple):
     num_steps: int | None
     last_seq: int
     last_step: int
-    told: datetime | None
-    """What PostgreSQL's clock said."""
+    read_at: datetime | None
 
 
 class _Clock(FunctionElement[datetime]):
@@ -61,7 +64,7 @@ def _lock(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
     return query.order_by(AttemptRow.id).with_for_update(of=JobRow)
 
 
-def _standings(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
+def _statuses(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
     is_rank = ReportStreamRow.rank == bindparam("rank")
     is_of_job = CurvePartRow.job_id == AttemptRow.job_id
     end_of_curve = select(func.max(CurvePartRow.last_step)).where(is_of_job).correlate(AttemptRow).scalar_subquery()
@@ -94,16 +97,19 @@ def _renewed(ids: Sequence[BindParameter[str]]) -> Update:
     return _heard(ids).values(lease_expires_at=bindparam("until"))
 
 
-_LOCK, _STANDINGS, _OF_OTHERS, _OF_RANK_0 = ForIds(_lock), ForIds(_standings), ForIds(_heard), ForIds(_renewed)
+_LOCK, _STATUSES = ForIds(_lock), ForIds(_statuses)
+_HEARD, _RENEWED = ForIds(_heard), ForIds(_renewed)
 _ATTEMPT_STEPS = Changes(_ATTEMPTS, "id", ["last_step", "last_progress_at", "last_report_at", "lease_expires_at"])
 _JOB_STEPS = Changes(_JOBS, "id", ["step", "loss", "tokens_per_s", "remaining_s", "reported_at"])
 _SEQUENCES = Rows(_STREAMS, replaces=True)
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Rows of batches of steps, at most one batch of an attempt. Attempts and jobs have an id, and then the columns of the
-    statements above; sequences and parts have the columns of their tables, in their order.
+class ReportRows:
+    """Rows that batches change, at most one batch of an attempt.
+
+    Attempts and jobs, of batches with steps, have an id and then the columns of the statements
+    above; sequences and parts have the columns of their tables, in their order.
     """
 
     attempts: list[tuple[Any, ...]] = field(default_factory=list)
@@ -115,43 +121,45 @@ class Steps:
 _STATES, _DESIRED = {state.value: state for state in AttemptState}, {desired.value: desired for desired in DesiredState}
 
 
-def lock_jobs(transaction: RowTransaction, attempt_ids: Sequence[str]) -> None:
+def lock_jobs(transaction: Transaction, attempt_ids: Sequence[str]) -> None:
     """Lock the jobs of attempts, in the order of the attempts' ids. On SQLite a writer is alone already."""
-    if runner_of(transaction).dialect.name != "sqlite":
+    if connection_of(transaction).dialect.name != "sqlite":
         _LOCK.execute(transaction, attempt_ids)
 
 
-def standings(transaction: RowTransaction, attempt_ids: Sequence[str], rank: int) -> dict[str, Standing]:
-    """Find how attempts stand with their rank of this number; by attempt id. Their jobs must be locked."""
+def statuses(transaction: Transaction, attempt_ids: Sequence[str], rank: int) -> dict[str, AttemptStatus]:
+    """Read the statuses of attempts, and of their rank of this number, by attempt. Their jobs must be locked."""
     found = {}
-    for attempt_id, job_id, epoch, state, workers, token_hash, was_heard, desired, *numbers in _STANDINGS.execute(
+    for attempt_id, job_id, epoch, state, workers, token_hash, was_heard, desired, *numbers in _STATUSES.execute(
         transaction, attempt_ids, rank=rank
     ):
         states = _STATES[state], _DESIRED[desired]
-        found[attempt_id] = Standing(
+        found[attempt_id] = AttemptStatus(
             attempt_id, job_id, epoch, states[0], workers, token_hash, bool(was_heard), states[1], *numbers
         )
     return found
 
 
-def note_heartbeats(
-    transaction: RowTransaction, attempt_ids: Sequence[str], now: datetime, lease_expires_at: datetime | None
-) -> None:
-    """Note that attempts were heard now, and renew their leases if the moment when they end is given. At least one attempt."""
-    if lease_expires_at is None:
-        _OF_OTHERS.execute(transaction, attempt_ids, now=now)
-    else:
-        _OF_RANK_0.execute(transaction, attempt_ids, now=now, until=lease_expires_at)
+def hear(transaction: Transaction, attempt_ids: Sequence[str], now: datetime) -> None:
+    """Write when attempts were heard, without a change of their leases."""
+    if attempt_ids:
+        _HEARD.execute(transaction, attempt_ids, now=now)
 
 
-def note_steps(transaction: RowTransaction, steps: Steps) -> None:
-    """Write what batches of steps say: on PostgreSQL with one statement."""
+def renew_leases(transaction: Transaction, attempt_ids: Sequence[str], now: datetime, until: datetime) -> None:
+    """Write when attempts were heard, and the end of their leases."""
+    if attempt_ids:
+        _RENEWED.execute(transaction, attempt_ids, now=now, until=until)
+
+
+def write(transaction: Transaction, rows: ReportRows) -> None:
+    """Write the rows of batches: on PostgreSQL with one statement."""
     write_together(
         transaction,
         [
-            (_ATTEMPT_STEPS, steps.attempts),
-            (_JOB_STEPS, steps.jobs),
-            (_SEQUENCES, steps.sequences),
-            (ADDED_PARTS, steps.parts),
+            (_ATTEMPT_STEPS, rows.attempts),
+            (_JOB_STEPS, rows.jobs),
+            (_SEQUENCES, rows.sequences),
+            (ADDED_PARTS, rows.parts),
         ],
     )

@@ -5,20 +5,18 @@ Triggers keep them; see `service/db/migrations/versions/0007_tallies.py`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptState, FailureReason, JobState
-from service.db.bulk import Transaction, connection_of, run
-from service.db.tables import JobRow
+from octet.api_schemas import AttemptState, FailureReason, JobState
+from octet.service.db.bulk import Transaction, connection_of, run
 
 
 @dataclass(frozen=True)
 class Tallies:
-    """What a transaction sees.
+    """The counts that a transaction sees.
 
     `version` grows with every change of a job's place in the queue, of an attempt's slots and of a pool's capacity: two
     transactions that see the same version see the same queue. `jobs` are counts by pool and state, `attempts` by state and
@@ -48,34 +46,9 @@ def _of(rows: Iterable[tuple[Any, ...]]) -> Tallies:
     return Tallies(version, jobs, attempts)
 
 
-class Before(NamedTuple):
-    """What a transaction that adds jobs finds: the tallies, and the id that sorts last of all jobs, if there is one.
-
-    at: when it was found, by PostgreSQL's clock; None on SQLite.
-    """
-
-    tallies: Tallies
-    last_job_id: str | None
-    at: datetime | None = None
-
-
-def read_before_adding(transaction: Transaction) -> Before:
-    """Read what has to be known to add jobs, in one statement."""
-    connection = connection_of(transaction)
-    clock = "NULL" if connection.dialect.name == "sqlite" else "clock_timestamp()"
-    rows = run(connection, _BEFORE_ADDING.format(clock=clock))
-    ((_, last_job_id, *_, at),) = [row for row in rows if row[0] == _LAST_JOB]
-    return Before(_of([row[:-1] for row in rows if row[0] != _LAST_JOB]), last_job_id, at)
-
-
 _SUMS = "subject, pool, state, reason, SUM(num_rows), SUM(num_changes)"
 _OF_EACH = "FROM tallies GROUP BY subject, pool, state, reason"
 _ALL = f"SELECT {_SUMS} {_OF_EACH}"
-_LAST_JOB = "last job"
-_BEFORE_ADDING = (
-    f"SELECT {_SUMS}, NULL {_OF_EACH} UNION ALL "
-    f"SELECT '{_LAST_JOB}', max(id), '', '', 0, 0, {{clock}} FROM {JobRow.__tablename__}"
-)
 
 
 def gather(session: Session) -> None:

@@ -1,1 +1,1 @@
-"""What Prometheus gets from the control plane: its own metrics, each job's last values, and where the ranks are."""
+"""Serve metrics to Prometheus: the control plane's own, each job's last values, and where the ranks are."""

@@ -15,14 +15,14 @@ from prometheus_client.registry import Collector
 from sqlalchemy.orm import Session
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api_schemas import AttemptState, FailureReason
-from service import store
-from service.db.engine import Database
-from service.jobs.reports import START_PHASES
-from service.settings import Settings
-from service.store.tallies import Tallies
-from service.telemetry.jobs import JobSeries
-from service.telemetry.process import ProcessTelemetry
+from octet.api_schemas import AttemptState, FailureReason
+from octet.service import store
+from octet.service.db.engine import Database
+from octet.service.jobs.attempts import START_PHASES
+from octet.service.settings import Settings
+from octet.service.store.tallies import Tallies
+from octet.service.telemetry.jobs import JobSeries
+from octet.service.telemetry.process import ProcessTelemetry
 
 _WAITS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 43_200)
 

@@ -1,4 +1,4 @@
-"""Where Prometheus finds the ranks: HTTP service discovery (`http_sd_configs`).
+"""Show the ranks to Prometheus: HTTP service discovery (`http_sd_configs`).
 
 Only ranks of live attempts are listed, so the series of an ended job go away with its target.
 """
@@ -6,7 +6,7 @@ Only ranks of live attempts are listed, so the series of an ended job go away wi
 from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
-from service import store
+from octet.service import store
 
 
 class TargetGroup(BaseModel):

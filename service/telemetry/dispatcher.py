@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
 
-from service.telemetry.loops import LoopHealth
+from octet.service.telemetry.loops import LoopHealth
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def serving_metrics(address: str, health: LoopHealth, leads: Callable[[], bool])
     ProcessCollector(registry=registry)
     leading = Gauge("octet_dispatcher_is_leader", "1 while this dispatcher leads", registry=registry)
     leading.set_function(lambda: float(leads()))
-    Gauge("octet_build_info", "1; the version that runs", ["version"], registry=registry).labels(version("octet")).set(1)
+    Gauge("octet_build_info", "1; the version that runs", ["version"], registry=registry).labels(version("octet-fp8")).set(1)
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:

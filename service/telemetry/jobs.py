@@ -1,4 +1,4 @@
-"""What each job last reported, for Prometheus. A job too short to be scraped itself is visible here.
+"""Show to Prometheus the values that each job last reported. A job too short to be scraped itself is visible here.
 
 Shown are at most `MAX_JOBS` jobs, live or just ended, with at most `MAX_SERIES` series each; the rest is left out and
 counted. A job's name and its `comparison` label are the user's words, so only `octet_job_info` carries them.
@@ -15,11 +15,12 @@ from typing import NamedTuple
 from prometheus_client.utils import floatToGoString
 from sqlalchemy.orm import Session
 
-from service import store
-from service.db.engine import Database
-from service.db.tables import AttemptRow, CheckpointRow, EvaluationRow, JobRow
-from service.jobs import reports, views
-from service.store.curves import Point
+from octet.service import store
+from octet.service.db.engine import Database
+from octet.service.db.tables import AttemptRow, CheckpointRow, EvaluationRow, JobRow
+from octet.service.jobs import views
+from octet.service.jobs.attempts import START_PHASES
+from octet.service.store.curves import Point
 
 MAX_JOBS = 200
 MAX_SERIES = 44
@@ -213,7 +214,7 @@ def _values_of_attempt(job: JobRow, attempt: AttemptRow) -> Iterator[Value]:
         yield "octet_job_last_queue_wait_seconds", (attempt.created_at - job.queued_at).total_seconds(), ()
     if attempt.last_report_at is not None and not attempt.state.is_terminal:
         yield "octet_job_last_report_timestamp_seconds", attempt.last_report_at.timestamp(), ()
-    for phase in reports.START_PHASES:
+    for phase in START_PHASES:
         reached: datetime | None = getattr(attempt, f"{phase}_at")
         if reached is not None:
             yield "octet_job_start_seconds", (reached - attempt.created_at).total_seconds(), (phase,)

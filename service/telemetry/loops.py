@@ -1,4 +1,4 @@
-"""What the background loops of this process do: their failures, and the moment by which each has to make progress.
+"""Follow the background loops of this process: their failures, and the moment by which each has to make progress.
 
 A loop makes progress when a step ends well, or when one item of a step does. It may wait for the cluster: the longest call
 starts Ray and launches an attempt, two minutes together, so a silent loop counts as stalled after `WAITING_S`. A loop whose
@@ -41,7 +41,7 @@ class LoopHealth(Collector):
             self._loops.setdefault(name, _Loop(self._clock()))
 
     def leave(self, name: str) -> None:
-        """Forget a loop that was told to stop, except its failures."""
+        """Forget a loop that had to stop, except its failures."""
         with self._lock:
             self._loops[name].progress_at_s = float("inf")
 
@@ -60,7 +60,7 @@ class LoopHealth(Collector):
             loop.is_failing = True
 
     def seconds_left(self) -> dict[str, float]:
-        """How long each running loop may still go without progress; negative for a loop that is stalled."""
+        """Return the time that each running loop may still go without progress; negative for a loop that is stalled."""
         with self._lock:
             now_s = self._clock()
             return {

@@ -35,7 +35,7 @@ class ProcessTelemetry:
         for kind in ("read", "write"):
             self._errors.labels(kind)
         info = Gauge("octet_build_info", "1; the version that runs", ["version"], registry=registry)
-        info.labels(version("octet")).set(1)
+        info.labels(version("octet-fp8")).set(1)
 
     def observe_transaction(self, kind: str, seconds: float, broke: bool) -> None:
         self._transactions.labels(kind).observe(seconds)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from api_schemas import JobSpec, explain
+from octet.api_schemas import JobSpec, explain
 
 
 def job(precision: Any) -> JobSpec:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from api_schemas.accelerate import precision_from_accelerate
-from api_schemas.precision import PrecisionSpec, TorchaoSpec
-from api_schemas.recipe import RecipeSpec
+from octet.api_schemas.accelerate import precision_from_accelerate
+from octet.api_schemas.precision import PrecisionSpec, TorchaoSpec
+from octet.api_schemas.recipe import RecipeSpec
 
 # Written as accelerate/examples and the wizard write it, after parsing the YAML.
 WHOLE_CONFIG: dict[str, Any] = {

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from api_schemas import JobSpec
-from api_schemas.compiling import why_not_compiled
+from octet.api_schemas import JobSpec
+from octet.api_schemas.rules.table import reason_against
 
 TRACED: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
@@ -34,7 +34,7 @@ def test_ranks_that_only_add_up_inside_of_blocks_compile_them(
 ) -> None:
     for compiling in ("auto", "on"):
         spec = JobSpec.model_validate(job(spec_document, workers, parallelism, compiling))
-        assert why_not_compiled(spec.parallelism) is None
+        assert reason_against("training.compile", spec) is None
 
 
 @pytest.mark.parametrize(("workers", "parallelism", "reason"), UNTRACED)
@@ -42,6 +42,6 @@ def test_what_cannot_be_traced_is_not_compiled(
     spec_document: dict[str, Any], workers: int, parallelism: dict[str, Any], reason: str
 ) -> None:
     spec = JobSpec.model_validate(job(spec_document, workers, parallelism, "auto"))
-    assert (why_not_compiled(spec.parallelism) or "").startswith(reason)
+    assert (reason_against("training.compile", spec) or "").startswith(reason)
     with pytest.raises(ValidationError, match=f"got on; allowed: off or auto: {reason}"):
         JobSpec.model_validate(job(spec_document, workers, parallelism, "on"))

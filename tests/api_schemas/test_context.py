@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api_schemas import JobSpec
+from octet.api_schemas import JobSpec
 from tests.api_schemas.test_job_spec import EXAMPLE, refused
 
 TWO: dict[str, Any] = {"parallelism": {"context": 2}, "resources": {"workers": 4}}
@@ -55,7 +55,7 @@ def test_it_goes_with_a_tensor_degree(sequence: bool) -> None:
             lambda d: d.update(model={"architecture": "qwen3", "config": {"vocab_size": 256}}),
             "model",
             "qwen3",
-            "gpt and llama",
+            "gpt, llama",
         ),
         (lambda d: d["training"].update(sequence_length=62), "training.sequence_length", "62", "2 · parallelism.context, 4"),
         (lambda d: d["precision"].update(level="fp16-amp"), "precision.level", "fp16-amp", "bf16-amp"),

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from api_schemas import JobSpec
-from api_schemas.cuda_graph import why_not_recorded
+from octet.api_schemas import JobSpec
+from octet.api_schemas.rules.table import reason_against
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,14 @@ from api_schemas.cuda_graph import why_not_recorded
 def test_what_a_replay_cannot_repeat_is_named(
     spec_document: dict[str, Any], training: dict[str, Any], num_ranks: int, reason: str | None
 ) -> None:
-    document = spec_document | {"precision": {"level": "O2"}, "training": spec_document["training"] | training}
+    training = spec_document["training"] | training
+    document = spec_document | {"precision": {"level": "O2"}, "training": training, "resources": {"workers": num_ranks}}
     spec = JobSpec.model_validate(document)
-    found = why_not_recorded(spec.training, spec.model, num_ranks)
+    found = reason_against("training.cuda_graph", spec)
     assert (found is None) if reason is None else (found or "").startswith(reason)
 
 
 def test_only_families_that_are_known_not_to_wait_are_recorded(spec_document: dict[str, Any]) -> None:
     model = {"family": "huggingface", "architecture": "gpt2", "config": {"vocab_size": 256, "n_positions": 256}}
     spec = JobSpec.model_validate(spec_document | {"model": model, "training": {"steps": 4}})
-    assert "model.family huggingface" in (why_not_recorded(spec.training, spec.model, 1) or "")
+    assert "model.family huggingface" in (reason_against("training.cuda_graph", spec) or "")

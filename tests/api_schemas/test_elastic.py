@@ -1,12 +1,11 @@
-"""Elastic jobs: the numbers of ranks that leave the global batch as it is, and what an attempt is told."""
+"""Elastic jobs: the numbers of ranks that leave the global batch as it is, and the spec of an attempt."""
 
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from api_schemas import JobSpec
-from api_schemas.elastic import counts_of, with_workers
+from octet.api_schemas import JobSpec
 
 
 def spec(
@@ -45,20 +44,20 @@ def test_a_range_is_read_as_the_most_and_the_least_and_shown_so() -> None:
     ],
 )
 def test_the_numbers_of_ranks_divide_the_micro_batches_in_whole_groups(found: JobSpec, counts: tuple[int, ...]) -> None:
-    assert counts_of(found) == counts
+    assert found.worker_counts == counts
     for count in counts:
-        batch = with_workers(found, count).batch
+        batch = found.with_workers(count).batch
         assert batch.global_batch_size == found.batch.global_batch_size
         assert batch.micro_batch_size == found.batch.micro_batch_size
         assert batch.num_data_ranks * batch.num_micro_batches * batch.micro_batch_size == batch.global_batch_size
 
 
 def test_an_attempt_is_a_job_of_its_own_number_of_ranks() -> None:
-    attempt = with_workers(spec({"min": 2, "max": 8}), 4)
+    attempt = spec({"min": 2, "max": 8}).with_workers(4)
     assert (attempt.resources.workers, attempt.resources.min_workers, attempt.layout.num_ranks) == (4, None, 4)
     assert JobSpec.model_validate(attempt.model_dump(mode="json")) == attempt
     fixed = spec(8)
-    assert with_workers(fixed, 8) is fixed
+    assert fixed.with_workers(8) is fixed
 
 
 @pytest.mark.parametrize(

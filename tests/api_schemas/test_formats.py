@@ -6,26 +6,26 @@ import pytest
 import torch
 from torch import nn
 
-from api_schemas.formats import (
+from octet.api_schemas.formats import (
     BLOCK,
     GRADIENT_FORMATS,
     MASTER_WEIGHT_FORMATS,
     MIN_QUANTIZED_ELEMENTS,
     STATE_FORMATS,
-    STATES,
     WEIGHT_FORMATS,
     converted_weight_bytes,
     plain_parameter_bytes,
 )
-from api_schemas.levels import LEVELS, Level
-from api_schemas.optimization import OptimizerName, OptimizerSpec
-from worker import initialize, memory_report
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.fp8.operand import OperandScaling
-from worker.fp8.weights import encode_weight
-from worker.kernels import formats
-from worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight, build_optimizer
-from worker.optim.codecs import CODECS, zeros
+from octet.api_schemas.levels import LEVELS, Level
+from octet.api_schemas.optimization import OPTIMIZER_STATES, OptimizerName, OptimizerSpec
+from octet.worker import initialize, memory_report
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.operand import OperandScaling
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.weights import encode_weight
+from octet.worker.kernels import formats
+from octet.worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight, build_optimizer
+from octet.worker.optim.codecs import CODECS, zeros
 
 CPU = torch.device("cpu")
 SIZES = (1, 127, 128, 129, 4095, 4096, 100_000)
@@ -38,7 +38,7 @@ def test_every_format_of_the_table_is_known() -> None:
     columns |= {"exp_avg": STATE_FORMATS, "exp_avg_sq": STATE_FORMATS}
     for column, known in columns.items():
         assert set(known) == set(get_args(Level.model_fields[column].annotation)), column
-    assert set(STATES) == set(get_args(OptimizerName))
+    assert set(OPTIMIZER_STATES) == set(get_args(OptimizerName))
     assert BLOCK == formats.BLOCK
 
 
@@ -85,7 +85,7 @@ def num_bytes(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("optimizer_name", STATES)
+@pytest.mark.parametrize("optimizer_name", OPTIMIZER_STATES)
 @pytest.mark.parametrize("level", CONVERTING)
 def test_a_converted_weight(level: str, optimizer_name: OptimizerName) -> None:
     for out_features, in_features in SHAPES:

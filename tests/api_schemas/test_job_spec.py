@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from api_schemas import PRESETS, JobSpec, Violation, explain
+from octet.api_schemas import PRESETS, JobSpec, Violation, explain
 
 EXAMPLE: dict[str, Any] = {
     "name": "gpt-on-source-code",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_schemas import AxisName, BatchDivision, JobSpec, Layout
+from octet.api_schemas import AxisName, BatchDivision, JobSpec, Layout
 
 AXES: tuple[AxisName, ...] = ("world", "pipeline", "data", "context", "replicas", "tensor", "stage")
 degrees = st.integers(1, 3)

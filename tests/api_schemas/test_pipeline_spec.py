@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api_schemas import JobSpec, Layout
+from octet.api_schemas import JobSpec, Layout
 from tests.api_schemas.test_job_spec import EXAMPLE, refused
 
 LLAMA = {"preset": "llama-tiny", "num_layers": 4}
@@ -31,7 +31,7 @@ def test_data_ranks_are_the_workers_over_the_degree(schedule: str, zero_stage: i
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_ranks_divide_the_blocks_of_a_stage(sequence: bool) -> None:
-    """Two data ranks of two stages, each of which two neighbouring ranks divide."""
+    """Two data ranks of two stages; two neighbouring ranks divide each stage."""
     document = staged(EXAMPLE, tensor=2, sequence=sequence) | {"resources": {"workers": 8}}
     spec = JobSpec.model_validate(document)
     assert (spec.layout.data, spec.layout.pipeline, spec.layout.tensor, spec.batch.num_micro_batches) == (2, 2, 2, 4)
@@ -102,7 +102,7 @@ def in_training(**changes: Any) -> Callable[[dict[str, Any]], object]:
             in_training(micro_batch_size=3),
             "training.micro_batch_size",
             "3",
-            "global_batch_size · parallelism.pipeline / workers",
+            "global_batch_size · parallelism.pipeline / resources.workers",
         ),
         (in_training(global_batch_size=15), "training.global_batch_size", "15", "workers / parallelism.pipeline, 2"),
         (

@@ -5,10 +5,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from api_schemas.levels import LEVELS
-from api_schemas.precision import LevelName, PrecisionSpec
-from api_schemas.problem import explain
-from api_schemas.recipe import RecipeSpec
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.precision import LevelName, PrecisionSpec
+from octet.api_schemas.problem import explain
+from octet.api_schemas.recipe import RecipeSpec
 
 
 def test_schema_and_table_have_the_same_level_names() -> None:
@@ -16,9 +16,11 @@ def test_schema_and_table_have_the_same_level_names() -> None:
     assert all(row.name == name for name, row in LEVELS.items())
 
 
-def test_the_table_equals_the_one_in_numerics_md() -> None:
-    promised = {name: row.bytes_per_parameter for name, row in LEVELS.items() if row.bytes_per_parameter != 16}
-    assert promised == {"O1": 11.1, "O2": 6.2, "O3": 7.2, "O3-split": 6.2, "O2-8bit": 5.2, "O3-split-8bit": 5.2}
+def test_each_level_keeps_the_bytes_that_it_promised() -> None:
+    found = {name: row.bytes_per_parameter for name, row in LEVELS.items()}
+    promised = dict.fromkeys(("fp32", "fp16-amp", "bf16-amp", "te", "ao"), 16.0)
+    promised |= {"O1": 11.1, "O2": 6.2, "O3": 7.2, "O3-split": 6.2, "O2-8bit": 5.2, "O3-split-8bit": 5.2}
+    assert found | promised == found
     assert all((row.recipe is not None) == (row.gemm == "fp8") for row in LEVELS.values())
 
 

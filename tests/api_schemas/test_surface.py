@@ -5,8 +5,8 @@ import os
 from inspect import ismodule
 from pathlib import Path
 
-import api_schemas
-from api_schemas import JobSpec, LaunchOrder, Problem, ReportBatch, ReportReply
+from octet import api_schemas
+from octet.api_schemas import JobSpec, LaunchOrder, Problem, ReportBatch, ReportReply
 
 HERE = Path(__file__).parent
 

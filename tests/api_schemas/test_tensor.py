@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api_schemas import JobSpec
+from octet.api_schemas import JobSpec
 from tests.api_schemas.test_job_spec import EXAMPLE, refused
 
 TWO = {"parallelism": {"tensor": 2}, "resources": {"workers": 4}}
@@ -77,7 +77,7 @@ def test_data_ranks_are_the_workers_over_the_degree(model: dict[str, Any], zero_
             lambda d: d["training"].update(micro_batch_size=16),
             "training.micro_batch_size",
             "16",
-            "parallelism.tensor / workers, 8",
+            "parallelism.tensor / resources.workers, 8",
         ),
     ],
 )

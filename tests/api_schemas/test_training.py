@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from api_schemas import JobSpec, TrainingSpec, explain
-from api_schemas.training_presets import TRAINING_PRESETS
+from octet.api_schemas import JobSpec, TrainingSpec, explain
+from octet.api_schemas.training_presets import TRAINING_PRESETS
 
 
 @pytest.mark.parametrize("name", TRAINING_PRESETS)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import figures
 from benchmarks.curves import Run, smooth
 from benchmarks.gpu import (
     accuracy,
@@ -29,8 +30,8 @@ from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
 from benchmarks.gpu.session import Case, Section, Session
 from benchmarks.gpu.timing import Timer, Timing
+from octet.worker.fp8.speedups import load_tables
 from tests.waiting import WHOLE_RUN_S
-from worker.fp8.speedups import load_tables
 
 ROOT = Path(__file__).parent.parent.parent
 SECTIONS = {
@@ -244,7 +245,7 @@ def test_the_largest_predicted_gpt_fits_where_the_peak_has_a_kink() -> None:
 
 def test_no_folder_of_this_machine_is_shown() -> None:
     words = ["--smoke", "--out", "/a/b", "--budget-s", "30", "--runs=/c/d"]
-    assert session.shown(words) == ["--smoke", "--budget-s", "30"]
+    assert figures.command_line("benchmarks.gpu.train", words) == "python -m benchmarks.gpu.train --smoke --budget-s 30"
     assert first_line(RuntimeError("\n/a/b/c.py: no\nmore")) == "RuntimeError: c.py: no"
 
 

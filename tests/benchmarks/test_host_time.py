@@ -11,7 +11,7 @@ from tests.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 MOST_LAUNCHES, MOST_OPS = 407, 1320
-"""Of Triton's and of torch's, for an O2 step of 12 layers. More of them is more time of the host, on any machine."""
+"""Triton launches and torch ops of an O2 step of 12 layers. More of them take the host more time on any machine."""
 
 
 @pytest.mark.matrix

@@ -1,4 +1,4 @@
-"""The benchmark of a job's overhead runs a job through `worker.main` and as many bare steps."""
+"""The benchmark of a job's overhead runs a job through `octet.worker.rank.main` and as many bare steps."""
 
 import sys
 from itertools import pairwise

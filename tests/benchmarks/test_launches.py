@@ -1,4 +1,4 @@
-"""What a step launches on a GPU, counted on the fake one, in a process whose Triton does not interpret."""
+"""Count a step's GPU launches on the fake GPU, in a process whose Triton does not interpret."""
 
 import json
 import os
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def found_by(program: str) -> Any:
-    """What a program prints as JSON that has everything of `benchmarks.gpu.launches`."""
+    """Run an expression over the names of `benchmarks.gpu.launches` and return its value through JSON."""
     lines = f"import json\nfrom benchmarks.gpu.launches import *\nprint(json.dumps({program}))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", lines]

@@ -112,15 +112,15 @@ def test_a_call_runs_each_of_its_parts_and_says_if_one_failed(
 def test_a_part_that_hangs_is_ended_and_leaves_the_others_their_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first says what it has when it is told to end, the second does not hear it; with each go the processes it started."""
+    """The first prints its results when it is interrupted, the second ignores it; each ends with the processes it started."""
     hangs = "import subprocess, sys, time; print('so far', flush=True); subprocess.run([sys.executable, '-c', '{}'])"
-    told = hangs.format("import time; time.sleep(600)")
+    interrupted = hangs.format("import time; time.sleep(600)")
     deaf = hangs.format("import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)")
     monkeypatch.setattr(lease, "GRACE_S", 5.0)
     monkeypatch.setattr(lease, "START_S", 6.0)
     assert (
         call_of(
-            [told, f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {deaf}", "print('last')"],
+            [interrupted, f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {deaf}", "print('last')"],
             monkeypatch,
             tmp_path,
             29.0,

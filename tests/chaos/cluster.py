@@ -21,9 +21,9 @@ from pathlib import Path
 
 import psutil
 
-from api_schemas import Job, PoolConfig
-from client import Client
-from service.cluster.ray.embedded import ray_environment
+from octet.api_schemas import Job, PoolConfig
+from octet.client import Client
+from octet.service.cluster.ray.embedded import ray_environment
 from tests.chaos.faults import component_of
 from tests.e2e.ray_nodes import LOOPBACK, RAYLET, Node
 from tests.ports import free_port
@@ -198,7 +198,7 @@ class Cluster:
             head = f"--address=127.0.0.1:{self._head_port}"
             place = (head, f"--resources={resources}", f"--labels={key}={value}")
             return lambda: Node("tests.e2e.join_on_loopback", [*place], self._ray_environment, self._folder / f"{name}.log")
-        command = {"api": ("client.cli", "api"), "dispatcher": ("tests.chaos.dispatch_on_loopback",)}[kind]
+        command = {"api": ("octet.client.cli", "api"), "dispatcher": ("tests.chaos.dispatch_on_loopback",)}[kind]
         return lambda: self._process(name, *command)
 
     def _head(self) -> Node:

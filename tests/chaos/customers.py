@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from api_schemas import Job
-from client import ApiError, Client
+from octet.api_schemas import Job
+from octet.client import ApiError, Client
 from tests.waiting import LONG_S
 
 _NUM_IN_FLIGHT = 3  # on two slots, so that one waits in the queue

@@ -83,9 +83,9 @@ logger = logging.getLogger("chaos")
 def component_of(process: psutil.Process) -> str:
     """Name the part that a process of `Server.processes` is. Raises psutil.NoSuchProcess for one that has ended."""
     name, command = process.name(), " ".join(process.cmdline())
-    if "RankActor" in command or "worker.warm.template" in command:
+    if "RankActor" in command or "octet.worker.rank.warm.template" in command:
         return "template" if _is_template(process) else "rank"
-    if "service.cluster.ray.embedded" in command:
+    if "octet.service.cluster.ray.embedded" in command:
         return "keeper"
     if "Supervisor" in command:
         return "supervisor"
@@ -94,10 +94,10 @@ def component_of(process: psutil.Process) -> str:
 
 def _is_template(process: psutil.Process) -> bool:
     """True for the process that forks warm ranks. A forked rank keeps its command line and is its child."""
-    if "worker.warm.template" not in " ".join(process.cmdline()):
+    if "octet.worker.rank.warm.template" not in " ".join(process.cmdline()):
         return False
     parent = process.parent()
-    return parent is None or "worker.warm.template" not in " ".join(parent.cmdline())
+    return parent is None or "octet.worker.rank.warm.template" not in " ".join(parent.cmdline())
 
 
 @dataclass

@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from api_schemas import Job
+from octet.api_schemas import Job
 from tests.chaos.customers import corpus, job_document
 from tests.chaos.faults import component_of
 from tests.e2e.octet_server import Server

@@ -9,11 +9,11 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api_schemas import JobState
-from service import store
-from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
-from service.jobs.attempts import MAX_PLATFORM_FAILURES
-from service.store.curves import Point
+from octet.api_schemas import JobState
+from octet.service import store
+from octet.service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
+from octet.service.jobs.attempts import MAX_PLATFORM_FAILURES
+from octet.service.store.curves import Point
 
 Curve = list[tuple[int, float | None, float | None]]
 """Step, training loss and evaluation loss, in the order of steps."""

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from sqlalchemy import func, select
 
-from api_schemas import JobState
-from service.db.engine import Database
-from service.db.tables import AttemptRow, JobRow
+from octet.api_schemas import JobState
+from octet.service.db.engine import Database
+from octet.service.db.tables import AttemptRow, JobRow
 from tests.chaos.cluster import API_KEY, Cluster, cluster_in
 from tests.chaos.cluster_faults import ClusterStorm
 from tests.chaos.customers import Customers, corpus, job_document

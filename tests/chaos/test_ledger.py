@@ -7,10 +7,10 @@ import pytest
 from sqlalchemy import create_engine, select
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptState, DesiredState, FailureReason, JobState
-from service import store
-from service.db.tables import AttemptRow, Base, EventRow, JobRow, LogLineRow
-from service.store.curves import Point
+from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobState
+from octet.service import store
+from octet.service.db.tables import AttemptRow, Base, EventRow, JobRow, LogLineRow
+from octet.service.store.curves import Point
 from tests.chaos.ledger import Curve, Findings, audit
 
 BEGAN = datetime(2026, 1, 31, 12, tzinfo=UTC)

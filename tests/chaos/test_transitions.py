@@ -12,13 +12,13 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptRef, JobState
-from service import store
-from service.db.engine import Database
-from service.db.tables import AttemptRow, JobRow
-from service.dispatcher import release
-from service.dispatcher.context import DispatcherContext
-from service.jobs import attempts
+from octet.api_schemas import AttemptRef, JobState
+from octet.service import store
+from octet.service.db.engine import Database
+from octet.service.db.tables import AttemptRow, JobRow
+from octet.service.dispatcher import release
+from octet.service.dispatcher.context import DispatcherContext
+from octet.service.jobs import attempts
 from tests.chaos.transitions import LIFE, RULES, LifeBroken, live, live_in_processes, live_on, slices_of, sqlite_url
 from tests.service.test_stateful import ControlPlane
 

@@ -29,9 +29,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from api_schemas import FailureReason
-from service.db.engine import Database
-from service.dispatcher import launch, place, release, watch
+from octet.api_schemas import FailureReason
+from octet.service.db.engine import Database
+from octet.service.dispatcher import launch, place, release, watch
 from tests.service.postgres_server import running_server
 from tests.service.simulation import MortalDatabase
 from tests.service.test_stateful import ControlPlane
@@ -139,7 +139,7 @@ def sqlite_url() -> Iterator[str]:
 
 def _live_apart(slice_: Slice) -> Slice:
     """Live a slice on a new database, in a process of its own."""
-    logging.getLogger("service").setLevel(logging.CRITICAL)  # thousands of deaths, each with its lines
+    logging.getLogger("octet.service").setLevel(logging.CRITICAL)  # thousands of deaths, each with its lines
     logging.getLogger("alembic").setLevel(logging.WARNING)
     gc.freeze()
     gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS)

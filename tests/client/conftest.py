@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from api_schemas import Job, JobSummary
-from client import Client
+from octet.api_schemas import Job, JobSummary
+from octet.client import Client
 from tests.client.octet_app import OctetApp
 
 ACCEPTED_AT = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)

@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import uvicorn
 
-from api_schemas import FinishedReport, PhaseReport, Report, ReportBatch, ReportBody, StartedReport, StepReport
-from service import store
-from service.app import create_app
-from service.db.engine import Database
-from service.jobs import attempts
-from service.jobs.lifecycle import AttemptEvent, next_attempt_state
-from service.settings import Settings
+from octet.api_schemas import FinishedReport, PhaseReport, Report, ReportBatch, ReportBody, StartedReport, StepReport
+from octet.service import store
+from octet.service.app import create_app
+from octet.service.db.engine import Database
+from octet.service.jobs import attempts
+from octet.service.jobs.lifecycle import AttemptEvent, next_attempt_state
+from octet.service.settings import Settings
 
 API_KEY = "a-key-of-the-tests"
 TOKEN = "token-of-the-attempt"

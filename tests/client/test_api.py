@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api_schemas import (
+from octet.api_schemas import (
     CheckpointReport,
     EvaluationReport,
     FailureReason,
@@ -19,10 +19,10 @@ from api_schemas import (
     JobSummary,
     LogReport,
 )
-from api_schemas.catalog import model_families
-from api_schemas.levels import LEVELS
-from client import ApiError, Client, SpecRefused
-from client.job_file import check_spec
+from octet.api_schemas.catalog import model_families
+from octet.api_schemas.levels import LEVELS
+from octet.client import ApiError, Client, SpecRefused
+from octet.client.job_file import check_spec
 from tests.client.octet_app import API_KEY, OctetApp, step_report
 
 MakeSummary = Callable[..., JobSummary]
@@ -47,7 +47,7 @@ def test_one_key_is_one_job(client: Client, runnable: dict[str, Any]) -> None:
 
 def test_pages_are_joined(client: Client, runnable: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [client.submit(runnable | {"name": "paged"}).id for _ in range(5)]
-    monkeypatch.setattr("client.api.MOST_JOBS_PER_PAGE", 2)
+    monkeypatch.setattr("octet.client.api.MOST_JOBS_PER_PAGE", 2)
     assert [job.id for job in client.jobs(name="paged")] == ids[::-1]
     assert [job.id for job in client.jobs(name="paged", limit=3)] == ids[:1:-1]
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from client import ApiError, Client, ConnectionFailed, UnexpectedAnswer, WaitTimeout
-from client.connection import delays_s
+from octet.client import ApiError, Client, ConnectionFailed, UnexpectedAnswer, WaitTimeout
+from octet.client.connection import delays_s
 
 Handler = Callable[[httpx.Request], httpx.Response]
 URL = "http://octet.test"

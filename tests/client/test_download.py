@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from api_schemas import Checkpoint, CheckpointReport, Job, JobSpec
-from client import ApiError, Client, DownloadFailed
-from client.cli import build_app
+from octet.api_schemas import Checkpoint, CheckpointReport, Job, JobSpec
+from octet.client import ApiError, Client, DownloadFailed
+from octet.client.cli import build_app
 from tests.client.octet_app import API_KEY, OctetApp
-from tests.worker.test_train import train
+from tests.kit.training import train
 
 pytestmark = pytest.mark.slow
 

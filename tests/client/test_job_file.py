@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from client.errors import JobFileError, SpecRefused
-from client.job_file import apply_settings, check_spec, load_job_file
+from octet.client.errors import JobFileError, SpecRefused
+from octet.client.job_file import apply_settings, check_spec, load_job_file
 
 
 def load(tmp_path: Path, text: str) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from api_schemas import Checkpoint, Job, JobState, JobSummary, LogLine, MetricPoint
-from api_schemas.catalog import model_families
-from client import render
-from client.text import duration, num_bytes, number, printable
+from octet.api_schemas import Checkpoint, Job, JobState, JobSummary, LogLine, MetricPoint
+from octet.api_schemas.catalog import model_families
+from octet.client import render
+from octet.client.text import duration, num_bytes, number, printable
 
 MakeJob = Callable[..., Job]
 MakeSummary = Callable[..., JobSummary]

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-import client
+from octet import client
 
 
 def test_exported_names() -> None:
@@ -12,7 +12,7 @@ def test_exported_names() -> None:
 
 
 def test_every_error_is_an_octet_error_and_in_the_tree() -> None:
-    from client import errors
+    from octet.client import errors
 
     assert errors.__doc__ is not None
     for name in set(client.__all__) - {"Client"}:
@@ -26,9 +26,17 @@ def loaded_after(statement: str) -> set[str]:
 
 
 def test_the_client_loads_neither_the_command_line_nor_other_layers() -> None:
-    assert not loaded_after("import client") & {"typer", "yaml", "client.terminal", "torch", "ray", "service", "worker"}
+    assert not loaded_after("import octet.client") & {
+        "typer",
+        "yaml",
+        "octet.client.terminal",
+        "torch",
+        "ray",
+        "octet.service",
+        "octet.worker",
+    }
 
 
 def test_the_command_line_loads_no_server_before_it_serves() -> None:
-    loaded = loaded_after("import client.cli; client.cli.build_app()")
-    assert not loaded & {"service", "worker", "torch", "ray", "fastapi", "sqlalchemy"}
+    loaded = loaded_after("import octet.client.cli; octet.client.cli.build_app()")
+    assert not loaded & {"octet.service", "octet.worker", "torch", "ray", "fastapi", "sqlalchemy"}

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from api_schemas import Event, Job, Page
-from client import ApiError, Client, ConnectionFailed
-from client.terminal import Terminal
-from client.watch import watch
+from octet.api_schemas import Event, Job, Page
+from octet.client import ApiError, Client, ConnectionFailed
+from octet.client.terminal import Terminal
+from octet.client.watch import watch
 
 MakeJob = Callable[..., Job]
 AT = "2026-01-31T12:00:00Z"

@@ -17,19 +17,19 @@ import pytest
 from sqlalchemy import text
 from typer.testing import CliRunner
 
-from api_schemas import JobSpec, JobState, PoolConfig
-from client import Client
-from client.cli import build_app
-from service import store
-from service.cluster.ray.embedded import start_dying_with_us
-from service.cluster.ray.node import RayNode
-from service.db.engine import Database
-from service.db.migrate import known_revisions
-from service.jobs import commands
-from service.processes.dispatcher import dispatch, slots_wanted
-from service.processes.startup import cluster_settings
-from service.telemetry.dispatcher import serving_metrics
-from service.telemetry.loops import LoopHealth
+from octet.api_schemas import JobSpec, JobState, PoolConfig
+from octet.client import Client
+from octet.client.cli import build_app
+from octet.service import store
+from octet.service.cluster.ray.embedded import start_dying_with_us
+from octet.service.cluster.ray.node import RayNode
+from octet.service.db.engine import Database
+from octet.service.db.migrate import known_revisions
+from octet.service.jobs import commands
+from octet.service.processes.dispatcher import dispatch, slots_wanted
+from octet.service.processes.startup import cluster_settings
+from octet.service.telemetry.dispatcher import serving_metrics
+from octet.service.telemetry.loops import LoopHealth
 from tests.ports import free_port
 from tests.service.postgres_server import server_or_skip
 from tests.waiting import LONG_S, wait_until
@@ -82,7 +82,7 @@ class Process:
 def running(command: str, environment: dict[str, str], log: Path) -> Iterator[Process]:
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "client.cli", command], stdout=file, stderr=file, cwd=ROOT, env=environment
+            [sys.executable, "-m", "octet.client.cli", command], stdout=file, stderr=file, cwd=ROOT, env=environment
         )
     try:
         yield Process(log, process)
@@ -161,7 +161,7 @@ def test_the_queue_wants_slots_up_to_what_its_pool_may_have(postgres_url: str, s
             commands.submit(session, spec, None, database.now(session))
 
     with database.write() as session:
-        for job in store.shown.list_jobs(session, store.shown.JobFilter(states=[JobState.QUEUED]), 100, None):
+        for job in store.job_queries.list_jobs(session, store.job_queries.JobFilter(states=[JobState.QUEUED]), 100, None):
             commands.cancel(session, job.id, database.now(session))
     assert slots_wanted(database, pools) == {"cpu": 0, "other": 0}
     submit()
@@ -209,7 +209,7 @@ def test_settings_that_cannot_work_are_refused(
 
 @pytest.mark.system
 def test_the_command_says_in_one_line_what_to_change(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "client.cli", "api", "--database-url-file", "/no/such/file"]
+    command = [sys.executable, "-m", "octet.client.cli", "api", "--database-url-file", "/no/such/file"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=LONG_S)
     assert result.returncode == 2
     assert "'/no/such/file', cannot be read: No such file" in result.stderr
@@ -257,7 +257,7 @@ def test_the_node_outlives_the_thread_that_asked_for_it(monkeypatch: pytest.Monk
         started.append(start_dying_with_us(["sleep", str(LONG_S)]))
         return started[-1]
 
-    monkeypatch.setattr("service.cluster.ray.node.start_dying_with_us", start)
+    monkeypatch.setattr("octet.service.cluster.ray.node.start_dying_with_us", start)
     with socket.create_server(("127.0.0.1", 0)) as head:
         node = RayNode(f"127.0.0.1:{head.getsockname()[1]}")
         for _ in range(2):
@@ -279,7 +279,7 @@ def test_the_node_outlives_the_thread_that_asked_for_it(monkeypatch: pytest.Monk
 
 STARTER_THAT_IS_KILLED_AT_ONCE = """
 import ctypes, os, signal, time
-from service.cluster.ray import embedded
+from octet.service.cluster.ray import embedded
 
 prctl = ctypes.CDLL(None).prctl
 

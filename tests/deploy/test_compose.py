@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from api_schemas import PoolConfig
+from octet.api_schemas import PoolConfig
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -17,7 +17,7 @@ from jsonschema import Draft7Validator
 from jsonschema.exceptions import best_match
 from pydantic import TypeAdapter
 
-from api_schemas import PoolConfig
+from octet.api_schemas import PoolConfig
 from tests.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from client import Client
+from octet.client import Client
 from tests.docs.blocks import DOCUMENTS, ROOT, blocks, commands
 from tests.ports import free_port
 from tests.waiting import LONG_S
@@ -33,7 +33,7 @@ STEPS = 2
 RUN_HERE = (
     r"\.venv/bin/octet (serve|submit|list|metrics|logs)\b.*",
     r"curl .*",
-    r"\.venv/bin/torchrun .* -m worker\.main .*",
+    r"\.venv/bin/torchrun .* -m octet\.worker .*",
     r"python3 -m pip install -q --no-index .*",
 )
 
@@ -51,12 +51,13 @@ _EXAMPLES = "tests/worker/integrations/test_examples.py"
 _SMOKE = "deploy/compose/smoke.py"
 _CLUSTER = Elsewhere("tests/deploy/test_kubernetes.py", "def test_kustomize_renders_all_of_it", "a Kubernetes cluster")
 ELSEWHERE = {
-    r"make demo": Elsewhere("tests/client/demo/test_run.py", '"client.cli", "demo"'),
+    r"make demo": Elsewhere("tests/client/demo/test_run.py", "octet.client.cli"),
     r"make (test|test-system|lint|types)": Elsewhere(".ci/run", "make lint types test test-system"),
     r"make test-matrix": Elsewhere("Makefile", "-m matrix"),
     r"make test-parallel": Elsewhere("Makefile", "tests/worker/parallel"),
     r"make install": Elsewhere("Makefile", "test: install"),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
+    r"make held": Elsewhere("Makefile", "OCTET_UPDATE_HELD=1"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make dashboards": Elsewhere("tests/observability/test_live.py", "def test_a_panel_has_data"),
     r"make bench": Elsewhere("tests/docs/test_commands.py", "def test_the_cpu_benchmark_runs"),
@@ -159,7 +160,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     folder = tmp_path_factory.mktemp("readme")
     programs = folder / ".venv/bin"
     programs.mkdir(parents=True)
-    for name, module in {"octet": "client.cli", "torchrun": "torch.distributed.run"}.items():
+    for name, module in {"octet": "octet.client.cli", "torchrun": "torch.distributed.run"}.items():
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')
         (programs / name).chmod(0o755)
     text = folder / "text"
@@ -217,7 +218,7 @@ def test_the_commands_of_the_readme_run_in_order(served: Scratch) -> None:
 
 @pytest.mark.system
 def test_the_example_runs_under_torchrun(scratch: Scratch) -> None:
-    (command,) = [text for text in commands("README.md") if "torchrun" in text]
+    (command,) = [text for text in commands("docs/recipes.md") if "torchrun" in text]
     scratch.run(command)
     summary: dict[str, Any] = json.loads((scratch.folder / "runs/first/summary.json").read_text())
     assert summary["steps"] == STEPS
@@ -259,11 +260,8 @@ def test_wheels_from_a_folder_are_installed(scratch: Scratch) -> None:
 
 
 def test_the_cpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from api_schemas.models.gpt import gpt_sizes
-    from benchmarks import cpu_step
+    from benchmarks import optimizer_step
 
-    monkeypatch.setattr("sys.argv", ["cpu_step", "--levels", "fp32", "--rounds", "1"])
-    monkeypatch.setattr(cpu_step, "BATCH_SIZE", 1)
-    monkeypatch.setattr(cpu_step, "SIZES", gpt_sizes(32, 1, 2, 256, 32))
-    assert cpu_step.main() == 0
-    assert "| fp32 | " in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["optimizer_step", "--hidden-size", "16", "--num-layers", "1", "--repeats", "1"])
+    optimizer_step.main()
+    assert "| O2 | " in capsys.readouterr().out

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from api_schemas import JobSpec
-from client.job_file import check_spec, load_job_file
+from octet.api_schemas import JobSpec
+from octet.client.job_file import check_spec, load_job_file
 from tests.docs.blocks import ROOT, blocks
 
 EXAMPLE = "examples/gpt-tiny.yaml"

@@ -6,7 +6,7 @@ service/cluster/ray/embedded.py), and without the setting it replaces 127.0.0.1 
 
 from ray._private import ray_constants, services
 
-from service.cluster.ray import command
+from octet.service.cluster.ray import command
 
 if __name__ == "__main__":
     ray_constants.ENABLE_RAY_CLUSTER = True

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
-from api_schemas import Job, JobState
-from client import Client
+from octet.api_schemas import Job, JobState
+from octet.client import Client
 from tests.ports import free_port
 from tests.waiting import LONG_S
 
 _POLL_S = 0.2  # each look at a job costs client and server some milliseconds of the CPU that the job needs too
-_TEMPLATE = "worker.warm.template"
+_TEMPLATE = "octet.worker.rank.warm.template"
 _COUNTING = Path(__file__).with_name("counting")  # its sitecustomize.py notes each validation of a JobSpec
 
 
@@ -62,7 +62,7 @@ class Server:
 
     def command(self) -> list[str]:
         """The command line of the server."""
-        return [sys.executable, "-m", "client.cli", "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
+        return [sys.executable, "-m", "octet.client.cli", "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
 
     def kill(self) -> None:
         """End the server with SIGKILL, so that it cannot clean up."""
@@ -183,6 +183,6 @@ def losses(server: HasClient, job: Job) -> list[tuple[int, float | None, float |
 
 def _is_keeper(process: psutil.Process) -> bool:
     try:
-        return "service.cluster.ray.embedded" in process.cmdline()
+        return "octet.service.cluster.ray.embedded" in process.cmdline()
     except psutil.NoSuchProcess:  # ended meanwhile, or a zombie
         return False

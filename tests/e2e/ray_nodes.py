@@ -20,8 +20,8 @@ from urllib.request import urlopen
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_schemas import PoolConfig
-from service.cluster.ray.embedded import ray_environment
+from octet.api_schemas import PoolConfig
+from octet.service.cluster.ray.embedded import ray_environment
 from tests.e2e.octet_server import Server
 from tests.waiting import LONG_S
 
@@ -82,7 +82,7 @@ class Node:
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     command = process.cmdline()
-                    if "worker.warm.template" in command and owner[1] in command and owner[0] in command:
+                    if "octet.worker.rank.warm.template" in command and owner[1] in command and owner[0] in command:
                         roots.append(process)
         found = {}
         for root in roots:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from service.cluster.launcher import Launcher
-from service.cluster.ray.embedded import ray_environment, without_arrow
-from service.processes import embedded
-from service.settings import Settings
+from octet.service.cluster.launcher import Launcher
+from octet.service.cluster.ray.embedded import ray_environment, without_arrow
+from octet.service.processes import embedded
+from octet.service.settings import Settings
 
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # see service/cluster/ray/embedded.py
 
@@ -25,7 +25,7 @@ def main(address: str, port: str, data_dir: str, pools_file: str) -> None:
     def cluster_of_the_test(settings: Settings) -> Iterator[Launcher]:
         os.environ.update(ray_environment(settings.data_dir / "ray" / "token") | _LOOPBACK)
         without_arrow()
-        from service.cluster.ray.launcher import RayLauncher
+        from octet.service.cluster.ray.launcher import RayLauncher
 
         launcher = RayLauncher(lambda: address, settings.pools, warm_idle_s=settings.warm_idle_s, warms_ahead=True)
         yield launcher

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from api_schemas import JobState
-from api_schemas.models.huggingface import HuggingFaceSpec
+from octet.api_schemas import JobState
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.worker.models import build_model
+from octet.worker.pretrained.__main__ import main as export
 from tests.e2e.octet_server import Server
 from tests.e2e.test_job import LLAMA
-from tests.worker.chat import save_tokenizer, write_chats
-from tests.worker.test_train import train
-from worker.models import build_model
-from worker.pretrained.__main__ import main as export
+from tests.kit.chat import save_tokenizer, write_chats
+from tests.kit.training import train
 
 pytestmark = pytest.mark.system
 

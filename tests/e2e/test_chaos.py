@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from api_schemas import Attempt, FailureReason, Job, JobState
+from octet.api_schemas import Attempt, FailureReason, Job, JobState
 from tests.chaos.run import Plan, weather
 from tests.e2e.octet_server import Server, losses
 from tests.e2e.specs import on_ranks

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api_schemas import AttemptState, JobState
+from octet.api_schemas import AttemptState, JobState
 from tests.e2e.conftest import served
 from tests.e2e.octet_server import Server, losses
 from tests.e2e.test_chaos import attempts_of, train_undisturbed

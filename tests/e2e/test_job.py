@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from api_schemas import JobState
-from api_schemas.models.huggingface import HuggingFaceSpec
-from client import ApiError
+from octet.api_schemas import JobState
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.client import ApiError
+from octet.worker.models import build_model
 from tests.e2e.octet_server import Server, losses
+from tests.kit.chat import VOCAB_SIZE, save_tokenizer, write_chats
+from tests.kit.training import train
 from tests.waiting import LONG_S
-from tests.worker.chat import VOCAB_SIZE, save_tokenizer, write_chats
-from tests.worker.test_train import train
-from worker.models import build_model
 
 ROOT = Path(__file__).parent.parent.parent
 LLAMA = {
@@ -181,7 +181,18 @@ def test_a_bad_spec_is_refused_at_submission(
 
 @pytest.mark.system
 def test_another_address_than_loopback_needs_a_key(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "client.cli", "serve", "--host", "0.0.0.0", "--port", "8765", "--data-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "octet.client.cli",
+        "serve",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "8765",
+        "--data-dir",
+        str(tmp_path),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S, cwd=ROOT)
     assert result.returncode == 2
     assert "key" in result.stderr
@@ -195,7 +206,16 @@ def test_the_same_spec_under_torchrun_has_the_losses_of_the_service(
     changes: dict[str, Any] = {"resources": {"workers": 2}, "precision": {"level": "O2"}, "parallelism": {"zero_stage": 1}}
     spec = spec_document | changes
     (tmp_path / "job.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "worker.main"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "octet.worker",
+    ]
     command += [str(tmp_path / "job.json"), "--job-dir", str(tmp_path / "run")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-3000:]

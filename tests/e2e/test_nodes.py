@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api_schemas import FailureReason, JobState
+from octet.api_schemas import FailureReason, JobState
 from tests.e2e.octet_server import losses
 from tests.e2e.ray_nodes import Nodes, ServerOnNodes, served_on_nodes
 from tests.e2e.specs import on_ranks

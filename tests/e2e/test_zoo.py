@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from api_schemas import JobState
+from octet.api_schemas import JobState
 from tests.e2e.octet_server import Server, losses
 from tests.ranks import run_ranks
 from tests.text import write_corpus

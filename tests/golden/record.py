@@ -18,19 +18,20 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from api_schemas import CheckpointReport, JobSpec, StepReport
-from api_schemas.levels import LEVELS
+from octet.api_schemas import CheckpointReport, JobSpec, StepReport
+from octet.api_schemas.levels import LEVELS
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.kernels import gradient_reference, reference
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind
+from octet.worker.mesh import Mesh
+from octet.worker.optim import Hyperparameters, LowBitAdamW
+from octet.worker.train.loop import Trainer
+from tests.kit.training import Recorder
 from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.text import write_corpus
-from tests.worker.test_train import Recorder
-from worker.config import RankEnv, resolve
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.kernels import gradient_reference, reference
-from worker.kernels.scales import ScaledCodes, ScaleKind
-from worker.mesh import Mesh
-from worker.optim import Hyperparameters, LowBitAdamW
-from worker.train import Trainer
 
 GOLDEN = Path(__file__).with_name("golden.json")
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
@@ -162,8 +163,8 @@ def quantizer_hashes(kernels: Any = reference, of_gradients: Any = gradient_refe
 
 def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
     """Hash the tensors after three optimizer steps, for each level that stores less than fp32."""
-    from worker.fp8.weights import encode_weight
-    from worker.optim import QuantizedWeight
+    from octet.worker.fp8.weights import encode_weight
+    from octet.worker.optim import QuantizedWeight
 
     found = {}
     for name, row in LEVELS.items():

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker.common.config import RankEnv
+from octet.worker.kernels import cuda
+from octet.worker.kernels.cuda import language
 from tests.golden import record
 from tests.text import write_corpus
-from worker.config import RankEnv
-from worker.kernels import cuda
-from worker.kernels.cuda import language
 
 Result = dict[str, Any]
 pytestmark = pytest.mark.slow

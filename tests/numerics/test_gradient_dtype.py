@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize, kernels
+from octet.worker.fp8.accelerator import cpu_as_accelerator
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.kernels.formats import E4M3
+from tests.kit.small_model import FP8_LEVELS, Small
 from tests.numerics.measure import mixed_magnitudes, relative_error
-from tests.worker.small import FP8_LEVELS, Small
-from worker import initialize, kernels
-from worker.fp8.accelerator import cpu_as_accelerator
-from worker.fp8.gradient import Float8Gradient
-from worker.kernels.formats import E4M3
 
 NAMES = ("first", "inner.0", "inner.2", "last")
 
@@ -30,8 +30,8 @@ class Products(TorchDispatchMode):
         if any(issubclass(kind, Float8Gradient) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.octet.matmul.default:
-            self.results.append((tuple(result.shape), result.dtype))
+        if func is torch.ops.octet.linear_gradients.default:
+            self.results += [(tuple(gradient.shape), gradient.dtype) for gradient in result]
         if func is torch.ops.octet.quantize_gradient.default:
             self.rounded.append(args[0].dtype)
         return result

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from octet.worker import kernels
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.kernels.formats import E4M3
 from tests.numerics.measure import relative_error
-from worker import kernels
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.kernels.formats import E4M3
 
 SEEDS, NUM_ELEMENTS, NOISE = range(5), 2048, 0.25
 LARGEST = {8: 0.035, 64: 0.03}

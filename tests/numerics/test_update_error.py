@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from api_schemas import GPTSizes
+from octet.api_schemas import GPTSizes
+from octet.worker import kernels
+from octet.worker.models.gpt import GPT
+from octet.worker.optim.codecs import CODECS, StoredState, zeros
+from octet.worker.optim.rules.adam import Adam
+from octet.worker.optim.rules.lion import Lion
+from octet.worker.optim.rules.rule import Group, Rule
 from tests.numerics.measure import relative_error
 from tests.text import text
-from worker import kernels
-from worker.models.gpt import GPT
-from worker.optim.adam import Adam
-from worker.optim.codecs import CODECS, StoredState, zeros
-from worker.optim.lion import Lion
-from worker.optim.rule import Group, Rule
 
 NUM_STEPS, NUM_MEASURED = 120, 30
 CPU = torch.device("cpu")

@@ -22,14 +22,14 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from api_schemas import JobSpec
-from api_schemas.levels import LEVELS
+from octet.api_schemas import JobSpec
+from octet.api_schemas.levels import LEVELS
+from octet.worker.metrics.exporter import MetricsCollector
+from octet.worker.metrics.table import Metrics
 from tests.e2e.octet_server import Server
 from tests.observability.dcgm import LABELS
 from tests.ports import free_port
 from tests.waiting import LONG_S, wait_until
-from worker.metrics.exporter import MetricsCollector
-from worker.metrics.table import Metrics
 
 ROOT = Path(__file__).parents[2]
 SCRAPE_S = 1

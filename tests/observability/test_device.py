@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from worker.metrics.device import bf16_peak, device_readings
-from worker.metrics.table import FAMILIES, Metrics
+from octet.worker.metrics.device import bf16_peak, device_readings
+from octet.worker.metrics.table import FAMILIES, Metrics
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_schemas import CheckpointRef, CheckpointReport, EventReport, ExporterReport, JobSpec, ReportBody, StepReport
+from octet.api_schemas import CheckpointRef, CheckpointReport, EventReport, ExporterReport, JobSpec, ReportBody, StepReport
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.fp8.convert import FilteredLayer
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.statistics import OperandSample
+from octet.worker.mesh import Mesh
+from octet.worker.metrics.exporter import DROPPED, MAX_SERIES, Exporter, MetricsCollector, exported, local_address_towards
+from octet.worker.metrics.table import FAMILIES, OPERANDS, PHASES, Metrics
+from octet.worker.reporting.reporter import LogReporter
+from octet.worker.train.loop import Trainer
 from tests.waiting import LONG_S
-from worker.config import RankEnv, resolve
-from worker.fp8.convert import FilteredLayer
-from worker.fp8.fallback import Fallback
-from worker.fp8.statistics import OperandSample
-from worker.mesh import Mesh
-from worker.metrics.exporter import DROPPED, MAX_SERIES, Exporter, MetricsCollector, exported, local_address_towards
-from worker.metrics.table import FAMILIES, OPERANDS, PHASES, Metrics
-from worker.reporting.reporter import LogReporter
-from worker.train import Trainer
 
 Scrape = Callable[[Metrics], dict[tuple[str, str], float]]
 
@@ -105,9 +105,9 @@ def test_layers_in_bf16_are_counted_by_their_reason_after_a_resume_too(
     metrics, heard, resumed_metrics = Metrics(), Heard(), Metrics()
     with Mesh(config.env, torch.device("cpu")) as mesh:
         trainer = Trainer(config, mesh, heard, tmp_path, metrics)
-        trainer.model.blocks[0].mlp.up.fallback = Fallback.FILTERED
+        trainer.model.blocks[0].mlp.up.fallback = Fallback.TOO_SMALL
         trainer.model.blocks[0].mlp.down.fallback = Fallback.DEMOTED
-        trainer.conversion = replace(trainer.conversion, filtered=(FilteredLayer("blocks.0.mlp.up", "too small"),))
+        trainer.job.conversion = replace(trainer.job.conversion, filtered=(FilteredLayer("blocks.0.mlp.up", "too small"),))
         trainer.run()
         (saved,) = [body for body in heard.bodies if isinstance(body, CheckpointReport)]
         resumed = Trainer(config, mesh, LogReporter(), tmp_path, resumed_metrics)

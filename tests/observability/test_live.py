@@ -11,9 +11,9 @@ import yaml
 
 from deploy.grafana.generate import BOARDS
 from deploy.grafana.model import Board
+from octet.worker.metrics.exporter import DROPPED, MAX_SERIES
+from octet.worker.metrics.table import FAMILIES
 from tests.observability.live import DCGM, ROOT, Live, Run
-from worker.metrics.exporter import DROPPED, MAX_SERIES
-from worker.metrics.table import FAMILIES
 
 pytestmark = pytest.mark.system
 RULES: list[dict[str, Any]] = [

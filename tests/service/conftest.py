@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from api_schemas import JobSpec, PoolConfig
-from service.app import create_app
-from service.cluster.fake import FakeLauncher
-from service.db.bulk import run
-from service.db.engine import Database
-from service.db.tables import Base, TallyRow
-from service.settings import Settings
+from octet.api_schemas import JobSpec, PoolConfig
+from octet.service.app import create_app
+from octet.service.cluster.fake import FakeLauncher
+from octet.service.db.bulk import run
+from octet.service.db.engine import Database
+from octet.service.db.tables import Base, TallyRow
+from octet.service.settings import Settings
 from tests.service.postgres_server import server_or_skip
 from tests.service.world import TurnedClock, World
 

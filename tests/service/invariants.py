@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from sqlalchemy import Row, select
 from sqlalchemy.orm import Session
 
-from api_schemas import AttemptRef, AttemptState, JobState
-from service import store
-from service.db.bulk import Transaction, connection_of, run
-from service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
+from octet.api_schemas import AttemptRef, AttemptState, JobState
+from octet.service import store
+from octet.service.db.bulk import Transaction, connection_of, run
+from octet.service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
 from tests.service.world import World
 
 _LIVE = {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING}

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Engine, select
 from sqlalchemy.orm import Session
 
-from api_schemas import (
+from octet.api_schemas import (
     AttemptRef,
     CheckpointReport,
     DesiredState,
@@ -23,13 +23,13 @@ from api_schemas import (
     LaunchOrder,
     ReportBatch,
 )
-from service import store
-from service.cluster.fake import FakeLauncher
-from service.db.engine import Database
-from service.db.tables import AttemptRow, JobRow
-from service.dispatcher import context as dispatcher_context
-from service.dispatcher.context import DispatcherContext
-from service.errors import ServiceError
+from octet.service import store
+from octet.service.cluster.fake import FakeLauncher
+from octet.service.db.engine import Database
+from octet.service.db.tables import AttemptRow, JobRow
+from octet.service.dispatcher import context as dispatcher_context
+from octet.service.dispatcher.context import DispatcherContext
+from octet.service.errors import ServiceError
 from tests.service.world import Rank, TurnedClock, World, started, step
 
 RENEWED_AFTER = timedelta(seconds=3)

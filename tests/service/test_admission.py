@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from api_schemas import Files, JobSpec, Unfit, Violation
-from api_schemas.data import files, text
-from service.errors import EntrypointNotAllowed, InvalidRequest
-from service.jobs import admission
-from service.settings import Settings
-from worker.data.text import open_source
-from worker.errors import DataError
+from octet.api_schemas import Files, JobSpec, SpecConflict, Violation
+from octet.api_schemas.data import files, text
+from octet.service.errors import EntrypointNotAllowed, InvalidRequest
+from octet.service.jobs import admission
+from octet.service.settings import Settings
+from octet.worker.common.errors import DataError
+from octet.worker.data.text import open_source
 
 Document = dict[str, Any]
 
@@ -86,7 +86,7 @@ def test_what_is_not_there_or_not_a_file(root: Path, spec_document: Document) ->
 def test_a_file_that_cannot_be_read(root: Path, spec_document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
     write(root, {"a.txt": 500})
     monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who can read everything
-    monkeypatch.setattr("service.settings._check_folder", lambda _: None)
+    monkeypatch.setattr("octet.service.settings._check_folder", lambda _: None)
     found = violation(root, spec_document, data={"path": str(root / "a.txt")})
     assert found is not None
     assert "permissions" in found.message
@@ -220,7 +220,7 @@ def test_below_the_whole_file_system_some_folders_stay_closed(monkeypatch: pytes
     monkeypatch.setattr(files, "NEVER_READ", (str(tmp_path.resolve() / "closed"),))
     everything = Files.below((Path("/"),))
     assert [name for name, _ in everything.list_below(tmp_path, lambda _: True)] == ["open/a.txt"]
-    with pytest.raises(Unfit, match="never"):
+    with pytest.raises(SpecConflict, match="never"):
         everything.read(tmp_path / "closed" / "b.txt")
 
 

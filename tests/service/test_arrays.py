@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from service.db.arrays import array_text
-from service.db.bulk import run
-from service.db.engine import Database
+from octet.service.db.arrays import array_text
+from octet.service.db.bulk import run
+from octet.service.db.engine import Database
 
 TEXTS = [
     "",

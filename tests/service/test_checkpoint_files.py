@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from fastapi.testclient import TestClient
 
-from api_schemas import CheckpointReport
+from octet.api_schemas import CheckpointReport
 from tests.service.world import Rank, World, step
 
 CONTENT = {"tensors.safetensors": b"\x00\xff" * 70_000, "state.json": b"{}"}

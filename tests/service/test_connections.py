@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from service.app import create_app
-from service.db.engine import Database
-from service.http import bodies
-from service.processes.connections import LimitedProtocol
-from service.processes.server import ACCEPTED_AT_ONCE, http_server, raise_descriptor_limit
-from service.processes.startup import listening
-from service.settings import Settings
+from octet.service.app import create_app
+from octet.service.db.engine import Database
+from octet.service.http import bodies
+from octet.service.processes.connections import LimitedProtocol
+from octet.service.processes.server import ACCEPTED_AT_ONCE, http_server, raise_descriptor_limit
+from octet.service.processes.startup import listening
+from octet.service.settings import Settings
 from tests.waiting import LONG_S, wait_until
 
 KEY = "a key that is long enough"
@@ -154,7 +154,7 @@ def test_connections_that_are_being_answered_keep_their_place(serve: Serve, monk
         begun.release()
         return let_go.wait(LONG_S)
 
-    monkeypatch.setattr("service.store.queue.lease_is_held", hold)
+    monkeypatch.setattr("octet.service.store.queue.lease_is_held", hold)
     ready = b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
     with serve(max_connections_per_address=4) as port, ExitStack() as stack:
         answered = [stack.enter_context(connect(port, ready)) for _ in range(4)]
@@ -189,7 +189,7 @@ def test_a_burst_of_connections_leaves_descriptors(
             few = max(connection.fileno() for connection in held) + num_spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
 
-        monkeypatch.setattr("service.processes.server.raise_descriptor_limit", lambda: 0)  # which allows 16 connections
+        monkeypatch.setattr("octet.service.processes.server.raise_descriptor_limit", lambda: 0)  # which allows 16 connections
         with serve(come_all_at_once) as port:
             assert status(port) == 200
         assert "out of system resource" not in caplog.text
@@ -238,7 +238,7 @@ def test_pipelined_requests_are_parsed_one_at_a_time(serve: Serve, monkeypatch: 
         parsed.append(url)
         before(protocol, url)
 
-    monkeypatch.setattr("service.store.queue.lease_is_held", hold)
+    monkeypatch.setattr("octet.service.store.queue.lease_is_held", hold)
     monkeypatch.setattr(LimitedProtocol, "on_url", on_url)
     host = b" HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     post = b"POST /v1/jobs" + host + b"Content-Type: application/json\r\n"
@@ -262,7 +262,7 @@ def test_pipelined_requests_are_parsed_one_at_a_time(serve: Serve, monkeypatch: 
 
 def test_the_openapi_document_is_written_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
-    monkeypatch.setattr("service.app.json.dumps", lambda document: written.append(document) or "{}")
+    monkeypatch.setattr("octet.service.app.json.dumps", lambda document: written.append(document) or "{}")
     with serve() as port:
         assert [status(port, "/openapi.json") for _ in range(3)] == 3 * [200]
     assert len(written) == 1

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from api_schemas import AttemptState, FailureReason, JobSpec, JobState
-from service.dispatcher import launch, place
-from service.dispatcher.context import NotLeading
-from service.errors import IllegalTransition
-from service.settings import Settings
+from octet.api_schemas import AttemptState, FailureReason, JobSpec, JobState
+from octet.service.dispatcher import launch, place
+from octet.service.dispatcher.context import NotLeading
+from octet.service.errors import IllegalTransition
+from octet.service.settings import Settings
 from tests.service.conftest import POOLS, empty
 from tests.service.invariants import check_invariants
 from tests.service.simulation import (

@@ -11,12 +11,12 @@ from sqlalchemy import Connection, bindparam, insert, select, table, text
 from sqlalchemy import column as named
 from sqlalchemy.orm import Session
 
-from service import store
-from service.db import migrate
-from service.db.columns import UtcDateTime
-from service.db.tables import CurvePartRow, EvaluationRow, JobRow
-from service.store import curves
-from service.store.curves import Point
+from octet.service import store
+from octet.service.db import migrate
+from octet.service.db.columns import UtcDateTime
+from octet.service.db.tables import CurvePartRow, EvaluationRow, JobRow
+from octet.service.store import curves
+from octet.service.store.curves import Point
 from tests.service.test_database import without_curve_parts
 from tests.service.world import World
 
@@ -86,7 +86,7 @@ def change(session: Session, job_id: str, model: Model, draw: random.Random, wor
             points = [
                 made(step, draw, world)._replace(attempt_id=attempt_id) for step in range(begin, begin + draw.randrange(1, 6))
             ]
-            store.curves.add_parts(session, [curves.part_of(job_id, attempt_id, [point.at for point in points], points)])
+            store.curves.add_parts(session, [curves.pack_curve(job_id, attempt_id, [point.at for point in points], points)])
             model.put(points)
         case "put":
             points = [made(draw.randrange(1, 40), draw, world) for _ in range(draw.randrange(12))]

@@ -11,14 +11,14 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import IntegrityError
 
-from api_schemas import AttemptState
-from service import store
-from service.db import engine
-from service.db.engine import Database
-from service.db.migrate import upgrade
-from service.db.tables import AttemptRow, Base
-from service.store.ids import is_id, new_id
-from service.store.jobs import TakenKey
+from octet.api_schemas import AttemptState
+from octet.service import store
+from octet.service.db import engine
+from octet.service.db.engine import Database
+from octet.service.db.migrate import upgrade
+from octet.service.db.tables import AttemptRow, Base
+from octet.service.store.ids import is_id, new_id
+from octet.service.store.jobs import TakenKey
 from tests.service.invariants import check_invariants, check_tallies
 from tests.service.world import World
 

@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from api_schemas import FailureReason
-from service.scheduling.decide import Decision, PoolState, Space, decide
+from octet.api_schemas import FailureReason
+from octet.service.scheduling.decide import Decision, PoolState, Space, decide
 
 NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 

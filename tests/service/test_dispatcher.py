@@ -2,7 +2,7 @@
 
 import pytest
 
-from api_schemas import (
+from octet.api_schemas import (
     AttemptState,
     DesiredState,
     FailureReason,
@@ -10,10 +10,10 @@ from api_schemas import (
     JobState,
     PhaseReport,
 )
-from service.cluster.launcher import LauncherError
-from service.dispatcher import watch
-from service.dispatcher.context import NotLeading, Outage
-from service.errors import StaleAttempt, Unauthenticated
+from octet.service.cluster.launcher import LauncherError
+from octet.service.dispatcher import watch
+from octet.service.dispatcher.context import NotLeading, Outage
+from octet.service.errors import StaleAttempt, Unauthenticated
 from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
 

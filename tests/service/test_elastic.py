@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from api_schemas import AttemptState, CheckpointReport, FailureReason, FinishedReport, JobState
+from octet.api_schemas import AttemptState, CheckpointReport, FailureReason, FinishedReport, JobState
 from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
 

@@ -2,7 +2,7 @@
 
 import gc
 
-from service.processes.startup import freeze_what_is_there
+from octet.service.processes.startup import freeze_what_is_there
 
 
 def test_a_full_collection_leaves_out_what_the_start_made() -> None:

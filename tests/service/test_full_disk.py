@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from api_schemas import FailureReason, FinishedReport, JobState
-from service.app import create_app
-from service.db.engine import Database
-from service.jobs.attempts import MAX_PLATFORM_FAILURES
-from service.settings import Settings
+from octet.api_schemas import FailureReason, FinishedReport, JobState
+from octet.service.app import create_app
+from octet.service.db.engine import Database
+from octet.service.jobs.attempts import MAX_PLATFORM_FAILURES
+from octet.service.settings import Settings
 from tests.service.conftest import POOLS, TestClient
 from tests.service.world import Rank, World
 from tests.small_disk import SmallDisk, small_disk

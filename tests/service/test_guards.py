@@ -8,10 +8,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from api_schemas import ErrorCode
-from service.app import create_app
-from service.db.engine import Database
-from service.settings import Settings
+from octet.api_schemas import ErrorCode
+from octet.service.app import create_app
+from octet.service.db.engine import Database
+from octet.service.settings import Settings
 
 KEY = "a key that is long enough"
 OPEN_TO_ALL = {"/healthz", "/readyz", "/openapi.json"}

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from api_schemas import AttemptRef, JobSpec, LaunchOrder, PoolCapacity, Probe, ProbeState
-from service.cluster.fake import FakeLauncher
-from service.cluster.launcher import LauncherError
-from service.cluster.ray import calls
-from service.cluster.ray.calls import HostedLauncher, Start
-from service.cluster.ray.host import Calls
+from octet.api_schemas import AttemptRef, JobSpec, LaunchOrder, PoolCapacity, Probe, ProbeState
+from octet.service.cluster.fake import FakeLauncher
+from octet.service.cluster.launcher import LauncherError
+from octet.service.cluster.ray import calls
+from octet.service.cluster.ray.calls import HostedLauncher, Start
+from octet.service.cluster.ray.host import Calls
 from tests.service.conftest import POOLS
 
 REF = AttemptRef(attempt_id="att_1", epoch=3)

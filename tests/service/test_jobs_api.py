@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from api_schemas import ErrorCode, Job, JobState, Page, Problem, ValidatedJob
-from service import store
-from service.app import create_app
-from service.settings import Settings
+from octet.api_schemas import ErrorCode, Job, JobState, Page, Problem, ValidatedJob
+from octet.service import store
+from octet.service.app import create_app
+from octet.service.settings import Settings
 from tests.service.world import World
 
 Document = dict[str, Any]
@@ -137,7 +137,7 @@ def test_countless_mistakes_are_answered_briefly(client: TestClient, spec_docume
 
 def test_what_the_parser_of_json_refuses_is_told(client: TestClient) -> None:
     headers = {"Content-Type": "application/json"}
-    for body, reason in ((b"[" * 100_000, "recursion"), (b"9" * 5000, "4300 digits")):
+    for body, reason in ((b"[" * 100_000, "recursion"), (b"9" * 5000, "number out of range")):
         problem = problem_of(client.post("/v1/jobs", content=body, headers=headers), 400)
         assert reason in problem.detail
 

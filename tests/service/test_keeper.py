@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.ray.embedded import LocalRay
+from octet.service.cluster.ray.embedded import LocalRay
 from tests.service.conftest import POOLS
 
 OF_A_KILLED_KEEPER, OF_THE_NEW_ONE = "killed/calls.sock", "new/calls.sock"

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from api_schemas import AttemptState, JobState
-from service.errors import IllegalTransition
-from service.jobs.lifecycle import (
+from octet.api_schemas import AttemptState, JobState
+from octet.service.errors import IllegalTransition
+from octet.service.jobs.lifecycle import (
     ATTEMPT_TRANSITIONS,
     JOB_TRANSITIONS,
     AttemptEvent,

@@ -4,8 +4,8 @@ import asyncio
 import socket
 from pathlib import Path
 
-from service.processes.startup import listening
-from service.settings import Settings
+from octet.service.processes.startup import listening
+from octet.service.settings import Settings
 
 
 def test_answers_are_sent_at_once(tmp_path: Path) -> None:

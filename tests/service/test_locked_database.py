@@ -13,10 +13,10 @@ from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
-from api_schemas import PhaseReport
-from service.app import create_app
-from service.db.engine import Database
-from service.db.together import Together
+from octet.api_schemas import PhaseReport
+from octet.service.app import create_app
+from octet.service.db.engine import Database
+from octet.service.db.group_commit import GroupCommit
 from tests.service.conftest import TestClient
 from tests.service.world import TurnedClock, World
 from tests.waiting import LONG_S
@@ -78,7 +78,7 @@ def test_all_writers_are_answered_in_time_and_told_to_come_back(
     "failure", [OperationalError("BEGIN IMMEDIATE", None, Exception("database is locked")), NoConnectionFree("no connection")]
 )
 def test_whoever_waits_for_a_locked_database_waits_once(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.db.together.KEPT_WAITING_S", 0.0)
+    monkeypatch.setattr("octet.service.db.group_commit.KEPT_WAITING_S", 0.0)
     begun, let_go, tried = threading.Event(), threading.Event(), list[list[int]]()
 
     def write(requests: Sequence[int]) -> list[int]:
@@ -89,14 +89,14 @@ def test_whoever_waits_for_a_locked_database_waits_once(failure: Exception, monk
         let_go.wait(LONG_S)
         raise failure
 
-    together = Together[int, int]("writer", write)
-    futures = [together.add(1)]
+    commits = GroupCommit[int, int]("writer", write)
+    futures = [commits.submit(1)]
     assert begun.wait(LONG_S)
-    futures += [together.add(number) for number in range(2, 200)]
+    futures += [commits.submit(number) for number in range(2, 200)]
     let_go.set()
     assert {future.exception(LONG_S) for future in futures} == {failure}
     assert tried == [[1]], "nobody else waited for a transaction of their own"
-    assert together.add(200).result(LONG_S) == 200
+    assert commits.submit(200).result(LONG_S) == 200
 
 
 def test_readers_are_not_held_up(client: TestClient, world: World, database_url: str) -> None:

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from api_schemas import JobSpec, JobState, PoolCapacity
-from service import store
-from service.cluster.fake import FakeLauncher
-from service.cluster.launcher import LauncherError
-from service.cluster.ray.embedded import hold_serve_lock
-from service.db.engine import Database
-from service.dispatcher import Dispatcher
-from service.dispatcher.context import DispatcherContext, NotLeading, holder_of
-from service.dispatcher.loop import Loop
-from service.settings import Settings
-from service.store.queue import LOOP_PRECISION
-from service.telemetry.loops import FAILING_S, WAITING_S, LoopHealth
+from octet.api_schemas import JobSpec, JobState, PoolCapacity
+from octet.service import store
+from octet.service.cluster.fake import FakeLauncher
+from octet.service.cluster.launcher import LauncherError
+from octet.service.cluster.ray.embedded import hold_serve_lock
+from octet.service.db.engine import Database
+from octet.service.dispatcher import Dispatcher
+from octet.service.dispatcher.context import DispatcherContext, NotLeading, holder_of
+from octet.service.dispatcher.loop import Loop
+from octet.service.settings import Settings
+from octet.service.store.queue import LOOP_PRECISION
+from octet.service.telemetry.loops import FAILING_S, WAITING_S, LoopHealth
 from tests.service.conftest import POOLS, TestClient
 from tests.service.world import TurnedClock, World
 from tests.waiting import LONG_S, wait_until
@@ -132,7 +132,7 @@ def test_a_job_runs_although_the_cluster_s_client_ends_the_program(
 
 
 def test_ray_s_exit_is_an_error_of_the_cluster() -> None:
-    from service.cluster.ray.launcher import RayLauncher
+    from octet.service.cluster.ray.launcher import RayLauncher
 
     launcher = RayLauncher(lambda: sys.exit("the raylet is gone"), POOLS)
     with pytest.raises(LauncherError, match="the raylet is gone") as caught:
@@ -233,7 +233,7 @@ def test_the_lease_of_a_server_that_ended_is_not_waited_for(world: World, settin
 
 def test_a_data_folder_knows_its_former_server(tmp_path: Path) -> None:
     """The second server is refused while the first one runs, and is told the first one's process once it has ended."""
-    lock = "import sys; from pathlib import Path; from service.cluster.ray.embedded import hold_serve_lock; "
+    lock = "import sys; from pathlib import Path; from octet.service.cluster.ray.embedded import hold_serve_lock; "
     command = [sys.executable, "-c", lock + f"print(hold_serve_lock(Path({str(tmp_path)!r})), flush=True); sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None

@@ -2,8 +2,8 @@
 
 import pytest
 
-from api_schemas import AttemptState, FailureReason
-from service.errors import StaleAttempt
+from octet.api_schemas import AttemptState, FailureReason
+from octet.service.errors import StaleAttempt
 from tests.service.simulation import curve
 from tests.service.world import World
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from service.db.engine import Database
-from service.db.migrate import NewerSchema, known_revisions
-from service.processes.schema_watch import ending_on_newer_schema
-from service.processes.startup import database_of_one_machine
-from service.settings import Settings
+from octet.service.db.engine import Database
+from octet.service.db.migrate import NewerSchema, known_revisions
+from octet.service.processes.schema_watch import ending_on_newer_schema
+from octet.service.processes.startup import database_of_one_machine
+from octet.service.settings import Settings
 from tests.service.conftest import POOLS
 from tests.waiting import LONG_S
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from api_schemas import JobSpec
-from service.jobs import admission
-from service.settings import Settings
+from octet.api_schemas import JobSpec
+from octet.service.jobs import admission
+from octet.service.settings import Settings
 
 
 @pytest.fixture

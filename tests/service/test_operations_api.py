@@ -5,8 +5,8 @@ from datetime import datetime
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_schemas import FailureReason, FinishedReport, PhaseReport
-from api_schemas.levels import LEVELS
+from octet.api_schemas import FailureReason, FinishedReport, PhaseReport
+from octet.api_schemas.levels import LEVELS
 from tests.service.world import World
 
 

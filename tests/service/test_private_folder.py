@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.processes.startup import private_folder
+from octet.service.processes.startup import private_folder
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from sqlalchemy import event, text
 
-from api_schemas import (
+from octet.api_schemas import (
     CheckpointReport,
     EvaluationReport,
     EventReport,
@@ -21,10 +21,10 @@ from api_schemas import (
     FinishedReport,
     StepReport,
 )
-from service.app import create_app
-from service.db.tables import JobRow
-from service.settings import Settings
-from service.telemetry import jobs as job_telemetry
+from octet.service.app import create_app
+from octet.service.db.tables import JobRow
+from octet.service.settings import Settings
+from octet.service.telemetry import jobs as job_telemetry
 from tests.service.statements import counted
 from tests.service.world import World
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from api_schemas import CheckpointReport, EvaluationReport, LogReport
+from octet.api_schemas import CheckpointReport, EvaluationReport, LogReport
 from tests.service.world import Rank, World, step
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from api_schemas import (
+from octet.api_schemas import (
     CheckpointReport,
     ErrorCode,
     EvaluationReport,
@@ -20,7 +20,7 @@ from api_schemas import (
     ReportBatch,
     ReportReply,
 )
-from service.jobs import reports
+from octet.service.ingest import apply
 from tests.service.databases import ON_SQLITE
 from tests.service.simulation import curve
 from tests.service.world import Rank, World, started, step
@@ -250,7 +250,7 @@ def test_steps_before_the_start_are_refused(client: TestClient, world: World) ->
 
 
 def test_a_log_has_an_end(client: TestClient, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "MAX_LOG_LINES", 3)
+    monkeypatch.setattr(apply, "MAX_LOG_LINES", 3)
     job_id, rank = world.start()
     for _ in range(2):
         rank.send(*[LogReport(level="INFO", message="word") for _ in range(4)])

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from api_schemas import LogReport
-from service.app import create_app
-from service.db.engine import Database
-from service.db.tables import Base
-from service.processes.startup import checked_settings, database_of_one_machine
-from service.settings import Settings
+from octet.api_schemas import LogReport
+from octet.service.app import create_app
+from octet.service.db.engine import Database
+from octet.service.db.tables import Base
+from octet.service.processes.startup import checked_settings, database_of_one_machine
+from octet.service.settings import Settings
 from tests.service.conftest import POOLS, TestClient
 from tests.service.world import World, step
 

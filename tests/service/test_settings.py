@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from api_schemas import PoolConfig
-from service.settings import Settings
+from octet.api_schemas import PoolConfig
+from octet.service.settings import Settings
 
 KEY = "a key that is long enough"
 

@@ -1,6 +1,6 @@
 """Checks of data that take long hold up neither `/healthz` nor each other without end."""
 
-import asyncio
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from api_schemas import JobSpec
-from service.jobs import admission
+from octet.api_schemas import JobSpec
+from octet.service.jobs import admission
 from tests.service.test_jobs_api import problem_of
 from tests.service.world import World
 from tests.waiting import LONG_S
@@ -74,26 +74,50 @@ def test_a_check_that_gets_no_turn_is_503(
         assert {answer.result(30).status_code for answer in answers} == {200}
 
 
-def test_a_check_that_fails_when_it_is_repeated_lets_no_further_job_pass(
-    world: World, spec_document: Document, monkeypatch: pytest.MonkeyPatch
+def test_jobs_with_the_same_inputs_share_the_checks_that_passed(
+    client: TestClient, spec_document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A check that passed holds as long as this test; the second job has it repeated, and passes by the first."""
-    num_checks = count(1)
+    """Those that waited for a turn while one passed need none of their own."""
+    num_checks = count()
 
     def check(*_: Any) -> None:
-        if next(num_checks) > 1:
-            raise ValueError("the files have changed")
+        next(num_checks)
 
     monkeypatch.setattr(admission, "check_files", check)
     monkeypatch.setattr(admission, "PASSED_S", LONG_S)
-    monkeypatch.setattr(admission, "AGAIN_S", 0.0)
+    with ThreadPoolExecutor(NUM_REQUESTS) as threads:
+        named = [spec_document | {"name": f"job-{number}"} for number in range(NUM_REQUESTS)]
+        answers = [threads.submit(client.post, "/v1/jobs/validate", json=each) for each in named]
+        assert {answer.result(30).status_code for answer in answers} == {200}
+    assert next(num_checks) <= admission.CHECKS_AT_ONCE
 
-    async def submit() -> None:
-        checks, spec = admission.Admission(world.settings), JobSpec.model_validate(spec_document)
-        await checks.check(spec)
-        await checks.check(spec)
-        await asyncio.gather(*checks._again.values())
-        with pytest.raises(ValueError, match="the files have changed"):
-            await checks.check(spec)
 
-    asyncio.run(submit())
+@pytest.mark.parametrize(
+    ("part", "change", "shares"),
+    [
+        ("training", {"optimizer": {"learning_rate": 1e-4}}, True),
+        ("training", {"sequence_length": 16}, False),
+        ("data", {"path": "/elsewhere"}, False),
+        ("model", {"num_layers": 2}, False),
+    ],
+)
+def test_jobs_share_a_check_if_they_read_the_same(spec_document: Document, part: str, change: Document, shares: bool) -> None:
+    specs = [
+        JobSpec.model_validate(spec_document | {part: each}) for each in (spec_document[part], spec_document[part] | change)
+    ]
+    one, other = (admission.inputs_of(spec).key for spec in specs)
+    assert (one == other) is shares
+    assert one == admission.inputs_of(specs[0].model_copy(update={"name": "another"})).key
+
+
+def test_jobs_whose_options_have_no_hash_share_no_check(spec_document: Document) -> None:
+    inputs = admission.inputs_of(JobSpec.model_validate(spec_document))._replace(model=[])  # type: ignore[arg-type]
+    assert inputs.key != inputs.key
+
+
+def test_a_check_that_fails_is_made_again(client: TestClient, spec_document: Document) -> None:
+    path = spec_document["data"]["path"] + ".away"
+    document = spec_document | {"data": spec_document["data"] | {"path": path}}
+    assert client.post("/v1/jobs/validate", json=document).status_code == 422
+    shutil.copytree(spec_document["data"]["path"], path)
+    assert client.post("/v1/jobs/validate", json=document).status_code == 200

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from service.app import create_app
-from service.processes.startup import database_of_one_machine
-from service.settings import Settings
+from octet.service.app import create_app
+from octet.service.processes.startup import database_of_one_machine
+from octet.service.settings import Settings
 from tests.service.conftest import POOLS
 from tests.service.test_locked_database import locked
 from tests.small_disk import small_disk
@@ -32,8 +32,8 @@ def test_a_new_and_a_former_database_are_opened(tmp_path: Path) -> None:
 
 def test_the_migrations_of_a_new_one_leave_nothing_in_memory(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from sqlalchemy import text; from service.settings import Settings\n"
-        "from service.processes.startup import database_of_one_machine\n"
+        "import sys; from pathlib import Path; from sqlalchemy import text; from octet.service.settings import Settings\n"
+        "from octet.service.processes.startup import database_of_one_machine\n"
         "database = database_of_one_machine(Settings(data_dir=Path(sys.argv[1])))\n"
         "with database.read() as session: assert session.execute(text('SELECT count(*) FROM jobs')).scalar() == 0\n"
         "assert 'alembic' not in sys.modules"
@@ -93,7 +93,7 @@ def test_one_that_is_no_database(tmp_path: Path, prepare: Callable[[Path], None]
 @pytest.mark.system
 def test_the_command_ends_with_status_2_and_one_line(tmp_path: Path) -> None:
     write_something_else(tmp_path)
-    command = [sys.executable, "-m", "client.cli", "serve", "--port", "8766", "--data-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "octet.client.cli", "serve", "--port", "8766", "--data-dir", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S, cwd=ROOT)
     assert result.returncode == 2, result.stderr
     assert "move it away" in result.stderr

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from api_schemas import FailureReason, JobSpec, JobState, LogReport
-from service.dispatcher import launch, place, release, watch
-from service.errors import IllegalTransition, ServiceError
-from service.settings import Settings
+from octet.api_schemas import FailureReason, JobSpec, JobState, LogReport
+from octet.service.dispatcher import launch, place, release, watch
+from octet.service.errors import IllegalTransition, ServiceError
+from octet.service.settings import Settings
 from tests.service.conftest import POOLS, empty
 from tests.service.invariants import Kept, check_invariants
 from tests.service.simulation import (

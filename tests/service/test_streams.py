@@ -7,11 +7,11 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy.orm import Session
 
-from api_schemas import Event, EventReport, LogReport
-from service.http import streams
-from service.http.streams import Source, Streams
-from service.routes import records
-from service.routes.records import EVENTS, LOGS
+from octet.api_schemas import Event, EventReport, LogReport
+from octet.service.http import streams
+from octet.service.http.streams import Source, Streams
+from octet.service.routes import records
+from octet.service.routes.records import EVENTS, LOGS
 from tests.service.world import Rank, World
 
 NUM_STREAMS = 30

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import text
 
-from api_schemas import FailureReason, FinishedReport, JobState
-from service import store
-from service.db.engine import Database
-from service.store.tallies import Tallies
+from octet.api_schemas import FailureReason, FinishedReport, JobState
+from octet.service import store
+from octet.service.db.engine import Database
+from octet.service.store.tallies import Tallies
 from tests.service.invariants import check_tallies
 from tests.service.world import World
 

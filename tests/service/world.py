@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from api_schemas import (
+from octet.api_schemas import (
     AttemptRef,
     FinishedReport,
     Job,
@@ -18,16 +19,18 @@ from api_schemas import (
     StartedReport,
     StepReport,
 )
-from service import store
-from service.cluster.fake import FakeLauncher
-from service.db.engine import Database
-from service.db.tables import AttemptRow, EventRow
-from service.dispatcher import context as dispatcher_context
-from service.dispatcher import grow, launch, orphans, place, release, watch
-from service.dispatcher.context import DispatcherContext
-from service.jobs import commands, reports, views
-from service.settings import Settings
-from service.store.shown import ShownRow
+from octet.service import store
+from octet.service.cluster.fake import FakeLauncher
+from octet.service.db.engine import Database
+from octet.service.db.tables import AttemptRow, EventRow
+from octet.service.dispatcher import context as dispatcher_context
+from octet.service.dispatcher import grow, launch, orphans, place, release, watch
+from octet.service.dispatcher.context import DispatcherContext
+from octet.service.ingest.apply import Applied, apply_all
+from octet.service.ingest.batches import SentBatch, read_batch
+from octet.service.jobs import commands, views
+from octet.service.settings import Settings
+from octet.service.store.job_queries import ShownRow
 
 
 class TurnedClock:
@@ -128,7 +131,7 @@ class World:
 
     def all_jobs(self) -> list[ShownRow]:
         with self.database.read() as session:
-            return store.shown.list_jobs(session, store.shown.JobFilter(), 10_000, None)
+            return store.job_queries.list_jobs(session, store.job_queries.JobFilter(), 10_000, None)
 
     def start(self, **changes: Any) -> "tuple[str, Rank]":
         """Submit a job and start its one rank, which then trains."""
@@ -166,9 +169,15 @@ class Rank:
     def deliver(self, batch: ReportBatch) -> ReportReply:
         database = self.world.database
         with database.write() as session:
-            now = database.now(session)
-            applied = reports.apply(session, self.order.attempt_id, self.order.token, batch, self.world.settings.lease_s, now)
-        return applied.reply
+            clock = partial(database.now, session)
+            (answer,) = apply_all(session, [self.sent(batch)], self.world.settings.lease_s, clock)
+            if isinstance(answer, Exception):
+                raise answer
+        return reply_of(answer)
+
+    def sent(self, batch: ReportBatch) -> SentBatch:
+        """Parse a batch as the service does."""
+        return SentBatch(self.order.attempt_id, self.order.token, read_batch(batch.model_dump_json().encode()))
 
     def begin(self, resumed_from_step: int = 0) -> ReportReply:
         return self.send(started(resumed_from_step))
@@ -178,6 +187,10 @@ class Rank:
 
     def succeed(self) -> ReportReply:
         return self.send(FinishedReport(outcome="succeeded"))
+
+
+def reply_of(applied: Applied) -> ReportReply:
+    return ReportReply(desired=applied.desired, lease_s=applied.lease_s, acknowledged_seq=applied.acknowledged_seq)
 
 
 def started(resumed_from_step: int = 0) -> StartedReport:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from worker.fp8.accelerator import cpu_as_accelerator
+from octet.worker.fp8.accelerator import cpu_as_accelerator
 
 
 @pytest.fixture

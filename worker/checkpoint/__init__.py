@@ -2,17 +2,16 @@
 
 A checkpoint is a folder `step_0000000100` with `tensors.safetensors`, `state.json` and `manifest.json`. Tensors that ranks hold
 in pieces (`TensorInPieces`) are in one more file for each rank, `rank_00003.safetensors`, which that rank writes; `state.json`
-says where each piece belongs, so any number of ranks can read them. The folder is written under another name, synced to disk
+places each piece, so any number of ranks can read them. The folder is written under another name, synced to disk
 and then renamed, so a folder with this name is complete. The manifest lists the size and SHA-256 of each file. The control
 plane keeps the hash of the manifest, and a resume checks it first.
 
 Training goes on while a checkpoint is written (`writer.py`).
 """
 
-from worker.checkpoint.files import SavedCheckpoint, checkpoint_name
-from worker.checkpoint.generators import random_state, set_random_state
-from worker.checkpoint.read import BadCheckpoint, complete_in, load, load_folder, load_together
-from worker.checkpoint.writer import CheckpointWriter, save
+from octet.worker.checkpoint.files import SavedCheckpoint, checkpoint_name
+from octet.worker.checkpoint.read import BadCheckpoint, complete_in, load, load_folder, load_together
+from octet.worker.checkpoint.writer import CheckpointWriter, save
 
 __all__ = [
     "BadCheckpoint",
@@ -23,7 +22,5 @@ __all__ = [
     "load",
     "load_folder",
     "load_together",
-    "random_state",
     "save",
-    "set_random_state",
 ]

@@ -1,7 +1,7 @@
 """Copies of a checkpoint's tensors in host memory, made while the device computes the next step.
 
 On CUDA they are made in a stream of their own, into pinned memory that is kept from one checkpoint to the next. The training
-thread waits for nothing: the device is told to change no tensor before it is copied, which is when the next step has its
+thread waits for nothing: the device changes no tensor before it is copied, which is when the next step has its
 gradients. What a forward pass may change, small tensors (amaxes, counts) and buffers, is copied in the stream of the steps.
 """
 
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from worker.fp8.stored import PARTS
+from octet.worker.fp8.stored import PARTS
 
 SMALL_BYTES = 1 << 16
 """A device takes less time to copy so much to the host than to change streams."""
@@ -20,13 +20,13 @@ Copy = tuple[Tensor, Tensor]
 
 
 class Stream(Protocol):
-    """Where large copies are made."""
+    """The stream in which large copies are made."""
 
     def start(self, copies: list[Copy]) -> None:
-        """Make copies of what the tensors are when all that the device was told so far is done."""
+        """Copy the tensors as they are after all work that was issued to the device so far."""
 
     def hold_back(self) -> None:
-        """Let the device do what it is told from now on when the copies are made. The host does not wait."""
+        """Let work that is issued from now on wait for the copies. The host does not wait."""
 
     def wait(self) -> None:
         """Wait for the copies, and for all that was begun before them. Any thread may call it."""
@@ -39,7 +39,7 @@ class SideStream:
         self._device, self._stream, self._made = device, torch.cuda.Stream(device), torch.cuda.Event()
 
     def start(self, copies: list[Copy]) -> None:
-        """Copy in this stream, after what the present one was told."""
+        """Copy in this stream, after the work of the present one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for host, tensor in copies:
@@ -87,7 +87,7 @@ class HostCopies:
         self._held: dict[str, Tensor] = {}
         self._stream: Stream | None = None
         self._read: list[Copy] = []
-        """What the stream still reads: the memory must not be given to others before `hold_back`."""
+        """Tensors that the stream still reads: their memory must not be reused before `hold_back`."""
 
     def copy_buffers_at_once(self, model: nn.Module) -> None:
         """Copy the buffers of a checkpoint's model in the stream of the steps, but for parts of converted weights."""

@@ -11,11 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from api_schemas import CheckpointRef
-from worker.checkpoint.files import FORMAT_VERSIONS, MANIFEST, STATE, TENSORS, rank_file, sha256_of
-from worker.checkpoint.shards import own_shards, put_together
-from worker.mesh import Axis, Cut, SavedShards, SavedStates, SavedTensor
-from worker.mesh.saved import read_now
+from octet.api_schemas import CheckpointRef
+from octet.worker.checkpoint.files import FORMAT_VERSIONS, MANIFEST, STATE, TENSORS, rank_file, sha256_of
+from octet.worker.checkpoint.shards import own_shards, put_together
+from octet.worker.mesh import Axis, Cut, SavedShards, SavedStates, SavedTensor
+from octet.worker.mesh.saved import read_now
 
 
 class BadCheckpoint(Exception):
@@ -97,7 +97,7 @@ def load_folder(folder: Path) -> dict[str, Any]:
 
 
 class _SavedTensors:
-    """The tensors of a checkpoint's files. A file of pieces is opened when the first of them is asked for."""
+    """The tensors of a checkpoint's files. A file of pieces is opened when its first piece is read."""
 
     def __init__(self, folder: Path, whole: dict[str, Tensor]) -> None:
         self.folder, self.whole = folder, whole

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from worker.mesh import Axis, SavedShards, SavedStates, SavedTensor
-from worker.optim.shards import decoded, values_of
+from octet.worker.mesh import Axis, SavedShards, SavedStates, SavedTensor
+from octet.worker.optim.sharding import decoded, values_of
 
 
 def own_shards(state: dict[str, Any], tensor: Axis) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its copy on the host, its files, and, on the first rank, the manifest."""
+"""Write one rank's part of a checkpoint: its copy on the host, its files, and, on the first rank, the manifest."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from worker.checkpoint.files import (
+from octet.worker.checkpoint.files import (
     FORMAT_VERSION,
     FORMAT_VERSION_OF_PIECES,
     FORMAT_VERSION_OF_SHARDS,
@@ -25,21 +25,21 @@ from worker.checkpoint.files import (
     rank_file,
     sync,
 )
-from worker.checkpoint.host_copies import HostCopies
-from worker.errors import StorageFull, is_storage_full
-from worker.mesh import Axis, TensorInPieces
-from worker.metrics.readback import Late
+from octet.worker.checkpoint.host_copies import HostCopies
+from octet.worker.common.errors import StorageFull, is_storage_full
+from octet.worker.mesh import Axis, TensorInPieces
+from octet.worker.metrics.readback import DeferredValue
 
 _WRITTEN, _FAILED, _FULL = range(3)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank writes of the checkpoint of a step. Nothing changes it while it is written.
+    """One rank's part of the checkpoint of a step. Nothing changes it while it is written.
 
-    skeleton: the state as JSON, with the paths of its tensors, and with `Late` values as they are. whole: the tensors that the
-    first rank writes, by path; empty on others. own: this rank's pieces. in_pieces: whether ranks hold tensors in pieces, and
-    each writes a file. in_shards: whether tensor ranks divide some.
+    skeleton: the state as JSON, with the paths of its tensors, and with each `DeferredValue` as it is. whole: the tensors
+    that the first rank writes, by path; empty on others. own: this rank's pieces. in_pieces: whether ranks hold
+    tensors in pieces, and each writes a file. in_shards: whether tensor ranks divide some.
     """
 
     step: int
@@ -52,7 +52,7 @@ class Contents:
 
     @property
     def version(self) -> int:
-        """The format that can say it."""
+        """The oldest format that has the contents' features."""
         if self.in_shards:
             return FORMAT_VERSION_OF_SHARDS
         return FORMAT_VERSION_OF_PIECES if self.in_pieces else FORMAT_VERSION
@@ -141,9 +141,9 @@ def complete(folder: Path, unfinished: Path, contents: Contents, written: dict[s
 def _take_tensors(value: Any, whole: dict[str, Tensor], pieces: dict[str, TensorInPieces], path: str = "") -> Any:
     """Convert `value` to JSON and move its tensors to `whole` and `pieces`. Dicts become pairs: keys may be int or str.
 
-    Values that are `Late` stay.
+    Each `DeferredValue` stays.
     """
-    if isinstance(value, Late):
+    if isinstance(value, DeferredValue):
         return value
     if isinstance(value, TensorInPieces) and 0 in value.shape and value.cut is None:
         value = value.own.view(value.shape)
@@ -165,8 +165,8 @@ def _take_tensors(value: Any, whole: dict[str, Tensor], pieces: dict[str, Tensor
 
 
 def _read_late(skeleton: Any) -> Any:
-    """The skeleton with all values. Waits for those that are `Late`."""
-    if isinstance(skeleton, Late):
+    """The skeleton with all values. Waits for each `DeferredValue`."""
+    if isinstance(skeleton, DeferredValue):
         return _take_tensors(skeleton.read(), {}, {})
     if isinstance(skeleton, dict):
         return {key: _read_late(item) for key, item in skeleton.items()}

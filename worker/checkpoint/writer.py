@@ -2,7 +2,7 @@
 
 `start` begins to copy what a rank writes to the host, on CUDA while the next step computes its gradients (`host_copies.py`); a
 thread then writes, syncs and hashes. Where ranks hold pieces, the manifest waits until all of them have met in `finish`;
-otherwise the thread writes it too. No thread takes part in a collective. A checkpoint is told of when its manifest is on disk.
+otherwise the thread writes it too. No thread takes part in a collective. A checkpoint is reported when its manifest is on disk.
 """
 
 import logging
@@ -16,13 +16,13 @@ from typing import Any, Self
 
 import torch
 
-from api_schemas import CheckpointReport
-from worker.checkpoint.files import SavedCheckpoint, WrittenFile, checkpoint_name
-from worker.checkpoint.host_copies import HostCopies
-from worker.checkpoint.write import Contents, agree, complete, contents_of, write_own
-from worker.errors import Diverged, Fenced, LeaseLost, NonFiniteLoss, Stopped, StorageFull, is_storage_full
-from worker.mesh import Axis
-from worker.metrics.readback import Late
+from octet.api_schemas import CheckpointReport
+from octet.worker.checkpoint.files import SavedCheckpoint, WrittenFile, checkpoint_name
+from octet.worker.checkpoint.host_copies import HostCopies
+from octet.worker.checkpoint.write import Contents, agree, complete, contents_of, write_own
+from octet.worker.common.errors import Diverged, Fenced, LeaseLost, NonFiniteLoss, Stopped, StorageFull, is_storage_full
+from octet.worker.mesh import Axis
+from octet.worker.metrics.readback import DeferredValue
 
 _UNFINISHED = ".unfinished_"
 
@@ -38,18 +38,20 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, world: Axis, tell: Callable[[CheckpointReport], None] | None = None) -> None:
-        """world: the ranks that write together. tell: told of each complete checkpoint on the first rank, by `finish`."""
+        """world: the ranks that write together. tell: called with each complete checkpoint on the first rank, by `finish`."""
         self.folder, self.world, self._tell = folder, world, tell
         self.copies = HostCopies()
         self._writing: _Writing | None = None
 
     @property
     def is_writing(self) -> bool:
-        """Whether a thread of this rank still writes."""
+        """True while a thread of this rank writes."""
         return self._writing is not None and self._writing.thread.is_alive()
 
-    def start(self, step: int, state: dict[str, Any], loss: Late | float | None = None) -> None:
-        """Start to write `state` (nested dicts and lists of tensors, JSON values and `Late` ones) as the checkpoint of `step`.
+    def start(self, step: int, state: dict[str, Any], loss: DeferredValue | float | None = None) -> None:
+        """Start to write `state` as the checkpoint of `step`.
+
+        state: nested dicts and lists of tensors, JSON values, and numbers that are read later (`DeferredValue`).
 
         Waits for the one before, and raises what `finish` raises for it. Call `before_change` before the state changes. loss:
         for the report, in nats. Without pieces only the first rank writes.
@@ -61,7 +63,7 @@ class CheckpointWriter:
             self._writing.thread.start()
 
     def before_change(self) -> None:
-        """Say that the device is told next to change what checkpoints hold, as an optimizer's step does."""
+        """Finish the copies before work is issued that changes what checkpoints hold, such as an optimizer's step."""
         self.copies.hold_back()
 
     def finish(self) -> SavedCheckpoint | None:
@@ -114,7 +116,7 @@ class CheckpointWriter:
                 ) from error
             raise
         if saved is not None and self._tell is not None:
-            step, loss = writing.contents.step, writing.loss.read() if isinstance(writing.loss, Late) else writing.loss
+            step, loss = writing.contents.step, writing.loss.read() if isinstance(writing.loss, DeferredValue) else writing.loss
             report = CheckpointReport(step=step, loss=loss, name=saved.name, num_bytes=saved.num_bytes, sha256=saved.sha256)
             self._tell(report)
         return saved
@@ -134,7 +136,7 @@ class CheckpointWriter:
 class _Writing:
     """A checkpoint that is being written, and the thread that writes it."""
 
-    def __init__(self, contents: Contents, folder: Path, world: Axis, loss: Late | float | None) -> None:
+    def __init__(self, contents: Contents, folder: Path, world: Axis, loss: DeferredValue | float | None) -> None:
         self.contents, self.folder, self.world, self.loss = contents, folder, world, loss
         self.unfinished = folder / f"{_UNFINISHED}{checkpoint_name(contents.step)}"
         self.files: dict[str, WrittenFile] = {}
@@ -144,7 +146,7 @@ class _Writing:
         self._saved: SavedCheckpoint | None = None
 
     def result(self, refusal: Exception | None) -> SavedCheckpoint | None:
-        """What the thread came to, once it has ended; with pieces, what all ranks' threads came to. Raises their errors."""
+        """Return the thread's result once it has ended; with pieces, that of all ranks' threads. Raises their errors."""
         error = self._error or refusal
         if self.contents.in_pieces:
             files = agree(self.files, error, self.world)

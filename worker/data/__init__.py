@@ -2,11 +2,10 @@
 
 from importlib import import_module
 
-from api_schemas import ANY_FILE, Files, ImageInput, SourceSpec, TokenInput
-from worker.data.masking import MaskedTokens
-from worker.data.smoothing import SmoothedLabels
-from worker.data.source import Batch, Source, VaryingTargets, loss_divisor
-from worker.errors import DataError
+from octet.api_schemas import ANY_FILE, Files, ImageInput, SourceSpec, TokenInput
+from octet.worker.common.errors import DataError
+from octet.worker.data.source import Batch, Source, VaryingTargets, loss_divisor
+from octet.worker.data.targets import MaskedTokens, SmoothedLabels
 
 __all__ = ["Batch", "Source", "VaryingTargets", "loss_divisor", "open_source"]
 
@@ -25,10 +24,10 @@ def open_source(
     to `sequence_length`, and have their targets smoothed by `label_smoothing`.
     """
     if spec.is_stored:
-        from worker.data.stores import StoreFiles
+        from octet.worker.data.stores import StoreFiles
 
         files = StoreFiles.of(files)
-    module = import_module(f"worker.data.{spec.source}")
+    module = import_module(f"octet.worker.data.{spec.source}")
     if isinstance(takes, ImageInput):
         images: Source = module.open_source(spec, takes, seed, files)
         return SmoothedLabels(images, takes.num_classes, label_smoothing) if label_smoothing else images
@@ -42,5 +41,5 @@ def open_source(
         )
     if takes.mask_token is None:
         return source
-    assert takes.vocab_size is not None  # the contract of a masked model says it
+    assert takes.vocab_size is not None  # by the contract of a masked model
     return MaskedTokens(source, takes.vocab_size, takes.mask_token, seed)

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from api_schemas.data.augmentation import AugmentationSpec
-from worker.data.randaugment import randaugment
+from octet.api_schemas.data.augmentation import AugmentationSpec
+from octet.worker.data.randaugment import randaugment
 
 CROP_RATIO = (3 / 4, 4 / 3)
 ERASED_AREA, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)

@@ -16,19 +16,21 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from api_schemas import ANY_FILE, Files, ImageInput, Unfit
-from api_schemas.data.datasets import DatasetsSpec, SavedDataset, read_saved
-from api_schemas.data.jsonl import Chat, Line, Prompted, Record, record_of
-from worker.data.image_parts import Parts
-from worker.data.jsonl import Completions
-from worker.data.order import seed_of
-from worker.data.source import Source
-from worker.data.tokenizer import RecordTokenizer, TokenizedRecords
-from worker.data.varied_images import VariedImages
-from worker.data.windows import DocumentWindows, TokenWindows, num_windows
-from worker.errors import DataError
+from octet.api_schemas import ANY_FILE, Files, ImageInput, SpecConflict
+from octet.api_schemas.data.datasets import DatasetsSpec, SavedDataset, read_saved
+from octet.api_schemas.data.jsonl import Chat, Line, Prompted, Record, record_of
+from octet.worker.common.errors import DataError
+from octet.worker.data.image_parts import Parts
+from octet.worker.data.jsonl import Completions
+from octet.worker.data.order import seed_of
+from octet.worker.data.source import Source
+from octet.worker.data.tokenizer import RecordTokenizer, TokenizedRecords
+from octet.worker.data.varied_images import VariedImages
+from octet.worker.data.windows import DocumentWindows, TokenWindows, num_windows
 
-MISSING = 'this node has no package "datasets", which reads saved data sets. Install octet[datasets], or save them as .jsonl.'
+MISSING = (
+    'this node has no package "datasets", which reads saved data sets. Install octet-fp8[datasets], or save them as .jsonl.'
+)
 
 
 class RowBytes:
@@ -93,8 +95,8 @@ def open_source(spec: DatasetsSpec, length_or_input: int | ImageInput, seed: int
             return _images(spec, rows, takes, seed)
         assert isinstance(length_or_input, int)
         return (_texts if spec.content == "text" else _records)(spec, rows, length_or_input, seed, files)
-    except Unfit as unfit:
-        raise DataError(str(unfit)) from None
+    except SpecConflict as conflict:
+        raise DataError(str(conflict)) from None
     except OSError as error:
         raise DataError(
             f"cannot read {error.filename or folder}: {error.strerror or error}. Save the data set again."

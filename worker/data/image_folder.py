@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from api_schemas import Files, ImageInput, Unfit
-from api_schemas.data.image_folder import check_classes, empty_class, list_classes, list_images
-from worker.errors import DataError
+from octet.api_schemas import Files, ImageInput, SpecConflict
+from octet.api_schemas.data.image_folder import check_classes, empty_class, list_classes, list_images
+from octet.worker.common.errors import DataError
 
 
 @dataclass
@@ -38,7 +38,7 @@ class FolderStock:
         try:
             with self.files.open(path) as file, Image.open(file) as image:
                 return image.convert(self.mode)
-        except (Unfit, OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        except (SpecConflict, OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
             raise DataError(f"cannot decode the image {path}: {error}. Replace or remove the file.") from error
 
 
@@ -57,8 +57,8 @@ def open_folder(folder: Path, takes: ImageInput, files: Files) -> FolderStock:
             num_bytes = int(ends[-1][-1])
             names.append(b"".join(encoded))
             labels.append(torch.full((len(found),), label))
-    except Unfit as unfit:
-        raise DataError(str(unfit)) from None
+    except SpecConflict as conflict:
+        raise DataError(str(conflict)) from None
     except OSError as error:
         raise DataError(f"cannot list {folder}: {error}. Make it readable or change data.path.") from error
     mode = "L" if takes.num_channels == 1 else "RGB"

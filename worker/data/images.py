@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from api_schemas import ANY_FILE, Files, ImageInput, Unfit
-from api_schemas.data.images import IMAGES, LABELS, ImagesSpec, check_shapes, read_headers
-from worker.data.image_parts import Parts
-from worker.data.order import EpochOrder, evaluation_rows, seed_of
-from worker.data.source import Batch, Source
-from worker.errors import DataError
+from octet.api_schemas import ANY_FILE, Files, ImageInput, SpecConflict
+from octet.api_schemas.data.images import IMAGES, LABELS, ImagesSpec, check_shapes, read_headers
+from octet.worker.common.errors import DataError
+from octet.worker.data.image_parts import Parts
+from octet.worker.data.order import EpochOrder, evaluation_rows, seed_of
+from octet.worker.data.source import Batch, Source
 
 
 @dataclass
@@ -70,11 +70,11 @@ def open_source(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files = A
 
 def _open_varied(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files, *, is_folder: bool) -> Source:
     try:
-        from worker.data.image_folder import open_folder
-        from worker.data.varied_images import ArrayStock, Stock, VariedImages
+        from octet.worker.data.image_folder import open_folder
+        from octet.worker.data.varied_images import ArrayStock, Stock, VariedImages
     except ModuleNotFoundError as error:
         message = (
-            "this node has no Pillow, which decodes and varies images. Install octet[models], or use a .npz file as it is."
+            "this node has no Pillow, which decodes and varies images. Install octet-fp8[models], or use a .npz file as it is."
         )
         raise DataError(message) from error
     path = spec.place
@@ -85,7 +85,7 @@ def _open_varied(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files, *
 def _is_folder(path: Path, files: Files) -> bool:
     try:
         return files.is_folder(path)
-    except (Unfit, OSError) as error:
+    except (SpecConflict, OSError) as error:
         raise DataError(f"cannot open {path}: {error}") from None
 
 
@@ -103,8 +103,8 @@ def _read_arrays(path: Path, takes: ImageInput, files: Files) -> tuple[Tensor, T
             file.seek(0)
             with np.load(file, allow_pickle=False) as arrays:
                 images, labels = arrays[IMAGES], arrays[LABELS].astype(np.int64)
-    except Unfit as unfit:
-        raise DataError(str(unfit)) from None
+    except SpecConflict as conflict:
+        raise DataError(str(conflict)) from None
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"cannot read {path}: {error}. Write it with numpy.savez, or change data.path.") from error
     if not 0 <= labels.min() <= labels.max() < takes.num_classes:

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from api_schemas import ANY_FILE, Files, Unfit
-from api_schemas.data.jsonl import JsonlSpec
-from worker.data.order import EpochOrder, evaluation_rows, seed_of
-from worker.data.packing import Rows, pack
-from worker.data.source import Batch
-from worker.data.tokenizer import RecordTokenizer, TokenizedRecords
-from worker.errors import DataError
-from worker.models.cross_entropy import IGNORED
+from octet.api_schemas import ANY_FILE, Files, SpecConflict
+from octet.api_schemas.data.jsonl import JsonlSpec
+from octet.worker.common.errors import DataError
+from octet.worker.data.order import EpochOrder, evaluation_rows, seed_of
+from octet.worker.data.packing import Rows, pack
+from octet.worker.data.source import Batch
+from octet.worker.data.tokenizer import RecordTokenizer, TokenizedRecords
+from octet.worker.models.cross_entropy import IGNORED
 
 PADDING = 0
 """The token behind a record; its number has no effect."""
@@ -113,8 +113,8 @@ def open_source(spec: JsonlSpec, sequence_length: int, seed: int, files: Files =
     try:
         # A window of T tokens has a target for each: T + 1 tokens.
         records = TokenizedRecords(tokenizer.encode(spec.lines(path, files)), sequence_length + 1)
-    except Unfit as unfit:
-        raise DataError(str(unfit)) from None
+    except SpecConflict as conflict:
+        raise DataError(str(conflict)) from None
     except OSError as error:
         raise DataError(f"cannot read {error.filename or path}: {error.strerror}. Make it readable.") from error
     if len(records) < 2:

@@ -2,16 +2,25 @@
 
 import threading
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
-from api_schemas import BatchDivision
-from worker.data.source import Batch, Source
+from octet.api_schemas import BatchDivision
+from octet.worker.data.source import Batch, Source, loss_divisor
 
 NUM_AHEAD = 6
 """Micro-batches that wait at most. Each takes a batch's bytes of pinned host memory on CUDA."""
 NUM_AT_ONCE = 3
 """Micro-batches that the thread reads when it is woken. To wake it for each one took longer than to read one of text."""
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch on its device. divisor: of its mean loss (`loss_divisor`). first: the position of its first sample."""
+
+    samples: Batch
+    divisor: float
+    first: int
 
 
 class Prefetcher:
@@ -24,8 +33,13 @@ class Prefetcher:
         self._source, self._batch, self._data_rank, self._device = source, batch, data_rank, device
         self._reader: _Reader | None = None
 
+    def micro_batch(self, position: int, index: int) -> MicroBatch:
+        """Return micro-batch `index` of the step that begins at `position`, with what its loss is divided by."""
+        first = self._batch.first_sample(position, self._data_rank, index)
+        return MicroBatch(self.take(position, index), loss_divisor(self._source, self._batch, position, first), first)
+
     def take(self, position: int, index: int) -> Batch:
-        """Return micro-batch `index` of the step that begins at `position`.
+        """Return the samples of micro-batch `index` of the step that begins at `position`.
 
         Whoever takes them in order gets what the thread has read ahead; any other position starts another thread.
         """

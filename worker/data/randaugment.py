@@ -60,7 +60,7 @@ def randaugment(
 ) -> Image.Image:
     """Apply randomly chosen operations in a row, each at a strength of N(magnitude, spread), kept from 0 to 10.
 
-    image: of mode RGB or L. draws: says which, how strong and in which direction.
+    image: of mode RGB or L. draws: choose the operation, its strength and its direction.
     """
     names = list(OPERATIONS)
     for number in draws.integers(len(names), size=num_operations):

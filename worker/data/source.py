@@ -6,14 +6,14 @@ from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
-from api_schemas import BatchDivision
+from octet.api_schemas import BatchDivision
 
 Batch = Mapping[str, Tensor]
 """Tensors by name; the first dimension counts samples.
 
 Text: "tokens" and "targets", int64 (B sequences, T tokens). Completions: the same, with `IGNORED` as the target of tokens that
 do not count, and "num_targets", int64 (B): how many count, at least one. Packed: these, and "documents", int64 (B, T): the
-number of each token's document in its row, from 0. Masked text: see `worker.data.masking`.
+number of each token's document in its row, from 0. Masked text: see `octet.worker.data.targets`.
 Images: "images", fp32 (B, C channels, H height, W width), and "labels", int64 (B), or in training
 the classes' shares of each target, fp32 (B, K classes).
 """
@@ -43,7 +43,7 @@ class Source(Protocol):
 
 @dataclass
 class DerivedSource:
-    """What a source made of another one has in common with it."""
+    """The members that a source made from another one shares with it."""
 
     source: Source
 

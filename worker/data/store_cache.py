@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.errors import StorageFull, is_storage_full
+from octet.worker.common.errors import StorageFull, is_storage_full
 
 KEPT_SHARE = 0.75
 """The share of the bound that remains after blocks have left, so that not every new block lists the folder."""

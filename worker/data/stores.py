@@ -1,8 +1,8 @@
 """Files in object stores, read by ranges through fsspec and kept in blocks on the node (`store_cache.py`).
 
-The contract says which prefixes a job may name (`api_schemas/data/stores.py`). Credentials are those of the node's
+The contract lists the prefixes that a job may name (`api_schemas/data/stores.py`). Credentials are those of the node's
 environment, as fsspec's packages read them (s3fs for s3://, gcsfs for gs://); a job has none. A store that does not answer is
-asked again with growing pauses; after the last one the attempt fails with `store_unreachable`, which counts against no job.
+repeated with growing pauses; after the last one the attempt fails with `store_unreachable`, which counts against no job.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from api_schemas import Files
-from api_schemas.data.stores import StoreAccess, StorePath
-from worker.data.store_cache import BlockCache
-from worker.errors import DataError, StoreUnreachable
+from octet.api_schemas import Files
+from octet.api_schemas.data.stores import StoreAccess, StorePath
+from octet.worker.common.errors import DataError, StoreUnreachable
+from octet.worker.data.store_cache import BlockCache
 
 BLOCK_BYTES = 4 << 20
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -138,7 +138,7 @@ class StoreFiles(Files):
         return None if folder is None else BlockCache(Path(folder), self.stores.cache_bytes)
 
     def _place_of(self, path: StorePath) -> tuple[Any, str]:
-        """Return fsspec's file system of a place, and its name there. Raises Unfit for a place that is not allowed."""
+        """Return fsspec's file system of a place, and its name there. Raises SpecConflict for a place that is not allowed."""
         import fsspec
 
         url = str(path)

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from api_schemas import ANY_FILE, Files, TextSpec, Unfit
-from worker.data.tokenizer import RecordTokenizer
-from worker.data.windows import DocumentWindows, HeldTokens, Tokens, TokenWindows, num_windows
-from worker.errors import DataError
+from octet.api_schemas import ANY_FILE, Files, SpecConflict, TextSpec
+from octet.worker.common.errors import DataError
+from octet.worker.data.tokenizer import RecordTokenizer
+from octet.worker.data.windows import DocumentWindows, HeldTokens, Tokens, TokenWindows, num_windows
 
 
 def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> TokenWindows:
@@ -23,8 +23,8 @@ def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = 
         else:
             spec.refuse_to_pack_one_file()
             train_texts, evaluation_texts, counts = _read_file(root, spec, files)
-    except Unfit as unfit:
-        raise DataError(str(unfit)) from None
+    except SpecConflict as conflict:
+        raise DataError(str(conflict)) from None
     except OSError as error:
         raise DataError(f"cannot read {error.filename or root}: {error.strerror}. Make it readable or exclude it.") from error
     counts |= {"train_bytes": _joined_bytes(train_texts), "evaluation_bytes": _joined_bytes(evaluation_texts)}

@@ -1,9 +1,9 @@
 """Turn text files into shards of tokens: what `octet data tokenize` runs, because it needs transformers.
 
-    python -m worker.data.tokenize /data/books --tokenizer /models/llama --out /data/books-tokens --processes 8
+    python -m octet.worker.data.tokenize /data/books --tokenizer /models/llama --out /data/books-tokens --processes 8
 
 Files are selected, and divided into training and evaluation, as source `text` does. A file is cut at line ends into pieces, and
-pieces are gathered into shards of about `--shard-bytes` of text, each of which a process of a pool reads, tokenizes and writes:
+pieces are gathered into shards of about `--shard-bytes` of text. A process of a pool reads, tokenizes and writes each:
 memory does not grow with the text, and the shards are the same with any number of processes. The index is written last.
 """
 
@@ -23,11 +23,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from pydantic import ValidationError
 
-from api_schemas import TextSpec, Unfit
-from api_schemas.data.tokens import INDEX_NAME, TokenIndex, TokenShard
-from worker.data.tokenizer import RecordTokenizer
-from worker.data.tokens import smallest_dtype, write_shard
-from worker.errors import DataError, RankError
+from octet.api_schemas import SpecConflict, TextSpec
+from octet.api_schemas.data.tokens import INDEX_NAME, TokenIndex, TokenShard
+from octet.worker.common.errors import DataError, RankError
+from octet.worker.data.tokenizer import RecordTokenizer
+from octet.worker.data.tokens import smallest_dtype, write_shard
 
 PIECE_BYTES = 1 << 20
 SHARD_BYTES = 64 << 20
@@ -43,7 +43,7 @@ class Piece:
     start: int
     stop: int
     num_bytes: int
-    """Of the whole file."""
+    """The bytes of the whole file."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def tokenize(spec: TextSpec, tokenizer: Path, out: Path, num_processes: int = 1,
         raise DataError(f"--out {out} exists and is not an empty folder; allowed: an empty or a new one. Name another.")
     try:
         parts = _parts(spec)
-    except Unfit as unfit:
-        raise DataError(str(unfit).replace("data.path", "PATH").replace("data.", "--")) from None
+    except SpecConflict as conflict:
+        raise DataError(str(conflict).replace("data.path", "PATH").replace("data.", "--")) from None
     except OSError as error:
         raise DataError(
             f"cannot read {error.filename or spec.path}: {error.strerror}. Make it readable, or exclude it."
@@ -95,7 +95,7 @@ def tokenize(spec: TextSpec, tokenizer: Path, out: Path, num_processes: int = 1,
 
 
 class _Progress:
-    """Tells on standard error what is done, a line for each shard."""
+    """Prints a line for each finished shard on standard error."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._num_shards, self._all_bytes = len(shards), sum(shard.num_bytes for shard in shards)
@@ -199,7 +199,7 @@ def _read(piece: Piece) -> str:
 
 
 def _line_at(file: BinaryIO, at: int, num_bytes: int) -> int:
-    """Where the first line begins that begins at or after a byte; the ends of the file are beginnings too."""
+    """Return the start of the first line that begins at or after a byte; the ends of the file are beginnings too."""
     if at in (0, num_bytes):
         return at
     file.seek(at - 1)
@@ -209,7 +209,7 @@ def _line_at(file: BinaryIO, at: int, num_bytes: int) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tokenize, and print what was written. Exit status: 0, or 2 with the reason on standard error."""
-    parser = argparse.ArgumentParser(prog="python -m worker.data.tokenize", description="Write text as shards of tokens.")
+    parser = argparse.ArgumentParser(prog="python -m octet.worker.data.tokenize", description="Write text as shards of tokens.")
     parser.add_argument("path", type=Path, help="a text file, or a folder of them")
     parser.add_argument("--tokenizer", type=Path, required=True, help="a folder with a tokenizer of transformers")
     parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet, or is empty")

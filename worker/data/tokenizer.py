@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from api_schemas import ANY_FILE, Files, Unfit
-from api_schemas.data.jsonl import (
+from octet.api_schemas import ANY_FILE, Files, SpecConflict
+from octet.api_schemas.data.jsonl import (
     TOKENIZER_FILES,
     TOKENIZER_SETTINGS,
     Chat,
@@ -24,7 +24,7 @@ from api_schemas.data.jsonl import (
     no_template,
     read_tokenizer_file,
 )
-from worker.errors import DataError
+from octet.worker.common.errors import DataError
 
 RECORDS_AT_ONCE = 256
 
@@ -52,8 +52,8 @@ class RecordTokenizer:
         try:
             self.has_template = check_tokenizer(folder, files)
             self._tokenizer = _load(folder, files)
-        except Unfit as unfit:
-            raise DataError(str(unfit)) from None
+        except SpecConflict as conflict:
+            raise DataError(str(conflict)) from None
         except OSError as error:
             raise DataError(f"data.tokenizer: cannot read {error.filename or folder}: {error.strerror}.") from error
         if not self._tokenizer.is_fast:
@@ -169,7 +169,7 @@ class TokenizedRecords:
 
 
 def _load(folder: Path, files: Files) -> Any:
-    from worker.models.huggingface import transformers
+    from octet.worker.models.huggingface import transformers
 
     with TemporaryDirectory(prefix="octet-tokenizer-") as copy:
         for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS, "config.json"):
@@ -186,7 +186,7 @@ def _load(folder: Path, files: Files) -> Any:
 
 
 def _covered(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[bool]:
-    """Tell which tokens have characters in one of the spans, which ascend. offsets: start and stop of each token."""
+    """Mark the tokens that have characters in one of the spans, which ascend. offsets: start and stop of each token."""
     starts = [span.start for span in spans]
     covered = []
     for start, stop in offsets:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from api_schemas import ANY_FILE, Files, Needs, Unfit
-from api_schemas.data.stores import StorePath
-from api_schemas.data.tokens import INDEX_NAME, TokenIndex, TokenShard, TokensSpec
-from worker.data.windows import TokenWindows
-from worker.errors import DataError
+from octet.api_schemas import ANY_FILE, Files, Needs, SpecConflict
+from octet.api_schemas.data.stores import StorePath
+from octet.api_schemas.data.tokens import INDEX_NAME, TokenIndex, TokenShard, TokensSpec
+from octet.worker.common.errors import DataError
+from octet.worker.data.windows import TokenWindows
 
 SMALLEST_DTYPES: tuple[tuple[Literal["uint8", "uint16", "uint32"], int], ...] = (
     ("uint8", 1 << 8),
@@ -66,8 +66,8 @@ def open_source(spec: TokensSpec, sequence_length: int, seed: int, files: Files 
         index.check(folder, Needs(sequence_length, index.vocab_size), files)
         train = ShardedTokens(folder, index.train, index.dtype, files)
         evaluation = ShardedTokens(folder, index.evaluation, index.dtype, files)
-    except Unfit as unfit:
-        raise DataError(str(unfit)) from None
+    except SpecConflict as conflict:
+        raise DataError(str(conflict)) from None
     except OSError as error:
         raise DataError(f"cannot read {error.filename or folder}: {error.strerror}. Write the shards again.") from error
     facts = {"train_tokens": len(train), "evaluation_tokens": len(evaluation), "vocab_size": index.vocab_size}

@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from api_schemas import ImageInput
-from api_schemas.data.augmentation import AugmentationSpec
-from worker.data.augmentation import central_crop, mix_, to_tensor, vary
-from worker.data.image_parts import Parts
-from worker.data.order import EpochOrder, evaluation_rows, seed_of
-from worker.data.source import Batch
+from octet.api_schemas import ImageInput
+from octet.api_schemas.data.augmentation import AugmentationSpec
+from octet.worker.data.augmentation import central_crop, mix_, to_tensor, vary
+from octet.worker.data.image_parts import Parts
+from octet.worker.data.order import EpochOrder, evaluation_rows, seed_of
+from octet.worker.data.source import Batch
 
 
 class Stock(Protocol):

@@ -15,9 +15,9 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from worker.data.order import EpochOrder, evaluation_rows
-from worker.data.source import Batch
-from worker.models.cross_entropy import IGNORED
+from octet.worker.data.order import EpochOrder, evaluation_rows
+from octet.worker.data.source import Batch
+from octet.worker.models.cross_entropy import IGNORED
 
 
 class Tokens(Protocol):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.fp8.accelerator import is_accelerator
-from worker.fp8.layout import layout_of
-from worker.fp8.stored import drop_history, read_weight
+from octet.worker.fp8.accelerator import is_accelerator
+from octet.worker.fp8.layout import layout_of
+from octet.worker.fp8.stored import drop_history, read_weight
 
 
 class HalfLinear(nn.Module):

@@ -1,4 +1,4 @@
-"""What `.half()`, `.to(dtype)`, `.cuda()` and the like do to a converted model.
+"""Move and cast a converted model: `.half()`, `.to(dtype)`, `.cuda()` and the like.
 
 Plain values follow. Codes, and the scales, histories and counters that belong to codes, move to another device and keep their
 dtype: codes in another dtype are other values. A cast that some layer or the optimizer cannot follow is refused before
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 Change = Callable[[Tensor], Tensor]
-"""What `nn.Module._apply` is given: makes the tensor that takes a tensor's place."""
+"""The argument of `nn.Module._apply`: makes the tensor that takes a tensor's place."""
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the plain parameters of a converted model."""
+"""The dtypes that plain parameters of a converted model may have."""
 
 
 class KeepsDtypes(nn.Module):

@@ -15,29 +15,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from api_schemas.levels import LEVELS
-from api_schemas.precision import PrecisionSpec
-from api_schemas.recipe import RecipeSpec
-from worker.fp8.bf16 import HalfLinear
-from worker.fp8.casts import TRAINABLE_DTYPES
-from worker.fp8.health import StepKeeper
-from worker.fp8.layout import is_known_class, layout_of
-from worker.fp8.linear import Float8Linear
-from worker.fp8.recipe import Recipe
-from worker.fp8.speedups import Chip, borrowed_table, why_bf16
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.precision import PrecisionSpec
+from octet.api_schemas.recipe import RecipeSpec
+from octet.worker.common.wrap import count_wrappers
+from octet.worker.fp8.bf16 import HalfLinear
+from octet.worker.fp8.casts import TRAINABLE_DTYPES
+from octet.worker.fp8.health import StepKeeper
+from octet.worker.fp8.layout import is_known_class, layout_of
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.recipe import Recipe
+from octet.worker.fp8.speedups import Chip, borrowed_table, why_bf16
 
 MIN_FEATURES = 16
 """FP8 products on CUDA work on multiples of 16; a dimension below that would be mostly padding."""
 
 HEADS = ("head", "*.head", "*lm_head*", "*embed_out", "*classifier*", "score", "*.score", "*predictions*", "*qa_outputs")
-"""What torchvision, timm and transformers call the layer that makes the logits."""
+"""The names that torchvision, timm and transformers give to the layer that makes the logits."""
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
 class SkippedLayer:
-    """A linear layer that stays as it is. `by_request`: a glob of the user's or the head rule asks for it."""
+    """A linear layer that stays as it is. by_request: by a glob of the user's, or by the rule for heads."""
 
     name: str
     reason: str
@@ -54,10 +55,10 @@ class FilteredLayer:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What happened to each linear layer, and the bytes that model and optimizer held right afterwards.
+    """Lists what was done to each linear layer, and the bytes that model and optimizer held right afterwards.
 
-    `converted` layers hold what the level's row says, at `fp32` too, so that levels compare. They compute it as well, except
-    those in `filtered`. A checkpoint that is loaded later brings the filtered layers of its own run.
+    `converted` layers hold the formats of the level's row, at `fp32` too, so that levels compare. They compute
+    in them as well, except those in `filtered`. A checkpoint that is loaded later brings the filtered layers of its own run.
     """
 
     level: str
@@ -66,12 +67,14 @@ class ConversionReport:
     filtered: tuple[FilteredLayer, ...]
     num_converted_parameters: int
     borrowed_table: str | None = None
-    """By which speedups `filtered` was chosen, in words, on a device that has none of its own."""
+    """The origin of the speedups by which `filtered` was chosen, on a device that has none of its own."""
     norms: tuple[str, ...] = ()
     """Norms with weights and outputs in bf16."""
     skipped_norms: tuple[SkippedLayer, ...] = ()
     bytes_by_class: dict[str, int] = field(default_factory=dict)
     health: StepKeeper | None = field(default=None, repr=False, compare=False)
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
+    """The converted model: a report that is printed lists the wrappers that the model has then."""
 
     def completed(self, bytes_by_class: dict[str, int], health: StepKeeper | None) -> "ConversionReport":
         """The report with what is known once the optimizer exists."""
@@ -84,7 +87,7 @@ class ConversionReport:
 
     @property
     def nothing_converted(self) -> str | None:
-        """A line that says that the level found no layer to convert, and why; None where it found one or looks for none."""
+        """The reasons why the level converted no layer, in a line; None where it did, or converts none."""
         if self.converted or LEVELS[self.level].gemm == "fp32":
             return None
         return f"nothing was converted: {_counted(self.skipped) or 'the model has no linear layers'}"
@@ -99,6 +102,7 @@ class ConversionReport:
         lines += [f"  skipped   {layer.name}: {layer.reason}" for layer in self.skipped]
         lines += [f"  in bf16   {name}" for name in self.norms]
         lines += [f"  in fp32   {norm.name}: {norm.reason}" for norm in self.skipped_norms]
+        lines += [f"  forward   {line}" for line in _wrapper_lines(self.model)]
         lines += [f"  {num_bytes:>15,} bytes of {kind}" for kind, num_bytes in self.bytes_by_class.items()]
         return "\n".join(lines)
 
@@ -108,7 +112,7 @@ def select_layers(model: nn.Module, rules: PrecisionSpec) -> tuple[list[str], li
 
     A layer is converted if `include` matches its name, unless `exclude` or another rule speaks against it.
 
-    Raises ValueError under `strict` if a layer is left out that nobody asked to leave out, or a glob matches no layer.
+    Raises ValueError under `strict` if a layer is left out that no option leaves out, or a glob matches no layer.
     """
     linears = _linears(model)
     users = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
@@ -149,7 +153,7 @@ def filter_layers(
 
 
 def table_borrowed_by(chip: Chip | None, rules: PrecisionSpec) -> str | None:
-    """Say by which table layers are filtered on a chip that has none of its own; None where it has, or nothing is filtered."""
+    """Name the table by which layers are filtered on a chip without one; None where it has one, or nothing is filtered."""
     recipe = _recipe_to_filter_by(rules)
     return None if recipe is None else borrowed_table(recipe, chip)
 
@@ -187,6 +191,14 @@ def _linears(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if layout_of(module) is not None}
 
 
+def _wrapper_lines(model: nn.Module | None) -> list[str]:
+    """Name each kind of wrapper of a model, in the order in which they nest, with the modules that have it."""
+    counts = {} if model is None else count_wrappers(model)
+    return [
+        f"by {wrapper}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}" for wrapper, kinds in counts.items()
+    ]
+
+
 def _counted(layers: Collection[SkippedLayer | FilteredLayer]) -> str:
     """The reasons, each with its number of layers."""
     counts = Counter(layer.reason for layer in layers)
@@ -222,7 +234,7 @@ def _why_not_possible(name: str, linear: nn.Module, model: nn.Module, rules: Pre
 
 
 def _why_opaque(name: str, linear: nn.Module, model: nn.Module) -> str | None:
-    """Say why a replacement would change more than the precision; None if it would not."""
+    """Return why a replacement would change more than the precision; None if it would not."""
     if not is_known_class(linear):
         base = "nn.Linear" if isinstance(linear, nn.Linear) else "Conv1D"
         return f"{type(linear).__name__} is a subclass of {base} that may compute something else"
@@ -247,7 +259,7 @@ def _why_opaque(name: str, linear: nn.Module, model: nn.Module) -> str | None:
 
 
 def _attributes_of_its_own(linear: nn.Module) -> dict[str, Any]:
-    """What a user has set on a linear layer."""
+    """Return the attributes that a user has set on a linear layer."""
     usual = {*vars(nn.Linear(1, 1, device="meta")), "nf", "nx"}  # the latter are Conv1D's
     return {name: value for name, value in vars(linear).items() if name not in usual}
 

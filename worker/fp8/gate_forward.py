@@ -1,10 +1,10 @@
 """Activations between FP8 layers: one kernel writes what they return with its amax, and one their gradients with theirs.
 
-An activation, or a gate (SwiGLU: silu(gate) * up), gives its amax to the layer after it (`carried.py`) and those of its
-gradients to the layers before it (`gradient_notes.py`), so that each of them reads what it quantizes once; with delayed
+An activation, or a gate (SwiGLU: silu(gate) * up), gives its amax to the layer after it (`handoff.py`) and those of its
+gradients to the layers before it (`handoff.py`), so that each of them reads what it quantizes once; with delayed
 scaling it writes codes of them all. Modules keep their class, parameters and hooks; only their `forward` is another. It acts on
 an accelerator, eagerly, where no hook looks between; else they run as they are: in a compiled graph the compiler does the same
-(`in_graph.py`). What layers of an `nn.Sequential` compute before they quantize is not written at all (`sequence.py`).
+(`handoff.py`). What layers of an `nn.Sequential` compute before they quantize is not written at all (`sequence.py`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker import kernels
-from worker.fp8.accelerator import is_accelerator
-from worker.fp8.carried import Written, carry
-from worker.fp8.gradient_hooks import once_differentiable
-from worker.fp8.gradient_notes import note_of, write_gradients
-from worker.fp8.linear import Float8Linear
-from worker.fp8.operand import OperandScaling
-from worker.fp8.recipe import ALL_GEMMS
-from worker.fp8.sequence import FusedSequence, is_observed, name_of_activation
+from octet.api_schemas.models import families_with
+from octet.api_schemas.models.architectures import GATED_MLP_CLASSES
+from octet.worker import kernels
+from octet.worker.common.wrap import Nesting, Wrapper, wrap
+from octet.worker.fp8.accelerator import is_accelerator
+from octet.worker.fp8.gradient_hooks import once_differentiable
+from octet.worker.fp8.handoff import Handoff, Recorded, attach, gradient_handoff_of, write_gradients
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.operand import OperandScaling
+from octet.worker.fp8.recipe import ALL_GEMMS
+from octet.worker.fp8.sequence import FusedSequence, is_observed, name_of_activation
 
 TRANSFORMERS = "transformers.activations"
 
@@ -41,22 +43,19 @@ class Parts(NamedTuple):
     activation: str
 
 
+_OF_OURS = Parts("gate", "up", "down", "silu")
 _OF_TRANSFORMERS = Parts("gate_proj", "up_proj", "down_proj", "act_fn")
 GATED_MLPS: dict[tuple[str, str], Parts] = {
-    ("worker.models.llama", "MLP"): Parts("gate", "up", "down", "silu"),
-    **{
-        (f"transformers.models.{family}.modeling_{family}", f"{name}MLP"): _OF_TRANSFORMERS
-        for family, name in (
-            *(("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("olmo2", "Olmo2")),
-            *(("gemma", "Gemma"), ("gemma2", "Gemma2"), ("smollm3", "SmolLM3")),
-        )
-    },
+    **{(f"octet.worker.models.{family}", "MLP"): _OF_OURS for family in families_with("gated_mlp")},
+    **{(f"transformers.models.{name}.modeling_{name}", mlp): _OF_TRANSFORMERS for name, mlp in GATED_MLP_CLASSES.items()},
 }
 """By module and name of the class, which is recognised without importing it. Subclasses may compute something else."""
 
 
-class GatedForward:
+class GatedForward(Wrapper):
     """Takes the place of the `forward` of one gated MLP."""
+
+    nesting = Nesting.LAYER
 
     def __init__(self, mlp: nn.Module, parts: Parts) -> None:
         self.mlp, self.parts = mlp, parts
@@ -88,8 +87,10 @@ class GatedForward:
         return None if is_observed(module) else known_activation(module)
 
 
-class ActivationForward:
+class ActivationForward(Wrapper):
     """Takes the place of the `forward` of one activation module."""
+
+    nesting = Nesting.LAYER
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -106,11 +107,12 @@ class Activate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gated: Tensor | None, activation: str, ahead: kernels.Ahead | None
+        ctx: Any, x: Tensor, gated: Tensor | None, activation: str, known_scale: kernels.KnownScale | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        found = kernels.activate(x, activation, gated, ahead=ahead)
+        found = kernels.activate(x, activation, gated, known_scale=known_scale)
         ctx.save_for_backward(x, gated)
-        ctx.activation, ctx.notes = activation, (note_of(x), None if gated is None else note_of(gated))
+        ctx.activation = activation
+        ctx.handoffs = gradient_handoff_of(x), None if gated is None else gradient_handoff_of(gated)
         ctx.mark_non_differentiable(found.amax, *(() if found.codes is None else (found.codes,)))
         ctx.set_materialize_grads(False)  # a launch for the amax, which has no gradient
         return found
@@ -119,21 +121,17 @@ class Activate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         x, gated = ctx.saved_tensors
-        gradients = write_gradients(grad, x, ctx.activation, gated, ctx.notes)
+        gradients = write_gradients(grad, x, ctx.activation, gated, ctx.handoffs)
         return gradients[0], None if gated is None else gradients[1], None, None
-
-
-_apply = super(torch.autograd.Function, Activate).apply
-"""As in `usual.py`."""
 
 
 def activated(x: Tensor, gated: Tensor | None, activation: str, consumer: OperandScaling | None = None) -> Tensor:
     """An activation of x, times what it gates, that carries its amax. consumer: of the layer after it, if it is known."""
-    ahead = None if consumer is None else consumer.ahead()
-    apply = Activate.apply if torch._C._are_functorch_transforms_active() else _apply
-    output, amax, codes = apply(x, gated, activation, ahead)
-    assert isinstance(output, Tensor)
-    return carry(output, amax, Written.of(consumer, codes, ahead))
+    handoff = Handoff(consumer)
+    known_scale = handoff.known_scale()
+    output, amax, codes = Activate.apply(x, gated, activation, known_scale)
+    handoff.record(Recorded(amax, codes, known_scale))
+    return attach(output, handoff)
 
 
 def known_activation(module: nn.Module) -> str | None:
@@ -153,7 +151,7 @@ def carry_activations(model: nn.Module) -> int:
     """Let known gated MLPs, and activations beside an FP8 layer, give their amaxes to FP8 layers. Returns their number."""
     found = list(_forwards(model))
     for module, forward in found:
-        module.forward = forward.__call__
+        wrap(module, forward)
         if isinstance(forward, GatedForward):
             gate, up, down = (getattr(module, name) for name in forward.parts[:3])
             _write_in_graph(before=(gate, up), after=down)

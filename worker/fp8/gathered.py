@@ -2,8 +2,8 @@
 
 A rank holds its rows of a weight in fp32, as `ShardedWeight`. Before each gather it quantizes them by the amax of the whole
 weight, on which the ranks agree, and sends the codes, a byte an element. What arrives is a `GatheredWeight`, which stands for
-the values: whoever quantizes it gets the codes that quantizing the values would have made, bit for bit. Values as such were
-never there, so whatever else would read them is refused. The extension points are those that torchao's
+the values: its layer takes the codes that quantizing the values would have made, bit for bit. Values as such were
+never there, so whatever would read them is refused. The extension points are those that torchao's
 `WeightWithDynamicFloat8CastTensor` uses; the scales are ours, powers of two.
 """
 
@@ -12,14 +12,12 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from api_schemas.precision import PrecisionSpec
-from worker import kernels
-from worker.fp8.fallback import Fallback
-from worker.fp8.linear import Float8Linear
-from worker.fp8.norms import LibraryPrecision
+from octet.worker import kernels
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.kernels.torch_private import make_wrapper_subclass, tree_map_only
 
 _aten = torch.ops.aten
 _KEEPING = {
@@ -47,9 +45,9 @@ class ShardedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(ShardedWeight, lambda weight: weight.held, (args, kwargs or {}))
+        args, kwargs = tree_map_only(ShardedWeight, lambda weight: weight.held, (args, kwargs or {}))
         results = func(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, cls, results) if func in _KEEPING else results
+        return tree_map_only(Tensor, cls, results) if func in _KEEPING else results
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["held"], None
@@ -74,6 +72,8 @@ class ShardedWeight(Tensor):
         """
         assert isinstance(module, Float8Linear)
         _check(module, self.shape, outer_size)
+        if not module.gathers_codes:  # the first gather; a model that is not sharded quantizes its values
+            module.gathers_codes = True
         scaling, values = module.weight_scaling, self.held
         if mp_policy.param_dtype is not None:
             values = values.to(mp_policy.param_dtype)  # what a gather of values would send
@@ -135,8 +135,6 @@ class GatheredWeight(Tensor):
             _aten.t.default,
         ):
             return cls(func(weight.codes, *args[1:]), weight.dequant_scale, weight.whole_amax, weight.dtype)
-        if func is torch.ops.octet.quantize_operand.default:
-            return _quantized(*args)
         if weight is not None and func is _aten.zeros_like.default:  # the gradient of a weight that was not used
             return torch.zeros_like(weight.codes, dtype=weight.dtype)
         raise ValueError(
@@ -157,37 +155,15 @@ def gather_in_fp8(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, Float8Linear) and layer.fallback is Fallback.NONE:
             layer.weight = nn.Parameter(ShardedWeight(layer.weight.detach()), layer.weight.requires_grad)
-            layer.is_usual = False  # its one op would quantize values
             layer.statistics_every = 0
             layer.start_step(0)
 
 
-def check_gathers(precision: PrecisionSpec) -> None:
-    """Raise ValueError where weights are to be gathered in FP8 and an optimizer exists: it would step what is replaced."""
-    at_te = isinstance(precision, LibraryPrecision) and precision.fsdp_float8_all_gather
-    if at_te or (precision.torchao is not None and precision.torchao.fsdp_float8_all_gather):
-        raise ValueError(
-            f"{'' if at_te else 'torchao.'}fsdp_float8_all_gather is True and there is an optimizer; allowed: none yet, as "
-            "FSDP2 replaces the weights by shards. Call initialize(model, None, ...), then fully_shard, then make torch's "
-            "optimizer of the shards; or leave the option out."
-        )
-
-
 def _wrapper(cls: Any, tensor: Tensor, dtype: torch.dtype) -> Any:
     """A tensor of a class that looks like another, in a dtype."""
-    return Tensor._make_wrapper_subclass(
+    return make_wrapper_subclass(
         cls, tensor.shape, strides=tensor.stride(), storage_offset=tensor.storage_offset(), dtype=dtype, device=tensor.device
     )
-
-
-def _quantized(
-    weight: GatheredWeight, dtype: torch.dtype, _kind: str, _margin: int, sides: str, _amax: Any, uses_amax: Tensor | None
-) -> list[Tensor]:
-    """What `octet::quantize_operand` returns of the values. By its arguments the codes were made before the gather."""
-    assert dtype == weight.codes.dtype
-    rows = [weight.codes, weight.dequant_scale] if sides != "columns" else []
-    columns = [weight.codes.t(), weight.dequant_scale] if sides != "rows" else []
-    return [*rows, *columns, *([] if uses_amax is None else [weight.whole_amax])]
 
 
 def _check(layer: Float8Linear, shape: torch.Size, outer_size: torch.Size) -> None:

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.fp8.accelerator import is_accelerator
-from worker.fp8.clipping import let_torch_take_lists
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
+from octet.worker.fp8.accelerator import is_accelerator
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.kernels.torch_private import hooks_after_accumulation, let_foreach_take
 
 
 def keep_gradient_in_fp8(parameter: nn.Parameter, position: RoundingPosition) -> None:
     """Make a parameter hold each gradient that arrives as a `Float8Gradient`."""
-    let_torch_take_lists()
+    let_foreach_take(Float8Gradient)  # else torch clips one by one
     parameter.grad_dtype = None  # autograd widens nothing that is rounded at once
     parameter.register_post_accumulate_grad_hook(partial(_quantize_gradient, position=position))
 
@@ -51,7 +52,7 @@ def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+    for hook in hooks_after_accumulation(parameter):
         hook(parameter)
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from worker.fp8.casts import KeepsDtypes
-from worker.fp8.stored import name_codes, read_weight
-from worker.fp8.weights import EncodedWeight, encode_values
+from octet.worker.fp8.casts import KeepsDtypes
+from octet.worker.fp8.stored import name_codes, read_weight
+from octet.worker.fp8.weights import EncodedWeight, encode_values
 
 _WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",

@@ -1,4 +1,4 @@
-"""What converted layers do between two optimizer steps: close amax windows, collect samples, fall back to bf16 by rule.
+"""Run what converted layers need between two optimizer steps: close amax windows, collect samples, demote layers by rule.
 
 On an accelerator a sample is read `STEPS_LATE` optimizer steps after it was taken, when it has long arrived on the host, so
 that no step waits. A state dict, a copy and `fp8_statistics` read what is still under way. On the CPU it is read at once.
@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from api_schemas.precision import DemotionSpec
-from worker.fp8.accelerator import is_accelerator
-from worker.fp8.fallback import Fallback
-from worker.fp8.linear import Float8Linear
-from worker.fp8.operand import advance
-from worker.fp8.statistics import OperandSample
-from worker.metrics.readback import HostCopy
+from octet.api_schemas.precision import DemotionSpec
+from octet.worker.fp8.accelerator import is_accelerator
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.operand import advance
+from octet.worker.fp8.statistics import OperandSample
+from octet.worker.kernels.torch_private import foreach_copy_
+from octet.worker.metrics.readback import HostCopy
 
 STEPS_LATE = 4
 """The host is rarely further ahead of a device: a step has hundreds of launches, and a CUDA stream queues 1024."""
@@ -52,37 +53,37 @@ class StepKeeper:
         limits: DemotionSpec | None = None,
         on_event: Callable[[LayerDemoted], None] | None = None,
     ) -> None:
-        """limits: what a layer must break to be demoted. on_event: told of each demotion."""
+        """limits: what a layer must break to be demoted. on_event: called with each demotion."""
         self.layers, self.limits, self.on_event = layers, limits, on_event
         self.samples: list[OperandSample] = []
         """The newest samples that were read."""
         self.counts_steps = True
-        """Whether `after_step` calls `count_step`. While a step is recorded, its caller does, as after each replay."""
+        """True if `after_step` calls `count_step`. While a step is recorded, its caller does, as after each replay."""
         self.follows = False
-        """Whether an optimizer's steps call `after_step`."""
+        """True if an optimizer's steps call `after_step`."""
         self._is_rehearsing = False
         self._under_way: deque[_UnderWay] = deque()
 
     def after_step(self) -> None:
         """Close the step that the optimizer has just taken or skipped."""
-        quantizing = (layer for layer in self.layers.values() if layer.fallback is not Fallback.FILTERED)
+        quantizing = (layer for layer in self.layers.values() if layer.fallback is not Fallback.TOO_SMALL)
         advance(scaling for layer in quantizing for scaling in layer.scalings().values())
         if self.counts_steps:
             self.count_step()
 
     def count_step(self) -> None:
-        """Do the host's part: collect samples, and tell each layer whether the next step is sampled."""
+        """Do the host's part: collect samples, and set in each layer whether the next step is sampled."""
         self._collect()
         for layer in self.layers.values():
             layer.start_step(layer.num_steps + 1)
 
     def rehearse(self) -> None:
         """Let the next step take samples that count for nothing: a compiler then sees such a step when a run is resumed."""
-        scalings = [each for layer in self.layers.values() if layer.statistics_every for each in layer.scalings().values()]
-        if not any(scaling.is_sampled for scaling in scalings):
-            self._is_rehearsing = bool(scalings)
-            for scaling in scalings:
-                scaling.is_sampled = True
+        layers = [layer for layer in self.layers.values() if layer.statistics_every]
+        if not any(layer.is_sampled for layer in layers):
+            self._is_rehearsing = bool(layers)
+            for layer in layers:
+                layer.sample_step()
 
     def read_all(self) -> None:
         """Read the samples that are under way. Waits for the device."""
@@ -107,7 +108,7 @@ class StepKeeper:
         if not self._is_rehearsing:
             self._under_way.append(_UnderWay(step, places, HostCopy(torch.stack(samples))))
         self._is_rehearsing = False
-        torch._foreach_copy_(samples, [torch.full_like(samples[0], torch.nan)] * len(samples))
+        foreach_copy_(samples, [torch.full_like(samples[0], torch.nan)] * len(samples))
         if not is_accelerator(samples[0].device):
             self.read_all()
 
@@ -138,7 +139,7 @@ class StepKeeper:
 
 
 def _breach(sample: OperandSample, limits: DemotionSpec) -> str | None:
-    """Say which limit a sample breaks, with the numbers; None if it breaks none."""
+    """Return the limit that a sample breaks, with the numbers; None if it breaks none."""
     if sample.overflow_ratio > limits.max_overflow_ratio:
         return f"overflow_ratio {sample.overflow_ratio:.2g} > {limits.max_overflow_ratio:.2g}"
     if sample.underflow_ratio > limits.max_underflow_ratio:

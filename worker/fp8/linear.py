@@ -4,35 +4,43 @@
     grad_input_TK  = grad_output_TN @ weight_NK         e5m2 x e4m3, or e4m3 x e4m3
     grad_weight_NK = grad_output_TN.T @ input_TK        e5m2 x e4m3, or e4m3 x e4m3
 
-Each may be left in bf16 by the recipe. What waits for the backward pass is the input's FP8 codes and scale, not the input
-itself (unless grad_weight is left in bf16). A layer that computes the activation before it (`sequence.py`) keeps neither:
-the activation's input is kept for its own derivative anyway, and all else is made of it once more. A weight that is not held in
+The forward pass is one op, `kernels.linear_output`, and the backward pass another, `kernels.linear_gradients`; how they
+quantize stands in the layer's plan (`plan.py`), which is settled before. Each product may be left in bf16 by the recipe;
+such a product is torch's own. What waits for the backward pass is the input's FP8 codes and scale, not the input itself
+(unless grad_weight is left in bf16). A layer that computes the activation before it (`sequence.py`) keeps neither: the
+activation's input is kept for its own derivative anyway, and all else is made of it once more. A weight that is not held in
 FP8 is quantized, or decoded to bf16, again in the backward pass: cheaper than a second copy of every weight in between.
 
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
 
-from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from api_schemas.recipe import GemmName
-from worker import kernels
-from worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
-from worker.fp8.carried import carried_by
-from worker.fp8.fallback import Fallback
-from worker.fp8.gradient import RoundingPosition
-from worker.fp8.gradient_hooks import keep_gradient_in_fp8, once_differentiable, open_port, product_dtype, zero_gradients
-from worker.fp8.gradient_notes import note_on, notes_of_pass
-from worker.fp8.guards import GuardedCodes
-from worker.fp8.layout import layout_of
-from worker.fp8.operand import ForwardPass, OperandScaling, product
-from worker.fp8.recipe import ALL_GEMMS, E4M3, Recipe
-from worker.fp8.usual import UsualProducts, is_usual_layer, is_usual_pass, usual_output
-from worker.fp8.weights import EncodedWeight
-from worker.kernels import ScaledCodes, ScaleKind
+from octet.api_schemas.recipe import GemmName
+from octet.worker import kernels
+from octet.worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.gradient_hooks import keep_gradient_in_fp8, once_differentiable, open_port, product_dtype, zero_gradients
+from octet.worker.fp8.guards import GuardedCodes
+from octet.worker.fp8.handoff import (
+    GraphHandoff,
+    Handoff,
+    attach_gradient,
+    gradient_handoff_of,
+    handoff_of,
+    write_gradients,
+)
+from octet.worker.fp8.layout import layout_of
+from octet.worker.fp8.operand import OperandScaling
+from octet.worker.fp8.plan import PLANNED_BY, HeldAs, LinearPlan, plan_of
+from octet.worker.fp8.recipe import E4M3, Recipe
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.weights import EncodedWeight
+from octet.worker.kernels import LinearFormats, Operand, ScaledCodes, ScaleKind
+from octet.worker.kernels.torch_private import unsafe_view
 
 
 class Float8Linear(GuardedCodes):
@@ -48,7 +56,12 @@ class Float8Linear(GuardedCodes):
     weight_amax: Tensor | None
     weight_residual: Tensor | None
     num_steps: int
+    plan: LinearPlan
     returns_16_bits: ClassVar[bool] = True
+    keeps_products = False
+    """Whether selective checkpointing keeps the results of products alone."""
+    gathers_codes = False
+    """Whether FSDP2 gathers the weight as codes (`gathered.py`)."""
 
     def __init__(
         self,
@@ -67,9 +80,7 @@ class Float8Linear(GuardedCodes):
         assert layout is not None
         self.in_features, self.out_features, self.is_transposed = layout
         self.weight, self.bias = linear.get_parameter("weight"), linear.bias  # type: ignore[assignment]
-        self.recipe, shape = recipe, (self.in_features, self.out_features)
-        self.is_usual = is_usual_layer(recipe, *shape, is_transposed=self.is_transposed)
-        device = self.weight.device
+        self.recipe, device = recipe, self.weight.device
         self.input_scaling = OperandScaling(recipe, recipe.input, device)
         self.weight_scaling = OperandScaling(recipe, recipe.weight, device)
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
@@ -83,42 +94,60 @@ class Float8Linear(GuardedCodes):
         if encoded_weight is not None:
             self.weight.data, self.weight_dequant_scale, self.weight_amax, self.weight_residual = encoded_weight
         self._prepare_gradient()
-        self.start_step(0)
         self.train(linear.training)
+        self.start_step(0)
+        self._settle()
 
     def forward(self, input: Tensor, *, takes_over_activation: bool = False) -> Tensor:
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
-        activation = self.activation if takes_over_activation else None
-        is_usual = is_usual_pass(self, input)
-        if is_usual and not torch.compiler.is_compiling():
-            return usual_output(self, input, activation)
-        output_dtype, wide = activation_dtype(input), self.high_precision
-        with torch.autocast(input.device.type, enabled=False) if wide else nullcontext():  # it casts products in bf16 alone
-            if wide == ALL_GEMMS and self.weight_dequant_scale is None:  # then it is a layer of bf16-amp
-                if activation is not None:
-                    input = kernels.ACTIVATIONS[activation].forward(input)
-                weight_NK = self.weight.t() if self.is_transposed else self.weight
-                return half_linear(input, weight_NK, self.bias, torch.bfloat16).to(output_dtype)
-            input_TK, codes = input.reshape(-1, self.in_features), None
-            if activation is None and (carried := carried_by(input)) is not None:
-                columns = "grad_weight" not in wide and torch.is_grad_enabled() and self.weight.requires_grad
-                codes = carried.codes_for(self.input_scaling, input_TK, rows="output" not in wide, columns=columns)
-            weight: Tensor = self.weight
-            if torch.compiler.is_compiling() and weight.requires_grad and self._gradient_port is not None:
-                weight = self._gradient_port
-            bias_N = self.bias if is_usual or "output" in wide else None  # added on the way out
-            how = ForwardPass(output_dtype, activation, codes, notes_of_pass(self, input, activation))
-            output_TN = (UsualProducts if is_usual else Float8Products).apply(input_TK, weight, bias_N, self, how)
-        if bias_N is None and self.bias is not None:
-            output_TN = output_TN + self.bias.to(output_TN.dtype)
-        # No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
-        return note_on(torch.ops.aten._unsafe_view(output_TN, (*input.shape[:-1], self.out_features)), how.notes.own)
+        plan: LinearPlan = self.plan
+        if not plan.high_precision:
+            return self._multiplied(input, plan, takes_over_activation=takes_over_activation)
+        output_dtype = activation_dtype(input)
+        with torch.autocast(input.device.type, enabled=False):  # it casts products in bf16 alone
+            if not plan.is_half:
+                return self._multiplied(input, plan, output_dtype, takes_over_activation=takes_over_activation)
+            if takes_over_activation and self.activation is not None:
+                input = kernels.ACTIVATIONS[self.activation].forward(input)
+            weight_NK = self.weight.t() if self.is_transposed else self.weight
+            return half_linear(input, weight_NK, self.bias, torch.bfloat16).to(output_dtype)
+
+    def _multiplied(
+        self, input: Tensor, plan: LinearPlan, output_dtype: torch.dtype | None = None, *, takes_over_activation: bool
+    ) -> Tensor:
+        """The output of a pass in which some product is in FP8, or the weight is held in codes."""
+        weight: Tensor = self.weight
+        formats = plan.after_activation if takes_over_activation else plan.formats
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling and weight.requires_grad and self._gradient_port is not None:
+            weight = self._gradient_port
+        grad_output = grad_before = None
+        keeps = torch.is_grad_enabled()
+        if formats.activation is None:
+            known = handoff_of(input)
+        else:
+            known = GraphHandoff(is_shared=False) if is_compiling else None
+            grad_before = gradient_handoff_of(input) if keeps else None
+        if keeps and not is_compiling and formats.grad_output.kind is ScaleKind.TENSOR:
+            goes_on = input.requires_grad
+            if goes_on or weight.requires_grad:
+                wants_rows = goes_on and "grad_input" not in plan.high_precision
+                consumer: Any = self._modules["grad_output_scaling"] if wants_rows else None
+                grad_output = Handoff(consumer, is_shared=False)
+        dtype = activation_dtype(input) if output_dtype is None else output_dtype
+        given = ForwardPass(plan, formats, dtype, keeps, known, grad_output, grad_before)
+        if plan.adds_bias_after:
+            output_TN: Tensor = Float8Products.apply(input.reshape(-1, self.in_features), weight, None, self, given)
+            output_TN = output_TN if self.bias is None else output_TN + self.bias.to(dtype)
+            output = _in_shape(output_TN, input)
+        else:
+            output = Float8Products.apply(input, weight, self.bias, self, given)
+        return output if grad_output is None else attach_gradient(output, grad_output)
 
     @property
     def high_precision(self) -> frozenset[GemmName]:
         """The products that are computed in bf16 in the present mode."""
-        uses_fp8 = self.fallback is Fallback.NONE and (self.training or self.recipe.fp8_in_evaluation)
-        return self.recipe.high_precision if uses_fp8 else ALL_GEMMS
+        return self.plan.high_precision
 
     def weight_values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight's values in the parameter's shape, as precisely as the layer holds them, or rounded once to dtype."""
@@ -129,20 +158,42 @@ class Float8Linear(GuardedCodes):
             return kernels.values_of(self._stored_weight(), dtype)
         return kernels.split_dequantize(self.weight.detach(), self.weight_residual, self.weight_dequant_scale, dtype)
 
-    def weight_operand(self, *, transposed: bool = False, amax: Tensor | None = None) -> ScaledCodes:
-        """The weight in FP8, (N, K), or transposed, (K, N): as it is held, or quantized. amax: fp32 (), where it is known."""
-        as_held = transposed == self.is_transposed
-        if self.weight.dtype == E4M3 and not self.recipe.weight.kind.is_blockwise:
-            stored = self._stored_weight()
-            return stored if as_held else stored.t()
-        held, unit, amax = self.weight.detach(), self.weight_dequant_scale, self.weight_amax if amax is None else amax
-        if held.dtype == E4M3:
-            held, unit = self.weight_values(), None
-        wanted = {"rows": as_held, "columns": not as_held, "is_again": transposed and "output" not in self.high_precision}
-        rows, columns = self.weight_scaling.quantize(held, unit=unit, amax=amax, **wanted)
-        codes = rows if as_held else columns
-        assert codes is not None
-        return codes
+    def weight_operand(self, weight: Tensor, plan: LinearPlan) -> Operand:
+        """The weight as `linear_output` takes it. weight: the parameter; in a graph perhaps the port of its gradient."""
+        held = self._held(weight, plan)
+        if plan.held_as.is_product_ready:
+            if plan.held_as is HeldAs.GATHERED and held.amax is not None:
+                self.weight_scaling.remember_amax(held.amax)
+            return Operand(held.data.t() if self.is_transposed else held.data, held.dequant_scale)
+        scaling: Any = self._modules["weight_scaling"]
+        operand: Operand = scaling.weight_operand(held, "columns" if self.is_transposed else "rows")
+        return operand
+
+    def weight_operand_again(self, weight: Tensor, amax: Tensor | None, plan: LinearPlan) -> Operand:
+        """The weight as `linear_gradients` takes it. amax: of what `weight_operand` has returned."""
+        held = self._held(weight, plan)
+        if plan.held_as.is_product_ready:
+            return Operand(held.data if self.is_transposed else held.data.t(), held.dequant_scale)
+        scaling: Any = self._modules["weight_scaling"]
+        side = "rows" if self.is_transposed else "columns"
+        operand: Operand
+        if "output" in plan.high_precision:  # then the forward pass has not quantized it
+            operand = scaling.weight_operand(held, side)
+        else:
+            operand = scaling.weight_operand_again(held, side, amax)
+        return operand
+
+    def _held(self, weight: Tensor, plan: LinearPlan) -> Operand:
+        """What the layer holds of its weight."""
+        if torch.compiler.is_compiling() or plan.held_as is HeldAs.GATHERED:
+            weight = self.weight
+        if plan.held_as is HeldAs.GATHERED:
+            gathered: Any = weight  # a GatheredWeight of `gathered.py`
+            return Operand(gathered.codes, gathered.dequant_scale, gathered.whole_amax)
+        if plan.held_as is HeldAs.DECODED:
+            return Operand(self.weight_values())
+        # Not detached: autograd does not look into the function, and each call of torch costs the host.
+        return Operand(weight, self._buffers["weight_dequant_scale"], self._buffers["weight_amax"])
 
     def half_weight(self, *, transposed: bool = False) -> Tensor:
         """The weight in bf16, (N, K), or transposed, (K, N)."""
@@ -170,9 +221,51 @@ class Float8Linear(GuardedCodes):
 
     def start_step(self, num_steps: int) -> None:
         """Prepare for the forward passes between two optimizer steps, after that many of them."""
-        vars(self)["num_steps"] = num_steps
-        for scaling in self.scalings().values():  # by `vars`: a module takes ten times as long to set, or find, an attribute
-            vars(scaling)["is_sampled"] = self.statistics_every > 0 and num_steps % self.statistics_every == 0
+        vars(self)["num_steps"] = num_steps  # a module takes ten times as long to set, or find, an attribute
+        is_sampled = self.statistics_every > 0 and num_steps % self.statistics_every == 0
+        if is_sampled is not self.is_sampled:
+            self.sample_step(is_sampled=is_sampled)
+
+    def sample_step(self, *, is_sampled: bool = True) -> None:
+        """Let the forward passes until the next step take samples, or none."""
+        for scaling in self.scalings().values():
+            vars(scaling)["is_sampled"] = is_sampled
+        self._settle()
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the passes until the next step take samples, if the layer is in training."""
+        scaling: Any = self._modules["input_scaling"]
+        is_sampled: bool = scaling.is_sampled
+        return is_sampled
+
+    def _settle(self) -> None:
+        """Take the plan for the layer as it is now."""
+        uses_fp8 = self.fallback is Fallback.NONE and (self.training or self.recipe.fp8_in_evaluation)
+        vars(self)["plan"] = plan_of(
+            self.recipe,
+            self._held_as(),
+            self.activation,
+            uses_fp8=uses_fp8,
+            is_transposed=self.is_transposed,
+            is_sampled=self.is_sampled and self.training,
+            keeps_products=self.keeps_products,
+        )
+
+    def _held_as(self) -> HeldAs:
+        if self.gathers_codes:
+            return HeldAs.GATHERED
+        if self._buffers["weight_dequant_scale"] is None:
+            return HeldAs.VALUES
+        if self.weight.dtype != E4M3:
+            return HeldAs.SCALED
+        return HeldAs.DECODED if self.recipe.weight.kind.is_blockwise else HeldAs.CODES
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and take another plan where the plan depends on it."""
+        super().__setattr__(name, value)
+        if name in PLANNED_BY and "plan" in vars(self):
+            self._settle()
 
     def get_extra_state(self) -> Tensor:
         """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback. int64, (4,)."""
@@ -204,6 +297,7 @@ class Float8Linear(GuardedCodes):
         """Restore what a copied or unpickled parameter loses: the dtype of its gradient and the hook."""
         super().__setstate__(state)
         self._prepare_gradient()
+        self._settle()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         """Move to another device, or cast what is plain."""
@@ -212,79 +306,208 @@ class Float8Linear(GuardedCodes):
         return self
 
 
+class ForwardPass(NamedTuple):
+    """How a layer computes one forward pass.
+
+    formats: with the activation, if the layer computes it. keeps: autograd is on. input: what is known of the input.
+    grad_output: what will be known of the output's gradient. grad_before: where the backward pass of the activation records
+    what it knows of the gradient of its input.
+    """
+
+    plan: LinearPlan
+    formats: LinearFormats
+    output_dtype: torch.dtype
+    keeps: bool
+    input: Handoff | None
+    grad_output: Handoff | None
+    grad_before: Handoff | None
+
+
+Saved = tuple[Tensor | None, Tensor | None]
+"""What waits of the input: codes (K, T) and scale; the activation's input and the activation's amax; or values in bf16."""
+
+
 class Float8Products(torch.autograd.Function):
-    """The three products. Every operand has the summed dimension last."""
+    """The three products, and the bias. Every operand has the summed dimension last."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input_TK: Tensor,
-        weight: Tensor,
-        bias_N: Tensor | None,
-        layer: Float8Linear,
-        how: ForwardPass,
+        ctx: Any, input: Tensor, weight: Tensor, bias_N: Tensor | None, layer: Float8Linear, given: ForwardPass
     ) -> Tensor:
-        """bias_N: only where the output is computed in bf16."""
-        output_dtype, activation, codes, notes, *_ = how
-        wide, scaling = layer.high_precision, layer.input_scaling
+        """input: (..., K), and the result (..., N). weight: the parameter, or the port of its gradient."""
+        plan, shape, weight_amax = given.plan, input.shape, None
+        input_TK = input if len(shape) == 2 else input.reshape(-1, layer.in_features)
+        ctx.layer, ctx.plan, ctx.formats, ctx.input_dtype = layer, plan, given.formats, input.dtype
+        ctx.grad_output, ctx.grad_before = given.grad_output, given.grad_before
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
-        ctx.is_empty, ctx.notes = input_TK.shape[0] == 0, notes
+        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
+        ctx.is_empty = input_TK.shape[0] == 0
         if ctx.is_empty:  # nothing to multiply, and nothing that a scale or a window should learn from
-            ctx.shapes, ctx.input_dtype = (input_TK.shape, weight.shape), input_TK.dtype
-            return input_TK.new_empty((0, layer.out_features), dtype=output_dtype)
-        saved: tuple[Tensor | None, Tensor | None] = (input_TK, None)
-        input_half = input_rows = None
-        if activation is not None and "output" not in wide:  # its codes are needed, its values are not
-            input_rows, input_amax = scaling.activate(input_TK, activation)
-            saved = (input_TK, input_amax)
-        elif activation is not None:
-            input_half = kernels.ACTIVATIONS[activation].forward(input_TK).to(torch.bfloat16)
+            ctx.shapes = shape, weight.shape
+            return input.new_empty((*shape[:-1], layer.out_features), dtype=given.output_dtype)
+        needs_columns = given.keeps and ctx.needs_input_grad[1] and "grad_weight" not in plan.high_precision
+        if "output" in plan.high_precision:
+            output_TN, saved = _half_output(layer, input_TK, bias_N, given, columns=needs_columns)
         else:
-            rows, columns = "output" not in wide, "grad_weight" not in wide and ctx.needs_input_grad[1]
-            made = codes or scaling.quantize(input_TK, rows=rows, columns=columns, transposed_later=True)
-            input_rows, input_columns = made
-            input_half = input_TK.to(torch.bfloat16) if wide & {"output", "grad_weight"} else None
-            saved = (input_half, None) if "grad_weight" in wide else (input_columns or (None, None))[:2]
-        ctx.save_for_backward(*saved, weight, layer.weight_dequant_scale)
-        ctx.layer, ctx.activation, ctx.high_precision, ctx.input_dtype = layer, activation, wide, input_TK.dtype
-        if "output" in wide:
-            assert input_half is not None
-            return half_linear(input_half, layer.half_weight(), bias_N, torch.bfloat16).to(output_dtype)
-        assert input_rows is not None
-        return product(input_rows, layer.weight_operand(), output_dtype, fast_accumulation=True)
+            operand = layer.weight_operand(weight, plan)
+            output_TN, saved = _output(layer, input_TK, operand, given, columns=needs_columns)
+            weight_amax = operand.amax
+            if bias_N is not None:
+                bias_N = bias_N.to(given.output_dtype)
+                # In place in eager code alone: of an output that is changed in place, torch 2.11's
+                # graphs send back gradients of zero.
+                output_TN = output_TN + bias_N if torch.compiler.is_compiling() else output_TN.add_(bias_N)
+        if given.formats.activation is not None:
+            saved = input, saved[1]  # as it came: others keep it too
+        ctx.save_for_backward(*saved, weight, layer._buffers["weight_dequant_scale"], weight_amax)
+        return _in_shape(output_TN, input)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output_TN: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        layer, plan, formats, shape = ctx.layer, ctx.plan, ctx.formats, grad_output.shape
+        grad_output_TN = grad_output if len(shape) == 2 else grad_output.reshape(-1, layer.out_features)
         if ctx.is_empty:
             return zero_gradients(ctx, grad_output_TN)
-        input_saved, input_dequant_scale, *_ = ctx.saved_tensors  # reading them checks that the weight is unchanged
-        layer, activation, wide = ctx.layer, ctx.activation, ctx.high_precision
+        # Reading them checks that the weight is unchanged.
+        input_saved, input_number, weight, _, weight_amax = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if activation is not None:
-            input_saved = input_saved.reshape(-1, layer.in_features)  # `UsualProducts` keeps the input as it came
-        given_TK, scaling = input_saved, layer.grad_output_scaling
-        if activation is not None and needs_weight and "grad_weight" in wide:
-            input_saved = kernels.activate_again(given_TK, activation, grad_output_TN)
-        elif activation is not None and needs_weight:  # what was saved with it is the amax
-            again = layer.input_scaling.activate_again(given_TK, activation, input_dequant_scale, grad_output_TN)
-            input_saved, input_dequant_scale, _ = again
-        rows, columns = needs_input and "grad_input" not in wide, needs_weight and "grad_weight" not in wide
-        grad_rows, grad_columns = ctx.notes.quantize(scaling, grad_output_TN, rows=rows, columns=columns)
-        grad_input_TK = grad_weight = None
-        if needs_input and "grad_input" in wide:
+        if formats.activation is not None:
+            input_saved = input_saved.reshape(-1, layer.in_features)
+        grad_input_TK = grad_weight = grad_bias_N = None
+        rows, columns = (
+            needs_input and "grad_input" not in plan.high_precision,
+            needs_weight and "grad_weight" not in plan.high_precision,
+        )
+        if rows or columns:
+            grads = _grad_operands(layer, plan, grad_output_TN, ctx.grad_output, rows=rows, columns=columns)
+            input = _input_again(layer, plan, formats, (input_saved, input_number), grad_output_TN) if columns else None
+            operand = layer.weight_operand_again(weight, weight_amax, plan) if rows else None
+            sides = "both" if rows and columns else "rows" if rows else "columns"
+            dtypes = (ctx.input_dtype, ctx.grad_weight_dtype)
+            gradients = kernels.linear_gradients(*grads, input, operand, formats, sides, dtypes)
+            grad_input_TK, grad_weight = gradients[0] if rows else None, gradients[-1] if columns else None
+        if needs_input and not rows:
             grad_input_TK = half_matmul(grad_output_TN, layer.half_weight(transposed=True), ctx.input_dtype)
-        elif needs_input:
-            grad_input_TK = product(grad_rows, layer.weight_operand(transposed=True), ctx.input_dtype)
-        if needs_weight and "grad_weight" in wide:
-            left, right = grad_output_TN.t(), input_saved.t()
+        if needs_weight and not columns:
+            input_half = input_saved
+            if formats.activation is not None:
+                input_half = kernels.activate_again(input_saved, formats.activation, grad_output_TN)
+            left, right = grad_output_TN.t(), input_half.t()
             left, right = (right, left) if layer.is_transposed else (left, right)
             grad_weight = half_matmul(left, right, ctx.grad_weight_dtype)
-        elif needs_weight:
-            input_columns = layer.input_scaling.kept_columns(input_saved, input_dequant_scale)
-            operands = (input_columns, grad_columns) if layer.is_transposed else (grad_columns, input_columns)
-            grad_weight = product(operands[0], operands[1], ctx.grad_weight_dtype)
-        if activation is not None and grad_input_TK is not None:
-            grad_input_TK = ctx.notes.before_activation(activation, grad_input_TK, given_TK)
-        grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32) if needs_bias else None
+        if grad_input_TK is not None and formats.activation is not None:
+            grad_input_TK = _before_activation(formats.activation, grad_input_TK, input_saved, ctx.grad_before)
+        if grad_input_TK is not None and len(shape) != 2:
+            grad_input_TK = grad_input_TK.view(*shape[:-1], -1)
+        if needs_bias and "output" in plan.high_precision:
+            grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32)
+        elif needs_bias:
+            grad_bias_N = grad_output_TN.sum(0).to(ctx.bias_dtype)
         return grad_input_TK, grad_weight, grad_bias_N, None, None
+
+
+def _in_shape(output_TN: Tensor, input: Tensor) -> Tensor:
+    """The output in the shape of the input, with N in the place of K.
+
+    No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
+    """
+    if input.dim() == 2:
+        return output_TN
+    output: Tensor = unsafe_view(output_TN, (*input.shape[:-1], output_TN.shape[1]))
+    return output
+
+
+def _output(
+    layer: Float8Linear, input_TK: Tensor, weight: Operand, given: ForwardPass, *, columns: bool
+) -> tuple[Tensor, Saved]:
+    """The output in FP8, and what waits of the input for the backward pass. columns: codes (K, T) are to wait."""
+    plan, formats, handoff, dtype = given.plan, given.formats, given.input, given.output_dtype
+    scaling: Any = layer._modules["input_scaling"]
+    if formats.activation is not None:
+        if plan.quantizes_input_first:
+            rows, amax = scaling.activate(input_TK, formats.activation)
+            [output_TN] = kernels.linear_output(Operand(rows.codes, rows.dequant_scale), weight, formats, dtype)
+            return output_TN, (None, amax)
+        amax = None
+        if handoff is not None and not plan.high_precision:
+            amax = handoff.recorded(input_TK, scaling, formats.activation, is_whole=False).amax
+        output_TN, *kept = kernels.linear_output(Operand(input_TK, None, amax), weight, formats, dtype)
+        return output_TN, (None, kept[0] if kept else None)
+    is_first = plan.quantizes_input_first
+    codes, amax = scaling.codes_before_product(input_TK, handoff, rows=True, columns=columns, is_first=is_first)
+    if codes is None:
+        shares = handoff is not None and handoff.is_shared and scaling.regather is None
+        keeps = ("both" if shares else "columns") if columns else ("rows" if shares else "nothing")
+        output_TN, *kept = kernels.linear_output(Operand(input_TK, None, amax), weight, formats, dtype, keeps=keeps)
+        kind = formats.input.kind
+        of_columns = ScaledCodes(kept[-2], kept[-1], kind) if columns else None
+        if handoff is not None and shares:
+            handoff.share(scaling, (ScaledCodes(kept[0], kept[1], kind), of_columns))
+    else:
+        of_rows, of_columns = codes
+        assert of_rows is not None
+        [output_TN] = kernels.linear_output(Operand(of_rows.codes, of_rows.dequant_scale), weight, formats, dtype)
+    if "grad_weight" in plan.high_precision:
+        return output_TN, (input_TK.to(torch.bfloat16), None)
+    return output_TN, (None, None) if of_columns is None else (of_columns.codes, of_columns.dequant_scale)
+
+
+def _half_output(
+    layer: Float8Linear, input_TK: Tensor, bias_N: Tensor | None, given: ForwardPass, *, columns: bool
+) -> tuple[Tensor, Saved]:
+    """The output in bf16, and what waits of the input for the backward pass. columns: codes (K, T) are to wait."""
+    saved: Saved = (None, None)
+    if given.formats.activation is not None:
+        input_half = kernels.ACTIVATIONS[given.formats.activation].forward(input_TK).to(torch.bfloat16)
+    else:
+        input_half = input_TK.to(torch.bfloat16)
+        if "grad_weight" in given.plan.high_precision:
+            saved = (input_half, None)
+        else:
+            sides = {"rows": False, "columns": columns}
+            codes, _ = layer.input_scaling.codes_before_product(input_TK, given.input, **sides, is_first=True)
+            assert codes is not None
+            saved = (None, None) if codes[1] is None else (codes[1].codes, codes[1].dequant_scale)
+    output_TN = half_linear(input_half, layer.half_weight(), bias_N, torch.bfloat16)
+    return output_TN.to(given.output_dtype), saved
+
+
+def _grad_operands(
+    layer: Float8Linear, plan: LinearPlan, grad_output_TN: Tensor, handoff: Handoff | None, *, rows: bool, columns: bool
+) -> tuple[Operand, Operand | None]:
+    """The gradient as `linear_gradients` takes it, and its columns, where they are in codes beside its rows."""
+    scaling: Any = layer._modules["grad_output_scaling"]
+    if torch.compiler.is_compiling():
+        handoff = GraphHandoff(is_shared=False)
+    is_first = plan.quantizes_grad_first
+    codes, amax = scaling.codes_before_product(grad_output_TN, handoff, rows=rows, columns=columns, is_first=is_first)
+    if codes is None:
+        return Operand(grad_output_TN, None, amax), None
+    of_rows, of_columns = (None if each is None else Operand(each.codes, each.dequant_scale) for each in codes)
+    first = of_rows if rows else of_columns
+    assert first is not None
+    return first, of_columns if rows and columns else None
+
+
+def _input_again(
+    layer: Float8Linear, plan: LinearPlan, formats: LinearFormats, saved: Saved, grad_output_TN: Tensor
+) -> Operand:
+    """The input as `linear_gradients` takes it, of what has waited."""
+    kept, number = saved
+    assert kept is not None
+    if formats.activation is None:
+        assert number is not None
+        codes, scale, _ = layer.input_scaling.kept_columns(kept, number)
+        return Operand(codes, scale)
+    if "output" in plan.high_precision:
+        codes, scale, _ = layer.input_scaling.activate_again(kept, formats.activation, grad_output_TN)
+        return Operand(codes, scale)
+    return Operand(kept, None, number)
+
+
+def _before_activation(activation: str, grad: Tensor, x: Tensor, handoff: Handoff | None) -> Tensor:
+    """The gradient of x, given that of an activation of x, one of kernels' ACTIVATIONS."""
+    if handoff is None:
+        return kernels.ACTIVATIONS[activation].backward(grad, x)
+    return write_gradients(grad, x, activation, None, (handoff, None))[0]

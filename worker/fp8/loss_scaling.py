@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from octet.worker.kernels.torch_private import tree_map_only
 
 LARGEST_SCALE = 2.0**32
 STATE_BUFFER = "octet_loss_scaling_state"

@@ -1,10 +1,10 @@
-"""Norms in front of FP8 layers: what they return carries its amax, found in the pass that normalizes, and a place for codes.
+"""Norms in front of FP8 layers: what they return hand on their amax, found in the pass that normalizes, and a place for codes.
 
-The layers after a norm then read its output once, instead of twice, and quantize it once for all of them (`carried.py`). A norm
+The layers after a norm then read its output once, instead of twice, and quantize it once for all of them (`handoff.py`). A norm
 keeps its class, parameters and hooks; only its `forward` is another. On an accelerator LayerNorm and RMSNorm (torch's,
 `HalfNorm`, and those that `norms.py` knows by what they compute) run as one kernel with the amax. Other norms, and all on a
 CPU, run as they are, and their output carries the place for codes alone; so do norms in a compiled graph, where the compiler
-joins a norm to the addition before it and the amax, or codes, to both (`in_graph.py`). Where the residual stream is in bf16
+joins a norm to the addition before it and the amax, or codes, to both (`handoff.py`). Where the residual stream is in bf16
 (`residual_stream.py`), norms return bf16 for bf16, and run as one kernel on a CPU too.
 """
 
@@ -15,31 +15,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from worker import kernels
-from worker.fp8.accelerator import is_accelerator
-from worker.fp8.carried import Taker, Written, carry
-from worker.fp8.gradient_hooks import once_differentiable
-from worker.fp8.linear import Float8Linear
-from worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
-from worker.fp8.shapes import shaped
-from worker.fp8.usual import parameter_of
-from worker.kernels.normalization import MOST_FEATURES
+from octet.api_schemas.models import families_with
+from octet.api_schemas.models.architectures import PURE_BLOCK_CLASSES
+from octet.worker import kernels
+from octet.worker.common.wrap import Nesting, Wrapper, wrap, wrapper_of
+from octet.worker.fp8.accelerator import is_accelerator
+from octet.worker.fp8.gradient_hooks import once_differentiable
+from octet.worker.fp8.handoff import Handoff, NextConsumer, Recorded, attach, attach_place
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
+from octet.worker.kernels.normalization import MOST_FEATURES
+from octet.worker.kernels.torch_private import unsafe_view
 
 PURE_BLOCKS = frozenset(
     {
-        ("worker.models.gpt", "Block"),
-        ("worker.models.llama", "Block"),
-        ("transformers.models.gpt2.modeling_gpt2", "GPT2Block"),
-        ("transformers.models.vit.modeling_vit", "ViTLayer"),
-        *((f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in ("llama", "mistral")),
-        *((f"transformers.models.{name}.modeling_{name}", f"{name.capitalize()}DecoderLayer") for name in ("qwen2", "qwen3")),
+        *((f"octet.worker.models.{family}", "Block") for family in families_with("pure_blocks")),
+        *((f"transformers.models.{name}.modeling_{name}", block) for name, block in PURE_BLOCK_CLASSES.items()),
     }
 )
-"""Module and name of classes that change no norm's output in place, which nobody can ask in a compiled graph (`carried.py`)."""
+"""Module and name of classes that change no norm's output in place, which nobody can ask in a compiled graph (`handoff.py`)."""
 
 
-class NormForward:
+class NormForward(Wrapper):
     """Takes the place of one norm's `forward`."""
+
+    nesting = Nesting.LAYER
 
     def __init__(self, norm: nn.Module, *, is_pure: bool) -> None:
         """is_pure: nothing changes the norm's output in place, so it may carry something within a compiled graph."""
@@ -47,7 +47,7 @@ class NormForward:
         self.is_fused = isinstance(norm, HalfNorm) or why_kept(norm) is None
         self.is_layer_norm = getattr(norm, "is_layer_norm", type(norm) is nn.LayerNorm)
         self.eps = eps_of(norm)
-        self.taker: Taker | None = Taker()
+        self.next_consumer: NextConsumer | None = NextConsumer()
         """None where the norm does not write codes: a pass that is checkpointed selectively issues the same ops each time."""
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -55,19 +55,20 @@ class NormForward:
         if is_compiling and not self.is_pure:
             return self._as_it_is(input)
         runs_fused = not is_compiling and self.is_fused and (is_accelerator(input.device) or self._keeps_bf16(input))
-        weight: Any = parameter_of(self.norm, "weight") if runs_fused else None
+        weight: Any = self.norm.weight if runs_fused else None
         dtype = self._output_dtype(input, weight) if runs_fused else None
         if dtype is None:
-            return carry(self._as_it_is(input), None)
+            return attach_place(self._as_it_is(input))
         bias = self.norm._parameters.get("bias")
-        scaling = None
-        if self.taker is not None:
-            scaling, self.taker.scaling = self.taker.scaling, None  # the layer sets it again if it takes codes
-        ahead = None if scaling is None else scaling.ahead()
-        found: list[kernels.Normalized] = []
-        apply = Normalize.apply if torch._C._are_functorch_transforms_active() else _apply
-        output: Tensor = apply(input, weight, bias, self.eps, Pass(self.is_layer_norm, dtype, ahead, found))
-        return carry(output, found[0].amax, Written.of(scaling, found[0].codes, ahead), self.taker)
+        following, consumer = self.next_consumer, None
+        if following is not None:
+            consumer, following.scaling = following.scaling, None  # the layer sets it again if it takes codes
+        handoff, found = Handoff(consumer, following), list[kernels.Normalized]()
+        known_scale = handoff.known_scale()
+        given = Pass(self.is_layer_norm, dtype, known_scale, found)
+        output: Tensor = Normalize.apply(input, weight, bias, self.eps, given)
+        handoff.record(Recorded(found[0].amax, found[0].codes, known_scale))
+        return attach(output, handoff)
 
     def _as_it_is(self, input: Tensor) -> Tensor:
         output: Tensor = type(self.norm).forward(self.norm, input)
@@ -95,7 +96,7 @@ class Pass(NamedTuple):
 
     is_layer_norm: bool
     dtype: torch.dtype
-    ahead: kernels.Ahead | None
+    known_scale: kernels.KnownScale | None
     found: list[kernels.Normalized]
 
 
@@ -103,14 +104,16 @@ class Normalize(torch.autograd.Function):
     """A norm of the last dimension. It keeps the input as it came, and the rows' statistics."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Pass) -> Tensor:
-        is_layer_norm, dtype, ahead, results = how
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, given: Pass) -> Tensor:
+        is_layer_norm, dtype, known_scale, results = given
         shape = x.shape
         x_MN = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-        found = kernels.normalize(x_MN, weight, bias, eps, is_layer_norm=is_layer_norm, dtype=dtype, ahead=ahead)
+        how: Any = {"is_layer_norm": is_layer_norm, "dtype": dtype, "known_scale": known_scale}
+        found = kernels.normalize(x_MN, weight, bias, eps, **how)
         results.append(found)
         ctx.save_for_backward(x, weight, bias, found.mean, found.rstd)
-        return shaped(found.output, shape)
+        output = found.output
+        return output if len(shape) == 2 else unsafe_view(output, shape)  # no view, as in `linear.py`
 
     @staticmethod
     @once_differentiable
@@ -123,10 +126,6 @@ class Normalize(torch.autograd.Function):
         return grad_x if len(shape) == 2 else grad_x.view(shape), *others, None, None
 
 
-_apply = super(torch.autograd.Function, Normalize).apply
-"""As in `usual.py`."""
-
-
 def carry_norms(model: nn.Module) -> int:
     """Let the norms that stand before FP8 layers return what carries codes. Returns their number.
 
@@ -135,7 +134,7 @@ def carry_norms(model: nn.Module) -> int:
     """
     found = list(_norms_before_layers(model))
     for norm, is_pure in found:
-        norm.forward = NormForward(norm, is_pure=is_pure).__call__
+        wrap(norm, NormForward(norm, is_pure=is_pure))
     return len(found)
 
 
@@ -143,14 +142,14 @@ def return_dtype_of_input(model: nn.Module, blocks: Iterable[nn.Module]) -> None
     """Let the norms of a model that are given bf16 return bf16: LayerNorms, RMSNorms, and whatever norms blocks have."""
     of_blocks = {part for block in blocks for part in block.modules()}
     for norm in model.modules():
-        forward: Any = getattr(vars(norm).get("forward"), "__self__", None)
-        if not isinstance(forward, NormForward):
+        forward = wrapper_of(norm, NormForward)
+        if forward is None:
             if not is_norm(norm) or "forward" in vars(norm):
                 continue
             forward = NormForward(norm, is_pure=False)
             if not forward.is_fused and norm not in of_blocks:
                 continue
-            norm.forward = forward.__call__
+            wrap(norm, forward)
         forward.returns_dtype_of_input = True
 
 

@@ -5,67 +5,17 @@ and RMSNorm are known by their classes. An RMSNorm of another package is known b
 numbers, since some multiply by `1 + weight`.
 """
 
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from api_schemas.base import refusal
-from api_schemas.precision import PrecisionSpec
-from worker.fp8.convert import SkippedLayer, put_in_place
+from octet.worker.fp8.convert import SkippedLayer, put_in_place
 
 _EPS = ("eps", "variance_epsilon")
-"""What RMSNorms call the number that they add to the mean square."""
-
-
-class LibraryPrecision(PrecisionSpec):
-    """The precision of a model in a loop of one's own: `initialize` has an option more than a job."""
-
-    norms: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="dtype of the weights and outputs of LayerNorm and RMSNorm; statistics are fp32"
-    )
-    fsdp_float8_all_gather: bool = Field(
-        default=False, description="at te: gather sharded weights as FP8 codes under FSDP2; at ao it is an option of torchao's"
-    )
-
-    @model_validator(mode="after")
-    def _norms_fit_the_level(self) -> Self:
-        if self.norms == "bf16" and self.storage.gemm not in ("bf16", "fp8"):
-            raise refusal(
-                "norms",
-                got=f"bf16 at level {self.level}",
-                allowed="bf16 where products are in bf16 or FP8",
-                change="Set precision.norms to fp32, or choose another precision.level.",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _gathers_fit(self) -> Self:
-        """Codes take the place of values, so every product has to be made of the codes that are gathered."""
-        row, recipe = self.storage, self.resolved_recipe
-        if not self.fsdp_float8_all_gather:
-            return self
-        if recipe is None or not row.has_own_fp8 or row.weight != "fp32":
-            change = "Give it as torchao={'fsdp_float8_all_gather': True}." if row.engine == "torchao" else "Remove it."
-            raise self._gather_refusal(f"level {self.level}", "level te, whose weights are values and products FP8", change)
-        if recipe.granularity != "tensor":
-            changed = "Set recipe.granularity to tensor, or remove fsdp_float8_all_gather."
-            raise self._gather_refusal(f"recipe.granularity {recipe.granularity}", "one scale for each weight", changed)
-        wide = [name for name in recipe.high_precision_gemms if name != "grad_weight"]
-        if wide or not recipe.fp8_in_evaluation:
-            got = f"recipe.high_precision_gemms {', '.join(wide)}" if wide else "recipe.fp8_in_evaluation false"
-            changed = "Change the recipe, or remove fsdp_float8_all_gather."
-            raise self._gather_refusal(got, "all products with the weight in FP8", changed)
-        if self.statistics_every or self.demotion is not None:
-            changed = "Remove statistics_every and demotion, or fsdp_float8_all_gather."
-            raise self._gather_refusal("statistics_every or demotion", "no samples: FSDP2's optimizer is not known", changed)
-        return self
-
-    def _gather_refusal(self, got: str, allowed: str, change: str) -> Exception:
-        return refusal("fsdp_float8_all_gather", got=f"True with {got}", allowed=allowed, change=change)
+"""The names that RMSNorms give to the number that they add to the mean square."""
 
 
 class HalfNorm(nn.Module):
@@ -128,12 +78,12 @@ def replace_norms(model: nn.Module, names: list[str]) -> None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module without parts is called a norm."""
+    """Return whether a module without parts is called a norm."""
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
 def why_kept(norm: nn.Module) -> str | None:
-    """Say why a norm is not a plain LayerNorm or RMSNorm with fp32 weights; None if it is."""
+    """Return why a norm is not a plain LayerNorm or RMSNorm with fp32 weights; None if it is one."""
     parameters = dict(norm.named_parameters(recurse=False))
     if any(hooks for attribute, hooks in vars(norm).items() if "_hooks" in attribute and hooks) or "forward" in vars(norm):
         return "it has hooks, or a forward of its own, which would be lost"
@@ -147,7 +97,7 @@ def why_kept(norm: nn.Module) -> str | None:
 
 
 def _is_rms_norm(norm: nn.Module) -> bool:
-    """Whether a module with one weight (C) gives the RMS norm of random numbers, within fp32's rounding."""
+    """Return whether a module with one weight (C) gives the RMS norm of random numbers, within fp32's rounding."""
     [num_features] = norm.get_parameter("weight").shape
     draw = torch.Generator().manual_seed(0)
     input, weight = torch.randn(4, num_features, generator=draw), torch.randn(num_features, generator=draw)

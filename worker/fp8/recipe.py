@@ -5,31 +5,21 @@ from dataclasses import dataclass
 
 import torch
 
-from api_schemas.recipe import GemmName, RecipeSpec
-from worker.kernels.scales import ScaleKind, scale_kind
+from octet.api_schemas.recipe import GemmName, RecipeSpec
+from octet.worker.kernels.scales import OperandFormat, ScaleKind, scale_kind
 
 ALL_GEMMS: frozenset[GemmName] = frozenset(("output", "grad_input", "grad_weight"))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-@dataclass(frozen=True)
-class OperandFormat:
-    """The codes of one operand, and which of its elements share a scale."""
-
-    dtype: torch.dtype = E4M3
-    kind: ScaleKind = ScaleKind.TENSOR
-
-    def __str__(self) -> str:
-        return "e5m2" if self.dtype == E5M2 else "e4m3"
+_BY_TENSOR, _WIDE_RANGE = OperandFormat(), OperandFormat(E5M2)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The table that a converted layer follows; `str` prints it."""
 
-    input: OperandFormat = OperandFormat()
-    weight: OperandFormat = OperandFormat()
-    grad_output: OperandFormat = OperandFormat(E5M2)
+    input: OperandFormat = _BY_TENSOR
+    weight: OperandFormat = _BY_TENSOR
+    grad_output: OperandFormat = _WIDE_RANGE
     amax_history_length: int = 0  # 0: the scale comes from the tensor at hand
     amax_compute_algorithm: str = "max"
     margin: int = 0

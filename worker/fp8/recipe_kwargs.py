@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from api_schemas.accelerate import precision_from_accelerate
-from api_schemas.precision import TORCHAO_RECIPES, PrecisionSpec, TorchaoSpec
-from worker.fp8.layout import layout_of
+from octet.api_schemas.accelerate import precision_from_accelerate
+from octet.api_schemas.precision import TORCHAO_RECIPES, PrecisionSpec, TorchaoSpec
+from octet.worker.fp8.layout import layout_of
 
 _BACKENDS = {"FP8RecipeKwargs": None, "TERecipeKwargs": "te", "MSAMPRecipeKwargs": "msamp", "AORecipeKwargs": "ao"}
 """The backend of each class; FP8RecipeKwargs, which inherits from two others, has it in a field."""
@@ -53,7 +53,7 @@ def _class_name(recipe: object) -> str | None:
 
 
 def _of_torchao(recipe: Any, model: nn.Module, is_sharded: bool) -> PrecisionSpec:
-    """As Accelerate: without a filter of the user's the first and the last linear layer stay as they are."""
+    """Return an AORecipeKwargs' precision. Without a filter the first and the last linear layer stay, as in Accelerate."""
     torchao, scaling = _options_of(recipe)
     options: dict[str, Any] = {"level": "ao", "torchao": torchao, "recipe": scaling}
     if recipe.module_filter_func is None:
@@ -69,7 +69,7 @@ def _of_torchao(recipe: Any, model: nn.Module, is_sharded: bool) -> PrecisionSpe
 
 
 def _options_of(recipe: Any) -> tuple[TorchaoSpec, Any]:
-    """What a `Float8LinearConfig` says, as our options and the scaling of its products."""
+    """Translate a `Float8LinearConfig` into our options and the scaling of its products."""
     config = recipe.config
     if config is None:
         return TorchaoSpec(pad_inner_dim=bool(recipe.pad_inner_dim)), None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from worker.fp8.linear import Float8Linear
+from octet.worker.fp8.linear import Float8Linear
 
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,

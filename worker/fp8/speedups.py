@@ -2,7 +2,7 @@
 
 `speedups.json` next to this file holds a table for each known device. The one for compute capability 9.0 is computed by
 `benchmarks/gpu/roofline.py`; `make bench-gpu-kernels` measures a device and writes a file with its table. A device that has no
-table takes the nearest, and the reason of each decision says which.
+table takes the nearest, which the reason of each decision names.
 A speedup is the time of a layer's forward and backward pass in bf16 over that in FP8, quantization included, by the
 device's own clock: what the host needs to enqueue them is not in it.
 """
@@ -15,8 +15,8 @@ from math import floor, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from api_schemas.levels import Level
-from api_schemas.recipe import RecipeSpec
+from octet.api_schemas.levels import Level
+from octet.api_schemas.recipe import RecipeSpec
 
 TABLES = Path(__file__).with_name("speedups.json")
 DEFAULT_TOKENS = 8192
@@ -29,7 +29,7 @@ KINDS = {
 """Recipes of different speed. By blocks, cuBLASLt multiplies E4M3 alone; Triton multiplies E5M2."""
 
 WEIGHTS = ("fp32", "scaled")
-"""How a layer holds its weight: as fp32 values, which bf16-amp casts to bf16; or as codes with a scale, which are decoded."""
+"""The ways in which layers hold weights: fp32 values, which bf16-amp casts to bf16; or codes, which are decoded."""
 
 Grid = Sequence[Any]
 """Numbers, nested by tokens, in features and out features."""
@@ -72,11 +72,11 @@ class SpeedupTable:
         return f"computed for compute capability {_dotted(self.capability)}, not measured"
 
     def origin_for(self, chip: Chip) -> str:
-        """In words; of a chip that has no table of its own this is said, too."""
+        """The origin in words, with a note for a chip that has no table of its own."""
         return self.origin if self.is_of(chip) else f"{self.origin}; {chip.name} ({_dotted(chip.capability)}) has no table"
 
     def is_of(self, chip: Chip) -> bool:
-        """Whether it was measured on such a chip, or computed for its compute capability."""
+        """Return whether it was measured on such a chip, or computed for its compute capability."""
         return chip.name == self.device or (not self.device and chip.capability == tuple(self.capability))
 
 
@@ -105,7 +105,7 @@ def kind_of(recipe: RecipeSpec) -> str:
 def why_bf16(
     in_features: int, out_features: int, tokens: int, level: Level, recipe: RecipeSpec, chip: Chip | None
 ) -> str | None:
-    """Why a layer multiplies in bf16, with the numbers; None where FP8 is no slower, or nothing is known of the recipe.
+    """Return why a layer multiplies in bf16, with the numbers; None where FP8 is no slower, or the table lacks the recipe.
 
     chip: None for any device but CUDA's, where FP8 is not for speed. Of mx nothing is known until a Blackwell is measured.
     """
@@ -122,7 +122,7 @@ def why_bf16(
 
 
 def borrowed_table(recipe: RecipeSpec, chip: Chip | None) -> str | None:
-    """Which table decides about the layers on a chip that has none of its own; None where its own does, or none."""
+    """Return the origin of the table that a chip without one takes; None where it has one, or none decides."""
     if chip is None:
         return None
     table = table_for(chip, load_tables())

@@ -1,4 +1,4 @@
-"""What is known of how well FP8 holds an operand, in a step that samples it."""
+"""Describe how well FP8 holds an operand, in a step that samples it."""
 
 from dataclasses import dataclass
 

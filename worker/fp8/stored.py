@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from worker import kernels
-from worker.fp8.weights import EncodedWeight
+from octet.worker import kernels
+from octet.worker.fp8.weights import EncodedWeight
 
 CODES = "weight_codes"
 PARTS = ("weight_dequant_scale", "weight_amax", "weight_residual")

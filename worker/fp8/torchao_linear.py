@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from api_schemas.precision import PrecisionSpec, TorchaoSpec
+from octet.api_schemas.precision import PrecisionSpec, TorchaoSpec
 
 
 def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
@@ -21,7 +21,7 @@ def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callabl
         )
     from torchao.float8 import Float8LinearConfig
 
-    from worker.fp8.torchao_layer import TorchaoLinear
+    from octet.worker.fp8.torchao_layer import TorchaoLinear
 
     options = precision.torchao or TorchaoSpec()
     config = replace(

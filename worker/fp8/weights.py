@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from api_schemas.levels import Level
-from worker import kernels
-from worker.deferred import deferred, is_deferred
-from worker.fp8.recipe import E4M3
-from worker.kernels.rounding import NUM_BITS
+from octet.api_schemas.levels import Level
+from octet.worker import kernels
+from octet.worker.common.deferred import deferred, is_deferred
+from octet.worker.fp8.recipe import E4M3
+from octet.worker.kernels.rounding import NUM_BITS
 
 PIECE_ELEMENTS = 1 << 22
 """Elements that are encoded or decoded at a time, so that temporaries do not grow with the weight."""

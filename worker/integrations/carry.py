@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.fp8.loss_scaling import STATE_BUFFER
-from worker.fp8.stored import CODES
-from worker.plain import as_plain, drop_codes
-from worker.resume import load_model, make_masters
+from octet.worker.checkpoint.resume import load_model, make_masters
+from octet.worker.fp8.loss_scaling import STATE_BUFFER
+from octet.worker.fp8.stored import CODES
+from octet.worker.prepare.export_state_dict import as_plain, drop_codes
 
 MODEL_STATE = "octet_model_state"
 """The key in an optimizer's state dict."""
@@ -53,7 +53,7 @@ class _Carrier:
             make_masters(self.optimizer)
 
     def _completed(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What was carried, with the values that the model has loaded from elsewhere."""
+        """Return the carried state, with the values that the model has loaded from elsewhere."""
         state = self.model.state_dict()
         state.pop(STATE_BUFFER, None)
         for name in saved:
@@ -65,7 +65,7 @@ class _Carrier:
 
 
 def carry_model_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's state dict hold what values of the model's weights do not say, and bring it back.
+    """Save in the optimizer's state dict what the values of the model's weights leave out, and bring it back.
 
     For loops that save a model by `save_pretrained`, after `initialize`; a loop that saves `model.state_dict()` needs it not.
     Calling it a second time changes nothing.

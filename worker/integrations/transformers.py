@@ -17,12 +17,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from api_schemas.levels import LEVELS
-from api_schemas.precision import LevelName, PrecisionSpec
-from worker.fp8.convert import ConversionReport
-from worker.integrations.carry import carry_model_state
-from worker.parallel.parallelize import parallelize
-from worker.prepare import initialize, read_options, share_rounding
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.precision import LevelName, PrecisionSpec
+from octet.worker.fp8.convert import ConversionReport
+from octet.worker.integrations.carry import carry_model_state
+from octet.worker.parallel.parallelize import parallelize
+from octet.worker.prepare.convert import share_rounding
+from octet.worker.prepare.initialize import initialize
+from octet.worker.prepare.options import read_options
 
 DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
@@ -59,10 +61,12 @@ class OctetArguments:
 
 
 def prepare_trainer(trainer: Any, arguments: OctetArguments | None = None) -> None:
-    """Convert the model of a `Trainer` and its optimizer, before `trainer.train()`. `trainer.model.octet_report` tells how.
+    """Convert the model of a `Trainer` and its optimizer, before `trainer.train()`.
 
-    arguments: leave them out if model and optimizer are from `initialize`. The optimizer is the trainer's own, or made as its
-    `TrainingArguments` say; random rounding takes their seed. All ranks call it together. Raises ValueError, before the model
+    `trainer.model.octet_report` lists what was done.
+
+    arguments: leave them out if model and optimizer are from `initialize`. The optimizer is the trainer's own, or made from its
+    `TrainingArguments`; random rounding takes their seed. All ranks call it together. Raises ValueError, before the model
     is changed, for arguments of the trainer that do not go with the level, and as `initialize` does.
     """
     report = getattr(trainer.model, "octet_report", None)
@@ -98,7 +102,7 @@ def _convert(trainer: Any, precision: PrecisionSpec) -> None:
 
 
 def _parallelize(trainer: Any) -> None:
-    """Exchange gradients as the level says, and let Accelerate prepare the model without DDP around it."""
+    """Exchange gradients in the level's format, and let Accelerate prepare the model without DDP around it."""
     args, accelerator = trainer.args, trainer.accelerator
     share_rounding(trainer.model, args.process_index, args.world_size)
     parallel = parallelize(trainer.model, trainer.optimizer)
@@ -149,7 +153,7 @@ def _of_ranks(trainer: Any) -> Iterator[_Conflict]:
 
 
 def _of_precision(trainer: Any, level: str) -> Iterator[_Conflict]:
-    """Casts of others: the level says what is computed in which format."""
+    """Casts of others: the level decides what is computed in which format."""
     args, mode = trainer.args, trainer.accelerator.mixed_precision
     yield _Conflict("fp16", mode == "fp16", "False", "For products in fp16 choose octet_level fp16-amp.")
     if LEVELS[level].gemm in ("fp32", "fp16"):

@@ -4,18 +4,24 @@ Arguments are checked against CUDA's rules on every device, so that what passes 
 implementation by the tensor's device (`library.py`); `reference.py` is the specification that each equals bit for bit.
 """
 
-from worker.kernels.activations import ACTIVATIONS
-from worker.kernels.ahead import Ahead, complete
-from worker.kernels.elementwise import activate_again, all_finite, sqrt
-from worker.kernels.formats import finite_or_nan
-from worker.kernels.gates import WrittenGradient, activate, activate_backward
-from worker.kernels.gemm import count_flops, matmul, multiply
-from worker.kernels.gradients import accumulate_, clamp_, clip_, mean_of_shards, norms, quantize_gradient, total_norm
-from worker.kernels.linear import linear_gradients, linear_output, linear_product
-from worker.kernels.measurement import measure
-from worker.kernels.normalization import Normalized, normalize, normalize_backward
-from worker.kernels.operands import QuantizedOperand, Window, activate_operand, quantize_delayed, quantize_operand, requantize
-from worker.kernels.quantization import (
+from octet.worker.kernels.activations import ACTIVATIONS
+from octet.worker.kernels.elementwise import activate_again, all_finite, sqrt
+from octet.worker.kernels.formats import finite_or_nan
+from octet.worker.kernels.gates import WrittenGradient, activate, activate_backward
+from octet.worker.kernels.gemm import matmul
+from octet.worker.kernels.gradients import accumulate_, clamp_, clip_, mean_of_shards, norms, quantize_gradient, total_norm
+from octet.worker.kernels.known_scale import KnownScale, complete
+from octet.worker.kernels.linear import count_flops, linear_gradients, linear_output
+from octet.worker.kernels.measurement import measure
+from octet.worker.kernels.normalization import Normalized, normalize, normalize_backward
+from octet.worker.kernels.operands import (
+    QuantizedOperand,
+    Window,
+    activate_operand,
+    quantize_delayed,
+    quantize_operand,
+)
+from octet.worker.kernels.quantization import (
     compute_amax,
     dequant_scale_from_amax,
     dequantize,
@@ -24,13 +30,15 @@ from worker.kernels.quantization import (
     split_dequantize,
     values_of,
 )
-from worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
-from worker.kernels.scales import ScaledCodes, ScaleKind
+from octet.worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
+from octet.worker.kernels.scales import LinearFormats, Operand, ScaledCodes, ScaleKind
 
 __all__ = [
     "ACTIVATIONS",
-    "Ahead",
+    "KnownScale",
+    "LinearFormats",
     "Normalized",
+    "Operand",
     "QuantizedOperand",
     "ScaleKind",
     "ScaledCodes",
@@ -53,11 +61,9 @@ __all__ = [
     "finite_or_nan",
     "linear_gradients",
     "linear_output",
-    "linear_product",
     "matmul",
     "mean_of_shards",
     "measure",
-    "multiply",
     "normalize",
     "normalize_backward",
     "norms",
@@ -66,7 +72,6 @@ __all__ = [
     "quantize_gradient",
     "quantize_operand",
     "random_bits",
-    "requantize",
     "split_decode",
     "split_dequantize",
     "split_encode",

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from worker.kernels.activations import ACTIVATIONS
-from worker.kernels.library import define, define_composite
+from octet.worker.kernels.activations import ACTIVATIONS
+from octet.worker.kernels.library import define, define_composite
 
 
 def _activate_again(x: Tensor, activation: str, _after: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.kernels.activations import ACTIVATIONS
-from worker.kernels.ahead import Ahead
-from worker.kernels.library import define
-from worker.kernels.reference import AMAX_STRIDE
+from octet.worker.kernels.activations import ACTIVATIONS
+from octet.worker.kernels.known_scale import KnownScale
+from octet.worker.kernels.library import define
+from octet.worker.kernels.reference import AMAX_STRIDE
 
 
 class Activated(NamedTuple):
@@ -66,19 +66,21 @@ _backward_op = define(
     "Tensor? gated_amax=None, Tensor? gated_uses_amax=None) -> Tensor[]",
     _fake_gradients,
 )
-_NOT_AHEAD = (None, 0, None, None)
+_NO_CODES = (None, 0, None, None)
 
 
-def activate(x_MN: Tensor, activation: str, gated_MN: Tensor | None = None, *, ahead: Ahead | None = None) -> Activated:
+def activate(
+    x_MN: Tensor, activation: str, gated_MN: Tensor | None = None, *, known_scale: KnownScale | None = None
+) -> Activated:
     """An activation of x, one of ACTIVATIONS, times the gated matrix, if there is one, of the same shape and dtype.
 
     Each result is rounded to the dtype of x, as torch's two ops round it: on a CPU these are their bits. The kernel of CUDA
-    devices has another exp and erf, so that fp32 results are within a few units in the last place. ahead: also write codes of
-    the result, for `complete`.
+    devices has another exp and erf, so that fp32 results are within a few units in the last place.
+    known_scale: also write codes of the result, for `complete`.
     """
     _check(x_MN, activation, gated_MN, "gated")
     gated_MN = None if gated_MN is None else gated_MN.detach()
-    output, amax, *codes = _activate_op(x_MN.detach(), gated_MN, activation, *(ahead or ()))
+    output, amax, *codes = _activate_op(x_MN.detach(), gated_MN, activation, *(known_scale or ()))
     return Activated(output, amax, codes[0] if codes else None)
 
 
@@ -88,17 +90,17 @@ def activate_backward(
     activation: str,
     gated_MN: Tensor | None = None,
     *,
-    ahead: tuple[Ahead | None, Ahead | None] = (None, None),
+    known_scales: tuple[KnownScale | None, KnownScale | None] = (None, None),
 ) -> list[WrittenGradient]:
     """The gradients of x, and of what it gates if it does, as torch computes them from the same tensors.
 
-    grad: of the output, in its dtype. ahead: for each of the two, also write codes of it, for `complete`.
+    grad: of the output, in its dtype. known_scales: for each of the two, also write codes of it, for `complete`.
     """
     _check(x_MN, activation, grad_MN, "grad")
     _check(x_MN, activation, gated_MN, "gated")
     num_gradients = 1 if gated_MN is None else 2
-    wanted = ahead[:num_gradients]
-    how = [part for one in wanted for part in one or _NOT_AHEAD] if any(wanted) else ()
+    wanted = known_scales[:num_gradients]
+    how = [part for one in wanted for part in one or _NO_CODES] if any(wanted) else ()
     parts = _backward_op(grad_MN, x_MN, gated_MN, activation, *how)
     gradients, amaxes, codes = parts[:num_gradients], parts[num_gradients], iter(parts[num_gradients + 1 :])
     return [

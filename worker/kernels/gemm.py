@@ -4,15 +4,14 @@ Legend: M rows of a, N rows of b, K the summed dimension.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.kernels.formats import BLOCK
-from worker.kernels.library import define
-from worker.kernels.scales import ScaledCodes, ScaleKind, check_scale
+from octet.worker.kernels.formats import BLOCK
+from octet.worker.kernels.library import define
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind, check_scale
 
 ALIGNMENT = 16  # CUDA's FP8 GEMM takes K and N in multiples of this
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -20,8 +19,8 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 Matmul = Callable[[ScaledCodes, ScaledCodes, torch.dtype, bool], Tensor]
 
 
-def _padded(run: Matmul) -> Matmul:
-    """Pad K and N with zero codes: after scaling, so that padding never enters an amax."""
+def padded(run: Matmul) -> Matmul:
+    """Pad K and N with zero codes: after scaling, so that padding never enters an amax. run: a device's own product."""
 
     def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
         num_out, num_summed = b_NK.codes.shape
@@ -41,55 +40,10 @@ def _fake_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, f
 
 
 _matmul_op = define(
-    "matmul(ScaledCodes a, ScaledCodes b, ScalarType out_dtype, bool fast_accumulation) -> Tensor", _fake_matmul, _padded
+    "matmul(ScaledCodes a, ScaledCodes b, ScalarType out_dtype, bool fast_accumulation) -> Tensor",
+    _fake_matmul,
+    compose=lambda kernels: padded(kernels.matmul),
 )
-
-
-def count_flops() -> None:
-    """Let torch's FlopCounterMode count FP8 products too. Not done at import, since torch's counter loads Triton."""
-    from torch.utils.flop_counter import flop_registry, register_flop_formula
-
-    if torch.ops.octet.matmul not in flop_registry:
-        register_flop_formula(torch.ops.octet.matmul)(_matmul_flops)
-        register_flop_formula(torch.ops.octet.linear_output)(_linear_flops)
-        register_flop_formula(torch.ops.octet.linear_product)(_linear_product_flops)
-        register_flop_formula(torch.ops.octet.linear_gradients)(_linear_gradients_flops)
-
-
-def _matmul_flops(
-    a_shape: tuple[int, int],
-    a_scale: Any,
-    a_kind: str,
-    b_shape: tuple[int, int],
-    *_args: Any,
-    out_shape: Any = None,
-    **_options: Any,
-) -> int:
-    """2 · M · N · K, whatever is added to them."""
-    return 2 * a_shape[0] * b_shape[0] * a_shape[1]
-
-
-def _linear_flops(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_args: Any, **_options: Any) -> int:
-    """2 · T · N · K."""
-    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
-
-
-def _linear_product_flops(
-    codes_shape: tuple[int, int], _scale: Any, weight_shape: tuple[int, int], *_args: Any, **_options: Any
-) -> int:
-    return _linear_flops(codes_shape, weight_shape)
-
-
-def _linear_gradients_flops(
-    grad_output_shape: tuple[int, int],
-    _input: Any,
-    _input_scale: Any,
-    weight_shape: tuple[int, int],
-    *args: Any,
-    **_options: Any,
-) -> int:
-    """As much for each of the gradients."""
-    return _linear_flops(grad_output_shape, weight_shape) * (2 if "both" in args else 1)
 
 
 def matmul(
@@ -110,12 +64,6 @@ def matmul(
     _check_kinds(a_MK.kind, b_NK.kind, num_blocks=-(-a_MK.codes.shape[1] // BLOCK))
     if fast_accumulation and not (a_MK.kind is b_NK.kind is ScaleKind.TENSOR):
         raise ValueError(f"fast_accumulation needs tensor scales; got {a_MK.kind.value} and {b_NK.kind.value}. Switch it off.")
-    product: Tensor = _matmul_op(a_MK, b_NK, out_dtype, fast_accumulation)
-    return product
-
-
-def multiply(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, *, fast_accumulation: bool = False) -> Tensor:
-    """As `matmul`, of operands that our quantizers have just made for each other, so that there is nothing to check."""
     product: Tensor = _matmul_op(a_MK, b_NK, out_dtype, fast_accumulation)
     return product
 

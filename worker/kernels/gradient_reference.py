@@ -5,27 +5,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from worker.kernels.formats import ROUNDED_FORMATS, finite_or_nan
-from worker.kernels.reference import compute_amax, dequantize
-from worker.kernels.rounding import random_bits, stochastic_round
-from worker.kernels.scales import ScaledCodes, ScaleKind
+from octet.worker.kernels.formats import ROUNDED_FORMATS, finite_or_nan
+from octet.worker.kernels.reference import compute_amax, dequantize
+from octet.worker.kernels.rounding import random_bits, stochastic_round
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind
+from octet.worker.kernels.torch_private import foreach_mul_
 
 
-def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The norms of gradients, of which one in codes is decoded at a time; these again and that of all; and that of all."""
-    found = _norms(gradients, scaled, order)
-    total = torch.linalg.vector_norm(found, order)
-    return found, torch.cat((found, total.view(1))), total
+def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
+    """Return the norm of each gradient. Decodes one FP8 gradient at a time."""
+    return torch.stack([torch.linalg.vector_norm(_values(*pair), order) for pair in zip(gradients, scaled, strict=True)])
 
 
 def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
     """The norm of all gradients as one vector, from their norms in this order, as torch's `get_total_norm` has it."""
-    return torch.linalg.vector_norm(_norms(gradients, scaled, order), order)
+    return torch.linalg.vector_norm(norms(gradients, scaled, order), order)
 
 
 def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """scaled ·= min(max_norm / (norm + 1e-6), 1), as torch's `clip_grads_with_norm_` has it."""
-    torch._foreach_mul_(list(scaled), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    foreach_mul_(list(scaled), (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def accumulate_(
@@ -79,10 +78,6 @@ def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
         total_S += _values(codes_S, dequant_scale)
     total_S /= codes_RS.shape[0]
     return total_S, compute_amax(total_S, ScaleKind.TENSOR)
-
-
-def _norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(_values(*pair), order) for pair in zip(gradients, scaled, strict=True)])
 
 
 def _values(gradient: Tensor, dequant_scale: Tensor) -> Tensor:

@@ -9,22 +9,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from worker.kernels import gradient_reference
-from worker.kernels.library import define as define_op
+from octet.worker.kernels import gradient_reference
+from octet.worker.kernels.library import define as define_op
 
 define = partial(define_op, twins=gradient_reference)
-
-
-def _fake_norms(gradients: list[Tensor], _scaled: list[Tensor], _order: float) -> tuple[Tensor, ...]:
-    shapes = (len(gradients),), (len(gradients) + 1,), ()
-    return tuple(gradients[0].new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 def _fake_mean(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
     return codes_RS.new_empty(codes_RS.shape[1], dtype=torch.float32), scales_R.new_empty(())
 
 
-_norms_op = define("norms(Tensor[] gradients, Tensor[] scaled, float order) -> (Tensor, Tensor, Tensor)", _fake_norms)
+_norms_op = define(
+    "norms(Tensor[] gradients, Tensor[] scaled, float order) -> Tensor",
+    fake=lambda gradients, _scaled, _order: gradients[0].new_empty(len(gradients), dtype=torch.float32),
+)
 _total_norm_op = define(
     "total_norm(Tensor[] gradients, Tensor[] scaled, float order) -> Tensor",
     fake=lambda gradients, _scaled, _order: gradients[0].new_empty((), dtype=torch.float32),
@@ -49,16 +47,15 @@ _quantize_op = define_op(
 _mean_op = define("mean_of_shards(Tensor codes_RS, Tensor scales_R) -> (Tensor, Tensor)", _fake_mean)
 
 
-def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
-    """The norms of N gradients, fp32 (N,); these and that of all as one vector, (N + 1,); that of all, (): one op.
+def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norms of N gradients, fp32 (N,).
 
     gradients: codes in E4M3, or fp32 values; at least one. scaled, order: as for `total_norm`. On a device two launches; on a
-    CPU torch's bits. Results share no memory: who gets one may write into it.
+    CPU torch's bits.
     """
-    norms_N, again_N1, total = _norms_op(
-        [each.detach() if each.requires_grad else each for each in gradients], list(scaled), order
-    )
-    return norms_N, again_N1, total
+    values = [each.detach() if each.requires_grad else each for each in gradients]
+    norms_N: Tensor = _norms_op(values, list(scaled), order)
+    return norms_N
 
 
 def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float = 2.0) -> Tensor:

@@ -1,32 +1,63 @@
 """How our kernels become ops of torch, `torch.ops.octet.*`: one op for all devices, each device with its implementation.
 
-torch.library chooses by dispatch key: `reference.py` on a CPU, `worker.kernels.cuda` on a CUDA device, loaded when the first
-tensor there asks for it (registering loads no Triton). A graph of torch.compile holds the ops as they are. Eager code on a CUDA
-device calls the implementation itself, unless a mode, a transform or autograd has to see the op.
-Ops take tensors, numbers and strings; our functions take `ScaleKind` and `ScaledCodes` too. This file alone translates: in a
-signature `Kind kind` stands for `str kind`, `ScaledCodes a` for `Tensor a, Tensor a_dequant_scale, str a_kind`.
+torch.library chooses by dispatch key: `reference.py` on a CPU, `octet.worker.kernels.cuda` on a
+CUDA device, loaded when the first tensor there asks for it (registering loads no Triton). A graph
+of torch.compile holds the ops as they are. Eager code on a CUDA device calls the implementation
+itself, unless a mode, a transform or autograd has to see the op. Ops take tensors, numbers and
+strings; our functions take types of `scales.py` too. This file alone translates (`_TRANSLATIONS`):
+in a signature `Kind kind` stands for `str kind`, `ScaledCodes a` for `Tensor a, Tensor
+a_dequant_scale, str a_kind`.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from worker.kernels import reference
-from worker.kernels.scales import ScaledCodes, ScaleKind
+from octet.worker.kernels import reference
+from octet.worker.kernels.scales import LinearFormats, Operand, ScaledCodes, ScaleKind
+from octet.worker.kernels.torch_private import num_dispatch_modes, num_function_modes, present_transform
 
 Function = Callable[..., Any]
 
-_OURS = frozenset({"Kind", "ScaledCodes"})
+
+class _Translation(NamedTuple):
+    """A type of ours in a signature. schema: what torch sees, {0} being the parameter's name.
+
+    width: the number of torch's arguments. flatten: makes them. pack: makes the type of them.
+    """
+
+    schema: str
+    width: int
+    flatten: Callable[[Any], tuple[Any, ...]]
+    pack: Function
+
+
 _KINDS = {kind.value: kind for kind in ScaleKind}
+_OPERAND = "{0}, Tensor? {0}_dequant_scale, Tensor? {0}_amax"
+_TRANSLATIONS = {
+    "Kind": _Translation("str {0}", 1, lambda kind: (kind.value,), lambda value: _KINDS[value]),
+    "LinearFormats": _Translation("str {0}", 1, lambda formats: (formats.text,), LinearFormats.parse),
+    "ScaledCodes": _Translation(
+        "Tensor {0}, Tensor {0}_dequant_scale, str {0}_kind",
+        3,
+        lambda quantized: (quantized[0], quantized[1], quantized[2].value),
+        lambda codes, scale, kind: ScaledCodes(codes, scale, _KINDS[kind]),
+    ),
+    "Operand": _Translation(f"Tensor {_OPERAND}", 3, lambda operand: (operand[0], operand[1], operand[2]), Operand),
+    "Operand?": _Translation(
+        f"Tensor? {_OPERAND}",
+        3,
+        lambda operand: (None, None, None) if operand is None else (operand[0], operand[1], operand[2]),
+        lambda data, scale, amax: None if data is None else Operand(data, scale, amax),
+    ),
+}
 _LIBRARY = torch.library.Library("octet", "FRAGMENT")
-_num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transform, _is_grad_enabled = torch._C._functorch.peek_interpreter_stack, torch.is_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 DIRECT_DEVICES = {"cuda"}
 """Types of devices on which eager code calls our implementations without torch's dispatcher."""
@@ -35,27 +66,35 @@ _ON_DEVICE: dict[str, Function] = {}
 
 
 def define(
-    signature: str, fake: Function, around: Callable[[Function], Function] = lambda run: run, twins: ModuleType = reference
+    signature: str,
+    fake: Function,
+    *,
+    twins: ModuleType = reference,
+    compose: Callable[[Any], Function] | None = None,
 ) -> Function:
     """Register `reference.NAME` and `cuda.NAME` as the op `octet::NAME`; returns the function that calls the op.
 
-    signature: of torch.library, with the two types above. fake: the shapes, strides and dtypes of the results, for a compiler.
-    around: what each implementation is wrapped in. twins: the module in the place of `reference`. Results are new tensors;
-    callers have checked the arguments.
+    signature: of torch.library, with the types of `_TRANSLATIONS`. fake: the shapes, strides and dtypes of the results, for
+    a compiler. twins: the module in the place of `reference`. compose: makes the op of either module's functions, where it
+    is not a function of the module itself. Results are new tensors; callers have checked the arguments.
     """
     name = signature.partition("(")[0]
     types = _parameter_types(signature)
 
+    def made_of(module: ModuleType) -> Function:
+        function: Function = getattr(module, name) if compose is None else compose(module)
+        return function
+
     @cache
     def implementation() -> Function:
-        return around(getattr(import_module("worker.kernels.cuda"), name))
+        return made_of(import_module("octet.worker.kernels.cuda"))
 
     def on_device(*arguments: Any) -> Any:
         return implementation()(*arguments)
 
     _ON_DEVICE[name] = _packed(on_device, types)
     call = _define(signature, fake)
-    _LIBRARY.impl(name, _packed(around(getattr(twins, name)), types), "CPU")
+    _LIBRARY.impl(name, _packed(made_of(twins), types), "CPU")
     _LIBRARY.impl(name, _ON_DEVICE[name], "CUDA")
 
     def call_directly(*arguments: Any) -> Any:
@@ -68,15 +107,15 @@ def define(
 
 def _is_plain(argument: Any) -> bool:
     """Whether torch's dispatcher would do nothing but call the implementation of CUDA devices, at the cost of a launch."""
-    if type(argument) is not Tensor and isinstance(argument, (ScaledCodes, list)) and argument:
+    if type(argument) is not Tensor and isinstance(argument, (tuple, list)) and argument:
         argument = argument[0]
     return (
         type(argument) is Tensor
         and argument.device.type in DIRECT_DEVICES
         and not (argument.requires_grad and _is_grad_enabled())
-        and not _num_dispatch_modes()
-        and not _num_function_modes()
-        and _transform() is None
+        and not num_dispatch_modes()
+        and not num_function_modes()
+        and present_transform() is None
     )
 
 
@@ -97,23 +136,32 @@ def run_triton_on(dispatch_key: str, ops: torch.library.Library | None = None) -
 
 
 def _define(signature: str, fake: Function) -> Function:
-    flat = re.sub(r"\bScaledCodes (\w+)", r"Tensor \1, Tensor \1_dequant_scale, str \1_kind", signature)
-    name = _LIBRARY.define(re.sub(r"\bKind (\w+)", r"str \1", flat), tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"octet::{name}", _packed(fake, _parameter_types(signature)), lib=_LIBRARY)
-    op, types = getattr(torch.ops.octet, name).default, _parameter_types(signature)
-    if not _OURS & set(types):
+    types = _parameter_types(signature)
+    name = _LIBRARY.define(_torch_schema(signature), tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"octet::{name}", _packed(fake, types), lib=_LIBRARY)
+    op = getattr(torch.ops.octet, name).default
+    if _TRANSLATIONS.keys().isdisjoint(types):
         return op
 
     def call(*arguments: Any) -> Any:
         flat: list[Any] = []
         for argument, parameter_type in zip(arguments, types, strict=True):
-            if parameter_type == "ScaledCodes":
-                flat += (argument[0], argument[1], argument[2].value)
-            else:
-                flat.append(argument.value if parameter_type == "Kind" else argument)
+            translation = _TRANSLATIONS.get(parameter_type)
+            flat += (argument,) if translation is None else translation.flatten(argument)
         return op(*flat)
 
     return call
+
+
+def _torch_schema(signature: str) -> str:
+    """The signature with the types that torch knows."""
+    start, end = signature.index("(") + 1, signature.index(") ->")
+    parameters = []
+    for parameter in signature[start:end].split(", "):
+        parameter_type, _, name = parameter.partition(" ")
+        translation = _TRANSLATIONS.get(parameter_type)
+        parameters.append(parameter if translation is None else translation.schema.format(name))
+    return signature[:start] + ", ".join(parameters) + signature[end:]
 
 
 def _parameter_types(signature: str) -> list[str]:
@@ -124,16 +172,17 @@ def _parameter_types(signature: str) -> list[str]:
 
 def _packed(run: Function, types: Sequence[str]) -> Function:
     """A function of our types as a function of torch's."""
-    if not _OURS & set(types):
+    translations = [_TRANSLATIONS.get(parameter_type) for parameter_type in types]
+    if not any(translations):
         return run
 
     def packed(*arguments: Any) -> Any:
         remaining, ours = iter(arguments), []
-        for parameter_type in types:
-            argument = next(remaining)
-            if parameter_type == "ScaledCodes":
-                argument = ScaledCodes(argument, next(remaining), _KINDS[next(remaining)])
-            ours.append(_KINDS[argument] if parameter_type == "Kind" else argument)
+        for translation in translations:
+            if translation is None:
+                ours.append(next(remaining))
+            else:
+                ours.append(translation.pack(*[next(remaining) for _ in range(translation.width)]))
         return run(*ours)
 
     return packed

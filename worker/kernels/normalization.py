@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.kernels.ahead import Ahead
-from worker.kernels.library import define
-from worker.kernels.reference import norm_dtype
+from octet.worker.kernels.known_scale import KnownScale
+from octet.worker.kernels.library import define
+from octet.worker.kernels.reference import norm_dtype
 
 MOST_FEATURES = 16384
 """A program of the kernel holds a row in registers."""
@@ -62,11 +62,11 @@ def normalize(
     *,
     is_layer_norm: bool,
     dtype: torch.dtype,
-    ahead: Ahead | None = None,
+    known_scale: KnownScale | None = None,
 ) -> Normalized:
     """The rows of x, contiguous, normalized, times weight, plus bias, rounded once to dtype. Autograd does not follow it.
 
-    bias: of LayerNorm. ahead: also write codes of the output, for `complete`.
+    bias: of LayerNorm. known_scale: also write codes of the output, for `complete`.
     On a CPU these are the bits of torch's own norm, in the dtype that all operands have, or else in fp32.
     The kernel of CUDA devices adds in another order: its fp32 results are within a few units in the last place, so that less
     than one E4M3 code in a thousand becomes its neighbour.
@@ -78,9 +78,9 @@ def normalize(
     if torch.is_grad_enabled():  # else autograd follows nothing
         weight_N, bias_N = (None if part is None else part.detach() for part in (weight_N, bias_N))
         x_MN = x_MN.detach()
-    output, *parts = _normalize_op(x_MN, weight_N, bias_N, eps, is_layer_norm, dtype, *(ahead or ()))
+    output, *parts = _normalize_op(x_MN, weight_N, bias_N, eps, is_layer_norm, dtype, *(known_scale or ()))
     mean = parts.pop(0) if is_layer_norm else None
-    return Normalized(output, mean, parts[0], parts[1], None if ahead is None else parts[2])
+    return Normalized(output, mean, parts[0], parts[1], None if known_scale is None else parts[2])
 
 
 def normalize_backward(

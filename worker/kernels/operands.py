@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.kernels.activations import ACTIVATIONS
-from worker.kernels.library import define
-from worker.kernels.quantization import check_scaled_dtype
-from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale
+from octet.worker.kernels.activations import ACTIVATIONS
+from octet.worker.kernels.library import define
+from octet.worker.kernels.quantization import check_scaled_dtype
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale
 
 SIDES = ("rows", "columns", "both")
 
@@ -50,15 +50,6 @@ _operand_op = define(
 )
 
 
-def _fake_requantized(stored: ScaledCodes, _amax: Tensor, dtype: torch.dtype, margin: int, sides: str) -> list[Tensor]:
-    return _fake_operand(stored.codes, dtype, stored.kind, margin, sides, None, None)
-
-
-_requantize_op = define(
-    "requantize(ScaledCodes stored, Tensor amax, ScalarType dtype, int margin, str sides) -> Tensor[]", _fake_requantized
-)
-
-
 def _fake_activated(x: Tensor, _activation: str, *how: Any) -> list[Tensor]:
     _dtype, kind, _margin, _sides, amax, _uses_amax = (how := how[:-1])
     finds_amax = kind is ScaleKind.TENSOR and amax is None
@@ -75,10 +66,9 @@ _activate_op = define(
 def _fake_delayed(
     x: Tensor, _step_amax: Tensor, _window_amax: Tensor, _num_finite: Tensor, _amax: Tensor | None, *how: Any
 ) -> list[Tensor]:
-    dtype, _, _, sides, *_ = how
-    shapes = [x.shape] * (sides != "columns") + [x.shape[::-1]] * (sides != "rows")
-    codes = [x.new_empty(shape, dtype=dtype) for shape in shapes]
-    return [*codes, x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)]
+    dtype, _, margin, sides, *_ = how
+    parts = _fake_operand(x, dtype, ScaleKind.TENSOR, margin, sides, None, None)
+    return [*parts, x.new_empty((), dtype=torch.float32)]
 
 
 _delayed_op = define(
@@ -110,17 +100,16 @@ def quantize_delayed(
     sides: str = "rows",
     activation: str | None = None,
     amax: Tensor | None = None,
-) -> list[Tensor]:
+) -> QuantizedOperand:
     """Codes of x (M, N), or of an activation of x, by the window's amax, or by its own while the window is not full.
 
     As `quantize_operand` and `activate_operand` make them. amax: fp32 (), x's own, where it is known.
-    Returns the codes for the rows, those for the columns, as `sides` says, their one scale () and the amax () that they are
-    scaled by. Autograd does not follow it.
+    The amax of the result is the one that codes are scaled by. Autograd does not follow it.
     """
     _check(x_MN, dtype, ScaleKind.TENSOR, sides, amax)
     *tensors, length, margin, remembers = window
-    parts: list[Tensor] = _delayed_op(x_MN, *tensors, amax, dtype, length, margin, sides, activation, remembers)
-    return parts
+    parts = _delayed_op(x_MN, *tensors, amax, dtype, length, margin, sides, activation, remembers)
+    return _named(parts, ScaleKind.TENSOR, sides, has_amax=True)
 
 
 def quantize_operand(
@@ -142,17 +131,6 @@ def quantize_operand(
     _check(x_MN, dtype, kind, sides, amax)
     parts = _operand_op(x_MN.detach(), dtype, kind, margin, sides, amax, uses_amax)
     return _named(parts, kind, sides, has_amax=uses_amax is not None)
-
-
-def requantize(
-    stored_MN: ScaledCodes, amax: Tensor, dtype: torch.dtype, *, margin: int = 0, sides: str = "rows"
-) -> QuantizedOperand:
-    """The values of stored codes (M, N), which have one power-of-two scale (), quantized as by `quantize_operand`.
-
-    amax: fp32 (), of the values; they are not looked through.
-    """
-    _check(stored_MN.codes, dtype, stored_MN.kind, sides, amax)
-    return _named(_requantize_op(stored_MN, amax, dtype, margin, sides), stored_MN.kind, sides, has_amax=False)
 
 
 def activate_operand(

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from worker.kernels import formats
-from worker.kernels.formats import BLOCK, SCALED_FORMATS
-from worker.kernels.library import define
-from worker.kernels.scales import ScaledCodes, ScaleKind, check_scale, kind_of_scale, scale_kind, scale_shape
+from octet.worker.kernels import formats
+from octet.worker.kernels.formats import BLOCK, SCALED_FORMATS
+from octet.worker.kernels.library import define
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind, check_scale, kind_of_scale, scale_kind, scale_shape
 
 
 def _fake_amax(x: Tensor, kind: ScaleKind) -> Tensor:

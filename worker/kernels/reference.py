@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.kernels.activations import ACTIVATIONS
-from worker.kernels.formats import BLOCK, SCALED_FORMATS, dequant_scale_from_amax
-from worker.kernels.rounding import split_decode
-from worker.kernels.sampling import MOST_DECIBELS, sampled_rows
-from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
+from octet.worker.kernels.activations import ACTIVATIONS
+from octet.worker.kernels.formats import BLOCK, SCALED_FORMATS, dequant_scale_from_amax
+from octet.worker.kernels.rounding import split_decode
+from octet.worker.kernels.sampling import MOST_DECIBELS, sampled_rows
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
 AMAX_STRIDE = 4
 """Where an op returns several amaxes they are 16 bytes apart: a kernel that reads one is compiled for aligned addresses."""
@@ -110,14 +110,14 @@ def activate_operand(x_MN: Tensor, activation: str, dtype: torch.dtype, kind: Sc
     return [*quantize_operand(values_MN, dtype, kind, margin, sides, amax), amax]
 
 
-def activate(x: Tensor, gated: Tensor | None, activation: str, *ahead: Any) -> list[Tensor]:
-    """An activation of x, times what it gates, each rounded to the dtype of x; its amax; and codes, as `_ahead` makes them."""
+def activate(x: Tensor, gated: Tensor | None, activation: str, *known_scale: Any) -> list[Tensor]:
+    """An activation of x, times what it gates, each rounded to the dtype of x; its amax; and codes."""
     output = ACTIVATIONS[activation].forward(x)
     output = (output if gated is None else output * gated).contiguous()
-    return [output, compute_amax(output, ScaleKind.TENSOR), *_ahead(output, *ahead)]
+    return [output, compute_amax(output, ScaleKind.TENSOR), *_codes_at_known_scale(output, *known_scale)]
 
 
-def _ahead(
+def _codes_at_known_scale(
     x: Tensor,
     dtype: torch.dtype | None = None,
     margin: int = 0,
@@ -132,15 +132,14 @@ def _ahead(
 
 
 def quantize_delayed(x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_finite_steps: Tensor, *how: Any) -> list[Tensor]:
-    """Codes over rows, over columns, their scale, and the amax that they are scaled by; step_amax is raised in place."""
+    """What `quantize_operand` returns, and the amax that codes are scaled by; step_amax is raised in place."""
     amax, dtype, history_length, margin, sides, activation, remembers = how
     values_MN = x_MN if activation is None else ACTIVATIONS[activation].forward(x_MN)
     amax = compute_amax(values_MN, ScaleKind.TENSOR) if amax is None else amax
     if remembers:
         step_amax.copy_(torch.maximum(step_amax, amax))
     amax = torch.where(num_finite_steps >= history_length, window_amax, amax)
-    parts = quantize_operand(values_MN, dtype, ScaleKind.TENSOR, margin, sides, amax, None)
-    return [*parts[::2], parts[1], amax]
+    return [*quantize_operand(values_MN, dtype, ScaleKind.TENSOR, margin, sides, amax, None), amax]
 
 
 def complete(
@@ -152,10 +151,10 @@ def complete(
     return scale, codes.t().clone(memory_format=torch.contiguous_format) if columns else codes.new_empty(0)
 
 
-def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation: str, *ahead: Any) -> list[Tensor]:
+def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation: str, *known_scales: Any) -> list[Tensor]:
     """The gradients of x and of what it gates; their amaxes, in the first column of fp32 (gradients, AMAX_STRIDE); codes.
 
-    ahead: how `_ahead` makes codes of the first, and then of the second.
+    known_scales: how `_codes_at_known_scale` makes codes of the first, and then of the second.
     """
     forward, backward = ACTIVATIONS[activation]
     gradients = [backward(grad if gated is None else grad * gated, x).contiguous()]
@@ -164,7 +163,11 @@ def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation:
     amaxes = torch.zeros((len(gradients), AMAX_STRIDE), device=x.device)
     for row, gradient in zip(amaxes, gradients, strict=True):
         row[0] = compute_amax(gradient, ScaleKind.TENSOR)
-    codes = [part for index, gradient in enumerate(gradients) for part in _ahead(gradient, *ahead[4 * index : 4 * index + 4])]
+    codes = [
+        part
+        for index, gradient in enumerate(gradients)
+        for part in _codes_at_known_scale(gradient, *known_scales[4 * index : 4 * index + 4])
+    ]
     return [*gradients, amaxes, *codes]
 
 
@@ -175,7 +178,7 @@ def normalize(
     eps: float,
     is_layer_norm: bool,
     dtype: torch.dtype,
-    *ahead: Any,
+    *known_scale: Any,
 ) -> list[Tensor]:
     """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (M, 1); the amax of the output; codes."""
     wide = norm_dtype(x_MN, weight, dtype)
@@ -188,7 +191,7 @@ def normalize(
         statistics = [torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)]
     output = output.to(dtype)
     found = [output, *(part.float() for part in statistics), compute_amax(output, ScaleKind.TENSOR)]
-    return [*found, *_ahead(output, *ahead)]
+    return [*found, *_codes_at_known_scale(output, *known_scale)]
 
 
 def norm_dtype(x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> torch.dtype:
@@ -258,70 +261,6 @@ def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_ac
     return out_MN.to(out_dtype)
 
 
-def _weight_operand(
-    weight_NK: Tensor, unit: Tensor | None, amax: Tensor | None, dtype: torch.dtype, margin: int, side: str
-) -> ScaledCodes:
-    """The weight's codes over its rows, (N, K), or over its columns, (K, N): as they are held, or made of what is held."""
-    if unit is None:
-        parts = quantize_operand(weight_NK, dtype, ScaleKind.TENSOR, margin, side, amax)
-        return ScaledCodes(parts[0], parts[1], ScaleKind.TENSOR)
-    stored = ScaledCodes(weight_NK, unit, ScaleKind.TENSOR)
-    if weight_NK.dtype != torch.float16:
-        return stored if side == "rows" else stored.t()
-    assert amax is not None
-    codes, scale = requantize(stored, amax, dtype, margin, side)
-    return ScaledCodes(codes, scale, ScaleKind.TENSOR)
-
-
-def linear_output(
-    x_TK: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
-) -> list[Tensor]:
-    """The output (T, N), and what waits for the backward pass: the input's codes (K, T) and scale, or the activation's amax."""
-    input_dtype, weight_dtype, margin, activation, sides, out_dtype, amax, keeps_rows = (*formats, None, False)[:8]
-    how = (input_dtype, ScaleKind.TENSOR, margin, sides, amax, None)
-    codes, scale, *kept = quantize_operand(x_TK, *how) if activation is None else activate_operand(x_TK, activation, *how, None)
-    kept = [amax.clone()] if activation is not None and amax is not None else kept
-    kept = [codes, *(kept or [scale])] if keeps_rows else kept
-    weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "rows")
-    return [matmul(ScaledCodes(codes, scale, ScaleKind.TENSOR), weight, out_dtype, True), *kept]
-
-
-def linear_product(
-    codes_TK: Tensor, scale: Tensor, weight_NK: Tensor, unit: Tensor | None, weight_amax: Tensor | None, *formats: Any
-) -> Tensor:
-    """The output (T, N) of an input whose codes are there already."""
-    weight_dtype, margin, out_dtype = formats
-    weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "rows")
-    return matmul(ScaledCodes(codes_TK, scale, ScaleKind.TENSOR), weight, out_dtype, True)
-
-
-def linear_gradients(
-    grad_output_TN: Tensor,
-    grad_amax: Tensor | None,
-    input: Tensor | None,
-    input_scale: Tensor | None,
-    weight_NK: Tensor,
-    unit: Tensor | None,
-    weight_amax: Tensor | None,
-    *formats: Any,
-) -> list[Tensor]:
-    """The gradients of input (T, K) and weight (N, K), as `sides` asks for them, of what `linear_output` has kept."""
-    input_dtype, weight_dtype, grad_dtype, margin, activation, sides, grad_input_dtype, grad_weight_dtype = formats
-    parts, gradients = quantize_operand(grad_output_TN, grad_dtype, ScaleKind.TENSOR, margin, sides, grad_amax, None), []
-    if sides != "columns":
-        weight = _weight_operand(weight_NK, unit, weight_amax, weight_dtype, margin, "columns")
-        gradients.append(matmul(ScaledCodes(parts[0], parts[1], ScaleKind.TENSOR), weight, grad_input_dtype, False))
-    if sides != "rows":
-        assert input is not None
-        assert input_scale is not None
-        if activation is not None:
-            how = (activation, input_dtype, ScaleKind.TENSOR, margin, "columns", input_scale, None, None)
-            input, input_scale = activate_operand(input, *how)
-        left, right = ScaledCodes(parts[-2], parts[-1], ScaleKind.TENSOR), ScaledCodes(input, input_scale, ScaleKind.TENSOR)
-        gradients.append(matmul(left, right, grad_weight_dtype, False))
-    return gradients
-
-
 def _quantize_rows(x_MN: Tensor, dtype: torch.dtype, kind: ScaleKind, margin: int) -> tuple[Tensor, Tensor]:
     codes, dequant_scale = quantize(x_MN, dtype, kind, margin, None)
     return codes, empty_operand_scale(x_MN.shape, kind, x_MN.device).copy_(dequant_scale)
@@ -333,7 +272,7 @@ def _values(quantized: ScaledCodes) -> Tensor:
     return values
 
 
-def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None, out: Tensor) -> None:
+def measure(x_MN: Tensor, quantized: ScaledCodes, stored_scale: Tensor | None, out: Tensor) -> None:
     """Five numbers of a sample of rows, see `measurement.measure`. Counts and squares are summed in float64."""
     if x_MN.numel() == 0:
         out.fill_(torch.nan)
@@ -345,7 +284,7 @@ def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None, out: Tens
     is_clamped = (stored == largest) & (magnitude > values.abs())
     counts = (is_clamped, (stored == 0) & (magnitude > 0), wide.square(), (wide - values).square())
     num_clamped, num_lost, signal, noise = torch.stack([count.sum(dtype=torch.float64) for count in counts]).float()
-    factor = 1.0 if unit is None else unit
+    factor = 1.0 if stored_scale is None else stored_scale
     decibels = torch.where(noise == 0, MOST_DECIBELS, 10 * torch.log10(signal / noise))
     largest_scale = sample.dequant_scale.amax() * factor
     shares = (num_clamped / wide.numel(), num_lost / wide.numel())

@@ -8,7 +8,7 @@ only seed and step are saved. The generator is Philox-4x32-7 (Salmon et al., "Pa
 import torch
 from torch import Tensor
 
-from worker.kernels.formats import E4M3, Format
+from octet.worker.kernels.formats import E4M3, Format
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

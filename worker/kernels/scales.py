@@ -1,16 +1,18 @@
-"""The kind of a scale, and codes together with their scale.
+"""The kind of a scale, codes together with their scale, and the formats of a linear layer's operands.
 
 How an operand is scaled is decided once, where a recipe is resolved, and passed along as a `ScaleKind`. Only the public
 `encode` and `dequantize`, which are given two tensors without a kind, find it from shapes (`kind_of_scale`).
 """
 
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from worker.kernels.formats import BLOCK, MX_BLOCK
+from octet.worker.kernels.formats import BLOCK, MX_BLOCK
 
 GRANULARITIES = ("tensor", "row", "block", "mx")
 BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
@@ -82,6 +84,65 @@ class ScaledCodes(NamedTuple):
             block = torch.arange(0, len(self.codes), step, device=codes.device) // BLOCK
             return ScaledCodes(codes, self.dequant_scale[block], ScaleKind.BLOCK_1X128)
         return ScaledCodes(codes, self.dequant_scale[::step], self.kind)
+
+
+class Operand(NamedTuple):
+    """A matrix on its way into a product: values, or codes with their dequant_scale.
+
+    amax: fp32 (), of the values, where it is known; of use where the operand has one scale.
+    """
+
+    data: Tensor
+    dequant_scale: Tensor | None = None
+    amax: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OperandFormat:
+    """The codes of one operand, and which of its elements share a scale."""
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+    kind: ScaleKind = ScaleKind.TENSOR
+
+    def __str__(self) -> str:
+        return "e5m2" if self.dtype == torch.float8_e5m2 else "e4m3"
+
+
+@dataclass(frozen=True)
+class LinearFormats:
+    """How the operands of a linear layer's three products become codes.
+
+    activation: applied to the input before it is quantized, one of ACTIVATIONS. is_transposed: the
+    weight is stored as (K, N). text: the same as an op takes it.
+    """
+
+    input: OperandFormat = OperandFormat()
+    weight: OperandFormat = OperandFormat()
+    grad_output: OperandFormat = OperandFormat(torch.float8_e5m2)
+    margin: int = 0
+    activation: str | None = None
+    is_transposed: bool = False
+    text: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Write the text once: a graph of torch.compile holds it as a constant."""
+        operands = (self.input, self.weight, self.grad_output)
+        words = [f"{operand} {operand.kind.value}" for operand in operands]
+        words += [f"margin {self.margin}", f"after {self.activation}" if self.activation else "as it is"]
+        object.__setattr__(self, "text", "; ".join([*words, "stored KN" if self.is_transposed else "stored NK"]))
+
+    @staticmethod
+    @cache
+    def parse(text: str) -> "LinearFormats":
+        """Read what `text` says."""
+        *operands, margin, activation, stored = text.split("; ")
+        named = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+        input, weight, grad_output = (
+            OperandFormat(named[name], ScaleKind(kind)) for name, _, kind in (each.partition(" ") for each in operands)
+        )
+        after = activation.removeprefix("after ") if activation.startswith("after ") else None
+        amount = int(margin.removeprefix("margin "))
+        return LinearFormats(input, weight, grad_output, amount, after, stored == "stored KN")
 
 
 def scale_kind(granularity: str, block: tuple[int, int] = (1, BLOCK)) -> ScaleKind:

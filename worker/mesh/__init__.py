@@ -1,18 +1,15 @@
 """The ranks that train one model together: named axes, and collectives on an axis."""
 
-from worker.mesh.axis import Axis
-from worker.mesh.cut import Cut
-from worker.mesh.groups import make_axis
-from worker.mesh.in_graph import AxisInBlocks
-from worker.mesh.mesh import Mesh
-from worker.mesh.pending import Pending
-from worker.mesh.pieces import SavedShards, TensorInPieces
-from worker.mesh.saved import SavedStates, SavedTensor
-from worker.mesh.shares import sum_shares
-from worker.mesh.twin import twin_of
-from worker.mesh.waits import Waits
+from octet.worker.mesh.axes import Axes, make_axis, twin_of
+from octet.worker.mesh.axis import Axis, Pending
+from octet.worker.mesh.in_graph import AxisInBlocks
+from octet.worker.mesh.mesh import Mesh
+from octet.worker.mesh.pieces import Cut, TensorInPieces
+from octet.worker.mesh.saved import SavedShards, SavedStates, SavedTensor
+from octet.worker.mesh.waits import Waits
 
 __all__ = [
+    "Axes",
     "Axis",
     "AxisInBlocks",
     "Cut",
@@ -24,6 +21,5 @@ __all__ = [
     "TensorInPieces",
     "Waits",
     "make_axis",
-    "sum_shares",
     "twin_of",
 ]

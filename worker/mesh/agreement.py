@@ -17,12 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from api_schemas import FailureReason
-from worker.errors import CollectiveFailed, RankError, RanksFailed, message_of, reason_of
-from worker.mesh.recorder import read_unended
-from worker.mesh.stragglers import Stragglers
-from worker.mesh.verdict import Statement, Verdict, decide
-from worker.mesh.waits import Waits
+from octet.api_schemas import FailureReason
+from octet.worker.common.errors import CollectiveFailed, RankError, RanksFailed, message_of, reason_of
+from octet.worker.mesh.recorder import read_unended
+from octet.worker.mesh.stragglers import Stragglers
+from octet.worker.mesh.verdict import Statement, Verdict, decide
+from octet.worker.mesh.waits import Waits
 
 GRACE_S = 3.0
 """For the others to speak. The supervisor ends all ranks five seconds after it has seen the first one dead."""

@@ -6,13 +6,31 @@ Shape suffixes: R ranks of the axis, S elements of one rank's share.
 """
 
 from collections import Counter
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker.mesh.pending import Pending
-from worker.mesh.waits import Waits
+from octet.worker.mesh.waits import Call, Waits
+
+
+class Pending:
+    """A collective that is under way. It keeps the tensors alive that the backend still reads."""
+
+    def __init__(
+        self, result: Tensor, work: dist.Work | None = None, read: Tensor | None = None, call: Call | None = None
+    ) -> None:
+        """read: the tensor that is being sent. call: told while this rank waits."""
+        self._result, self._work, self._read, self._call = result, work, read, call
+
+    def wait(self) -> Tensor:
+        """Wait, on CUDA only the current stream, and return the result."""
+        if self._work is not None:
+            with self._call or nullcontext():
+                self._work.wait()
+        self._work = self._read = None
+        return self._result
 
 
 class Axis:
@@ -23,7 +41,7 @@ class Axis:
         self.name, self.size, self.rank, self.device, self.waits = name, size, rank, device, Waits()
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
         """Bytes of tensors that this rank sent, by collective and by the dtype of the values; padding counts."""
-        self._group = group
+        self.group = group
 
     @property
     def is_first(self) -> bool:
@@ -40,9 +58,9 @@ class Axis:
         """Replace a tensor by its sum over the ranks, in the order that the backend chooses."""
         if self.size > 1:
             with self.waits.call("sum", self.name, tensor.nbytes):
-                dist.all_reduce(tensor, group=self._group)
+                dist.all_reduce(tensor, group=self.group)
             # Each rank sends all shares but its own twice: first to the ranks that sum them, then the sum to all others.
-            self._count("sum", tensor.dtype, 2 * tensor.nbytes * (self.size - 1) // self.size)
+            self.count_sent("sum", tensor.dtype, 2 * tensor.nbytes * (self.size - 1) // self.size)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
@@ -50,41 +68,60 @@ class Axis:
         tensor.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         if self.size > 1:
             with self.waits.call("max", self.name, tensor.nbytes):
-                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-            self._count("max", tensor.dtype, 2 * tensor.nbytes * (self.size - 1) // self.size)
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+            self.count_sent("max", tensor.dtype, 2 * tensor.nbytes * (self.size - 1) // self.size)
         return tensor
 
     def start_exchange(self, parts_RS: Tensor) -> Pending:
-        """Start to send row r to rank r. The result: received rows, by rank. All ranks start collectives in one order."""
+        """Start to send row r to rank r. The result holds the received rows, by rank.
+
+        All ranks start collectives in one order.
+        """
         if self.size == 1:
             return Pending(parts_RS)
         received_RS = torch.empty_like(parts_RS)
         received_bytes, sent_bytes = received_RS.view(torch.uint8), parts_RS.view(torch.uint8)
         with (call := self.waits.call("exchange", self.name, parts_RS.nbytes)):
-            work = dist.all_to_all_single(received_bytes, sent_bytes, group=self._group, async_op=True)
-        self._count("exchange", parts_RS.dtype, parts_RS.nbytes * (self.size - 1) // self.size)
+            work = dist.all_to_all_single(received_bytes, sent_bytes, group=self.group, async_op=True)
+        self.count_sent("exchange", parts_RS.dtype, parts_RS.nbytes * (self.size - 1) // self.size)
         return Pending(received_RS, work, parts_RS, call)
 
     def start_gather(self, own_S: Tensor, into_RS: Tensor | None = None) -> Pending:
-        """Start to gather all ranks' shares, by rank: (R, S), into the memory if given. All start collectives in one order."""
+        """Start to gather all ranks' shares. The result: (R, S), by rank; into_RS: memory for it.
+
+        All ranks start collectives in one order.
+        """
         if self.size == 1:
             return Pending(own_S.unsqueeze(0))
         own_S = own_S.contiguous()
         gathered_RS = own_S.new_empty((self.size, *own_S.shape)) if into_RS is None else into_RS
         gathered_bytes, own_bytes = list(gathered_RS.view(torch.uint8)), own_S.view(torch.uint8)
         with (call := self.waits.call("gather", self.name, own_S.nbytes)):
-            work = dist.all_gather(gathered_bytes, own_bytes, group=self._group, async_op=True)
-        self._count("gather", own_S.dtype, own_S.nbytes * (self.size - 1))
+            work = dist.all_gather(gathered_bytes, own_bytes, group=self.group, async_op=True)
+        self.count_sent("gather", own_S.dtype, own_S.nbytes * (self.size - 1))
         return Pending(gathered_RS, work, own_S, call)
+
+    def sum_shares(self, parts_RS: Tensor) -> Tensor:
+        """Add up all ranks' parts of this rank's share: (S), in the dtype of the parts. All ranks call it together.
+
+        The sum is in fp32 and in the order of the ranks, so it has the same bits on every backend.
+        parts_RS: this rank's parts of all shares, by the rank that owns the share.
+        """
+        received_RS = self.start_exchange(parts_RS).wait()
+        total_S = received_RS[0].to(torch.float32, copy=True)
+        for rank in range(1, self.size):
+            total_S += received_RS[rank]
+        return total_S.to(parts_RS.dtype)
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by the first rank's tensor, bit for bit."""
         if self.size > 1:
-            first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+            first = dist.get_global_rank(self.group, 0) if self.group is not None else 0
             with self.waits.call("broadcast", self.name, tensor.nbytes):
-                dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=first, group=self._group)
-            self._count("broadcast", tensor.dtype, tensor.nbytes if self.is_first else 0)
+                dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=first, group=self.group)
+            self.count_sent("broadcast", tensor.dtype, tensor.nbytes if self.is_first else 0)
         return tensor
 
-    def _count(self, collective: str, dtype: torch.dtype, num_bytes: int) -> None:
+    def count_sent(self, collective: str, dtype: torch.dtype, num_bytes: int) -> None:
+        """Count bytes that this rank sends, in values of the dtype."""
         self.sent_bytes[collective, str(dtype).removeprefix("torch.")] += num_bytes

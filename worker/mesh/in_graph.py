@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from worker.kernels.library import define_composite
-from worker.mesh.axis import Axis
+from octet.worker.kernels.library import define_composite
+from octet.worker.mesh.axis import Axis
 
 _AXES: WeakValueDictionary[str, Axis] = WeakValueDictionary()
 _KEYS: WeakKeyDictionary[Axis, str] = WeakKeyDictionary()

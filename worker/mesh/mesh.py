@@ -6,40 +6,29 @@ import socket
 from collections import Counter
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 import torch.distributed as dist
 
-from api_schemas import AxisName, Layout
-from worker.config import RankEnv
-from worker.errors import CollectiveFailed, Stopped
-from worker.mesh.agreement import Agreement, longest_s
-from worker.mesh.axis import Axis
-from worker.mesh.groups import make_axis
-from worker.mesh.recorder import switch_on
-from worker.mesh.stragglers import Straggler
-from worker.mesh.waits import Waits
+from octet.api_schemas import AxisName, Layout
+from octet.worker.common.config import RankEnv
+from octet.worker.common.errors import CollectiveFailed, Stopped
+from octet.worker.mesh.agreement import Agreement, longest_s
+from octet.worker.mesh.axes import Axes, make_axes
+from octet.worker.mesh.recorder import switch_on
+from octet.worker.mesh.stragglers import Straggler
+from octet.worker.mesh.waits import Waits
 
 DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT = timedelta(minutes=10)
 
 
-class Mesh:
-    """A context manager: process groups exist inside it. A single rank has no group, and every collective is the identity.
+class Mesh(Axes):
+    """The axes of a job, as a context manager: process groups exist inside it.
 
-    world: all ranks; they stop together. data: ranks that train the same layers on different sequences. context: on different
-    tokens of the same sequences. replicas: both; these ranks average gradients. tensor: ranks that share each layer. pipeline:
-    ranks that hold consecutive layers. stage: replicas and tensor together; these ranks agree on the state of FP8 scaling.
+    A single rank has no group, and every collective is the identity.
     """
-
-    world: Axis
-    pipeline: Axis
-    data: Axis
-    context: Axis
-    replicas: Axis
-    tensor: Axis
-    stage: Axis
 
     def __init__(
         self, env: RankEnv, device: torch.device, layout: Layout | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -62,13 +51,10 @@ class Mesh:
             timeout = timedelta(seconds=timeout_s + longest_s(env.world_size))  # later than ours: the ranks have agreed then
             dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
             self._agreement = Agreement(store, env.rank, env.world_size, self.waits, timeout_s, holds_store=is_ours)
-        self.world = self._axis("world")
-        self.pipeline = self._axis("pipeline")
-        self.data = self._axis("data")
-        self.context = self._axis("context")
-        self.replicas = self.data if self.context.size == 1 else self._axis("replicas")
-        self.tensor = self._axis("tensor")
-        self.stage = self._axis("stage")
+        axes = make_axes(self.layout, env.rank, self.device)
+        for axis in axes.values():
+            axis.waits = self.waits
+        self.set_axes(self.layout, axes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -100,17 +86,12 @@ class Mesh:
     @property
     def sent_bytes(self) -> Counter[tuple[str, str]]:
         """Bytes of tensors that this rank sent, over all axes, by collective and by the dtype of the values."""
-        axes = {self.world, self.pipeline, self.data, self.context, self.replicas, self.tensor, self.stage}
+        axes = {self[name] for name in get_args(AxisName)}
         return sum((axis.sent_bytes for axis in axes if axis.sent_bytes), Counter())
 
     def new_straggler(self) -> Straggler | None:
         """Return a rank that holds the others up, once when it is found, on the first rank."""
         return self._agreement.stragglers.take() if self._agreement is not None else None
-
-    def _axis(self, name: AxisName) -> Axis:
-        axis = make_axis(self.layout, name, self._env.rank, self.device)
-        axis.waits = self.waits
-        return axis
 
 
 def _meet(env: RankEnv) -> tuple[Any, bool]:

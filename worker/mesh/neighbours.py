@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker.mesh.axis import Axis
-from worker.mesh.waits import Call
+from octet.worker.mesh.axis import Axis
+from octet.worker.mesh.waits import Call
 
 _MAX_DIMS = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -18,14 +18,14 @@ def send(axis: Axis, tensor: Tensor, to: int) -> None:
     """Send a tensor to a rank of the axis, which receives it meanwhile."""
     tensor = tensor.contiguous()
     with axis.waits.call("send", axis.name, tensor.nbytes):
-        dist.send(tensor, group_dst=to, group=axis._group)
+        dist.send(tensor, group_dst=to, group=axis.group)
     count_sent(axis, tensor)
 
 
 def receive(axis: Axis, into: Tensor, source: int) -> Tensor:
     """Receive a tensor of the same shape and dtype from a rank of the axis."""
     with axis.waits.call("receive", axis.name, into.nbytes):
-        dist.recv(into, group_src=source, group=axis._group)
+        dist.recv(into, group_src=source, group=axis.group)
     return into
 
 
@@ -47,8 +47,8 @@ def swap(axis: Axis, tensor: Tensor, peer: int) -> Tensor:
     """Send a tensor to a rank of the axis and return what that rank has sent: same shape and dtype."""
     tensor, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
     operations = [
-        dist.P2POp(dist.isend, tensor, group=axis._group, group_peer=peer),
-        dist.P2POp(dist.irecv, received, group=axis._group, group_peer=peer),
+        dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=axis.group, group_peer=peer),
     ]
     with axis.waits.call("swap", axis.name, tensor.nbytes):
         for work in dist.batch_isend_irecv(operations):
@@ -59,7 +59,7 @@ def swap(axis: Axis, tensor: Tensor, peer: int) -> Tensor:
 
 def count_sent(axis: Axis, tensor: Tensor) -> None:
     """Count the bytes of a tensor that this rank sends to one other."""
-    axis._count("send", tensor.dtype, tensor.nbytes)
+    axis.count_sent("send", tensor.dtype, tensor.nbytes)
 
 
 class ForeignWaits:

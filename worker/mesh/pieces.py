@@ -1,12 +1,59 @@
-"""A tensor that ranks hold in pieces, as a leaf of a state dict: what a checkpoint needs to know to write and to find them."""
+"""Tensors that ranks hold in parts: equal shards along a dimension (tensor axis), and pieces of the flattened tensor (ZeRO)."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from worker.mesh.cut import Cut
+from octet.worker.common.deferred import deferred, is_deferred
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A division of a whole tensor along `dim` into `num_shards` equal shards.
+
+    groups: parts of the dimension that are each divided, as the queries, keys and values that one matrix holds one after
+    another: a shard then has its part of each. shape: of one shard.
+    """
+
+    dim: int
+    groups: int
+    num_shards: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, whole: Tensor, dim: int, groups: int, num_shards: int) -> "Cut":
+        """The cut of a tensor. Raises ValueError if the dimension cannot be divided."""
+        if whole.shape[dim] % (groups * num_shards):
+            raise ValueError(
+                f"dimension {dim} of a tensor of shape {tuple(whole.shape)} cannot be divided among {num_shards} ranks; "
+                f"allowed: multiples of {groups * num_shards}. Change the size or the tensor degree."
+            )
+        shape = list(whole.shape)
+        shape[dim] //= num_shards
+        return cls(dim, groups, num_shards, tuple(shape))
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return (*self.shape[: self.dim], self.shape[self.dim] * self.num_shards, *self.shape[self.dim + 1 :])
+
+    def shard(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a contiguous copy of a rank's shard; of a tensor without memory, one without."""
+        if is_deferred(whole):
+            return deferred(self.shape, whole.dtype, whole.device)
+        return self.part(whole, rank).clone(memory_format=torch.contiguous_format)
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a rank's shard, as a view where strides allow it."""
+        parts = whole.unflatten(self.dim, (self.groups, self.num_shards, -1)).select(self.dim + 1, rank)
+        return parts.flatten(self.dim, self.dim + 1)
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Put all ranks' shards together; each may also be flat."""
+        parts = [shard.view(self.shape).unflatten(self.dim, (self.groups, -1)) for shard in shards]
+        return torch.stack(parts, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,17 +81,3 @@ class TensorInPieces:
             for index, (first, length) in enumerate(self.places)
             if length
         ]
-
-
-@dataclass(frozen=True, eq=False)
-class SavedShards:
-    """A tensor of a checkpoint that was saved as shards. read: gives one shard, by its number, in `shape`."""
-
-    cut: Cut
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[int], Tensor]
-
-    def all(self) -> list[Tensor]:
-        """Return every shard, in order."""
-        return [self.read(shard) for shard in range(self.cut.num_shards)]

@@ -9,14 +9,12 @@ import json
 import os
 from typing import Any
 
-import torch
+from octet.worker.kernels.torch_private import flight_recorder_dumps
 
 NUM_RECORDED = 512
 NUM_SHOWN = 4
 _SIZES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
 """torch's variables for the size of the ring: the name that all versions know, and the newer one."""
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""torch's functions that write the ring as JSON: of builds with NCCL, and of all builds since 2.12."""
 
 
 def switch_on() -> None:
@@ -29,8 +27,7 @@ def read_unended() -> tuple[str, ...]:
     """Describe the oldest collectives of this process that have not ended. Empty where torch records nothing."""
     if all(os.environ.get(name, "0") == "0" for name in _SIZES):
         return ()
-    module: Any = torch._C._distributed_c10d
-    found = [getattr(module, name) for name in _DUMPS if hasattr(module, name)]
+    found = flight_recorder_dumps()
     if not found:
         return ()
     try:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octet.worker.mesh.pieces import Cut
+
 
 @dataclass(frozen=True, eq=False)
 class SavedTensor:
@@ -15,6 +17,20 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class SavedShards:
+    """A tensor of a checkpoint that was saved as shards. read: gives one shard, by its number, in `shape`."""
+
+    cut: Cut
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int], Tensor]
+
+    def all(self) -> list[Tensor]:
+        """Return every shard, in order."""
+        return [self.read(shard) for shard in range(self.cut.num_shards)]
 
 
 class SavedStates(Mapping[Any, Any]):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from worker.mesh.waits import Waits
+from octet.worker.mesh.waits import Waits
 
 PERIOD_S = 5.0
 RATIO = 1.3

@@ -7,8 +7,8 @@ from types import TracebackType
 
 import torch
 
-from worker.errors import CollectiveFailed
-from worker.metrics.readback import Mark
+from octet.worker.common.errors import CollectiveFailed
+from octet.worker.metrics.readback import Mark
 
 DEVICE = "device"
 """In place of an axis: the rank waits for its own device, which may wait for other ranks."""

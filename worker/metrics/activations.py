@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from worker.metrics.table import Metrics
+from octet.worker.kernels.torch_private import key_of_storage
+from octet.worker.metrics.table import Metrics
 
 
 class ActivationCount:
@@ -18,13 +19,13 @@ class ActivationCount:
 
     def __init__(self, model: nn.Module) -> None:
         tensors = (*model.parameters(), *model.buffers())
-        self._of_model = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._of_model = {key_of_storage(tensor.untyped_storage()) for tensor in tensors}
         self._saved: dict[int, torch.UntypedStorage] = {}
 
     def note(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._of_model:
-            self._saved[storage._cdata] = storage
+        if key_of_storage(storage) not in self._of_model:
+            self._saved[key_of_storage(storage)] = storage
         return tensor
 
     @property

@@ -1,6 +1,6 @@
 """Readings of a rank's device: memory in use and at its peak; on CUDA also power, clock and temperature from NVML.
 
-Read when Prometheus asks, not by the training loop.
+Read when Prometheus scrapes, not by the training loop.
 """
 
 import re
@@ -24,7 +24,7 @@ PEAK_FLOPS = {
 
 
 def device_readings(device: torch.device) -> Callable[[], Readings]:
-    """Return the function to call at each scrape; it yields names of `worker.metrics.table` families and their values."""
+    """Return the function to call at each scrape; it yields names of `octet.worker.metrics.table` families and their values."""
     if device.type == "cpu":
         return _read_process
     gpu = _open_nvml(device)

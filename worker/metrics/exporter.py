@@ -2,7 +2,7 @@
 
 The server listens only on the address from which the rank reaches the control plane. Prometheus runs next to the control
 plane and reaches the rank by that address; on a single machine it is the loopback. A scrape costs the training loop only
-processor time, which `benchmarks/exporter_overhead.py` measures.
+processor time, a part of what `benchmarks/job_overhead.py` measures.
 """
 
 import socket
@@ -20,8 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from api_schemas import EventReport, ExporterReport, ReportBody
-from worker.metrics.table import Family, Metrics
+from octet.api_schemas import EventReport, ExporterReport, ReportBody
+from octet.worker.metrics.table import Family, Metrics
 
 MAX_SERIES = 76
 DROPPED = "octet_exporter_dropped_series_total"
@@ -113,7 +113,7 @@ def local_address_towards(url: str) -> str:
 
 class _Server(ThreadingWSGIServer):
     def server_bind(self) -> None:
-        """Bind as the parents do, but do not ask the name service for this machine's name, which can take seconds."""
+        """Bind as the parents do, but do not look up this machine's name, which can take seconds."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from octet.worker.kernels.torch_private import is_traceable_wrapper_subclass, key_of_storage
 
 CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other")
 
@@ -44,8 +45,8 @@ def _storages(
     for kind, tensor in held_tensors(model, optimizer, converted_only=converted_only):
         storage = tensor.untyped_storage()
         is_on_host = not trains_on_host and tensor.device.type == "cpu"
-        if is_on_host == on_host and storage._cdata not in seen:  # not the address: fake tensors have none
-            seen.add(storage._cdata)
+        if is_on_host == on_host and key_of_storage(storage) not in seen:  # not the address: fake tensors have none
+            seen.add(key_of_storage(storage))
             yield kind, storage
 
 

@@ -28,7 +28,7 @@ class HostCopy:
 
 
 @dataclass(frozen=True)
-class Late:
+class DeferredValue:
     """A value that depends on numbers on their way to the host. read: waits for them; any thread may call it."""
 
     read: Callable[[], Any]

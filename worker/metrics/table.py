@@ -1,7 +1,8 @@
 """The table of a rank's metrics, and their present values.
 
-The training loop only writes numbers into `Metrics`; `worker.metrics.exporter` formats them when Prometheus asks, on another
-thread. Loads no torch. Labels that identify ranks (job, attempt, rank, pool, tenant, level) come from service discovery.
+The training loop only writes numbers into `Metrics`; `octet.worker.metrics.exporter` formats them
+when Prometheus scrapes, on another thread. Loads no torch. Labels that identify ranks (job, attempt,
+rank, pool, tenant, level) come from service discovery.
 """
 
 import math
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from api_schemas import CheckpointReport, EvaluationReport, ReportBody, StartedReport, StepReport
+from octet.api_schemas import CheckpointReport, EvaluationReport, ReportBody, StartedReport, StepReport
 
 PHASES = ("data_wait", "forward_backward", "communication", "optimizer", "evaluation", "checkpoint", "other")
 OPERANDS = ("input", "weight", "grad_output")
@@ -86,7 +87,7 @@ _BY_NAME = {family.name: family for family in FAMILIES}
 
 
 class OperandSample(Protocol):
-    """The fields of `worker.fp8.statistics.OperandSample` that are read here."""
+    """The fields of `octet.worker.fp8.statistics.OperandSample` that are read here."""
 
     @property
     def operand(self) -> str: ...

@@ -2,13 +2,13 @@
 
 from importlib import import_module
 
-from api_schemas import ANY_FILE, FamilySpec, Files
-from worker.models.model import Losses, TrainedModel
+from octet.api_schemas import ANY_FILE, FamilySpec, Files
+from octet.worker.models.model import Losses, TrainedModel
 
 __all__ = ["Losses", "TrainedModel", "build_model"]
 
 
 def build_model(spec: FamilySpec, seed: int, files: Files = ANY_FILE) -> TrainedModel:
     """Build the network that a spec names, on the CPU in fp32. Initial values depend only on `seed`, or come from `files`."""
-    model: TrainedModel = import_module(f"worker.models.{spec.family}").build(spec, seed, files)
+    model: TrainedModel = import_module(f"octet.worker.models.{spec.family}").build(spec, seed, files)
     return model

@@ -3,8 +3,8 @@
 from torch import Tensor
 from torch.nn import functional
 
-from worker.models.cross_entropy import cross_entropy
-from worker.models.model import Losses
+from octet.worker.models.cross_entropy import cross_entropy
+from octet.worker.models.model import Losses
 
 TOP = 5
 

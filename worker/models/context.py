@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from worker.mesh import Axis, sum_shares
+from octet.worker.mesh import Axis
 
 
 class ContextPart:
@@ -82,22 +82,6 @@ class CausalAttention(nn.Module):
         )
 
 
-def divide_sequences(model: nn.Module, axis: Axis) -> None:
-    """Let a model of ours read this rank's tokens of each sequence. Raises ValueError for another model."""
-    if axis.size == 1:
-        return
-    attentions = [module for module in model.modules() if isinstance(module, CausalAttention)]
-    if not attentions or not hasattr(model, "context"):
-        raise ValueError(
-            f"{type(model).__name__} cannot divide sequences over {axis.size} ranks; allowed: gpt and llama, whose attention "
-            "gathers keys and values. Change the model, or set the context degree to 1."
-        )
-    part = ContextPart(axis)
-    model.context = part  # type: ignore[assignment]
-    for attention in attentions:
-        attention.context = part
-
-
 def attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, mask: Any, *, has_mask: bool) -> Tensor:
     """Return attention, (B, H, c, d), of groups of query heads that share a head of keys, without a copy of it for each.
 
@@ -138,7 +122,7 @@ class _Gathered(torch.autograd.Function):
             torch.cat((chunks[first], chunks[second]), dim=3)
             for first, second in (_chunks(rank, axis.size) for rank in range(axis.size))
         ]
-        return sum_shares(torch.stack(parts).flatten(1), axis).view(parts[0].shape), None
+        return axis.sum_shares(torch.stack(parts).flatten(1)).view(parts[0].shape), None
 
 
 def _chunks(rank: int, num_ranks: int) -> tuple[int, int]:

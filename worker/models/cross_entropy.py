@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from worker.models.linear_cross_entropy import LaterLogits, linear_cross_entropy
+from octet.worker.models.linear_cross_entropy import DeferredLogits, linear_cross_entropy
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are in fp32 at the same time: 64 MiB."""
@@ -24,7 +24,7 @@ IGNORED = -100
 
 
 def cross_entropy(
-    logits_NV: Tensor | LaterLogits, targets_N: Tensor, *, has_ignored: bool = False, num_targets: Tensor | None = None
+    logits_NV: Tensor | DeferredLogits, targets_N: Tensor, *, has_ignored: bool = False, num_targets: Tensor | None = None
 ) -> Tensor:
     """Mean cross entropy in nats over the tokens, computed in fp32. Backward overwrites the logits, so it runs only once.
 
@@ -36,7 +36,7 @@ def cross_entropy(
         counts_N = targets_N != IGNORED
         targets_N = targets_N.where(counts_N, 0)
         weights_N = counts_N / (counts_N.sum() if num_targets is None else num_targets)
-    if isinstance(logits_NV, LaterLogits):
+    if isinstance(logits_NV, DeferredLogits):
         return linear_cross_entropy(logits_NV, targets_N, weights_N)
     loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, weights_N)
     return loss

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from api_schemas import FamilySizes
+from octet.api_schemas import FamilySizes
 
 
 def flops_per_token(sizes: FamilySizes, model: nn.Module, sequence_length: int) -> float:

@@ -1,8 +1,8 @@
 """A GPT: learned positions, pre-LayerNorm blocks, causal attention, a 4x GELU MLP, and a head tied to the embedding.
 
-Plain PyTorch modules that know nothing of precision: a level converts the `nn.Linear`s from outside (`worker.initialize`).
-Initial values are GPT-2's (Radford et al. 2019): N(0, 0.02), and 0.02 / sqrt(2 * num_layers) for layers that write to the
-residual stream.
+Plain PyTorch modules that know nothing of precision: a level converts the `nn.Linear`s from outside
+(`octet.worker.initialize`). Initial values are GPT-2's (Radford et al. 2019): N(0, 0.02), and 0.02
+/ sqrt(2 * num_layers) for layers that write to the residual stream.
 
 Shape suffixes: B sequences, T tokens, D hidden, H heads, V vocabulary.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
-from worker.models.context import CausalAttention
-from worker.models.documents import attention_mask, positions_in_documents
-from worker.models.initial import Constant, Initial, Normal, draw_parameters
-from worker.models.language import checked_length, next_token_losses
-from worker.models.model import Losses, Part, TensorRole, TrainedModel
+from octet.api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
+from octet.worker.models.context import CausalAttention
+from octet.worker.models.documents import attention_mask, positions_in_documents
+from octet.worker.models.initial import Constant, Initial, Normal, draw_parameters
+from octet.worker.models.language import checked_length, next_token_losses
+from octet.worker.models.model import Losses, Part, TensorRole, TrainedModel
 
 
 class Attention(CausalAttention):

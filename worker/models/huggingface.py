@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from api_schemas import ANY_FILE, FamilySpec, Files, Task, Unfit
-from api_schemas.models.huggingface import HuggingFaceSpec
-from worker.errors import InvalidConfig
-from worker.models.model import TrainedModel
-from worker.models.wrapped import wrap
+from octet.api_schemas import ANY_FILE, FamilySpec, Files, SpecConflict, Task
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.worker.common.errors import InvalidConfig
+from octet.worker.models.model import TrainedModel
+from octet.worker.models.wrapped import wrap
 
 AUTO_CLASSES: dict[Task, str] = {
     "next_token": "AutoModelForCausalLM",
@@ -43,8 +43,8 @@ def build(spec: HuggingFaceSpec, seed: int, files: Files = ANY_FILE) -> TrainedM
             return wrap(from_random_values(config, sizes.task, seed), sizes.task)
         config = _config_class(sizes.architecture).from_dict(_without_closed(spec.read_config(files)))
         return wrap(_from_folder(Path(spec.path), config, sizes.task, files), sizes.task)
-    except Unfit as unfit:
-        raise InvalidConfig(str(unfit)) from None
+    except SpecConflict as conflict:
+        raise InvalidConfig(str(conflict)) from None
 
 
 def build_without_values(spec: FamilySpec, files: Files = ANY_FILE) -> TrainedModel:
@@ -54,8 +54,8 @@ def build_without_values(spec: FamilySpec, files: Files = ANY_FILE) -> TrainedMo
         sizes = spec.read_sizes(files)
         assert sizes.architecture is not None
         config = _config_class(sizes.architecture).from_dict(_without_closed(spec.read_config(files)))
-    except Unfit as unfit:
-        raise InvalidConfig(str(unfit)) from None
+    except SpecConflict as conflict:
+        raise InvalidConfig(str(conflict)) from None
     return wrap(from_random_values(config, sizes.task, seed=0), sizes.task)
 
 
@@ -128,8 +128,8 @@ def _read_weights(folder: Path, files: Files, stack: ExitStack) -> dict[str, Ten
             file = stack.enter_context(files.open(folder / name))
             opened = stack.enter_context(safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt"))
             weights |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no dict
-    except Unfit as unfit:
-        raise InvalidConfig(str(unfit).replace("data.path", "model.path")) from None
+    except SpecConflict as conflict:
+        raise InvalidConfig(str(conflict).replace("data.path", "model.path")) from None
     except (OSError, SafetensorError) as error:
         raise InvalidConfig(f"model.path {folder}: cannot read {name}: {error}. Save the model again.") from error
     return weights
@@ -187,5 +187,7 @@ def transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        message = "this node has no transformers, which builds this model. Install octet[models], or use family gpt or llama."
+        message = (
+            "this node has no transformers, which builds this model. Install octet-fp8[models], or use family gpt or llama."
+        )
         raise InvalidConfig(message) from error

@@ -4,16 +4,16 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from worker.mesh import Axis
-from worker.models.context import ContextPart
-from worker.models.cross_entropy import IGNORED, cross_entropy
-from worker.models.linear_cross_entropy import LaterLogits
-from worker.models.model import Losses
-from worker.models.vocabulary import is_largest, vocabulary_cross_entropy
+from octet.worker.mesh import Axis
+from octet.worker.models.context import ContextPart
+from octet.worker.models.cross_entropy import IGNORED, cross_entropy
+from octet.worker.models.linear_cross_entropy import DeferredLogits
+from octet.worker.models.model import Losses
+from octet.worker.models.vocabulary import is_largest, vocabulary_cross_entropy
 
 
 def next_token_losses(
-    logits_BTV: Tensor | LaterLogits,
+    logits_BTV: Tensor | DeferredLogits,
     batch: Mapping[str, Tensor],
     *,
     with_metrics: bool,
@@ -53,7 +53,7 @@ def next_token_losses(
     return Losses(loss, num_targets, metrics)
 
 
-def token_losses(logits_BPV: Tensor | LaterLogits, targets_BP: Tensor, accuracy_name: str | None) -> Losses:
+def token_losses(logits_BPV: Tensor | DeferredLogits, targets_BP: Tensor, accuracy_name: str | None) -> Losses:
     """Return the mean cross entropy in nats and, under `accuracy_name` if given, the share of targets with the top logit."""
     logits_NV, targets_N = logits_BPV.flatten(0, 1), targets_BP.flatten()
     metrics = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from worker.errors import InvalidConfig
+from octet.worker.common.errors import InvalidConfig
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """a (M, K) and b (N, K) to a @ b.T, in the dtypes in which the head multiplies."""
@@ -36,7 +36,7 @@ class LogitsAreRead(InvalidConfig, AttributeError):
         )
 
 
-class LaterLogits(NamedTuple):
+class DeferredLogits(NamedTuple):
     """What a head computes logits of, in their place. inputs: (…, D). weight: (V, D). bias: (V) or None.
 
     Whatever else a network does with logits raises LogitsAreRead.
@@ -47,15 +47,15 @@ class LaterLogits(NamedTuple):
     bias: Tensor | None
     multiply: Product
 
-    def flatten(self, first_dim: int, last_dim: int) -> "LaterLogits":
+    def flatten(self, first_dim: int, last_dim: int) -> "DeferredLogits":
         """Join dimensions of tokens, as `Tensor.flatten` does."""
         return self._replace(inputs=self.inputs.flatten(first_dim, last_dim))
 
-    def contiguous(self) -> "LaterLogits":
+    def contiguous(self) -> "DeferredLogits":
         """Return itself: logits that do not exist have no order in memory."""
         return self
 
-    def at(self, positions_BP: Tensor) -> "LaterLogits":
+    def at(self, positions_BP: Tensor) -> "DeferredLogits":
         """Keep the tokens at some positions of each sequence. inputs: (B, T, D) to (B, P, D)."""
         index_BPD = positions_BP[..., None].expand(-1, -1, self.inputs.shape[-1])
         return self._replace(inputs=self.inputs.gather(1, index_BPD))
@@ -82,7 +82,7 @@ class LaterLogits(NamedTuple):
         raise LogitsAreRead("arithmetic")
 
 
-def linear_cross_entropy(logits: LaterLogits, targets_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
+def linear_cross_entropy(logits: DeferredLogits, targets_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
     """Return the mean cross entropy in nats, fp32 (). logits: of inputs (N, D).
 
     weights_N: each token's share of the mean, fp32; None for equal ones. A target of share 0 is in the vocabulary, too.

@@ -1,9 +1,10 @@
 """A Llama: rotary positions, pre-RMSNorm blocks, causal attention with grouped queries, a SwiGLU MLP, no biases.
 
-Plain PyTorch modules that know nothing of precision: a level converts the `nn.Linear`s from outside (`worker.initialize`).
-Rotation pairs element i of a head with element i + d/2, as transformers' Llama does (Su et al. 2021, arXiv 2104.09864).
-RMSNorm follows Zhang and Sennrich (2019), SwiGLU Shazeer (2020). Initial values are N(0, 0.02), and
-0.02 / sqrt(2 * num_layers) for layers that write to the residual stream.
+Plain PyTorch modules that know nothing of precision: a level converts the `nn.Linear`s from outside
+(`octet.worker.initialize`). Rotation pairs element i of a head with element i + d/2, as
+transformers' Llama does (Su et al. 2021, arXiv 2104.09864). RMSNorm follows Zhang and Sennrich
+(2019), SwiGLU Shazeer (2020). Initial values are N(0, 0.02), and 0.02 / sqrt(2 * num_layers) for
+layers that write to the residual stream.
 
 Shape suffixes: B sequences, T tokens, D hidden, H heads, d elements of a head, V vocabulary.
 """
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from api_schemas import ANY_FILE, Files
-from api_schemas.models.llama import LlamaSizes, LlamaSpec
-from worker.models.context import CausalAttention
-from worker.models.documents import attention_mask, positions_in_documents
-from worker.models.initial import Constant, Initial, Normal, draw_parameters
-from worker.models.language import checked_length, next_token_losses
-from worker.models.model import Losses, Part, TensorRole, TrainedModel
+from octet.api_schemas import ANY_FILE, Files
+from octet.api_schemas.models.llama import LlamaSizes, LlamaSpec
+from octet.worker.models.context import CausalAttention
+from octet.worker.models.documents import attention_mask, positions_in_documents
+from octet.worker.models.initial import Constant, Initial, Normal, draw_parameters
+from octet.worker.models.language import checked_length, next_token_losses
+from octet.worker.models.model import Losses, Part, TensorRole, TrainedModel
 
 
 class Attention(CausalAttention):

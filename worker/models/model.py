@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from worker.mesh import Axis
-from worker.models.context import ContextPart
-from worker.models.initial import Initial
+from octet.worker.mesh import Axis
+from octet.worker.models.context import ContextPart
+from octet.worker.models.initial import Initial
 
 TensorRole = Literal["column", "column of 3", "row", "embedding", "head", "partial-gradients"]
 """How the ranks of the tensor axis divide a layer: by outputs, by outputs of three matrices in one, by inputs; by tokens of the

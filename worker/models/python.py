@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import ANY_FILE, Files
-from api_schemas.models.python import PythonSpec
-from worker.errors import InvalidConfig
-from worker.models.model import Losses, TrainedModel
+from octet.api_schemas import ANY_FILE, Files
+from octet.api_schemas.models.python import PythonSpec
+from octet.worker.common.errors import InvalidConfig
+from octet.worker.models.model import Losses, TrainedModel
 
 WHAT_IT_RETURNS = "a torch.nn.Module on the CPU with a method loss(batch), which returns the mean loss, a tensor of shape ()"
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from api_schemas import ANY_FILE, Files
-from api_schemas.models.roberta import POSITIONS_BEFORE_FIRST, RobertaSizes, RobertaSpec
-from worker.models.huggingface import from_random_values, make_config
-from worker.models.model import TrainedModel
-from worker.models.wrapped import wrap
+from octet.api_schemas import ANY_FILE, Files
+from octet.api_schemas.models.roberta import POSITIONS_BEFORE_FIRST, RobertaSizes, RobertaSpec
+from octet.worker.models.huggingface import from_random_values, make_config
+from octet.worker.models.model import TrainedModel
+from octet.worker.models.wrapped import wrap
 
 
 def build(spec: RobertaSpec, seed: int, _files: Files = ANY_FILE) -> TrainedModel:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from api_schemas import ANY_FILE, Files
-from api_schemas.models.swin import SwinSizes, SwinSpec
-from worker.models.huggingface import from_random_values, make_config
-from worker.models.model import TrainedModel
-from worker.models.wrapped import wrap
+from octet.api_schemas import ANY_FILE, Files
+from octet.api_schemas.models.swin import SwinSizes, SwinSpec
+from octet.worker.models.huggingface import from_random_values, make_config
+from octet.worker.models.model import TrainedModel
+from octet.worker.models.wrapped import wrap
 
 
 def build(spec: SwinSpec, seed: int, _files: Files = ANY_FILE) -> TrainedModel:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from worker.models.model import TensorRole
+from octet.worker.models.model import TensorRole
 
 ROLES: Mapping[str, TensorRole] = {
     "colwise": "column",

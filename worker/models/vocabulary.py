@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from worker.mesh import Axis
-from worker.models.cross_entropy import IGNORED, chunks
+from octet.worker.mesh import Axis
+from octet.worker.models.cross_entropy import IGNORED, chunks
 
 
 def vocabulary_cross_entropy(

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import Task
-from api_schemas.models.architectures import POSITIONS_AFTER_PADDING
-from worker.models.classes import class_losses
-from worker.models.documents import documents_known, positions_in_documents
-from worker.models.language import checked_length, next_token_losses, token_losses
-from worker.models.linear_cross_entropy import LaterLogits
-from worker.models.model import Losses, TensorRole, TrainedModel
-from worker.models.tensor_plan import plan_of_transformers
+from octet.api_schemas import Task
+from octet.api_schemas.models.architectures import POSITIONS_AFTER_PADDING
+from octet.worker.models.classes import class_losses
+from octet.worker.models.documents import documents_known, positions_in_documents
+from octet.worker.models.language import checked_length, next_token_losses, token_losses
+from octet.worker.models.linear_cross_entropy import DeferredLogits
+from octet.worker.models.model import Losses, TensorRole, TrainedModel
+from octet.worker.models.tensor_plan import plan_of_transformers
 
 
 class WrappedModel(TrainedModel):
@@ -84,13 +84,13 @@ class NextTokenModel(_TokenModel):
 
 
 class MaskedTokenModel(_TokenModel):
-    """A masked language model. Batches come from `worker.data.masking`."""
+    """A masked language model. Batches come from `octet.worker.data.targets`."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> Losses:
         """Mean cross entropy in nats over the predicted tokens, computed in fp32. Its backward pass can run only once."""
         positions_BP = batch["positions"]
         logits_BTV = self(batch["tokens"])
-        if isinstance(logits_BTV, LaterLogits):
+        if isinstance(logits_BTV, DeferredLogits):
             return token_losses(logits_BTV.at(positions_BP), batch["targets"], None)
         logits_BPV = logits_BTV.gather(1, positions_BP[..., None].expand(-1, -1, logits_BTV.shape[-1]))
         return token_losses(logits_BPV, batch["targets"], "masked_token_accuracy" if not self.training else None)

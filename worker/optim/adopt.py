@@ -5,15 +5,12 @@ from typing import Any
 
 import torch
 
-from api_schemas.levels import Level
-from worker.optim.adam import LowBitAdamW
-from worker.optim.lion import LowBitLion
-from worker.optim.optimizer import LowBitOptimizer
-from worker.optim.sgd import LowBitSGD
-from worker.optim.weights import QuantizedWeight
+from octet.api_schemas.levels import Level
+from octet.worker.optim.optimizer import LowBitOptimizer
+from octet.worker.optim.registry import OPTIMIZERS
+from octet.worker.optim.rules.adam import LowBitAdamW
+from octet.worker.optim.weights import QuantizedWeight
 
-OPTIMIZERS: tuple[type[LowBitOptimizer], ...] = (LowBitAdamW, LowBitLion, LowBitSGD)
-"""One for each rule."""
 REPRESENTABLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, *OPTIMIZERS)
 _UNREPRESENTABLE_OPTIONS = ("amsgrad", "differentiable")
 _IMPLEMENTATION_OPTIONS = ("foreach", "capturable", "fused")  # how torch computes; the result is the same
@@ -28,7 +25,7 @@ def adopt(
     name codecs of its own (`exp_avg_codec`, `exp_avg_sq_codec`). Raises ValueError for what cannot be represented.
     """
     if type(optimizer) not in REPRESENTABLE:
-        allowed = ", ".join(f"{known.__module__.split('.')[0]}.optim.{known.__name__}" for known in REPRESENTABLE)
+        allowed = ", ".join(f"{known.__module__.split('.optim')[0]}.optim.{known.__name__}" for known in REPRESENTABLE)
         raise ValueError(
             f"{type(optimizer).__name__} cannot hold its states in few bits; allowed: {allowed}. "
             "Use one of these, or a level that keeps fp32 states."
@@ -38,7 +35,7 @@ def adopt(
     if optimizer_class is not type(optimizer):
         own["decoupled_weight_decay"] = isinstance(optimizer, torch.optim.AdamW)
     adopted = optimizer_class(
-        [_own_options(group, optimizer) for group in optimizer.param_groups],
+        [own_options(group, optimizer) for group in optimizer.param_groups],
         optimizer_class.rule.defaults(**own),
         quantized=quantized,
         seed=seed,
@@ -50,8 +47,8 @@ def adopt(
     return adopted
 
 
-def _own_options(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The group without options that only say how torch computes, and without codecs that it did not name itself."""
+def own_options(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the group without options that only choose how torch computes, and without codecs that it did not name."""
     for option in _UNREPRESENTABLE_OPTIONS:
         if group.get(option):
             raise ValueError(f"{option}=True is not supported with low-bit states; allowed: False. Switch it off.")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
-from worker.fp8.bf16 import HalfLinear
-from worker.fp8.layout import layout_of
-from worker.fp8.linear import Float8Linear
-from worker.fp8.stored import drop_history
+from octet.worker.fp8.bf16 import HalfLinear
+from octet.worker.fp8.layout import layout_of
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.stored import drop_history
 
 
 class AveragedModel(swa_utils.AveragedModel):

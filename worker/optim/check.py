@@ -4,12 +4,12 @@ from dataclasses import fields
 
 import torch
 
-from api_schemas.levels import Level
-from worker.fp8.casts import TRAINABLE_DTYPES
-from worker.optim.adam import LowBitAdamW
-from worker.optim.adopt import _own_options
-from worker.optim.optimizer import LowBitOptimizer
-from worker.optim.saved_states import check_states
+from octet.api_schemas.levels import Level
+from octet.worker.fp8.casts import TRAINABLE_DTYPES
+from octet.worker.optim.adopt import own_options
+from octet.worker.optim.optimizer import LowBitOptimizer
+from octet.worker.optim.rules.adam import LowBitAdamW
+from octet.worker.optim.saved_states import check_states
 
 
 def check_adoptable(optimizer: torch.optim.Optimizer, level: Level) -> None:
@@ -21,7 +21,7 @@ def check_adoptable(optimizer: torch.optim.Optimizer, level: Level) -> None:
     defaults = rule.defaults(**{f"{state}_codec": getattr(level, state) for state in rule.state_codecs})
     own = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
     for group in optimizer.param_groups:
-        rule.check(own | _own_options(group, optimizer))
+        rule.check(own | own_options(group, optimizer))
         for parameter in group["params"]:
             if parameter.dtype not in TRAINABLE_DTYPES:
                 raise ValueError(

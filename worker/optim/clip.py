@@ -1,8 +1,8 @@
 """Clips gradients by their norm: the bits of `torch.nn.utils.clip_grad_norm_` on a CPU, three launches on a device.
 
-torch's function takes gradients in FP8 too, in as many launches (`fp8/torch_clipping.py`); plain ones are torch's own tensors
-and take its eight. And the first subclass that torch dispatches makes it load DTensor and sympy, more than a second of a rank's
-start; so gradients in FP8 are read here.
+torch's function takes gradients in FP8 too, by `_foreach_norm` and `_foreach_mul_`, and makes nine launches: two for the norms,
+six on one number, and one that multiplies. The first subclass that torch dispatches also makes it load DTensor and sympy, more
+than a second of a rank's start; here codes and scales are read from the gradients, and nothing is dispatched.
 """
 
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from worker import kernels
-from worker.fp8.clipping import codes_of, scales_of
+from octet.worker import kernels
+from octet.worker.fp8.gradient import codes_of, scales_of
 
 
 @torch.no_grad()

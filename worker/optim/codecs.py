@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker import kernels
-from worker.kernels.formats import BLOCK, E4M3
+from octet.worker import kernels
+from octet.worker.kernels.formats import BLOCK, E4M3
 
 Parts = Mapping[str, Tensor]
 Draw = Callable[[range], Tensor]

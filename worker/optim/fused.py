@@ -7,22 +7,19 @@ from pinned memory and without waiting.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from worker.fp8.clipping import codes_of, scales_of
-from worker.fp8.gradient import Float8Gradient
-from worker.kernels.cuda import optimizer as kernel
-from worker.kernels.cuda import optimizer_tables as tables
-from worker.kernels.held import hold
-from worker.optim.origin import is_small
-from worker.optim.rule import Group, Rule
-from worker.optim.weights import QuantizedWeight
-
-if TYPE_CHECKING:
-    from worker.optim.optimizer import LowBitOptimizer
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.kernels.cuda import optimizer as kernel
+from octet.worker.kernels.cuda import optimizer_tables as tables
+from octet.worker.kernels.held import hold
+from octet.worker.optim.origin import is_small
+from octet.worker.optim.rules.rule import Group, Rule
+from octet.worker.optim.states import OptimizerStates
+from octet.worker.optim.weights import QuantizedWeight
 
 _PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _Rows = Sequence[Sequence[float]]
@@ -51,16 +48,16 @@ class Update(NamedTuple):
     first_element: int
 
 
-def describe(optimizer: "LowBitOptimizer", updates: Iterable[tuple[Tensor, Group]]) -> Iterator[Update]:
+def describe(optimizer: OptimizerStates, updates: Iterable[tuple[Tensor, Group]]) -> Iterator[Update]:
     """Yield the update of each parameter, given with its group. States that are missing are allocated."""
     num_states = len(optimizer.rule.state_codecs)
-    groups = {id(group): (index, optimizer._codec_names(group)) for index, group in enumerate(optimizer.param_groups)}
+    groups = {id(group): (index, optimizer.codec_names(group)) for index, group in enumerate(optimizer.param_groups)}
     for parameter, group in updates:
-        origin, (index, codecs) = optimizer._origins[parameter], groups[id(group)]
+        origin, (index, codecs) = optimizer.origins[parameter], groups[id(group)]
         yield Update(
             parameter,
-            optimizer.state[parameter] or optimizer._allocate(parameter, group),
-            optimizer._quantized.get(parameter),
+            optimizer.state[parameter] or optimizer.allocate(parameter, group),
+            optimizer.quantized.get(parameter),
             ("fp32",) * num_states if is_small(origin) else codecs,
             index,
             origin.parameter_index * (1 + num_states),
@@ -69,33 +66,25 @@ def describe(optimizer: "LowBitOptimizer", updates: Iterable[tuple[Tensor, Group
 
 
 class Row:
-    """One parameter's row of a table. While the update stays the same, only the gradient's columns change."""
+    """One parameter's row of a table, without the columns of its gradient. It holds while all but the gradient stays."""
 
-    __slots__ = ("_arriving", "_gradient", "_held", "_wide", "columns", "formats", "has_decay", "update")
+    __slots__ = ("_columns", "_held", "_wide", "update")
 
     def __init__(self, update: Update, rule: Rule) -> None:
         self.update = update
-        fixed = _addresses(update, rule)
-        self.columns, self._held, self._wide = tuple(fixed), _held(update, fixed), _wide(fixed)
-        self._gradient, self._arriving = (0, 0), ""
-        self.formats: kernel.Formats | None = None
-        self.has_decay = False
+        self._columns = _addresses(update, rule)
+        self._held, self._wide = _held(update, self._columns), _wide(self._columns)
 
-    def take(self, gradient: Tensor, rule: str, *, has_decay: bool) -> bool:
-        """Write down where the gradient is. Returns whether the kernels' formats have changed."""
+    def with_gradient(self, gradient: Tensor, rule: str, *, has_decay: bool) -> tuple[kernel.Formats, tuple[int, ...]]:
+        """Return what the kernels are compiled for, and the columns. has_decay: weight decay is part of the gradient."""
         if type(gradient) is Float8Gradient:
-            arriving, found = "fp8", (gradient.codes.data_ptr(), gradient.dequant_scale.data_ptr())
+            arriving, address, scale = "fp8", gradient.codes.data_ptr(), gradient.dequant_scale.data_ptr()
         else:
-            arriving, found = _PLAIN[gradient.dtype], (gradient.data_ptr(), 0)
-        if found == self._gradient and arriving == self._arriving and has_decay == self.has_decay:
-            return False
-        self._gradient, self._arriving, self.has_decay = found, arriving, has_decay
-        columns = list(self.columns)
-        columns[_GRADIENT], columns[_GRADIENT_SCALE] = found
-        self.columns, before = tuple(columns), self.formats
-        is_aligned = not (self._wide | found[0]) % kernel.ALIGNMENT
-        self.formats = _formats(rule, self._held, arriving, self.update.codecs, has_decay, is_aligned)
-        return self.formats is not before
+            arriving, address, scale = _PLAIN[gradient.dtype], gradient.data_ptr(), 0
+        columns = self._columns.copy()
+        columns[_GRADIENT], columns[_GRADIENT_SCALE] = address, scale
+        is_aligned = not (self._wide | address) % kernel.ALIGNMENT
+        return _formats(rule, self._held, arriving, self.update.codecs, has_decay, is_aligned), tuple(columns)
 
 
 class Rows:
@@ -103,32 +92,20 @@ class Rows:
 
     def __init__(self, updates: Iterable[Update], rule: Rule) -> None:
         self.rule, self.rows = rule, [Row(update, rule) for update in updates]
-        self.launches: dict[tuple[kernel.Formats, torch.device], list[Row]] = {}
-        """By what the kernels are compiled for, and where they run."""
-        self._taken: list[Any] = []
-        """What the rows say of gradients, and of the groups' decays."""
 
-    def take_gradients(self, decays: Sequence[bool]) -> list[Tensor]:
-        """Write down where the gradients are. Returns them, of which copies have to outlive the launch.
+    def with_gradients(
+        self, gradients: Sequence[Tensor], decays: Sequence[bool]
+    ) -> dict[tuple[kernel.Formats, torch.device], list[tuple[int, ...]]]:
+        """Return the tables by what the kernels are compiled for, and where they run.
 
-        decays: of each group, whether weight decay is part of the gradient.
+        gradients: contiguous; they have to outlive the launch. decays: of each group, whether weight decay is part of them.
         """
-        gradients, is_changed, name = [_contiguous(row.update.parameter) for row in self.rows], False, self.rule.name
-        held = [codes_of(gradients), scales_of(gradients)]
-        addresses = [[*map(Tensor.data_ptr, tensors)] for tensors in held]
-        taken = [*addresses, [*map(type, gradients)], [gradient.dtype for gradient in gradients], list(decays)]
-        if taken == self._taken:
-            return gradients
-        self._taken = taken
+        launches: dict[tuple[kernel.Formats, torch.device], list[tuple[int, ...]]] = {}
         for row, gradient in zip(self.rows, gradients, strict=True):
-            if row.take(gradient, name, has_decay=decays[row.update.group_index]):
-                is_changed = True
-        if is_changed:
-            self.launches = {}
-            for row in self.rows:
-                assert row.formats is not None
-                self.launches.setdefault((row.formats, row.update.parameter.device), []).append(row)
-        return gradients
+            has_decay = decays[row.update.group_index]
+            formats, columns = row.with_gradient(gradient, self.rule.name, has_decay=has_decay)
+            launches.setdefault((formats, row.update.parameter.device), []).append(columns)
+        return launches
 
 
 @dataclass
@@ -140,9 +117,9 @@ class FusedStep:
 
     def run(self, rows: Rows, groups: list[Group], finite: Tensor, seed: int) -> None:
         """One step, unless `finite`, bool () on the parameters' device, is false there. The host does not wait."""
-        _gradients = rows.take_gradients([bool(self.rule.decays(group)[1]) for group in groups])
-        for (formats, device), alike in rows.launches.items():
-            columns = [row.columns for row in alike]
+        gradients = [_contiguous(row.update.parameter) for row in rows.rows]
+        decays = [bool(self.rule.decays(group)[1]) for group in groups]
+        for (formats, device), columns in rows.with_gradients(gradients, decays).items():
             sizes = [row[_NUM_ELEMENTS] for row in columns]
             on_device = kernel.Tables(
                 self._send((formats, "parameters"), columns, device, lambda rows: rows, torch.int64),
@@ -194,7 +171,7 @@ def _contiguous(parameter: Tensor) -> Tensor:
 
 
 def _addresses(update: Update, rule: Rule) -> list[int]:
-    """The parameter's row, without its gradient. `Watch` has to know of everything that is read here."""
+    """The parameter's row, without its gradient. `AddressCache` compares everything that is read here."""
     parameter, state, weight = update.parameter, update.state, update.weight
     row = [0] * tables.NUM_PARAMETER_COLUMNS.value
     row[_WEIGHT] = parameter.data_ptr()

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from worker import kernels
-from worker.fp8.gradient import Float8Gradient
+from octet.worker import kernels
+from octet.worker.fp8.gradient import Float8Gradient
 
 
 class GradientReader:

@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
-from api_schemas.formats import MIN_QUANTIZED_ELEMENTS
+from octet.api_schemas.formats import MIN_QUANTIZED_ELEMENTS
 
 
 class Origin(NamedTuple):
     """The elements that a parameter of the optimizer holds: all of a model's parameter, or a piece of it.
 
-    shard, num_shards: where the model's parameter is one of equal shards of a parameter that ranks share (`shards.py`).
+    shard, num_shards: where the model's parameter is one of equal shards of a parameter that ranks share (`sharding.py`).
     """
 
     parameter_index: int

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from worker.fp8.gradient_ops import norms_of
-from worker.fp8.loss_scaling import STATE_BUFFER
-from worker.optim.optimizer import LowBitOptimizer
+from octet.worker.fp8.gradient import norms_of
+from octet.worker.fp8.loss_scaling import STATE_BUFFER
+from octet.worker.optim.optimizer import LowBitOptimizer
 
 
 class GradientRelease:

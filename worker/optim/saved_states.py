@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.fp8.casts import TRAINABLE_DTYPES
-from worker.optim.codecs import Codec, Parts, select_entries
-from worker.optim.rule import Rule
+from octet.worker.fp8.casts import TRAINABLE_DTYPES
+from octet.worker.optim.codecs import Codec, Parts, select_entries
+from octet.worker.optim.rules.rule import Rule
 
 
 def check_states(saved: Mapping[str, Any], rule: Rule) -> None:

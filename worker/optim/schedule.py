@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from api_schemas import OptimizerSpec, ScheduleSpec
-from worker.blocks import repeated_blocks
-from worker.errors import InvalidConfig
+from octet.api_schemas import OptimizerSpec, ScheduleSpec
+from octet.worker.common.errors import InvalidConfig
+from octet.worker.models.blocks import repeated_blocks
 
 LEARNING_RATE_FACTOR = "learning_rate_factor"
 """The name, in a parameter group, of what the job's learning rate is multiplied by."""

@@ -10,27 +10,25 @@ from weakref import ref
 
 import torch
 
-from worker.optim.optimizer import LowBitOptimizer
-
-_HOOKS = tuple(
-    f"_optimizer_{kind}_hooks"
-    for kind in (
-        "step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post",
-    )
-)  # fmt: skip
-_OF_ITS_OLD_CLASS = ("step", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
-"""Attributes by which torch's optimizers, or a scheduler that wraps `step`, change how a class behaves."""
+from octet.worker.kernels.torch_private import (
+    OF_AN_OPTIMIZERS_CLASS,
+    OPTIMIZER_HOOKS,
+    count_step,
+    counts_steps,
+    mark_as_counting,
+)
+from octet.worker.optim.optimizer import LowBitOptimizer
 
 
 def take_over(given: torch.optim.Optimizer, adopted: LowBitOptimizer) -> LowBitOptimizer:
     """Give `given` the class, groups and states of `adopted`, and return it. Hooks and other attributes stay."""
-    is_tracked = hasattr(given.step, "_wrapped_by_lr_sched")
-    hooks = {name: getattr(given, name) for name in _HOOKS}
+    is_tracked = counts_steps(given.step)
+    hooks = {name: getattr(given, name) for name in OPTIMIZER_HOOKS}
     groups = given.param_groups
     for group, new_group in zip(groups, adopted.param_groups, strict=True):
         group.clear()
         group.update(new_group)
-    for name in _OF_ITS_OLD_CLASS:
+    for name in ("step", *OF_AN_OPTIMIZERS_CLASS):  # what a fused optimizer or a scheduler has changed of its class
         vars(given).pop(name, None)
     given.__class__ = type(adopted)
     vars(given).update(vars(adopted), **hooks, param_groups=groups)
@@ -48,8 +46,8 @@ def _track_steps(optimizer: LowBitOptimizer) -> None:
     def step(*args: Any, **kwargs: Any) -> Any:
         held = reference()
         assert held is not None
-        held._opt_called = True
+        count_step(held)
         return own_step(held, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True
+    mark_as_counting(step)
     optimizer.step = step  # type: ignore[method-assign]

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from worker import kernels
-from worker.fp8.weights import in_pieces
-from worker.kernels.formats import E4M3, FP16, ROUNDED_FORMATS
-from worker.kernels.rounding import E4M11
-from worker.optim.codecs import Draw, Parts
+from octet.worker import kernels
+from octet.worker.fp8.weights import in_pieces
+from octet.worker.kernels.formats import E4M3, FP16, ROUNDED_FORMATS
+from octet.worker.kernels.rounding import E4M11
+from octet.worker.optim.codecs import Draw, Parts
 
 RUN_LENGTH = 1 << 15
 """Elements that are fp32 at a time: the temporaries of one run, about 2 MB, stay in a CPU's L2 cache."""
@@ -165,7 +165,7 @@ class StoredWeight(ABC):
         return self.flat_codes[elements.start : elements.stop]
 
 
-class WideWeight(StoredWeight):
+class Fp32Weight(StoredWeight):
     """A plain fp32 parameter, updated where it is."""
 
     def read(self, elements: range) -> Tensor:
@@ -175,8 +175,8 @@ class WideWeight(StoredWeight):
         pass
 
 
-class RoundedWeight(StoredWeight):
-    """A plain bf16 or fp16 parameter, stochastically rounded."""
+class Bf16Weight(StoredWeight):
+    """A plain parameter in bf16, or in fp16, stochastically rounded."""
 
     def __init__(self, parameter: Tensor, draw: Draw) -> None:
         super().__init__(parameter)
@@ -190,7 +190,7 @@ class RoundedWeight(StoredWeight):
         self.run(elements).copy_(kernels.stochastic_round(values, format, self.draw(elements)))
 
 
-class ScaledWeight(StoredWeight):
+class CodesWeight(StoredWeight):
     """FP16 codes with one scale, stochastically rounded. A value that is not finite makes the scale NaN, and so every value."""
 
     format = FP16
@@ -226,7 +226,7 @@ class ScaledWeight(StoredWeight):
         self.run(elements).copy_(kernels.stochastic_round(scaled_values, FP16, self.draw(elements)))
 
 
-class SplitWeight(ScaledWeight):
+class SplitWeight(CodesWeight):
     """E4M3 codes with one scale and an INT8 residual for each, stochastically rounded as one number."""
 
     format = E4M11
@@ -246,7 +246,7 @@ class SplitWeight(ScaledWeight):
         self.residual[elements.start : elements.stop] = residual
 
 
-class MasteredWeight(ScaledWeight):
+class MasterWeight(CodesWeight):
     """A master weight, FP16 codes with one scale; the E4M3 weight is its nearest rounding."""
 
     def __init__(self, weight: QuantizedWeight, master: Parts, bound: Tensor, draw: Draw) -> None:

@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from worker import kernels
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.kernels.formats import E4M3
-from worker.mesh import Axis
-from worker.parallel.layout import BucketLayout, Piece
+from octet.worker import kernels
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.kernels.formats import E4M3
+from octet.worker.mesh import Axis, TensorInPieces
+from octet.worker.parallel.bucket_layout import BucketLayout, Piece
 
 
 class Bucket(ABC):
@@ -34,15 +35,15 @@ class Bucket(ABC):
         self.layout = BucketLayout(tuple(parameter.numel() for parameter in parameters), axis.size)
         self.own = self.layout.pieces(axis.rank)
         self.pieces: Mapping[Tensor, nn.Parameter] | None = None
-        """What receives the means of this rank's share, by whole parameter. None: every rank receives all means."""
+        """The holders of the means of this rank's share, by whole parameter. None: every rank receives all means."""
         self.missing = set(parameters)
         """Parameters whose gradients have not arrived since the last exchange."""
         self.holds_sums = False
         self.doubtful: list[tuple[nn.Parameter, Tensor]] = []
-        """What has been given a mean of zeros if no rank has had a gradient, with the flag () that tells whether one has."""
+        """Parameters with a mean of zeros if no rank has had a gradient, each with the flag (): True if one has."""
 
     def settle(self, is_used: Iterable[bool]) -> None:
-        """Take the mean back from what no rank has had a gradient of. is_used: the flags of `doubtful`, read by the host."""
+        """Take the mean back where no rank has had a gradient. is_used: the flags of `doubtful`, read by the host."""
         for (holder, _), has_gradient in zip(self.doubtful, is_used, strict=True):
             if not has_gradient:
                 holder.grad = None
@@ -56,7 +57,7 @@ class Bucket(ABC):
         """
 
     def _take_gradients(self) -> list[Tensor | None]:
-        """The gradients; in a bucket of pieces, the parameters no longer hold them."""
+        """Return the gradients. In a bucket of pieces the parameters then hold none."""
         gradients = [parameter.grad for parameter in self.parameters]
         if self.pieces is not None:
             for parameter in self.parameters:
@@ -64,11 +65,11 @@ class Bucket(ABC):
         return gradients
 
     def _sum_before(self, piece: Piece) -> Tensor | None:
-        """The sum of the step's earlier means of a piece."""
+        """Return the sum of the step's earlier means of a piece."""
         return self._owned(piece).grad if self.holds_sums else None
 
     def _doubt(self, gradients: Sequence[Tensor | None], marks_RG: Tensor) -> None:
-        """Note what this rank has no gradient of. marks_RG: 0 where a rank has none. The device is waited for in `settle`.
+        """Remember parameters without a gradient here; `settle` waits for the device. marks_RG: 0 where a rank has none.
 
         A piece that has a sum of earlier backward passes keeps it, with zeros added.
         """
@@ -84,14 +85,44 @@ class Bucket(ABC):
         assert self.pieces is not None
         return self.pieces[self.parameters[piece.index]]
 
-    def _whole(self, flat: Tensor, index: int) -> Tensor:
-        """One parameter's part of the gathered buffer, as a view in the parameter's shape."""
+    def join_pieces(self, index: int, own: Tensor, elements_per_number: int) -> Tensor:
+        """Put the ranks' pieces of a parameter's values, or of their scales, together: 1-D. All ranks call it together.
+
+        index: the parameter's. elements_per_number: of the parameter, for each number of `own`: 128 for scales of blocks.
+        """
+        lengths = [length for _, length in self._places(index, elements_per_number)]
+        padded = own.new_zeros(max(lengths))
+        padded[: own.numel()] = own
+        return torch.cat([share[:length] for share, length in zip(self.axis.start_gather(padded).wait(), lengths, strict=True)])
+
+    def describe_piece(
+        self, index: int, own: Tensor, elements_per_number: int, shape: tuple[int, ...] | None = None
+    ) -> TensorInPieces:
+        """Return this rank's piece of a parameter's values, or of their scales, with its place. shape: by default 1-D.
+
+        Arguments as for `join_pieces`.
+        """
+        places = self._places(index, elements_per_number)
+        num_numbers = sum(length for _, length in places)
+        return TensorInPieces(own.detach(), (num_numbers,) if shape is None else shape, tuple(places))
+
+    def view_of(self, flat: Tensor, index: int) -> Tensor:
+        """Return one parameter's part of the gathered buffer, as a view in the parameter's shape."""
         offset, parameter = self.layout.offsets[index], self.parameters[index]
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
+    def _places(self, index: int, elements_per_number: int) -> list[tuple[int, int]]:
+        """Return the first number of each rank's piece of a parameter, and how many it has."""
+        places = []
+        for rank in range(self.axis.size):
+            held = next((piece.elements for piece in self.layout.pieces(rank) if piece.index == index), range(0))
+            first = held.start // elements_per_number
+            places.append((first, -(-held.stop // elements_per_number) - first))
+        return places
+
 
 class CodesBucket(Bucket):
-    """FP8 gradients: codes travel, with one scale per gradient; a scale of 0 says that the rank has no gradient."""
+    """FP8 gradients: codes travel, with one scale per gradient. A scale of 0 stands for no gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, positions: Sequence[RoundingPosition]) -> None:
         super().__init__(parameters, axis)
@@ -136,22 +167,22 @@ class CodesBucket(Bucket):
         yield
         flat = gather.wait().view(-1)
         for index, parameter in enumerate(self.parameters):
-            mean = Float8Gradient(self._whole(flat, index), new_scales_G[index], self.positions[index])
+            mean = Float8Gradient(self.view_of(flat, index), new_scales_G[index], self.positions[index])
             parameter.grad = _written(gradients[index], mean)
 
     def _pack(self, gradients: Sequence[Float8Gradient | None]) -> tuple[Tensor, Tensor]:
-        """The codes as bytes (R, S), and the scales (G)."""
+        """Return the codes as bytes (R, S), and the scales (G)."""
         device = self.parameters[0].device
         sent = torch.zeros(self.layout.num_ranks * self.layout.share_size, dtype=torch.uint8, device=device)
         scales = [torch.zeros((), device=device)] * len(gradients)
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                self._whole(sent, index).copy_(gradient.codes.view(torch.uint8))
+                self.view_of(sent, index).copy_(gradient.codes.view(torch.uint8))
                 scales[index] = gradient.dequant_scale.reshape(())
         return sent.view(self.layout.num_ranks, -1), torch.stack(scales)
 
     def _add(self, piece: Piece, mean: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of a step's means so far, and its amax."""
+        """Return the sum of a step's means so far, and its amax."""
         before = self._sum_before(piece)
         if before is None:
             return mean, amax
@@ -184,7 +215,7 @@ class WideBucket(Bucket):
         sent = torch.zeros(self.layout.num_ranks * self.layout.share_size, dtype=self.sent_dtype, device=device)
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                self._whole(sent, index).copy_(gradient)
+                self.view_of(sent, index).copy_(gradient)
         marks_G = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=device)
         exchange = self.axis.start_exchange(sent.view(self.layout.num_ranks, -1))
         marks = self.axis.start_gather(marks_G)
@@ -206,11 +237,11 @@ class WideBucket(Bucket):
         yield
         flat = gather.wait().view(-1)
         for index, parameter in enumerate(self.parameters):
-            mean = self._whole(flat, index).to(gradient_dtype(parameter))
+            mean = self.view_of(flat, index).to(gradient_dtype(parameter))
             parameter.grad = _written(gradients[index], mean)
 
     def _added(self, piece: Piece, mean: Tensor) -> Tensor:
-        """The sum of a step's means so far, in the dtype of the gradient."""
+        """Return the sum of a step's means so far, in the dtype of the gradient."""
         before = self._sum_before(piece)
         if before is not None:
             mean = mean + before
@@ -218,12 +249,12 @@ class WideBucket(Bucket):
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of the parameter's gradient, as it presents: one in FP8, which has no `grad_dtype`, is seen as fp32."""
+    """Return the dtype in which the parameter's gradient presents itself: fp32 for one in FP8, which has no `grad_dtype`."""
     return parameter.grad_dtype or torch.float32
 
 
 def _written(gradient: Tensor | None, mean: Tensor) -> Tensor:
-    """The gradient with the mean's values, in the memory that it has; without a gradient, a copy of the mean."""
+    """Return the gradient with the mean's values, in the memory that it has; without a gradient, a copy of the mean."""
     if gradient is None:
         return mean.clone()
     if isinstance(gradient, Float8Gradient) and isinstance(mean, Float8Gradient):

@@ -12,10 +12,11 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from worker.fp8.linear import Float8Linear
-from worker.mesh import Axis
-from worker.parallel.buckets import Bucket, CodesBucket, WideBucket
-from worker.parallel.layout import fill_buckets
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.kernels.torch_private import call_after_backward
+from octet.worker.mesh import Axis
+from octet.worker.parallel.bucket_layout import fill_buckets
+from octet.worker.parallel.buckets import Bucket, CodesBucket, WideBucket
 
 MAX_ELEMENTS = 16 * 1024 * 1024
 """Of one bucket. At most three buckets are under way; each holds two copies of its gradients, sent and received."""
@@ -127,7 +128,7 @@ class GradientBuckets:
             return
         bucket = self._home[parameter]
         if not self._has_arrivals and (self.finishes_itself or not self.syncs):
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            call_after_backward(self._end_backward)
         self._has_arrivals = True
         if self.buckets.index(bucket) < self._num_launched:
             raise RuntimeError(

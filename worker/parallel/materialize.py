@@ -12,27 +12,27 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from worker.deferred import allocate, is_deferred
-from worker.fp8.convert import ConversionReport
-from worker.fp8.linear import Float8Linear
-from worker.fp8.weights import amax_of, encode_values
-from worker.mesh import Axis
-from worker.metrics.memory import memory_report
-from worker.optim import LowBitOptimizer
-from worker.optim.later import allocate_states, make_master, state_bytes
-from worker.parallel.parallelize import Parallel
+from octet.worker.common.deferred import allocate, is_deferred
+from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.weights import amax_of, encode_values
+from octet.worker.mesh import Axis
+from octet.worker.metrics.memory import memory_report
+from octet.worker.optim import LowBitOptimizer
+from octet.worker.optim.sharding import allocate_states, make_master, state_bytes
+from octet.worker.parallel.parallel import Parallel
 
 
 @dataclass(frozen=True)
 class Unfilled:
-    """A parameter of the whole model that waits for its values. names: all that it is known by, if it is tied."""
+    """A parameter of the whole model that waits for its values. names: several if it is tied."""
 
     names: tuple[str, ...]
     shape: torch.Size
 
 
 class Values(Protocol):
-    """Where the values of a whole model come from. Each parameter is read or skipped once, in the order of `unfilled`."""
+    """The source of a whole model's values. Each parameter is read or skipped once, in the order of `unfilled`."""
 
     @property
     def unfilled(self) -> Sequence[Unfilled]:
@@ -42,7 +42,7 @@ class Values(Protocol):
         """Return a parameter's whole values on the device where the model trains."""
 
     def skip(self, parameter: Unfilled) -> None:
-        """Pass over a parameter of which this rank holds nothing."""
+        """Pass over a parameter that this rank does not hold."""
 
 
 class DoesNotFit(MemoryError):
@@ -54,7 +54,7 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
     """Fill what this rank holds of a model, and make its optimizer's states. All ranks call it together.
 
     replicas: the ranks that hold the same; they get the first one's whole parameters and buffers.
-    Raises DoesNotFit, which says how much memory it takes.
+    Raises DoesNotFit, with the memory that it takes.
     """
     held = dict(model.named_parameters(remove_duplicate=False))
     in_codes = {
@@ -89,7 +89,7 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; torch's allocator on the CPU has no class of its own for it."""
+    """Return True if an allocation failed; torch's allocator on the CPU has no class of its own for it."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
@@ -100,17 +100,17 @@ class _Fill:
         self.optimizer, self.parallel = optimizer, parallel
 
     def plain(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """A parameter that is held as values."""
-        self._put(parameter, self._shard(parameter, whole))
+        """Fill a parameter that is held as values."""
+        self._put(parameter, self.parallel.own_values(parameter, whole))
 
     def codes(self, layer: Float8Linear, whole: Tensor) -> None:
-        """A layer's weight that is held as codes: also its scale, and its residual or master weight."""
+        """Fill a layer's weight that is held as codes, its scale, and its residual or master weight."""
         assert layer.weight_dequant_scale is not None
         assert layer.weight_amax is not None
         parameter, amax = layer.weight, amax_of(whole)
-        own = self._shard(parameter, whole).contiguous()
+        own = self.parallel.own_values(parameter, whole).contiguous()
         stepped, elements = self.parallel.piece_of(parameter)
-        weight = self.optimizer._quantized.get(stepped)
+        weight = self.optimizer.quantized.get(stepped)
         is_whole = is_deferred(parameter) or layer.weight_residual is not None  # else codes and residual are pieces
         encoded_part = own if is_whole else own.view(-1)[elements.start : elements.stop]
         own_residual = None if weight is None else weight.own_residual
@@ -130,10 +130,6 @@ class _Fill:
             values = own.view(-1)[elements.start : elements.stop].float()
             make_master(self.optimizer, stepped, values, amax)
 
-    def _shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        cut = self.parallel.shards.cuts.get(parameter)
-        return whole if cut is None else cut.part(whole, self.parallel.shards.axis.rank)
-
     def _put(self, parameter: nn.Parameter, values: Tensor, *, is_piece: bool = False) -> None:
         """Write what a rank holds of a parameter. is_piece: the values are those of its piece alone, flat."""
         if is_deferred(parameter):
@@ -144,14 +140,14 @@ class _Fill:
 
 
 def needed_bytes(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel) -> int:
-    """Return the bytes of what this rank holds of a divided model for good: weights, master weights, states; no gradients."""
+    """Return the bytes that this rank holds of a divided model for good: weights, master weights, states; no gradients."""
     total = sum(buffer.nbytes for buffer in model.buffers())
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in model.parameters():
         stepped, elements = parallel.piece_of(parameter)
         num_held = parameter.numel() if parallel.holds_whole(parameter) else len(elements)
         total += num_held * parameter.element_size()
-        weight = optimizer._quantized.get(stepped)
+        weight = optimizer.quantized.get(stepped)
         if weight is not None and weight.own_residual is not None:
             total += weight.own_residual.nbytes
         if weight is not None and weight.needs_master:
@@ -164,7 +160,7 @@ def needed_bytes(model: nn.Module, optimizer: LowBitOptimizer, parallel: Paralle
 def _explained(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel, values: Values, num_held: int) -> str:
     share = needed_bytes(model, optimizer, parallel)
     largest = max(parameter.shape.numel() for parameter in values.unfilled) * torch.float32.itemsize
-    axes = f"{parallel.replicas.size} data, {parallel.shards.axis.size} tensor"
+    axes = f"{parallel.replicas.size} data, {parallel.axes.tensor.size} tensor"
     return (
         f"the model does not fit: this rank's share of weights and optimizer states takes {share / 2**30:.2f} GiB, and the "
         f"largest parameter {largest / 2**30:.2f} GiB while it is made; memory ended after {num_held} of "

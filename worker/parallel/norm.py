@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from worker import kernels
-from worker.fp8.accelerator import is_accelerator
-from worker.fp8.clipping import codes_of, scales_of
-from worker.fp8.gradient import Float8Gradient
-from worker.mesh import Axis
+from octet.worker import kernels
+from octet.worker.fp8.accelerator import is_accelerator
+from octet.worker.fp8.gradient import Float8Gradient, codes_of, scales_of
+from octet.worker.mesh import Axis
 
 
 @torch.no_grad()

@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from worker.blocks import repeated_blocks
-from worker.mesh import Axis
-from worker.models.model import Part, TensorRole
-from worker.parallel.draws import OwnDraws
-from worker.parallel.tensor_layers import RowForward, add_up_gradients
-from worker.parallel.tokens import ColumnInput, join_tokens, row_output, split_tokens
+from octet.worker.common.wrap import wrap
+from octet.worker.mesh import Axis
+from octet.worker.models.blocks import repeated_blocks
+from octet.worker.models.model import Part, TensorRole
+from octet.worker.parallel.rank_random import RankRandom
+from octet.worker.parallel.tensor_layers import RowForward, add_up_gradients
+from octet.worker.parallel.tokens import ColumnInput, join_tokens, row_output, split_tokens
 
 COLUMN_ROLES: tuple[TensorRole, ...] = ("column", "column of 3")
 LAYER_ROLES: tuple[TensorRole, ...] = (*COLUMN_ROLES, "row")
-"""Of the layers inside of blocks, around which tokens are gathered and added up."""
+"""Roles of layers inside of blocks, around which tokens are gathered and added up."""
 
 
 def check_sequence(model: nn.Module, roles: Mapping[str, TensorRole]) -> None:
@@ -47,10 +48,10 @@ def check_sequence(model: nn.Module, roles: Mapping[str, TensorRole]) -> None:
             )
 
 
-def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis, parts: Sequence[Part] = ()) -> None:
+def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis, runs: Sequence[Part] = ()) -> None:
     """Let the ranks of the axis divide the tokens inside the blocks of a model whose layers they have divided already.
 
-    parts: what this rank computes of the model in one go, where a pipeline divides it.
+    runs: the runs of blocks that this rank computes in one go, where a pipeline divides the model.
     """
     parents: dict[str, list[nn.Module]] = {}
     for name, role in roles.items():
@@ -58,7 +59,7 @@ def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis,
         if role in COLUMN_ROLES:
             parents.setdefault(parent, []).append(layer)
         elif role == "row":
-            layer.forward = RowTokensForward(layer, axis).__call__
+            wrap(layer, RowTokensForward(axis))
             if (bias := layer._parameters.get("bias")) is not None and bias.requires_grad:
                 bias.register_hook(lambda gradient: axis.sum_(gradient.clone()))
     for parent, layers in parents.items():
@@ -69,11 +70,11 @@ def divide_tokens(model: nn.Module, roles: Mapping[str, TensorRole], axis: Axis,
         for module in block.modules():
             if module not in gathered:
                 add_up_gradients(module, axis)
-    draws = OwnDraws(axis)
-    runs = [([model.get_submodule(f"blocks.{index}") for index in part.blocks], part.is_first, part.is_last) for part in parts]
-    for run, is_first, is_last in runs or [(blocks, True, True)]:
-        run[0].register_forward_pre_hook(_Split(axis, draws, is_first=is_first))
-        run[-1].register_forward_hook(_Joined(axis, draws, is_last=is_last))
+    random = RankRandom(axis.device, axis.rank)
+    ends = [([model.get_submodule(f"blocks.{index}") for index in run.blocks], run.is_first, run.is_last) for run in runs]
+    for run, is_first, is_last in ends or [(blocks, True, True)]:
+        run[0].register_forward_pre_hook(_Split(axis, random, is_first=is_first))
+        run[-1].register_forward_hook(_Joined(axis, random, is_last=is_last))
 
 
 class RowTokensForward(RowForward):
@@ -81,7 +82,7 @@ class RowTokensForward(RowForward):
 
     def add_up(self, partial: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of all ranks' parts."""
-        return row_output(partial, self.layer, self.axis.axis)
+        return row_output(partial, self.module, self.axis.axis)
 
 
 class _Gathered:
@@ -101,9 +102,9 @@ class _Gathered:
 class _Split:
     """A hook of a run's first block: its input becomes this rank's tokens, and random numbers this rank's."""
 
-    def __init__(self, axis: Axis, draws: OwnDraws, *, is_first: bool) -> None:
+    def __init__(self, axis: Axis, random: RankRandom, *, is_first: bool) -> None:
         """is_first: of the whole model. Any other takes this rank's tokens already, from the stage before."""
-        self.axis, self.draws, self.is_first = axis, draws, is_first
+        self.axis, self.random, self.is_first = axis, random, is_first
 
     def __call__(self, block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if not arguments:
@@ -111,19 +112,19 @@ class _Split:
                 f"{type(block).__name__} was called without positional arguments; allowed with sequence: blocks whose first "
                 "argument are the activations. Leave sequence out."
             )
-        self.draws.enter(is_training=block.training)
+        self.random.enter(is_training=block.training)
         return (split_tokens(arguments[0], self.axis), *arguments[1:]) if self.is_first else arguments
 
 
 class _Joined:
     """A hook of a run's last block: its output becomes that of all tokens."""
 
-    def __init__(self, axis: Axis, draws: OwnDraws, *, is_last: bool) -> None:
+    def __init__(self, axis: Axis, random: RankRandom, *, is_last: bool) -> None:
         """is_last: of the whole model. Any other gives this rank's tokens to the next stage."""
-        self.axis, self.draws, self.is_last = axis, draws, is_last
+        self.axis, self.random, self.is_last = axis, random, is_last
 
     def __call__(self, block: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
-        self.draws.leave()
+        self.random.leave()
         if not isinstance(output, Tensor):
             raise ValueError(
                 f"{type(block).__name__} returned a {type(output).__name__}; allowed with sequence: blocks that return the "

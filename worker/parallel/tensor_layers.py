@@ -7,42 +7,44 @@ grad_output are equal on all ranks, and so are their amaxes; a row layer's input
 on each rank, since their products are decoded before they are added.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from worker.mesh import Axis, AxisInBlocks
-from worker.models.model import TensorRole
+from octet.worker.common.wrap import Nesting, Wrapper, wrap
+from octet.worker.mesh import Axis, AxisInBlocks
+from octet.worker.models.model import TensorRole
 
 
-class ColumnForward:
+class ColumnForward(Wrapper):
     """Takes the place of a column layer's `forward`."""
 
-    def __init__(self, layer: nn.Module, axis: Axis) -> None:
-        self.forward: Callable[..., Tensor] = layer.forward
+    nesting = Nesting.TENSOR
+
+    def __init__(self, axis: Axis) -> None:
         self.axis = AxisInBlocks(axis)
 
-    def __call__(self, input: Tensor, **options: Any) -> Tensor:
-        return self.forward(to_shards(input, self.axis), **options)
+    def __call__(self, input: Tensor, **options: Any) -> Any:
+        return self.run(to_shards(input, self.axis), **options)
 
 
-class RowForward:
+class RowForward(Wrapper):
     """Takes the place of a row layer's `forward`. Every rank holds the whole bias, which is added once, to the sum."""
 
-    def __init__(self, layer: nn.Module, axis: Axis) -> None:
-        self.layer, self.forward = layer, layer.forward
+    nesting = Nesting.TENSOR
+
+    def __init__(self, axis: Axis) -> None:
         self.axis = AxisInBlocks(axis)
 
     def __call__(self, input: Tensor, **options: Any) -> Tensor:
-        parameters = self.layer._parameters
+        parameters = self.module._parameters
         bias = parameters.get("bias")
         if bias is None:
-            return self.add_up(self.forward(input, **options))
+            return self.add_up(self.run(input, **options))
         parameters["bias"] = None
         try:
-            partial = self.forward(input, **options)
+            partial = self.run(input, **options)
         finally:
             parameters["bias"] = bias
         return self.add_up(partial) + bias.to(partial.dtype)
@@ -52,35 +54,33 @@ class RowForward:
         return sum_of_shards(partial, self.axis)
 
 
-class EmbeddingForward:
+class EmbeddingForward(Wrapper):
     """Takes the place of an embedding's `forward`: a token that another rank holds counts as zeros."""
 
-    def __init__(self, embedding: nn.Module, axis: Axis) -> None:
-        self.embedding, self.forward = embedding, embedding.forward
+    nesting = Nesting.TENSOR
+
+    def __init__(self, axis: Axis) -> None:
         self.axis, self.rank = AxisInBlocks(axis), axis.rank
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        num_own = self.embedding.get_parameter("weight").shape[0]
+        num_own = self.module.get_parameter("weight").shape[0]
         own = tokens - self.rank * num_own
         is_own = (own >= 0) & (own < num_own)
-        rows: Tensor = self.forward(own.where(is_own, 0))
+        rows: Tensor = self.run(own.where(is_own, 0))
         return sum_of_shards(rows.where(is_own[..., None], 0.0), self.axis)
 
 
 def surround(module: nn.Module, role: TensorRole, axis: Axis) -> None:
-    """Let ranks do around a module that holds its shards what its role says.
-
-    Methods take the place of `forward`, as in `run_under_autocast`: a graph of torch.compile then serves all blocks.
-    """
+    """Let ranks do around a module that holds its shards what its role says."""
     if role == "partial-gradients":
         for part in module.modules():
             add_up_gradients(part, axis)
     elif role == "row":
-        module.forward = RowForward(module, axis).__call__
+        wrap(module, RowForward(axis))
     elif role == "embedding":
-        module.forward = EmbeddingForward(module, axis).__call__
+        wrap(module, EmbeddingForward(axis))
     else:
-        module.forward = ColumnForward(module, axis).__call__
+        wrap(module, ColumnForward(axis))
 
 
 def add_up_gradients(module: nn.Module, axis: Axis) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker import kernels
-from worker.fp8.bf16 import HalfLinear
-from worker.fp8.linear import Float8Linear
-from worker.fp8.operand import OperandScaling
-from worker.fp8.recipe import ALL_GEMMS
-from worker.kernels import ScaledCodes, ScaleKind
-from worker.mesh import Axis, sum_shares
+from octet.worker import kernels
+from octet.worker.fp8.bf16 import HalfLinear
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.operand import OperandScaling
+from octet.worker.fp8.recipe import ALL_GEMMS
+from octet.worker.kernels import ScaledCodes, ScaleKind
+from octet.worker.mesh import Axis
 
 
 class ColumnInput:
@@ -51,14 +51,14 @@ class ColumnInput:
             if isinstance(layer, Float8Linear) and _takes_codes(layer, "input", "output", "grad_weight")
         ]
         for scaling in scalings:
-            scaling.given = None
+            scaling.gathered_codes = None
         if len(scalings) < len(self.layers):
             return False
         own, amax = _codes_of(own_BtD, scalings[0], self.axis)
         kept = own._replace(codes=own.codes.view(own_BtD.shape))
         rows = own._replace(codes=gather_tokens(kept.codes, self.axis).flatten(0, 1))
         for scaling in scalings:
-            scaling.given = rows, kept
+            scaling.gathered_codes = rows, kept
             if scaling is not scalings[0]:
                 scaling.follow(scalings[0], amax)
         return True
@@ -108,7 +108,7 @@ def gather_tokens(own_BtD: Tensor, axis: Axis) -> Tensor:
 def sum_tokens(partial_BTD: Tensor, axis: Axis) -> Tensor:
     """Add up all ranks' parts into each rank's tokens: (B, t, D), in the dtype of the parts."""
     parts_RBtD = partial_BTD.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
-    return sum_shares(parts_RBtD.flatten(1), axis).view(parts_RBtD.shape[1:])
+    return axis.sum_shares(parts_RBtD.flatten(1)).view(parts_RBtD.shape[1:])
 
 
 def _own_tokens(whole_BTD: Tensor, axis: Axis) -> Tensor:
@@ -147,7 +147,7 @@ class _RowOutput(torch.autograd.Function):
         scaling = ctx.layer.grad_output_scaling
         own, _ = _codes_of(grad_BtD, scaling, axis)
         rows = own._replace(codes=gather_tokens(own.codes.view(grad_BtD.shape), axis).flatten(0, 1))
-        scaling.given = rows, rows.t()
+        scaling.gathered_codes = rows, rows.t()
         num_sequences, num_own, num_features = grad_BtD.shape
         return grad_BtD.new_full((), torch.nan).expand(num_sequences, axis.size * num_own, num_features), None, None
 
@@ -178,7 +178,7 @@ def _codes_of(own_BtD: Tensor, scaling: OperandScaling, axis: Axis) -> tuple[Sca
     """This rank's tokens in codes, with the scale of all ranks' tokens, and their amax ()."""
     own = own_BtD.reshape(-1, own_BtD.shape[-1])
     amax = axis.max_(kernels.compute_amax(own))
-    scaling.given = None
+    scaling.gathered_codes = None
     rows, _ = scaling.quantize(own, amax=amax, columns=False)
     assert rows is not None
     return rows, amax

@@ -1,49 +1,86 @@
 """ZeRO: a rank holds optimizer states, master weights and residuals of its share of each bucket, and steps it.
 
-A rank's share is even to the element and may hold parts of tensors. Gradients arrive as means of the own share alone; after the
-step the ranks agree on the weights' scales and gather each other's new weights as they are stored: as codes where the level
-holds codes. Every rank has the whole weights in between, at stage 3 except those of blocks (`blocks.py`). A step gives the
-bits that it gives without sharding: the same elements are rounded at the same places with the same random numbers. Only the
-norm is summed in another order (in float64).
+A rank's share is even to the element and may hold parts of tensors. Gradients arrive as means of the own share alone; after
+the step the ranks agree on the weights' scales and gather each other's new weights as they are stored: as codes where the level
+holds codes. In between every rank has the whole weights, but not of blocks at stage 3 (`sharded_blocks.py`). A step has the
+bits of a step without sharding: the same elements are rounded at the same places with the same random numbers. Only the norm is
+summed in another order (in float64).
 
 `optimizer.state_dict()` is that of the whole optimizer, on every rank; all ranks call it together. `load_state_dict` takes the
 same, saved at any number of ranks. For checkpoints, `state_dicts_in_pieces` puts nothing together.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from worker.fp8.linear import Float8Linear
-from worker.kernels.formats import BLOCK
-from worker.mesh import Axis, Pending, TensorInPieces
-from worker.optim import LowBitOptimizer
-from worker.optim.pieces import cut_into_pieces, make_piece, shares_memory
-from worker.parallel.blocks import DividedBlocks
-from worker.parallel.buckets import Bucket
-from worker.parallel.data_parallel import GradientBuckets, in_turn
-from worker.parallel.entries import in_pieces, join
-from worker.parallel.layout import Piece
-from worker.parallel.norm import clip_together
-from worker.parallel.residuals import ShardedResidual
-from worker.parallel.scales import agree_on_scales, all_finite_on
-from worker.parallel.tensor import TensorShards
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.kernels.formats import BLOCK
+from octet.worker.mesh import Axis, Pending, TensorInPieces
+from octet.worker.models.blocks import repeated_blocks
+from octet.worker.optim import LowBitOptimizer
+from octet.worker.optim.sharding import cut_into_pieces, make_piece, shares_memory
+from octet.worker.parallel.agree import agree_on_finite, agree_on_weight_scales
+from octet.worker.parallel.bucket_layout import Piece
+from octet.worker.parallel.buckets import Bucket
+from octet.worker.parallel.data_parallel import GradientBuckets, in_turn
+from octet.worker.parallel.norm import clip_together
+from octet.worker.parallel.sharded_blocks import ShardedBlocks
+from octet.worker.parallel.sharded_residual import ShardedResidual
+
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+def check_zero(model: nn.Module, zero_stage: int, replicas: Axis) -> list[nn.Module]:
+    """Return the blocks whose weights the stage divides; none below stage 3, or on one rank.
+
+    Raises ValueError for another stage, and at stage 3 for a model without blocks that repeat.
+    """
+    if zero_stage not in ZERO_STAGES:
+        raise ValueError(
+            f"zero_stage is {zero_stage}; allowed: {', '.join(map(str, ZERO_STAGES))}. Stage 3 shards weights, gradients, "
+            "optimizer states and master weights."
+        )
+    if zero_stage < 3 or replicas.size == 1:
+        return []
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ValueError(
+            "zero_stage is 3 and the model repeats no blocks; allowed: models with an nn.ModuleList or nn.Sequential of alike "
+            "blocks, whose weights are gathered one block at a time. Use zero_stage=2."
+        )
+    return blocks
 
 
 class ShardedStates:
     """The optimizer of one rank, which steps the rank's pieces of all trainable parameters."""
 
-    def __init__(self, optimizer: LowBitOptimizer, gradients: GradientBuckets, shards: TensorShards, stage: Axis) -> None:
-        """Cut the optimizer's states, and let the buckets deliver to pieces. ValueError if a parameter is not contiguous.
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: GradientBuckets,
+        owners: Axis,
+        counts: Callable[[Tensor], bool],
+        stage: Axis,
+        zero_stage: int,
+    ) -> None:
+        """Cut the optimizer's states, and let the buckets deliver to pieces.
 
-        stage: the ranks that together hold these layers, by pieces of the shards: they agree on scales, norms, skipped steps.
+        owners: the ranks that hold one model between them, and agree on norms and skipped steps. counts: returns True if this
+        rank's pieces of a parameter count there. stage: the ranks that hold the same layers, and agree on scales.
+
+        Raises ValueError for an optimizer that is not ours, and for a parameter that is not contiguous.
         """
+        if not isinstance(optimizer, LowBitOptimizer):
+            raise ValueError(
+                f"zero_stage is {zero_stage} and the optimizer a {type(optimizer).__name__}; allowed: AdamW, Adam "
+                "and Lion after initialize. Use one of these, or zero_stage=0."
+            )
         self.optimizer, self.gradients, self.axis = optimizer, gradients, gradients.axis
-        self.shards, self.stage = shards, stage
-        self.whole, self.counts = stage, shards.counts
-        """The ranks that agree on norms and skipped steps: with a pipeline more than `stage`. Whether a parameter counts."""
+        self.owners, self.counts, self.stage = owners, counts, stage
+        gradients.reduces_each_pass = zero_stage >= 2
         self._own_finite = optimizer.all_ranks_finite
         elements = {parameter: range(0) for bucket in gradients.buckets for parameter in bucket.parameters}
         for bucket in gradients.buckets:
@@ -56,26 +93,26 @@ class ShardedStates:
         for bucket in gradients.buckets:
             bucket.pieces = self._pieces
         self._residuals = [
-            ShardedResidual(optimizer._quantized[self._pieces[parameter]], bucket, index)
+            ShardedResidual(optimizer.quantized[self._pieces[parameter]], bucket, index)
             for bucket in gradients.buckets
             for index, parameter in enumerate(bucket.parameters)
-            if self._pieces[parameter] in optimizer._quantized
+            if self._pieces[parameter] in optimizer.quantized
         ]
         self._is_owned: Tensor | None = None  # of each quantized weight; made once, since making it waits for the device
         self._keeps_pieces = False
-        self.blocks: DividedBlocks | None = None
-        """At stage 3, the blocks whose weights are divided as well."""
+        self.blocks: ShardedBlocks | None = None
+        """The blocks whose weights are divided as well, at stage 3."""
         optimizer.all_ranks_finite = self._all_ranks_finite
         optimizer.register_state_dict_post_hook(self._make_whole)
 
     @torch.no_grad()
-    def divide_blocks(self, blocks: Sequence[nn.Module], divided: Mapping[Tensor, int], sent_dtype: torch.dtype) -> None:
-        """Divide weights, too. divided: each with the index of its block; buckets hold these or others.
+    def shard_blocks(self, blocks: Sequence[nn.Module], of_blocks: Mapping[Tensor, int], sent_dtype: torch.dtype) -> None:
+        """Divide weights, too. of_blocks: the index of each weight's block; a bucket holds these weights or others.
 
         sent_dtype: in which fp32 weights travel.
         """
-        buckets = [bucket for bucket in self.gradients.buckets if bucket.parameters[0] in divided]
-        self.blocks = DividedBlocks(blocks, buckets, self.optimizer._quantized, self.axis, sent_dtype)
+        buckets = [bucket for bucket in self.gradients.buckets if bucket.parameters[0] in of_blocks]
+        self.blocks = ShardedBlocks(blocks, buckets, self.optimizer.quantized, self.axis, sent_dtype)
 
     def piece_of(self, parameter: Tensor) -> tuple[nn.Parameter, range] | None:
         """Return what this rank steps of a parameter, 1-D, and which elements these are; None for a frozen parameter."""
@@ -88,7 +125,7 @@ class ShardedStates:
         Squares are summed in float64, so that the norm hardly depends on how gradients are cut.
         """
         gradients = {parameter: piece.grad for parameter, piece in self._pieces.items() if piece.grad is not None}
-        return clip_together(gradients, max_norm, self.counts, self.whole)
+        return clip_together(gradients, max_norm, self.counts, self.owners)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -110,9 +147,11 @@ class ShardedStates:
         in_turn(self._gather_weights(bucket, bucket.parameters[0] not in divided) for bucket in self.gradients.buckets)
 
     def state_dicts_in_pieces(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state dicts of model and optimizer, with a `TensorInPieces` for what ranks share. All ranks call it together.
+        """Return the state dicts of model and optimizer, with a `TensorInPieces` for each divided tensor.
 
-        The host waits for nothing, so the number of skipped steps is `Late`.
+        All ranks call it together.
+
+        The host waits for nothing, so the number of skipped steps is a `DeferredValue`.
         """
         self._keep_pieces(True)
         try:
@@ -122,7 +161,7 @@ class ShardedStates:
         return self.model_in_pieces(), optimizer
 
     def model_in_pieces(self) -> dict[str, Any]:
-        """The model's part of `state_dicts_in_pieces`, for which no rank waits for another."""
+        """Return the model's part of `state_dicts_in_pieces`. No rank waits for another."""
         self._keep_pieces(True)
         try:
             model: dict[str, Any] = self.gradients.model.state_dict(keep_vars=True)
@@ -134,12 +173,15 @@ class ShardedStates:
         for name, held in model.items():
             if isinstance(held, Tensor):
                 is_shared = held in places
-                model[name] = in_pieces(*places[held], self._pieces[held], 1, tuple(held.shape)) if is_shared else held.detach()
-        residuals = {residual.weight.holder: residual.in_pieces() for residual in self._residuals}
+                model[name] = self._described(*places[held], held) if is_shared else held.detach()
+        residuals = {residual.weight.holder: residual.describe_piece() for residual in self._residuals}
         for name, layer in self.gradients.model.named_modules(remove_duplicate=False):
             if isinstance(layer, Float8Linear) and residuals.get(layer) is not None:
                 model[f"{name}.weight_residual".removeprefix(".")] = residuals[layer]
         return model
+
+    def _described(self, bucket: Bucket, index: int, parameter: Tensor) -> TensorInPieces:
+        return bucket.describe_piece(index, self._pieces[parameter], 1, tuple(parameter.shape))
 
     def _keep_pieces(self, is_on: bool) -> None:
         self._keeps_pieces = is_on
@@ -151,16 +193,16 @@ class ShardedStates:
     def _agree_on_scales(self) -> None:
         """Give each quantized weight the amax and the scale that its owners have written; NaN where one is not finite."""
         pieces = [self._pieces[parameter] for bucket in self.gradients.buckets for parameter in bucket.parameters]
-        weights = [self.optimizer._quantized[piece] for piece in pieces if piece in self.optimizer._quantized]
+        weights = [self.optimizer.quantized[piece] for piece in pieces if piece in self.optimizer.quantized]
         if not weights:
             return
         device = weights[0].amax.device
         if self._is_owned is None or self._is_owned.device != device:
             self._is_owned = torch.tensor([weight.codes.numel() > 0 for weight in weights], device=device)
-        agree_on_scales(self.optimizer, weights, self._is_owned, self.stage)
+        agree_on_weight_scales(self.optimizer, weights, self._is_owned, self.stage)
 
     def _gather_weights(self, bucket: Bucket, wants_weights: bool) -> Iterator[None]:
-        """Gather the bucket's weights if wanted, and residuals of which ranks hold the whole. Each `yield` leaves a gather."""
+        """Gather the bucket's weights if wanted, and residuals that ranks hold whole. A `yield` leaves gathers under way."""
         held: list[Sequence[Tensor | None]] = [[self._residual(parameter) for parameter in bucket.parameters]]
         if all(residual is None for residual in held[0]):
             held = []
@@ -176,13 +218,13 @@ class ShardedStates:
                         _elements(tensor, piece).copy_(share_S[piece.in_share])
 
     def _residual(self, parameter: Tensor) -> Tensor | None:
-        """The whole residual of a weight, where every rank holds it."""
-        weight = self.optimizer._quantized.get(self._pieces[parameter])
+        """Return the whole residual of a weight, where every rank holds it."""
+        weight = self.optimizer.quantized.get(self._pieces[parameter])
         return None if weight is None else weight.holder.weight_residual
 
     def _all_ranks_finite(self, finite: Tensor) -> Tensor:
         finite = finite if self._own_finite is None else self._own_finite(finite)
-        return all_finite_on(self.whole, finite)
+        return agree_on_finite(self.owners, finite)
 
     @torch.no_grad()
     def _make_whole(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -204,34 +246,34 @@ class ShardedStates:
         whole: dict[str, Any] = {}
         for name, value in state.items():
             if isinstance(value, dict):
-                whole[name] = {part: self._join(bucket, index, part, entries, owns_some) for part, entries in value.items()}
+                whole[name] = {part: self._join(bucket, index, part, held, owns_some) for part, held in value.items()}
             else:  # the number of steps: a rank that owns nothing has taken none
                 steps = self._of_owners(torch.as_tensor(value, dtype=torch.float64), owns_some)
-                whole[name] = self._as_told(steps.to(value.dtype)) if isinstance(value, Tensor) else int(steps)
+                whole[name] = self._kept_or_on_host(steps.to(value.dtype)) if isinstance(value, Tensor) else int(steps)
         return whole
 
-    def _join(self, bucket: Bucket, index: int, part: str, entries: Tensor, owns_some: bool) -> Tensor | TensorInPieces:
-        """The entries of a part of a state, of all ranks' pieces of a parameter."""
-        if entries.dim() == 0:
-            scale = self._of_owners(entries, owns_some)
-            return self._as_told(torch.where(scale.isfinite(), scale, torch.nan))
-        elements_per_entry = 1 if part == "codes" else BLOCK
+    def _join(self, bucket: Bucket, index: int, part: str, held: Tensor, owns_some: bool) -> Tensor | TensorInPieces:
+        """Return a part of a state, codes or scales, of all ranks' pieces of a parameter."""
+        if held.dim() == 0:
+            scale = self._of_owners(held, owns_some)
+            return self._kept_or_on_host(torch.where(scale.isfinite(), scale, torch.nan))
+        elements_per_number = 1 if part == "codes" else BLOCK
         if self._keeps_pieces:
-            return in_pieces(bucket, index, entries, elements_per_entry)
-        return join(bucket, index, entries, elements_per_entry).cpu()
+            return bucket.describe_piece(index, held, elements_per_number)
+        return bucket.join_pieces(index, held, elements_per_number).cpu()
 
-    def _as_told(self, number: Tensor) -> Tensor:
-        """A number of a whole state: on the host, unless a checkpoint copies it there with the pieces."""
+    def _kept_or_on_host(self, number: Tensor) -> Tensor:
+        """Return a number of a whole state on the host, unless a checkpoint copies it there with the pieces."""
         return number if self._keeps_pieces else number.cpu()
 
     def _of_owners(self, number: Tensor, owns_some: bool) -> Tensor:
-        """The number, which is not negative, that all owners of a parameter have; infinity for NaN."""
+        """Return the number, which is not negative, that all owners of a parameter have; infinity for NaN."""
         own = number.to(self.axis.device, copy=True)
         return self.axis.max_(own if owns_some else torch.zeros_like(own))
 
 
 def _start_gather(bucket: Bucket, whole: Sequence[Tensor | None]) -> Pending:
-    """Start to gather the ranks' shares of the bucket's tensors, all of one dtype."""
+    """Start to gather the ranks' shares of the bucket's tensors, which all have one dtype."""
     some = next(tensor for tensor in whole if tensor is not None)
     own_S = some.new_zeros(bucket.layout.share_size)
     for piece in bucket.own:
@@ -242,5 +284,5 @@ def _start_gather(bucket: Bucket, whole: Sequence[Tensor | None]) -> Pending:
 
 
 def _elements(tensor: Tensor, piece: Piece) -> Tensor:
-    """A piece's elements of its whole tensor, as a view."""
+    """Return a piece's elements of its whole tensor, as a view."""
     return tensor.view(-1)[piece.first : piece.first + piece.length]

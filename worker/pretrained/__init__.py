@@ -6,7 +6,7 @@
 A folder holds `config.json` and safetensors files: plain values, or FP8 weights in the form of compressed-tensors.
 """
 
-from worker.pretrained.load import load_pretrained
-from worker.pretrained.write import export
+from octet.worker.pretrained.load import load_pretrained
+from octet.worker.pretrained.write import export
 
 __all__ = ["export", "load_pretrained"]

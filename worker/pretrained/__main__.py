@@ -1,6 +1,6 @@
 """Export a job's checkpoint: what `octet export` runs in a process of its own, because it needs torch.
 
-python -m worker.pretrained runs/first/checkpoints/step_0000000100 --format bf16 --out exported
+python -m octet.worker.pretrained runs/first/checkpoints/step_0000000100 --format bf16 --out exported
 """
 
 import argparse
@@ -13,26 +13,27 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from api_schemas import FamilySpec, ModelSpec, OptimizerSpec, PrecisionSpec
-from api_schemas.data.jsonl import TOKENIZER_FILES, TOKENIZER_SETTINGS
-from worker.checkpoint import BadCheckpoint, load_folder
-from worker.errors import RankError
-from worker.models import build_model
-from worker.models.huggingface import build_without_values
-from worker.models.meta import parameters_on_meta
-from worker.optim import build_optimizer
-from worker.optim.average import AveragedModel
-from worker.optim.schedule import parameter_groups
-from worker.prepare import prepare
-from worker.pretrained.adapter import export_adapter, export_merged
-from worker.pretrained.compressed import KINDS
-from worker.pretrained.write import FORMATS, PLAIN_DTYPES, export
-from worker.resume import load_model, names_by_key
+from octet.api_schemas import FamilySpec, ModelSpec, OptimizerSpec, PrecisionSpec
+from octet.api_schemas.data.jsonl import TOKENIZER_FILES, TOKENIZER_SETTINGS
+from octet.api_schemas.models import families_with
+from octet.worker.checkpoint import BadCheckpoint, load_folder
+from octet.worker.checkpoint.resume import load_model, names_by_key
+from octet.worker.common.errors import RankError
+from octet.worker.models import build_model
+from octet.worker.models.huggingface import build_without_values
+from octet.worker.models.meta import parameters_on_meta
+from octet.worker.optim import build_optimizer
+from octet.worker.optim.average import AveragedModel
+from octet.worker.optim.schedule import parameter_groups
+from octet.worker.prepare.initialize import prepare
+from octet.worker.pretrained.adapter import export_adapter, export_merged
+from octet.worker.pretrained.compressed import KINDS
+from octet.worker.pretrained.write import FORMATS, PLAIN_DTYPES, export
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Export, and print the folder. Exit status: 0, or 2 with the reason on standard error."""
-    parser = argparse.ArgumentParser(prog="python -m worker.pretrained", description="Export a checkpoint of a job.")
+    parser = argparse.ArgumentParser(prog="python -m octet.worker.pretrained", description="Export a checkpoint of a job.")
     parser.add_argument("checkpoint", type=Path, help="a folder step_…")
     parser.add_argument("--format", choices=FORMATS, help="default: bf16; of adapters, as they were trained")
     parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet, or is empty")
@@ -57,7 +58,7 @@ def export_model(state: dict[str, Any], options: argparse.Namespace) -> None:
     """Write the model of a job that trained all of it."""
     if options.merge:
         raise ValueError("--merge was given and the job trained no adapters; allowed: with adapters. Leave it out.")
-    if state.get("job", {}).get("model", {}).get("family") == "python":
+    if state.get("job", {}).get("model", {}).get("family") in families_with("users_code"):
         raise ValueError(
             "the model is of family python, which has no form in transformers and whose code is not run here; allowed: other "
             "families. Read the checkpoint's tensors.safetensors."
@@ -84,7 +85,7 @@ def trained(state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Build the model of a checkpoint on the CPU, and an optimizer that has its master weights and nothing else.
 
     No fp32 copy of the model exists: it is built on `meta`, and each layer has zeros until the level's form of it is loaded.
-    ValueError for a checkpoint that does not say what it is of.
+    ValueError for a checkpoint that does not name its job.
     """
     if "job" not in state:
         raise ValueError(

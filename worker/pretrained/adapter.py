@@ -17,14 +17,14 @@ from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor
 
-from api_schemas import FamilySpec, ModelSpec
-from api_schemas.adapter import AdapterSpec
-from worker.adapters import NAME, SEPARATOR
-from worker.fp8.layout import layout_of
-from worker.models.huggingface import build_without_values
-from worker.models.meta import parameters_on_meta
-from worker.pretrained.files import PretrainedFiles
-from worker.pretrained.folder import ShardWriter, new_folder
+from octet.api_schemas import FamilySpec, ModelSpec
+from octet.api_schemas.training import AdapterSpec
+from octet.worker.fp8.layout import layout_of
+from octet.worker.models.huggingface import build_without_values
+from octet.worker.models.meta import parameters_on_meta
+from octet.worker.prepare.adapters import NAME, SEPARATOR
+from octet.worker.pretrained.files import PretrainedFiles
+from octet.worker.pretrained.folder import ShardWriter, new_folder
 
 _TASKS = {"next_token": "CAUSAL_LM"}
 """peft's words for tasks; others are read without one."""
@@ -121,7 +121,7 @@ def _their_name(layer: str) -> str:
 
 
 def _transposed(model: FamilySpec, adapters: Mapping[str, Trained]) -> dict[str, bool]:
-    """Tell of each adapted layer whether it holds its weight as (K, N), as GPT-2's do."""
+    """Return, by adapted layer, whether it holds its weight as (K, N), as GPT-2's do."""
     with parameters_on_meta():
         network = build_without_values(model)
     found = {}

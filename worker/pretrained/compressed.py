@@ -7,7 +7,7 @@
     channel     (N, 1)                                a row: an output feature
     block       (ceil(N / 128), ceil(K / 128))        128×128
 
-`config.json` says which layers, under `quantization_config`. Source: github.com/vllm-project/compressed-tensors, version 0.20,
+`config.json` names the layers, under `quantization_config`. Source: github.com/vllm-project/compressed-tensors, version 0.20,
 `compressors/naive_quantized` and `quantization/quant_args.py`.
 """
 
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker import kernels
-from worker.fp8.recipe import E4M3
-from worker.kernels import ScaledCodes, ScaleKind
-from worker.kernels.formats import BLOCK
+from octet.worker import kernels
+from octet.worker.fp8.recipe import E4M3
+from octet.worker.kernels import ScaledCodes, ScaleKind
+from octet.worker.kernels.formats import BLOCK
 
 KINDS: Mapping[str, ScaleKind] = {
     "tensor": ScaleKind.TENSOR,
@@ -30,7 +30,7 @@ KINDS: Mapping[str, ScaleKind] = {
 """The kind of scale of each strategy."""
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
-"""What files call a weight's dequantization scale: compressed-tensors; DeepSeek-V3 and the block-scaled models since."""
+"""The names of a weight's dequantization scale: in compressed-tensors; in DeepSeek-V3 and the block-scaled models since."""
 
 
 class CompressedWeight(NamedTuple):

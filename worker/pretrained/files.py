@@ -9,9 +9,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from api_schemas import ANY_FILE, Files, Unfit
-from worker.fp8.recipe import E4M3
-from worker.pretrained.compressed import SCALE_NAMES, decompress
+from octet.api_schemas import ANY_FILE, Files, SpecConflict
+from octet.worker.fp8.recipe import E4M3
+from octet.worker.pretrained.compressed import SCALE_NAMES, decompress
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 
@@ -19,11 +19,11 @@ _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 class PretrainedFiles:
     """A folder with `config.json` and `model.safetensors`, or several files that an index lists.
 
-    Raises ValueError for a folder that is none, and for weights that are quantized in another way than `decompress` knows.
+    Raises ValueError for a folder that is none, and for weights that are quantized in a way that `decompress` does not read.
     """
 
     def __init__(self, folder: Path, files: Files = ANY_FILE) -> None:
-        """files: opens them. Raises Unfit for a path outside its folders."""
+        """files: opens them. Raises SpecConflict for a path outside its folders."""
         self.folder = folder
         self._files = files
         self.config: dict[str, Any] = self._read_json(_CONFIG)
@@ -71,7 +71,7 @@ class PretrainedFiles:
     def _read_json(self, name: str) -> dict[str, Any]:
         try:
             document: dict[str, Any] = json.loads(self._files.read(self.folder / name))
-        except Unfit:
+        except SpecConflict:
             raise
         except (OSError, ValueError) as error:
             raise ValueError(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from worker.errors import StorageFull, is_storage_full
+from octet.worker.common.errors import StorageFull, is_storage_full
 
 SHARD_BYTES = 1 << 30
 """Bytes of tensors in one file, unless one tensor is larger; as many are in memory until the file is written."""

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from worker.models.gpt import GPT
-from worker.models.llama import Llama
-from worker.models.wrapped import WrappedModel
-from worker.plain import join
+from octet.worker.models.gpt import GPT
+from octet.worker.models.llama import Llama
+from octet.worker.models.wrapped import WrappedModel
+from octet.worker.prepare.export_state_dict import join
 
 _LLAMA_NAMES = {
     "token_embedding": "model.embed_tokens",
@@ -58,7 +58,7 @@ def _as_it_is(_name: str, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a network is written. config: `config.json`, None for a model of transformers, which writes its own.
+    """The form in which a network is written. config: `config.json`, None for a model of transformers, which writes its own.
 
     prefix: begins the name of each module of the model, and no name of the file.
     """

@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from worker.fp8.linear import Float8Linear
-from worker.models.meta import parameters_on_meta
-from worker.optim import LowBitOptimizer
-from worker.prepare import prepare, read_options, share_rounding
-from worker.pretrained.compressed import SCALE_NAMES
-from worker.pretrained.files import PretrainedFiles
-from worker.pretrained.layouts import Layout, layout_in_file
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.models.meta import parameters_on_meta
+from octet.worker.optim import LowBitOptimizer
+from octet.worker.prepare.convert import share_rounding
+from octet.worker.prepare.initialize import prepare
+from octet.worker.prepare.options import read_options
+from octet.worker.pretrained.compressed import SCALE_NAMES
+from octet.worker.pretrained.files import PretrainedFiles
+from octet.worker.pretrained.layouts import Layout, layout_in_file
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -89,7 +91,7 @@ class FileSource:
             self._check_shape(parameter)
 
     def values(self, names: Sequence[str]) -> Tensor:
-        """Return the values of a parameter, on the device, by the names that the model knows it by."""
+        """Return the values of a parameter, on the device, by its names in the model."""
         found = next(name for name in names if self.layout.rename(name) in self.files)
         return self._values(found)
 

@@ -10,24 +10,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from api_schemas import ANY_FILE, EventReport, FamilySpec, Files, Unfit
-from worker.config import TrainConfig
-from worker.errors import InvalidConfig
-from worker.mesh import Axis
-from worker.models import TrainedModel, build_model
-from worker.models.huggingface import build_without_values
-from worker.models.meta import parameters_on_meta
-from worker.optim import LowBitOptimizer
-from worker.parallel import Parallel
-from worker.parallel.materialize import Values, materialize
-from worker.prepare import WeightSource
-from worker.pretrained.files import PretrainedFiles
-from worker.pretrained.load import FileSource
-from worker.pretrained.values import DrawnValues, ReadValues
+from octet.api_schemas import ANY_FILE, EventReport, FamilySpec, Files, SpecConflict
+from octet.worker.common.config import TrainConfig
+from octet.worker.common.errors import InvalidConfig
+from octet.worker.mesh import Axis
+from octet.worker.models import TrainedModel, build_model
+from octet.worker.models.huggingface import build_without_values
+from octet.worker.models.meta import parameters_on_meta
+from octet.worker.optim import LowBitOptimizer
+from octet.worker.parallel import Parallel
+from octet.worker.parallel.materialize import Values, materialize
+from octet.worker.prepare.convert import WeightSource
+from octet.worker.pretrained.files import PretrainedFiles
+from octet.worker.pretrained.load import FileSource
+from octet.worker.pretrained.values import DrawnValues, ReadValues
 
 logger = logging.getLogger(__name__)
-FAMILIES = ("gpt", "llama")
-"""Families whose initial values are known by parameter: `TrainedModel.initial`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class StartedModel:
 
 
 def start_job(config: TrainConfig, device: torch.device) -> StartedModel:
-    """Start the model of a job. Where ranks divide it, each makes its own share only, or an event says why that cannot be.
+    """Start the model of a job. Where ranks divide it, each makes its own share only, or an event gives the reason.
 
     Raises InvalidConfig.
     """
@@ -92,21 +90,21 @@ def start_model(
 
 
 def divides(config: TrainConfig) -> bool:
-    """Whether the ranks of a job divide its model or its optimizer's states."""
+    """Return whether the ranks of a job divide its model or its optimizer's states."""
     return config.layout.num_ranks > 1 and (
         config.layout.tensor * config.layout.pipeline > 1 or config.parallelism.zero_stage > 0
     )
 
 
 def why_whole(config: TrainConfig) -> str | None:
-    """Say why each rank has to make the whole model before it is divided; None where it does not."""
+    """Return why each rank has to make the whole model before it is divided; None where it does not."""
     if config.adapter is not None:
         return "adapters are added to a model that has its values"
     if config.training.ema_decay is not None:
         return "training.ema_decay keeps the average of whole weights on every rank"
     if config.precision.storage.engine == "torchao":
         return "level ao converts layers that have their values"
-    if config.model.files is None and config.model.family not in FAMILIES:
+    if config.model.files is None and not config.model.sizes.capabilities.draws_by_parameter:
         return f"the classes of family {config.model.family} draw their values when they are built"
     return None
 
@@ -122,8 +120,8 @@ def _whole_events(reason: str | None) -> tuple[EventReport, ...]:
 def _source(model: TrainedModel, folder: Path, files: Files, device: torch.device) -> FileSource | None:
     try:
         source = FileSource(PretrainedFiles(folder, files), model, device)
-    except Unfit as unfit:
-        raise InvalidConfig(str(unfit).replace("data.path", "model.path")) from None
+    except SpecConflict as conflict:
+        raise InvalidConfig(str(conflict).replace("data.path", "model.path")) from None
     except (OSError, ValueError) as error:
         logger.info("the weights are read as a whole by transformers: %s", error)
         return None

@@ -1,17 +1,17 @@
 """The values of a model that is divided before it has any: drawn as its class draws them, or read from a folder.
 
-A model is built on `meta`, its parameters then stand on their device without memory (`worker/deferred.py`). It is converted and
-divided like this, and `worker/parallel/materialize.py` asks for one whole parameter after another.
+A model is built on `meta`, its parameters then stand on their device without memory (`common/deferred.py`). It is converted and
+divided like this, and `worker/parallel/materialize.py` reads one whole parameter after another.
 """
 
 import torch
 from torch import Tensor, nn
 
-from worker.deferred import defer_parameters
-from worker.models import TrainedModel
-from worker.models.initial import Initial, draw, skip
-from worker.parallel.materialize import Unfilled
-from worker.pretrained.load import FileSource
+from octet.worker.common.deferred import defer_parameters
+from octet.worker.models import TrainedModel
+from octet.worker.models.initial import Initial, draw, skip
+from octet.worker.parallel.materialize import Unfilled
+from octet.worker.pretrained.load import FileSource
 
 
 def unfilled_parameters(model: nn.Module) -> list[Unfilled]:

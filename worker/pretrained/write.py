@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.fp8.bf16 import HalfLinear
-from worker.fp8.convert import ConversionReport
-from worker.fp8.linear import Float8Linear
-from worker.fp8.recipe import E4M3
-from worker.models.wrapped import WrappedModel
-from worker.plain import as_plain, drop_codes, finest_values, join, layers_of_codes, plain_tensors
-from worker.pretrained import folder as shards
-from worker.pretrained.compressed import KINDS, CompressedWeight, compress, quantization_config
-from worker.pretrained.folder import MappedValues, ShardWriter, check_new, new_folder
-from worker.pretrained.layouts import Layout, layout_of_model
+from octet.worker.fp8.bf16 import HalfLinear
+from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.recipe import E4M3
+from octet.worker.models.wrapped import WrappedModel
+from octet.worker.prepare.export_state_dict import as_plain, drop_codes, finest_values, join, layers_of_codes, plain_tensors
+from octet.worker.pretrained import folder as shards
+from octet.worker.pretrained.compressed import KINDS, CompressedWeight, compress, quantization_config
+from octet.worker.pretrained.folder import MappedValues, ShardWriter, check_new, new_folder
+from octet.worker.pretrained.layouts import Layout, layout_of_model
 
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FORMATS = (*PLAIN_DTYPES, "fp8")
@@ -40,7 +40,7 @@ def export(
     taken where it holds any. format: "bf16" and "fp32" write values, every floating-point tensor in that dtype; "fp8" writes
     the converted layers in the form of compressed-tensors (`compressed.py`), everything else in `plain_dtype`.
     strategy: of FP8 scales: "tensor", "channel" or "block"; by default that in which the level holds or multiplies the weight.
-    Beside the model this holds one weight in fp32 and one file's tensors (1 GiB) at a time.
+    Apart from the model this holds one weight in fp32 and one file's tensors (1 GiB) at a time.
     E4M3 codes are written byte for byte with their scale under the default strategy; the rest is quantized from the finest
     values.
 
@@ -181,7 +181,7 @@ def _write(model: nn.Module, tensors: Tensors, folder: Path, layout: Layout, ext
 
 
 def _network(model: nn.Module) -> Any:
-    """The model that transformers knows."""
+    """Return the model of transformers inside ours."""
     return model.network if isinstance(model, WrappedModel) else model
 
 

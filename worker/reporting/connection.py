@@ -11,13 +11,13 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-"""Of https, the certificate is checked against those that this machine trusts."""
+"""A certificate of https is checked against those that this machine trusts."""
 FAILURES = (OSError, http.client.HTTPException)
-"""What `Post` raises: nobody answered, or not in HTTP."""
+"""The errors that `Post` raises: nobody answered, or not in HTTP."""
 
 
 class Answer(NamedTuple):
-    """What a server has answered."""
+    """A server's answer."""
 
     status: int
     content: bytes
@@ -28,7 +28,7 @@ Post = Callable[[bytes], Answer]
 
 
 class Connection:
-    """Posts JSON to one URL. Only one thread uses it. No proxy is asked."""
+    """Posts JSON to one URL. Only one thread uses it. No proxy is used."""
 
     def __init__(self, url: str, token: str, timeout_s: float) -> None:
         """token: sent as a bearer token. timeout_s: of each wait for the server."""
@@ -57,7 +57,7 @@ class Connection:
 
 
 def _has_something_to_read(connection: socket.socket) -> bool:
-    """Whether something has come, such as the end, where nothing was asked for."""
+    """Return whether the server has sent something, such as the end, without a request."""
     poll = select.poll()  # `select.select` takes no descriptor above 1023
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

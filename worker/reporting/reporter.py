@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from api_schemas import (
+from octet.api_schemas import (
     MAX_REPORTS_PER_BATCH,
     DesiredState,
     EvaluationReport,
@@ -30,9 +30,9 @@ from api_schemas import (
     ReportReply,
     StepReport,
 )
-from worker.errors import Cancelled, Fenced, LeaseLost, Stopped
-from worker.reporting.connection import FAILURES, Connection, Post
-from worker.reporting.spool import Spool
+from octet.worker.common.errors import Cancelled, Fenced, LeaseLost, Stopped
+from octet.worker.reporting.connection import FAILURES, Connection, Post
+from octet.worker.reporting.spool import Spool
 
 FLUSH_INTERVAL_S = 0.25
 """The least time from one request to the next."""

@@ -9,8 +9,8 @@ from collections import deque
 from pathlib import Path
 from threading import Lock
 
-from api_schemas import Report
-from worker.errors import is_storage_full
+from octet.api_schemas import Report
+from octet.worker.common.errors import is_storage_full
 
 _MAX_IN_MEMORY = 4096
 

@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from api_schemas import AttemptRef, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
-from service.cluster.launcher import LauncherError
+from octet.api_schemas import AttemptRef, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
+from octet.service.cluster.launcher import LauncherError
 
 LAUNCH_S = 60.0
 CALL_S = 10.0
 _ANSWER_S = 5.0
-"""How much longer the server waits than the host, whose message says more than that nobody answered."""
+"""The time that the server waits longer than the host, whose message says more than that nobody answered."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What the start of a supervisor takes. The order is passed on unparsed; only the ranks parse it."""
+    """The arguments that start a supervisor. The order is passed on unparsed; only the ranks parse it."""
 
     attempt_id: str
     epoch: int

@@ -1,9 +1,9 @@
 """The command `ray`, whose `start --block` ends when its raylet does.
 
-    python -m service.cluster.ray.command start --address=ray-head:6379 --block …
+    python -m octet.service.cluster.ray.command start --address=ray-head:6379 --block …
 
-Ray's own stays: it takes a raylet that ends with 0 or SIGTERM for one that was told to. A raylet ends like that when one of its
-agents is killed, as the kernel does for want of memory, and its node would be lost until somebody looks. This process ends
+Ray's own stays: it takes a raylet that ends with 0 or SIGTERM for one that somebody stopped. A raylet ends like that when one
+of its agents is killed, as the kernel does when memory is short, and its node would stay lost. This process ends
 with 1, so that whoever started it, such as Docker, starts it again. It is for Linux; elsewhere it is Ray's command.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _POLL_S = 1.0
-_GRACE_S = 5.0  # if the raylet was told to end, this process ends by itself
+_GRACE_S = 5.0  # if the raylet was stopped, this process ends by itself
 _CHILDREN = "/proc/self/task/{thread}/children"
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The embedded Ray: a cluster of one node on this machine. A process of its own, the keeper, starts and ends it.
 
-    python -m service.cluster.ray.embedded --dir DIR --pools JSON --warm-idle-s SECONDS      (started by `LocalRay.ensure`)
+    python -m octet.service.cluster.ray.embedded --dir DIR --pools JSON --warm-idle-s SECONDS  (started by `LocalRay.ensure`)
 
 The keeper runs Ray in a child (`host.py`), which also makes the server's calls to Ray. It outlives a killed `octet serve` by
 two minutes, so that a server that is started again finds its jobs still training. If no server comes back, the keeper ends
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the keeper, which runs this module, would load pydantic for nothing
-    from api_schemas import PoolConfig
+    from octet.api_schemas import PoolConfig
 
 _START_S = 60.0
 _LINGER_S = 120.0
@@ -108,7 +108,7 @@ class LocalRay:
             return None
 
     def _start_keeper(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "service.cluster.ray.embedded", "--dir", str(self._dir)]
+        command = [sys.executable, "-m", "octet.service.cluster.ray.embedded", "--dir", str(self._dir)]
         command += ["--pools", json.dumps([pool.model_dump(mode="json") for pool in self._pools])]
         command += ["--warm-idle-s", str(self._warm_idle_s)]
         with (self._dir / "keeper.log").open("wb") as log:
@@ -230,7 +230,7 @@ def _keep(folder: Path, pools: str, warm_idle_s: str) -> int:
 
 
 def _start_host(private_dir: Path, pools: str, warm_idle_s: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "service.cluster.ray.host", "--folder", str(private_dir)]
+    command = [sys.executable, "-m", "octet.service.cluster.ray.host", "--folder", str(private_dir)]
     command += ["--pools", pools, "--warm-idle-s", warm_idle_s]
     env = {**os.environ, **_RAYLET_SETTINGS}
     return start_dying_with_us(command, env=env)
@@ -304,7 +304,7 @@ def _runs(pid: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m service.cluster.ray.embedded")
+    parser = argparse.ArgumentParser(prog="python -m octet.service.cluster.ray.embedded")
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--pools", required=True)
     parser.add_argument("--warm-idle-s", required=True)

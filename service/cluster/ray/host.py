@@ -1,6 +1,6 @@
 """The process that runs the embedded Ray and is the only one that connects to it: what a server wants arrives over a socket.
 
-    python -m service.cluster.ray.host --folder DIR --pools JSON --warm-idle-s SECONDS      (started by the keeper)
+    python -m octet.service.cluster.ray.host --folder DIR --pools JSON --warm-idle-s SECONDS      (started by the keeper)
 
 It does what `ray start --head --block` does, for which that command needs as much memory as this process with its connection.
 It ends as soon as one of Ray's servers does, and Ray's servers end with it, so both are one part that may fail.
@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import TypeAdapter
 
-from api_schemas import AttemptRef, PoolConfig
-from service.cluster.launcher import LauncherError
-from service.cluster.ray.calls import Start
-from service.cluster.ray.embedded import ADDRESS, ADDRESS_FILE, SOCKET_FILE, TEMP_DIR, without_arrow
+from octet.api_schemas import AttemptRef, PoolConfig
+from octet.service.cluster.launcher import LauncherError
+from octet.service.cluster.ray.calls import Start
+from octet.service.cluster.ray.embedded import ADDRESS, ADDRESS_FILE, SOCKET_FILE, TEMP_DIR, without_arrow
 
 if TYPE_CHECKING:
     from ray._private.node import Node
 
-    from service.cluster.ray.launcher import RayLauncher
+    from octet.service.cluster.ray.launcher import RayLauncher
 
 _OBJECT_STORE_BYTES = 100_000_000
 _WATCH_S = 0.5
@@ -94,7 +94,7 @@ class Calls(socketserver.ThreadingUnixStreamServer):
 def host(folder: Path, pools: tuple[PoolConfig, ...], warm_idle_s: float) -> NoReturn:
     """Run Ray, and answer calls, until one of Ray's servers ends or a signal comes. `folder` is this process's own."""
     without_arrow()  # before Ray is imported, which looks for it
-    from service.cluster.ray.launcher import RayLauncher
+    from octet.service.cluster.ray.launcher import RayLauncher
 
     node: Any = start_node(folder / TEMP_DIR, pools)  # Ray has annotations for a part of it
     address = str(node.address)
@@ -112,7 +112,7 @@ def host(folder: Path, pools: tuple[PoolConfig, ...], warm_idle_s: float) -> NoR
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m service.cluster.ray.host")
+    parser = argparse.ArgumentParser(prog="python -m octet.service.cluster.ray.host")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--pools", required=True)
     parser.add_argument("--warm-idle-s", type=float, required=True)

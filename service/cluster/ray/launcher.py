@@ -1,4 +1,4 @@
-"""Runs attempts on a Ray cluster. Each attempt has one detached, named supervisor actor (`worker.supervisor`).
+"""Runs attempts on a Ray cluster. Each attempt has one detached, named supervisor actor (`octet.worker.rank.supervisor`).
 
 Every call runs in a thread of its own with a deadline, because Ray's own calls can hang when the cluster is gone. A thread
 that hangs is left behind, and takes no place from later calls.
@@ -19,10 +19,10 @@ from ray.autoscaler.sdk import request_resources
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
-from service.cluster.launcher import LauncherError
-from service.cluster.ray.calls import CALL_S, LAUNCH_S, Start, slots_of
-from worker.supervisor import NAMESPACE, Supervisor, actor_name, warm_up
+from octet.api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
+from octet.service.cluster.launcher import LauncherError
+from octet.service.cluster.ray.calls import CALL_S, LAUNCH_S, Start, slots_of
+from octet.worker.rank.supervisor import NAMESPACE, Supervisor, actor_name, warm_up
 
 _CONNECT_S = 60.0
 _NAME_PREFIX = "octet-"
@@ -102,7 +102,8 @@ class RayLauncher:
             if supervisor is None:
                 return
             try:
-                ray.get(supervisor.stop.remote(grace_s), timeout=grace_s + CALL_S)
+                # By name: of a supervisor whose class another release imports, Ray knows no positions.
+                ray.get(supervisor.stop.remote(grace_s=grace_s), timeout=grace_s + CALL_S)
             except RayActorError:
                 return
             ray.kill(supervisor, no_restart=True)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from service.cluster.ray.embedded import end_ray, start_dying_with_us
+from octet.service.cluster.ray.embedded import end_ray, start_dying_with_us
 
 NODE_MANAGER_PORT = 6380  # fixed: a health check asks this port whether the node is up
 _CONNECT_S = 2.0
@@ -57,7 +57,14 @@ class RayNode:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [
-            *(sys.executable, "-m", "service.cluster.ray.command", "start", f"--address={self._host}:{self._port}", "--block"),
+            *(
+                sys.executable,
+                "-m",
+                "octet.service.cluster.ray.command",
+                "start",
+                f"--address={self._host}:{self._port}",
+                "--block",
+            ),
             *("--num-cpus=0", "--num-gpus=0", f"--node-manager-port={NODE_MANAGER_PORT}"),
             *("--disable-usage-stats", "--include-log-monitor=false", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
         ]

@@ -1,8 +1,8 @@
-"""Alembic's entry point. `service.db.migrate` passes it the connection, which is in a transaction."""
+"""Alembic's entry point. `octet.service.db.migrate` passes it the connection, which is in a transaction."""
 
 from alembic import context
 
-from service.db.tables import Base
+from octet.service.db.tables import Base
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata, render_as_batch=True)
 context.run_migrations()

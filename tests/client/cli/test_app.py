@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from client.cli import build_app
+from octet.client.cli import build_app, options
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
@@ -92,7 +92,7 @@ def test_a_job_on_standard_input(spec: dict[str, Any]) -> None:
 
 def test_the_installed_command_has_the_same_statuses(job_file: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "client.cli", *arguments]
+        command = [sys.executable, "-m", "octet.client.cli", *arguments]
         return subprocess.run(command, capture_output=True, text=True, env={"FORCE_COLOR": "1", "TERM": "xterm"}, check=False)
 
     absent = run("list", "--url", NOBODY)
@@ -102,7 +102,7 @@ def test_the_installed_command_has_the_same_statuses(job_file: str) -> None:
 
 
 def test_serving_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "service.processes.embedded", None)
+    monkeypatch.setattr(options, "find_spec", lambda package: None)
     shown = octet("serve")
     assert shown.exit_code == 2
-    assert "pip install 'octet[service,worker,client]'" in shown.stderr
+    assert "pip install 'octet-fp8[service,worker]'" in shown.stderr

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from api_schemas import CheckpointReport, EvaluationReport, FailureReason, FinishedReport, Job, JobSummary, LogReport
-from client import Client
-from client.cli import build_app
+from octet.api_schemas import CheckpointReport, EvaluationReport, FailureReason, FinishedReport, Job, JobSummary, LogReport
+from octet.client import Client
+from octet.client.cli import build_app
 from tests.client.octet_app import API_KEY, OctetApp, Rank
 
 MakeSummary = Callable[..., JobSummary]
@@ -131,7 +131,7 @@ def test_ctrl_c_detaches_and_the_job_goes_on(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("client.watch.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    monkeypatch.setattr("octet.client.watch.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     shown = octet("submit", job_file, "--watch", "--set", "name=detached")
     [job] = client.jobs(name="detached")
     assert shown.exit_code == 130
@@ -226,6 +226,6 @@ def test_the_key_comes_from_the_environment(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_goes_away_is_no_traceback(app: OctetApp, finished: Job) -> None:
-    command = f"{sys.executable} -m client.cli events {finished.id} --url {app.url} | true"
+    command = f"{sys.executable} -m octet.client.cli events {finished.id} --url {app.url} | true"
     piped = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert piped.stderr == ""

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from api_schemas import Job, JobSummary
-from client.demo.comparison import has_learned, learning_line, side_by_side, start_times, verdict
+from octet.api_schemas import Job, JobSummary
+from octet.client.demo.comparison import has_learned, learning_line, side_by_side, start_times, verdict
 
 MakeJob = Callable[..., Job]
 MakeSummary = Callable[..., JobSummary]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from client.demo.own_server import OwnServer
-from client.errors import ServerFailed
-from client.terminal import Terminal
+from octet.client.demo.own_server import OwnServer
+from octet.client.errors import ServerFailed
+from octet.client.terminal import Terminal
 from tests.waiting import wait_until
 
 STUBBORN = """

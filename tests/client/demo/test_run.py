@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from api_schemas import FailureReason, FinishedReport, JobSpec, JobState, JobSummary, LogReport
-from client import Client, SpecRefused
-from client.cli import build_app
-from client.demo.job import JUDGED_FROM_STEPS, demo_spec
+from octet.api_schemas import FailureReason, FinishedReport, JobSpec, JobState, JobSummary, LogReport
+from octet.client import Client, SpecRefused
+from octet.client.cli import build_app
+from octet.client.demo.job import JUDGED_FROM_STEPS, demo_spec
 from tests.client.octet_app import OctetApp, Rank
 
 MakeSummary = Callable[..., JobSummary]
@@ -131,7 +131,7 @@ def test_what_ends_the_demo_ends_its_jobs(own_app: OctetApp, error: Any, status:
             raise KeyboardInterrupt
         signal.raise_signal(error)
 
-    monkeypatch.setattr("client.watch.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    monkeypatch.setattr("octet.client.watch.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     before = signal.getsignal(signal.SIGTERM)
     shown = CliRunner().invoke(build_app(), ["demo", "--url", own_app.url])
     assert shown.exit_code == status
@@ -157,7 +157,18 @@ def test_a_server_that_does_not_start_leaves_its_log(tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal.Signals | None, status: int) -> None:
     """Run the whole path, Ray and worker included. Two steps are too few to be judged, and the last line says so."""
     steps = "2" if ended_by is None else "1000"  # what is ended early must not end by itself before, on a busy machine
-    command = [sys.executable, "-m", "client.cli", "demo", "--steps", steps, "--levels", "fp32", "--data-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "octet.client.cli",
+        "demo",
+        "--steps",
+        steps,
+        "--levels",
+        "fp32",
+        "--data-dir",
+        str(tmp_path),
+    ]
     shown = ""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed_interrupts

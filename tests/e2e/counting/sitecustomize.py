@@ -14,11 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-COUNTED_MODULE = "api_schemas.job"
+COUNTED_MODULE = "octet.api_schemas.job"
 
 
 class CountingFinder(importlib.abc.MetaPathFinder):
-    """Find the contract's module as Python would, and wrap a rule of `JobSpec` once it is loaded."""
+    """Find the contract's module as Python would, and wrap the check of its specs once it is loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != COUNTED_MODULE:
@@ -30,25 +30,25 @@ class CountingFinder(importlib.abc.MetaPathFinder):
 
         def execute_and_count(module: ModuleType) -> None:
             execute(module)
-            count_validations(module.JobSpec)
+            count_validations(module)
 
         spec.loader.exec_module = execute_and_count  # type: ignore[method-assign]
         return spec
 
 
-def count_validations(model: Any) -> None:
-    """Wrap a rule that runs once for each spec that is parsed, and again where a parsed one is passed through."""
-    file, check = Path(os.environ["VALIDATIONS_FILE"]), model._check_parts
+def count_validations(module: Any) -> None:
+    """Wrap the check that runs once for each spec that is parsed, and again where a parsed one is passed through."""
+    file, check = Path(os.environ["VALIDATIONS_FILE"]), module.check_job
     parsed: dict[int, Any] = {}  # holds the specs, so that no id comes back
 
-    def note_and_check(spec: Any) -> None:
+    def note_and_check(spec: Any) -> Any:
         if id(spec) not in parsed:
             parsed[id(spec)] = spec
             with file.open("a") as lines:
                 lines.write(f"{os.getpid()}\n")
-        check(spec)
+        return check(spec)
 
-    model._check_parts = note_and_check
+    module.check_job = note_and_check
 
 
 if "VALIDATIONS_FILE" in os.environ:

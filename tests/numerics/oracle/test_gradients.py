@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize
 from tests.numerics.oracle import held
 from tests.numerics.oracle.layer import E5M2, products, worst_tile_db
-from worker import initialize
 
 OWN_LEVELS = tuple(name for name, level in LEVELS.items() if level.has_own_fp8)
 

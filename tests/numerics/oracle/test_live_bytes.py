@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS
-from worker import initialize, memory_report
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize, memory_report
 
 BY_DEFAULT = ("te", "O2", "O3", "O3-split-8bit")
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize
 from tests.numerics.oracle import held
 from tests.numerics.oracle.adam import Adam64
-from worker import initialize
 
 MOMENT_ERRORS = {"fp32": 2e-3, "fp8-dre": 0.035, "int8-companded": 0.055}
 """NUMERICS.md, section 7, by the first moment's codec. With fp32 moments what is left is how weights are rounded."""

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize
 from tests.numerics.oracle import held
 from tests.numerics.oracle.formats import MAX, decode, rounded
 from tests.numerics.oracle.layer import E4M3, E5M2, products, worst_tile_db
-from worker import initialize
 
 EXACT_DB = 90.0  # fp32 accumulation over 384 products; a wrong code or scale leaves less than 60 dB
 HELD_GRADIENT_DB = 60.0  # held in E4M3, where a sum at the edge of two codes may take the other one

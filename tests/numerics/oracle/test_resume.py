@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize
 from tests.ranks import run_ranks
-from worker import initialize
 
 NUM_STEPS_BEFORE, NUM_STEPS_AFTER = 5, 3
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from octet.worker import initialize
 from tests.numerics.oracle import held
 from tests.numerics.oracle.layer import E4M3, E5M2, Window, worst_tile_db
-from worker import initialize
 
 NUM_STEPS, LENGTH = 18, 4
 INF_IN_INPUT, INF_IN_GRADIENT = (7, 13), (13,)

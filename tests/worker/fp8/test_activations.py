@@ -11,12 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from api_schemas import GPTSizes
-from worker import initialize
-from worker.fp8.fallback import Fallback
-from worker.fp8.linear import Float8Linear
-from worker.fp8.sequence import take_over_activations
-from worker.models.gpt import GPT
+from octet.api_schemas import GPTSizes
+from octet.worker import initialize
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.sequence import take_over_activations
+from octet.worker.models.gpt import GPT
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU, "gelu-tanh": lambda: nn.GELU(approximate="tanh"), "relu": nn.ReLU, "silu": nn.SiLU,
@@ -132,14 +132,14 @@ def test_the_activation_is_a_part_of_the_pass_that_quantizes() -> None:
             model.octet_report.health.after_step()
         found.append(passes)
     together, separate = found
-    names = ("activate_operand", "quantize_operand", "complete", "gelu")
-    assert [separate.ops[name] for name in names] == [0, 2, 0, 1]
-    assert [together.ops[name] for name in names] == [2, 0, 1, 0]
+    names = ("quantize_delayed", "complete", "gelu")
+    assert [separate.ops[name] for name in names] == [2, 0, 1]
+    assert [together.ops[name] for name in names] == [1, 1, 0]  # the former activates and quantizes the other layer's input
     assert together.ops["compute_amax"] == separate.ops["compute_amax"] == 0
-    assert together.ops.total() == separate.ops.total()  # the codes are made again instead of kept
-    # Forward 4 + 1 in the place of 4 + 4, 4 + 1; backward 4 + 1 for the codes that are not kept, and 1, 1 + 1 for codes of the
-    # gradient in the place of 4 + 2.
-    assert separate.num_bytes - together.num_bytes == 200 * 128 * (13 + 6 - 10 - 3)
+    assert together.ops.total() == separate.ops.total() - 1
+    # Forward 4 + 1 in the place of 4 + 4, 4 + 2. Backward 4 of the activation's input in the place of 1 of its codes; and
+    # 1, 1 + 1 for codes of the gradient in the place of 4 + 2.
+    assert separate.num_bytes - together.num_bytes == 200 * 128 * (14 - 5 - 3 + 3)
 
 
 def test_nothing_but_the_activations_input_waits_for_the_backward_pass() -> None:
@@ -182,7 +182,7 @@ def test_a_compiler_does_not_keep_what_is_made_again(level: str) -> None:
     assert same(eager, gradients(torch.compile(model, backend=backend, fullgraph=True), x))
     kept = [node.meta["val"] for node in graphs[1].nodes if node.op == "placeholder"]
     assert [value.dtype for value in kept if tuple(value.shape) in ((200, 128), (128, 200))] == [torch.float32]
-    assert torch.ops.octet.activate_operand.default in [node.target for node in graphs[1].nodes]
+    assert torch.ops.octet.linear_gradients.default in [node.target for node in graphs[1].nodes]  # which makes it again
 
 
 def test_only_what_no_one_else_sees_is_taken_over() -> None:

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS
-from api_schemas.precision import PrecisionSpec
-from api_schemas.recipe import RecipeSpec
-from worker import initialize
-from worker.fp8.bf16 import HalfLinear
-from worker.fp8.convert import ConversionReport, SkippedLayer, replaceable_linears, select_layers
-from worker.fp8.gradient import Float8Gradient
-from worker.fp8.linear import Float8Linear
-from worker.fp8.recipe import Recipe
-from worker.fp8.weights import encode_weight
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.precision import PrecisionSpec
+from octet.api_schemas.recipe import RecipeSpec
+from octet.worker import initialize
+from octet.worker.fp8.bf16 import HalfLinear
+from octet.worker.fp8.convert import ConversionReport, SkippedLayer, replaceable_linears, select_layers
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.recipe import Recipe
+from octet.worker.fp8.weights import encode_weight
 
 K, N, T = 288, 144, 200
 SPECS = {

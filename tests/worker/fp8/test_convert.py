@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from api_schemas import GPTSizes
-from api_schemas.precision import PrecisionSpec
-from worker.fp8.convert import (
+from octet.api_schemas import GPTSizes
+from octet.api_schemas.precision import PrecisionSpec
+from octet.worker.fp8.convert import (
     ConversionReport,
     FilteredLayer,
     SkippedLayer,
@@ -17,8 +17,8 @@ from worker.fp8.convert import (
     replaceable_linears,
     select_layers,
 )
-from worker.fp8.speedups import Chip
-from worker.models.gpt import GPT
+from octet.worker.fp8.speedups import Chip
+from octet.worker.models.gpt import GPT
 
 TINY = GPTSizes(hidden_size=32, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
 

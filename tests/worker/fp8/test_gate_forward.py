@@ -13,15 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, GemmaConfig, GemmaModel, LlamaConfig, LlamaModel, ViTConfig, ViTModel
 from transformers.activations import ACT2FN
 
-from tests.worker.accelerator import cuda_dtypes
-from tests.worker.fp8.test_carried import DELAYED, RECIPES, Calls, forward_of, gpt, gradients, llama, tokens
-from tests.worker.small import FP8_LEVELS
-from worker import initialize, prepare
-from worker.fp8 import linear, usual
-from worker.fp8.accelerator import cpu_as_accelerator
-from worker.fp8.carried import carried_by
-from worker.fp8.gate_forward import ActivationForward, GatedForward, known_activation
-from worker.fp8.gradient_notes import Notes, note_of
+from octet.worker import initialize
+from octet.worker.common.wrap import wrappers_of
+from octet.worker.fp8 import linear
+from octet.worker.fp8.accelerator import cpu_as_accelerator
+from octet.worker.fp8.gate_forward import ActivationForward, GatedForward, known_activation
+from octet.worker.fp8.handoff import Handoff, Recorded, gradient_handoff_of, handoff_of
+from octet.worker.prepare import initialize as prepare
+from tests.kit.accelerator import cuda_dtypes
+from tests.kit.small_model import FP8_LEVELS
+from tests.worker.fp8.test_handoff import DELAYED, RECIPES, Calls, gpt, gradients, llama, tokens
 
 
 class Between(nn.Module):
@@ -37,10 +38,9 @@ class Between(nn.Module):
 
 
 def ours(model: nn.Module) -> list[type]:
-    """The classes of what took the place of a forward, also within the forward that enters autocast."""
-    found = [forward_of(module) for module in model.modules()]
-    found = [getattr(getattr(forward, "replaced", None), "__self__", forward) for forward in found]
-    return [type(forward) for forward in found if isinstance(forward, (ActivationForward, GatedForward))]
+    """The classes of the wrappers of MLPs and activations, also within the one that enters autocast."""
+    found = [wrapper for module in model.modules() for wrapper in wrappers_of(module)]
+    return [type(wrapper) for wrapper in found if isinstance(wrapper, (ActivationForward, GatedForward))]
 
 
 def converted(make: Callable[[], nn.Module], level: str = "O2", *, carries: bool = True, **options: Any) -> nn.Module:
@@ -50,6 +50,11 @@ def converted(make: Callable[[], nn.Module], level: str = "O2", *, carries: bool
         if not carries:
             patch.setattr(prepare, "carry_activations", lambda _model: 0)
         return initialize(make(), None, level, auto_filter=False, **options)[0]
+
+
+def record_no_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Let layers leave no handoffs for the gradients of their outputs."""
+    patch.setattr(linear, "attach_gradient", lambda output, _handoff: output)
 
 
 def assert_same_bits(
@@ -62,8 +67,7 @@ def assert_same_bits(
         for model, carries in zip(models, (True, False), strict=True):
             with monkeypatch.context() as patch:
                 if not carries:
-                    for owner in (linear, usual):
-                        patch.setattr(owner, "notes_of_pass", lambda *_arguments: Notes())
+                    record_no_gradients(patch)
                 found.append([*gradients(model, batch), *gradients(model, batch)])
         assert len(found[0]) == len(found[1])
         assert all(map(torch.equal, *found))
@@ -137,8 +141,8 @@ def count(make: Callable[[], nn.Module], batch: Tensor, *, carries: bool, **opti
     """The ops of one forward and backward pass, on an accelerator, by name."""
     model = converted(make, carries=carries, statistics_every=0, **options)
     with pytest.MonkeyPatch.context() as patch, cpu_as_accelerator(), Calls() as calls:
-        for owner in () if carries else (linear, usual):
-            patch.setattr(owner, "notes_of_pass", lambda *_arguments: Notes())
+        if not carries:
+            record_no_gradients(patch)
         model(batch).float().square().sum().backward()
     return calls.ops
 
@@ -168,15 +172,16 @@ def test_delayed_scaling_writes_codes_with_norms_and_gates() -> None:
 @pytest.mark.parametrize("make", [llama, gpt])
 def test_layers_before_an_activation_look_for_no_amax(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]) -> None:
     """Of each gradient that an activation writes: of up, and of gate."""
-    taken, take = [], Notes.amax_of
+    taken, take = [], Handoff.recorded
 
-    def note(notes: Notes, grad_output: Tensor) -> Tensor | None:
-        amax = take(notes, grad_output)
-        taken.append(amax)
-        assert amax is None or torch.equal(amax, grad_output.abs().amax().float())
-        return amax
+    def note(handoff: Handoff, x: Tensor, *arguments: Any, **options: Any) -> Recorded:
+        recorded = take(handoff, x, *arguments, **options)
+        if not handoff.is_shared:  # of a gradient
+            taken.append(recorded.amax)
+            assert recorded.amax is None or torch.equal(recorded.amax, x.abs().amax().float())
+        return recorded
 
-    monkeypatch.setattr(Notes, "amax_of", note)
+    monkeypatch.setattr(Handoff, "recorded", note)
     count(make, tokens(1)[0], carries=True)
     assert sum(amax is not None for amax in taken) == (2 if make is llama else 1)
     assert len(taken) == (7 if make is llama else 4)
@@ -249,16 +254,16 @@ def test_frozen_layers_copies_and_passes_without_gradients() -> None:
     with cpu_as_accelerator():
         with torch.no_grad():
             expected = model(batch)
-            assert note_of(model.up(batch)) is None
+            assert gradient_handoff_of(model.up(batch)) is None
         with torch.inference_mode():
             assert torch.equal(model(batch), expected)
         hidden = model.activation(model.up(batch))
-        assert carried_by(hidden) is not None
+        assert handoff_of(hidden) is not None
         twin = copy.deepcopy(model)
         assert twin.activation.forward.__self__.module is twin.activation
         assert torch.equal(twin(batch), expected)
         model.up.requires_grad_(False)
-        assert note_of(model.up(batch)) is None
+        assert gradient_handoff_of(model.up(batch)) is None
         model(batch).sum().backward()
         assert model(torch.randn(0, 32)).shape == (0, 16)
 

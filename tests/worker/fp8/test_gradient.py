@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.fp8.gradient_hooks import keep_gradient_in_fp8
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.gradient_hooks import keep_gradient_in_fp8
+from octet.worker.fp8.rounding_position import RoundingPosition
 
 
 def make(values: Tensor) -> Float8Gradient:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker import initialize
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
+from octet.worker import initialize
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
 
 SHAPE = (24, 48)
 ONE_CODE = 2**-3

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from api_schemas.precision import PrecisionSpec
+from octet.api_schemas.precision import PrecisionSpec
+from octet.worker import follow_optimizer, fp8_statistics, initialize
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.health import LayerDemoted
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.operand import OperandScaling
+from octet.worker.kernels import ScaledCodes, ScaleKind, dequantize, encode, measure, quantize, values_of
+from octet.worker.kernels.sampling import SAMPLE_ELEMENTS, sampled_rows
 from tests.numerics.measure import mixed_magnitudes
 from tests.numerics.measure import sqnr_db as measured_sqnr_db
-from worker import follow_optimizer, fp8_statistics, initialize
-from worker.fp8.fallback import Fallback
-from worker.fp8.health import LayerDemoted
-from worker.fp8.linear import Float8Linear
-from worker.fp8.operand import OperandScaling
-from worker.kernels import ScaledCodes, ScaleKind, dequantize, encode, measure, quantize, values_of
-from worker.kernels.sampling import SAMPLE_ELEMENTS, sampled_rows
 
 E4M3 = torch.float8_e4m3fn
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.worker.test_accelerator import FAMILIES, batch_of, fit_loss_scale
-from worker import initialize
-from worker.fp8.loss_scaling import LossScaling
+from octet.worker import initialize
+from octet.worker.fp8.loss_scaling import LossScaling
+from tests.kit.families import FAMILIES, batch_of, fit_loss_scale
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, LossScaling]:

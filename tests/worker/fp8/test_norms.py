@@ -11,10 +11,10 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+from octet.worker import export, initialize, load_pretrained
+from octet.worker.fp8.norms import HalfNorm
+from tests.kit.small_model import make
 from tests.worker.integrations.tiny import evaluated_loss, examples, llama
-from tests.worker.small import make
-from worker import export, initialize, load_pretrained
-from worker.fp8.norms import HalfNorm
 
 BF16 = 2.0**-8
 """The relative error of one rounding to bf16."""

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from api_schemas.recipe import RecipeSpec
-from worker.fp8.operand import REMEMBERED, OperandScaling, advance
-from worker.fp8.recipe import E4M3, OperandFormat, Recipe
-from worker.kernels import ScaleKind, dequant_scale_from_amax, values_of
+from octet.api_schemas.recipe import RecipeSpec
+from octet.worker.fp8.operand import REMEMBERED, OperandScaling, advance
+from octet.worker.fp8.recipe import E4M3, Recipe
+from octet.worker.kernels import Operand, ScaleKind, dequant_scale_from_amax
+from octet.worker.kernels.scales import OperandFormat
 
 
 def make(**recipe: object) -> OperandScaling:
@@ -126,27 +127,30 @@ def test_columns_are_the_rows_of_the_transposed_matrix(kind: ScaleKind) -> None:
     scaling = OperandScaling(Recipe(), OperandFormat(E4M3, kind), torch.device("cpu"))
     expected, _ = scaling.quantize(values.t(), columns=False)
     assert expected is not None
-    for transposed_later in (False, True):
-        rows, columns = scaling.quantize(values, transposed_later=transposed_later)
-        alone = scaling.quantize(values, rows=False, transposed_later=transposed_later)
-        assert alone[0] is None
-        for codes in (columns, alone[1]):
-            assert codes is not None
-            assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-            assert torch.equal(codes.dequant_scale, expected.dequant_scale)
-        assert rows is not None
-        shares_codes = columns.codes.untyped_storage().data_ptr() == rows.codes.untyped_storage().data_ptr()
-        assert shares_codes == (transposed_later and kind.is_transposable)
+    rows, columns = scaling.quantize(values)
+    alone = scaling.quantize(values, rows=False)
+    assert rows is not None
+    assert alone[0] is None
+    for codes in (columns, alone[1]):
+        assert codes is not None
+        assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(codes.dequant_scale, expected.dequant_scale)
 
 
-def test_history_is_of_values_whatever_their_unit() -> None:
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_history_is_of_values_whatever_their_stored_scale(is_sampled: bool) -> None:
     """A weight's FP16 scale moves with the optimizer's steps; its amax window must not see that."""
     scaling, values = make(), torch.tensor([[0.5, 3.0]])
-    for unit in (1.0, 4.0, 0.25, 2.0**-10, 2.0**8):
-        codes, _ = scaling.quantize(values / unit, unit=torch.tensor(unit))
-        assert codes is not None
-        assert codes.dequant_scale.item() == exact(3.0)
-        assert torch.equal(values_of(codes), values)
+    scaling.is_sampled = is_sampled
+    for number in (1.0, 4.0, 0.25, 2.0**-10, 2.0**8):
+        held = Operand(values / number, torch.tensor(number), torch.tensor(3.0))
+        operand = scaling.weight_operand(held, "rows")
+        assert operand.amax == 3.0
+        assert operand.dequant_scale is not None
+        if is_sampled:  # then it comes in codes
+            assert operand.data.dtype == E4M3
+            assert operand.dequant_scale.item() == exact(3.0)
+        assert torch.equal(operand.data.float() * operand.dequant_scale, values)
         advance([scaling])
     assert scaling.amax_history.tolist() == [3.0, 3.0, 3.0]
 

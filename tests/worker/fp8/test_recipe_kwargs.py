@@ -9,11 +9,11 @@ from accelerate.utils import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs,
 from torch import nn
 from torchao.float8 import Float8LinearConfig
 
-from tests.worker.small import Small
-from worker import initialize
-from worker.fp8.convert import ConversionReport
-from worker.fp8.linear import Float8Linear
-from worker.fp8.recipe_kwargs import precision_of
+from octet.worker import initialize
+from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.recipe_kwargs import precision_of
+from tests.kit.small_model import Small
 
 
 @pytest.fixture(autouse=True)

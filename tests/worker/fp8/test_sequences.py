@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from worker import initialize
-from worker.fp8.linear import Float8Linear
+from octet.worker import initialize
+from octet.worker.fp8.linear import Float8Linear
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU, "gelu-tanh": lambda: nn.GELU(approximate="tanh"), "relu": nn.ReLU, "silu": nn.SiLU,

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from api_schemas.levels import LEVELS
-from api_schemas.recipe import RecipeSpec
 from benchmarks.gpu.roofline import PLAIN_BF16, as_text, computed_table, fp8_work
-from worker.fp8.speedups import (
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.recipe import RecipeSpec
+from octet.worker.fp8.speedups import (
     DEFAULT_TOKENS,
     KINDS,
     TABLES,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from worker import initialize
+from octet.worker import initialize
 
 RECIPES = {
     "tensorwise": {},

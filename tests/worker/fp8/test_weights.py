@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from api_schemas.levels import LEVELS
-from worker.fp8 import weights
-from worker.fp8.weights import decode_values, encode_weight
-from worker.kernels import dequantize, split_dequantize
+from octet.api_schemas.levels import LEVELS
+from octet.worker.fp8 import weights
+from octet.worker.fp8.weights import decode_values, encode_weight
+from octet.worker.kernels import dequantize, split_dequantize
 
 MANTISSA_BITS = {"O1": 10, "O2": 10, "O3": 3, "O3-split": 11}
 """FP16, E4M3, and E4M3 with the eight bits of its residual."""

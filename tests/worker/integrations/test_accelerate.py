@@ -11,10 +11,10 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from api_schemas.levels import LEVELS
 from octet import initialize, plain_state_dict
+from octet.api_schemas.levels import LEVELS
+from tests.kit.small_model import Small, make
 from tests.worker.integrations.bits import assert_same_bits
-from tests.worker.small import Small, make
 
 CLOSE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 0.02, "fp8": 0.1}
 """Relative distance of a loss from fp32's, by the dtype of the products."""

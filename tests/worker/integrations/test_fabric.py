@@ -8,10 +8,10 @@ import torch
 from lightning_fabric import Fabric
 from torch import nn
 
-from api_schemas.levels import LEVELS
 from octet import initialize
+from octet.api_schemas.levels import LEVELS
+from tests.kit.small_model import Small
 from tests.worker.integrations.bits import assert_same_bits
-from tests.worker.small import Small
 
 
 def made(level: str) -> tuple[Fabric, Any, Any]:

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from octet import initialize
+from tests.kit.small_model import Small, make
 from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.worker.integrations.bits import assert_same_bits
-from tests.worker.small import Small, make
 
 NUM_RANKS = 2
 OF_VALUES, OF_CODES = ("te", "ao"), ("O1", "O2", "O3", "O3-split")

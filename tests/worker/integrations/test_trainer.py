@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import HfArgumentParser, LlamaForCausalLM, Trainer, TrainingArguments
 
-from api_schemas.levels import LEVELS
 from octet import OctetArguments, initialize, plain_state_dict, prepare_trainer
+from octet.api_schemas.levels import LEVELS
 from tests.worker.integrations.bits import assert_same_bits
 from tests.worker.integrations.tiny import evaluated_loss, examples, llama
 

@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that Triton's interpreter was given to run."""
-    from worker.kernels.cuda import language  # which must be loaded after `pytest_configure` has chosen the interpreter
+    from octet.worker.kernels.cuda import language  # which must be loaded after `pytest_configure` has chosen the interpreter
 
     names: list[str] = []
     run = language.triton.runtime.interpreter.InterpretedFunction.run

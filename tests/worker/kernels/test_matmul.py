@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octet.worker import kernels
+from octet.worker.kernels import ScaledCodes, ScaleKind
 from tests.numerics.measure import assert_sqnr, mixed_magnitudes, sqnr_db
-from worker import kernels
-from worker.kernels import ScaledCodes, ScaleKind
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, BLOCK_1, BLOCK_128, MX = ScaleKind

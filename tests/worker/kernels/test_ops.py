@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from worker import kernels
-from worker.kernels import ScaledCodes, ScaleKind, library
-from worker.kernels.cuda import language
+from octet.worker import kernels
+from octet.worker.kernels import LinearFormats, ScaledCodes, ScaleKind, library
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.scales import OperandFormat
 
 ops = torch.ops.octet
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -45,9 +47,6 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             yield ops.activate_operand, (x, "relu", E4M3, "tensor", 0, "both", torch.tensor(3.0), uses_amax, None)
             yield ops.quantize_operand, (x, E4M3, "tensor", 0, "both", torch.tensor(3.0), uses_amax)
         for sides in ("rows", "columns", "both"):
-            stored, unit = ops.quantize(x, torch.float16, "tensor", 0, None)
-            yield ops.requantize, (stored, unit, "tensor", torch.tensor(3.0), E4M3, 1, sides)
-            yield ops.requantize, (stored.t(), unit, "tensor", torch.tensor(0.01), E4M3, 0, sides)
             yield from delayed_calls(x, sides)
         for gradient in (x, x.t(), x.bfloat16()):
             yield ops.quantize_gradient, (gradient, E4M3)
@@ -98,25 +97,42 @@ def delayed_calls(x: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...]]
 
 
 def linear_calls(x_TK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """A layer's passes of a weight held in fp32, FP16 and FP8, with an activation before it and without."""
+    """A layer's passes, of values and of codes, of a weight held in fp32, FP16 and FP8, and by each kind of scale."""
     num_tokens, num_in = x_TK.shape
     weight_NK = torch.linspace(-2, 3, 48 * num_in).view(48, num_in)
     grad_output_TN = torch.linspace(-1, 1, num_tokens * 48).view(num_tokens, 48).sin()
+    nothing, dtypes = (None, None, None), (torch.bfloat16, torch.float32)
+    values, grad = (x_TK, None, None), (grad_output_TN, None, None)
     held = [(weight_NK, None, None)]
     for dtype in (torch.float16, E4M3):
         held.append((*ops.quantize(weight_NK, dtype, "tensor", 0, None), torch.tensor(3.0)))
-    for weight in held:
-        if sides != "columns":
-            yield ops.linear_output, (x_TK, *weight, E4M3, E4M3, 1, None, sides, torch.bfloat16)
-            yield ops.linear_output, (x_TK, *weight, E4M3, E4M3, 0, "relu", "rows", torch.float16)
-        kept = ops.quantize_operand(x_TK, E4M3, "tensor", 0, "columns", None, None)
-        if sides == "rows":
-            made = ops.quantize_operand(x_TK, E4M3, "tensor", 0, "rows", None, None)
-            yield ops.linear_product, (*made, *weight, E4M3, 1, torch.bfloat16)
-        formats = (sides, torch.bfloat16, torch.float32)
-        yield ops.linear_gradients, (grad_output_TN, None, *kept, *weight, E4M3, E4M3, E5M2, 0, None, *formats)
-        amax = torch.tensor(2.0)
-        yield ops.linear_gradients, (grad_output_TN, None, x_TK, amax, *weight, E4M3, E4M3, E5M2, 0, "relu", *formats)
+    for kind in (ScaleKind.TENSOR, ScaleKind.ROW, ScaleKind.BLOCK_1X128):
+        formats = LinearFormats(*[OperandFormat(E4M3, kind)] * 3)
+        after_relu = replace(formats, activation="relu", margin=1)
+        kept = (*ops.quantize_operand(x_TK, E4M3, kind.value, 0, "columns", None, None), None)
+        rows = (*ops.quantize_operand(x_TK, E4M3, kind.value, 0, "rows", None, None), None)
+        amax = torch.tensor(2.0) if kind is ScaleKind.TENSOR else None
+        for weight in held if kind is ScaleKind.TENSOR else held[:1]:
+            yield ops.linear_output, (*values, *weight, formats.text, torch.bfloat16, sides)
+            yield ops.linear_output, (*values, *weight, after_relu.text, torch.float16, "nothing")
+            yield ops.linear_output, (*rows, *weight, formats.text, torch.bfloat16, "nothing")
+            weight_KN = (weight[0].t(), *weight[1:]) if weight[0].dtype == E4M3 else weight
+            yield ops.linear_gradients, (*grad, *nothing, *kept, *weight_KN, formats.text, sides, *dtypes)
+            again = (x_TK, None, amax)
+            yield ops.linear_gradients, (*grad, *nothing, *again, *weight_KN, after_relu.text, sides, *dtypes)
+    stored_KN = replace(LinearFormats(), is_transposed=True).text
+    weight = (weight_NK.t().contiguous(), None, None)
+    yield ops.linear_output, (*values, *weight, stored_KN, torch.bfloat16, sides)
+    kept = (*ops.quantize_operand(x_TK, E4M3, "tensor", 0, "columns", None, None), None)
+    yield ops.linear_gradients, (*grad, *nothing, *kept, *weight, stored_KN, sides, *dtypes)
+    codes, scale, codes_t, scale_t = ops.quantize_operand(grad_output_TN, E5M2, "tensor", 0, "both", None, None)
+    both = (codes, scale, None, codes_t, scale_t, None)
+    if sides == "both":
+        yield ops.linear_gradients, (*both, *kept, *held[0], LinearFormats().text, sides, *dtypes)
+    elif sides == "columns":  # codes for the columns alone, and no weight
+        yield ops.linear_gradients, (*both[3:], *nothing, *kept, *nothing, LinearFormats().text, sides, *dtypes)
+    else:
+        yield ops.linear_gradients, (*both[:3], *nothing, *nothing, *held[0], LinearFormats().text, sides, *dtypes)
 
 
 def test_every_op_is_called() -> None:
@@ -124,7 +140,7 @@ def test_every_op_is_called() -> None:
     registered = {
         f"octet.{name.split('::')[1]}" for name in torch._C._dispatch_get_all_op_names() if name.startswith("octet::")
     }
-    registered.discard("octet.sum_over")  # a collective, which is there once `worker.mesh.in_graph` is imported
+    registered.discard("octet.sum_over")  # a collective, which is there once `octet.worker.mesh.in_graph` is imported
     assert registered - called == {"octet.activate_again"}  # made of other ops, the same on all devices
 
 
@@ -156,7 +172,6 @@ def test_cuda_tensors_get_the_triton_kernels(launched: list[str]) -> None:
         if op in (
             ops.matmul,
             ops.linear_output,
-            ops.linear_product,
             ops.linear_gradients,
             ops.sqrt,
         ):  # cuBLAS's and torch's own
@@ -208,8 +223,8 @@ def test_eager_code_on_a_gpu_goes_past_the_dispatcher_unless_somebody_looks(
 @pytest.mark.system
 def test_registering_ops_loads_no_triton() -> None:
     program = (
-        "import sys, torch, worker.kernels as k, worker.fp8.linear; k.quantize(torch.ones(4), torch.float8_e4m3fn);"
-        "print('triton' in sys.modules, 'worker.kernels.cuda' in sys.modules)"
+        "import sys, torch, octet.worker.kernels as k, octet.worker.fp8.linear; k.quantize(torch.ones(4), torch.float8_e4m3fn);"
+        "print('triton' in sys.modules, 'octet.worker.kernels.cuda' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "False False\n"

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octet.worker import kernels
 from tests.numerics.measure import mixed_magnitudes
 from tests.numerics.oracle import formats as oracle
-from worker import kernels
 
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
 DTYPES = (E4M3, E5M2, FP16)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker import kernels
-from worker.kernels.formats import BF16, E4M3, E5M2, FP16, Format
-from worker.kernels.rounding import philox_4x32
+from octet.worker import kernels
+from octet.worker.kernels.formats import BF16, E4M3, E5M2, FP16, Format
+from octet.worker.kernels.rounding import philox_4x32
 
 FORMATS = (E4M3, E5M2, FP16, BF16)
 CPU = torch.device("cpu")

@@ -13,17 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from api_schemas import FailureReason
+from octet.api_schemas import FailureReason
+from octet.worker import initialize
+from octet.worker.common.config import RankEnv
+from octet.worker.common.errors import Diverged, RanksFailed, message_of_rank
+from octet.worker.mesh import Mesh, recorder
+from octet.worker.mesh.verdict import Skip, Statement, decide, find_skip
+from octet.worker.parallel import Parallel
 from tests.ports import free_port
 from tests.ranks import PRELOADED
-from worker import initialize
-from worker.config import RankEnv
-from worker.errors import Diverged, RanksFailed, message_of_rank
-from worker.mesh import Mesh, recorder
-from worker.mesh.skipped import Skip, find_skip
-from worker.mesh.verdict import Statement, decide
-from worker.parallel import Parallel
-from worker.parallel.axes import Axes
 
 NUM_RANKS = 4
 TIMEOUT_S = 2.0
@@ -91,7 +89,7 @@ def skip_a_block(rank: int, mesh: Mesh) -> None:
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
     model, optimizer = initialize(blocks, torch.optim.AdamW(blocks.parameters()), "O3", convert_heads=True)
     assert optimizer is not None
-    parallel = Parallel(model, optimizer, Axes.of_mesh(mesh), zero_stage=3)
+    parallel = Parallel(model, optimizer, mesh, zero_stage=3)
     x = torch.ones(4, 32)
     for index, block in enumerate(blocks):
         x = x if index in (1, 2) and rank != 1 else block(x)

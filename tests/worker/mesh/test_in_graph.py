@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from octet.worker.common.config import RankEnv
+from octet.worker.mesh import AxisInBlocks, Mesh
+from octet.worker.parallel.tensor_layers import sum_of_shards, to_shards
 from tests.ports import free_port
 from tests.ranks import run_ranks
-from worker.config import RankEnv
-from worker.mesh import AxisInBlocks, Mesh
-from worker.parallel.tensor_layers import sum_of_shards, to_shards
 
 
 class Divided(nn.Module):

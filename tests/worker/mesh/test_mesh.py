@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from api_schemas import Layout
+from octet.api_schemas import Layout
+from octet.worker.common.config import RankEnv
+from octet.worker.mesh import Mesh
 from tests.ports import free_port
 from tests.ranks import run_ranks
-from worker.config import RankEnv
-from worker.mesh import Mesh
 
 LAYOUT = Layout(4, tensor=2)  # ranks (0, 1) and (2, 3) share layers, (0, 2) and (1, 3) average gradients
 

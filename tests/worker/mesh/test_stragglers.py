@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from octet.worker.common.config import RankEnv
+from octet.worker.mesh import Mesh, Waits
+from octet.worker.mesh.stragglers import Straggler, Stragglers, find
+from octet.worker.metrics.readback import Mark
+from octet.worker.metrics.table import Metrics
+from octet.worker.train.log import StepLog, TakenStep, now
+from octet.worker.train.reports import straggler_event
 from tests.ports import free_port
 from tests.ranks import run_ranks
-from worker.config import RankEnv
-from worker.mesh import Mesh, Waits
-from worker.mesh.stragglers import Straggler, Stragglers, find
-from worker.metrics.readback import Mark
-from worker.metrics.table import Metrics
-from worker.step_log import StepLog, TakenStep, now
-from worker.train_reports import straggler_event
 
 BUSY_S = (1.0, 1.75)
 """By rank."""

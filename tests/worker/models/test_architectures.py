@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas import TokenInput
-from api_schemas.models.architectures import TASKS
-from api_schemas.models.huggingface import HuggingFaceSpec
+from octet.api_schemas import TokenInput
+from octet.api_schemas.models.architectures import TASKS
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.worker import export, fuse_loss, plain_state_dict
+from octet.worker.common.errors import InvalidConfig
+from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.layout import layout_of
+from octet.worker.models import build_model
+from octet.worker.models.huggingface import AUTO_CLASSES, transformers
+from octet.worker.models.wrapped import wrap
+from octet.worker.prepare.initialize import initialize
+from octet.worker.train.reports import conversion_events
 from tests.text import text
-from worker import export, fuse_loss, plain_state_dict
-from worker.errors import InvalidConfig
-from worker.fp8.convert import ConversionReport
-from worker.fp8.layout import layout_of
-from worker.models import build_model
-from worker.models.huggingface import AUTO_CLASSES, transformers
-from worker.models.wrapped import wrap
-from worker.prepare import initialize
-from worker.train_reports import conversion_events
 
 NUM_STEPS, BATCH_SIZE, LENGTH, VOCABULARY = 20, 8, 32, 272
 MASK = VOCABULARY - 1

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from worker.models import cross_entropy as module
-from worker.models.cross_entropy import cross_entropy
+from octet.worker.models import cross_entropy as module
+from octet.worker.models.cross_entropy import cross_entropy
 
 
 @pytest.mark.parametrize("num_rows_at_once", [1, 3, 100])

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from api_schemas.models import GPTSpec, LlamaSpec
-from api_schemas.models.architectures import KEEPS_DOCUMENTS_APART, TASKS
-from api_schemas.models.huggingface import HuggingFaceSpec
+from octet.api_schemas.models import GPTSpec, LlamaSpec
+from octet.api_schemas.models.architectures import KEEPS_DOCUMENTS_APART, TASKS
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.worker.models import TrainedModel, build_model
+from octet.worker.models.cross_entropy import IGNORED
+from octet.worker.models.documents import attention_mask, positions_in_documents
 from tests.worker.models.test_architectures import CONFIGS, GROUPED, UNPADDED, VOCABULARY
-from worker.models import TrainedModel, build_model
-from worker.models.cross_entropy import IGNORED
-from worker.models.documents import attention_mask, positions_in_documents
 
 LENGTHS = ((5, 1, 18), (10, 10, 4), (24,))
 OURS = {"num_layers": 2, "num_heads": 4, "hidden_size": 64, "vocab_size": VOCABULARY, "max_sequence_length": 24}

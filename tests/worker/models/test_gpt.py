@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from api_schemas import PRESETS, GPTSizes
-from worker.models.gpt import GPT
+from octet.api_schemas import PRESETS, GPTSizes
+from octet.worker.models.gpt import GPT
 
 TINY = GPTSizes(hidden_size=32, num_layers=2, num_heads=4, vocab_size=64, max_sequence_length=16)
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas import EvaluationReport, EventReport, Files, JobSpec, StartedReport
-from api_schemas.models.architectures import ARCHITECTURES, TASKS
-from api_schemas.models.huggingface import HuggingFaceSpec
-from tests.worker.test_train import Recorder, train, with_training
-from worker.config import RankEnv, resolve
-from worker.errors import Cancelled, InvalidConfig
-from worker.models import build_model
-from worker.train_reports import stacked_matrices
+from octet.api_schemas import EvaluationReport, EventReport, Files, JobSpec, StartedReport
+from octet.api_schemas.models.architectures import ARCHITECTURES, TASKS
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.common.errors import Cancelled, InvalidConfig
+from octet.worker.models import build_model
+from octet.worker.train.reports import stacked_matrices
+from tests.kit.training import Recorder, train, with_training
 
 LLAMA = {
     "vocab_size": 256,

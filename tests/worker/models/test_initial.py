@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from api_schemas import GPTSizes
-from worker.models.gpt import GPT
-from worker.models.initial import Constant, Normal, draw, skip
-from worker.models.meta import parameters_on_meta
-from worker.pretrained.values import DrawnValues
+from octet.api_schemas import GPTSizes
+from octet.worker.models.gpt import GPT
+from octet.worker.models.initial import Constant, Normal, draw, skip
+from octet.worker.models.meta import parameters_on_meta
+from octet.worker.pretrained.values import DrawnValues
 
 
 @pytest.mark.parametrize("num_elements", [1, 15, 16, 17, 4096, (1 << 20) + 3])

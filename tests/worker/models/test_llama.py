@@ -7,11 +7,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from api_schemas import JobSpec, StepReport, explain
-from api_schemas.models.llama import LlamaSizes, LlamaSpec
-from tests.worker.test_train import train, with_training
-from worker.models import build_model
-from worker.models.llama import Llama
+from octet.api_schemas import JobSpec, StepReport, explain
+from octet.api_schemas.models.llama import LlamaSizes, LlamaSpec
+from octet.worker.models import build_model
+from octet.worker.models.llama import Llama
+from tests.kit.training import train, with_training
 
 TINY = LlamaSizes(
     hidden_size=32,

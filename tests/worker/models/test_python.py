@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from api_schemas import JobSpec
-from api_schemas.models.python import PythonSpec
-from tests.worker.test_train import train, with_training
-from worker.errors import InvalidConfig
-from worker.models import build_model
-from worker.pretrained.__main__ import main as export
+from octet.api_schemas import JobSpec
+from octet.api_schemas.models.python import PythonSpec
+from octet.worker.common.errors import InvalidConfig
+from octet.worker.models import build_model
+from octet.worker.pretrained.__main__ import main as export
+from tests.kit.training import train, with_training
 
 PACKAGE = """
 import torch

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS
-from worker import kernels
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight, adopt
-from worker.optim.codecs import CODECS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import kernels
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight, adopt
+from octet.worker.optim.codecs import CODECS
 
 TORCH = {True: torch.optim.AdamW, False: torch.optim.Adam}
 NUM_STEPS = 4
@@ -324,8 +325,8 @@ class TestRefusals:
 
     def test_optimizers_that_cannot_be_represented_by_name(self) -> None:
         model = small_model()
-        allowed = "torch.optim.AdamW, torch.optim.Adam, worker.optim.LowBitAdamW, worker.optim.LowBitLion, "
-        allowed += "worker.optim.LowBitSGD"
+        allowed = "torch.optim.AdamW, torch.optim.Adam, octet.worker.optim.LowBitAdamW, octet.worker.optim.LowBitLion, "
+        allowed += "octet.worker.optim.LowBitSGD"
         with pytest.raises(ValueError, match=rf"SGD cannot hold .* allowed: {allowed}\."):
             adopt(torch.optim.SGD(model.parameters(), lr=0.1), LEVELS["fp32"])
         with pytest.raises(ValueError, match="amsgrad=True is not supported"):

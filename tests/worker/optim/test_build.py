@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from api_schemas import JobSpec, OptimizerSpec
-from tests.worker.test_train import Recorder
-from worker import plain_state_dict
-from worker.checkpoint import load_folder
-from worker.config import RankEnv, resolve
-from worker.mesh import Mesh
-from worker.optim import LowBitLion, LowBitSGD, build_optimizer
-from worker.pretrained.__main__ import averaged, trained
-from worker.train import Trainer
+from octet.api_schemas import JobSpec, OptimizerSpec
+from octet.worker import plain_state_dict
+from octet.worker.checkpoint import load_folder
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.mesh import Mesh
+from octet.worker.optim import LowBitLion, LowBitSGD, build_optimizer
+from octet.worker.pretrained.__main__ import averaged, trained
+from octet.worker.train.loop import Trainer
+from tests.kit.training import Recorder
 
 SPEC = {"learning_rate": 2e-3, "weight_decay": 0.2, "betas": (0.8, 0.9)}
 
@@ -79,7 +79,7 @@ def test_a_job_with_every_option_learns_resumes_and_evaluates_the_average(
         whole, resumed = Recorder(), Recorder()
         trainer = Trainer(config, mesh, whole, tmp_path)
         summary = trainer.run()
-        average, model = trainer.average.best(trainer.model), trainer.model
+        average, model = trainer.job.average.best(trainer.model), trainer.model
         assert average is not model
         at_step_8 = tuple(ref for ref in whole.checkpoints() if ref.step == 8)
         again = Trainer(config, mesh, resumed, tmp_path)
@@ -88,7 +88,7 @@ def test_a_job_with_every_option_learns_resumes_and_evaluates_the_average(
     assert resumed.losses() == whole.losses()[8:]
     assert whole.losses()[-1] < whole.losses()[0] - 0.3
     assert trainer.progress.memory_bytes["other"] >= 4 * summary.num_parameters
-    assert torch.equal(next(average.parameters()), next(again.average.best(again.model).parameters()))
+    assert torch.equal(next(average.parameters()), next(again.job.average.best(again.model).parameters()))
     exported, _ = averaged(load_folder(tmp_path / "checkpoints" / whole.checkpoints()[0].name), *_trained(tmp_path, whole))
     for name, value in average.state_dict().items():
         assert torch.equal(exported.state_dict()[name], value), name
@@ -105,7 +105,7 @@ def test_an_average_continues_at_another_level(spec_document: dict[str, Any], le
         with Mesh(config.env, torch.device("cpu")) as mesh:
             trainer = Trainer(config, mesh, recorder, tmp_path)
             trainer.run(recorder.checkpoints())
-        averages.append(plain_state_dict(trainer.average.best(trainer.model)))
+        averages.append(plain_state_dict(trainer.job.average.best(trainer.model)))
     values = plain_state_dict(trainer.model)
     for name in ("blocks.0.mlp.up.weight", "token_embedding.weight"):
         expected = 0.6 * averages[0][name] + 0.4 * values[name].float()

@@ -10,11 +10,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.worker.small import FP8_LEVELS, make
-from worker import initialize
-from worker.fp8.accelerator import cpu_as_accelerator
-from worker.fp8.gradient import Float8Gradient
-from worker.optim import clip_grad_norm_
+from octet.worker import initialize
+from octet.worker.fp8.accelerator import cpu_as_accelerator
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.optim import clip_grad_norm_
+from tests.kit.small_model import FP8_LEVELS, make
+
+TORCHS_OPS = dict.fromkeys(
+    ("_foreach_norm", "stack", "linalg_vector_norm", "add", "reciprocal", "mul", "clamp", "_foreach_mul_"), 1
+)
+"""Of all gradients together the norms and the product; the others are of one number."""
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3, float("inf")])
@@ -85,7 +90,7 @@ def values_of(model: nn.Module) -> torch.Tensor:
 def test_clipping_is_a_few_ops_for_all_gradients_and_decodes_none(
     clip: Any, order: float, is_accelerator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many there are, in FP8 and in fp32; on CUDA both are two launches for the norm and one to multiply."""
+    """However many there are, in FP8 and in fp32."""
     found, options = [], {} if clip is clip_grad_norm_ else {"norm_type": order}
     order = order if options else 2.0
     for num_layers in (1, 5):
@@ -103,7 +108,7 @@ def test_clipping_is_a_few_ops_for_all_gradients_and_decodes_none(
     if clip is clip_grad_norm_:
         assert found == [{"total_norm": 1, "clip_": 1}] * 2
     else:
-        assert found == [{"_foreach_norm": 1, "clip_": 1}] * 2
+        assert found == [TORCHS_OPS] * 2
 
 
 def test_without_foreach_torch_s_function_takes_gradients_in_turn_and_decodes_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +161,23 @@ def test_gradients_of_plain_models_are_torch_s_alone(monkeypatch: pytest.MonkeyP
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     assert ops.found["total_norm"] == ops.found["clip_"] == 0
     assert ops.found["_foreach_mul_"] == 1
+
+
+@pytest.mark.parametrize("order", [0, -1.0])
+def test_torch_s_other_orders_decode_one_gradient_at_a_time(order: float) -> None:
+    model = layers_with_gradients(2)
+    wide = [nn.Parameter(torch.zeros(parameter.shape)) for parameter in model.parameters()]
+    for parameter, narrow in zip(wide, model.parameters(), strict=True):
+        parameter.grad = narrow.grad + 0
+    found, expected = (nn.utils.clip_grad_norm_(parameters, 0.5, order) for parameters in (model.parameters(), wide))
+    assert float(found) == pytest.approx(float(expected))
+
+
+def test_a_gradient_that_a_backward_pass_still_needs_is_known_to_have_changed() -> None:
+    model, leaf = layers_with_gradients(1), torch.ones(3, requires_grad=True)
+    plain = nn.Parameter(torch.zeros(3))
+    plain.grad = torch.ones(3)
+    product = (leaf * plain.grad).sum()
+    nn.utils.clip_grad_norm_([*model.parameters(), plain], 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()

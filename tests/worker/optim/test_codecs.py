@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octet.worker import kernels
+from octet.worker.optim.codecs import CODECS, Codec, Parts, StoredState, zeros
 from tests.numerics.measure import relative_error
-from worker import kernels
-from worker.optim.codecs import CODECS, Codec, Parts, StoredState, zeros
 
 CPU = torch.device("cpu")
 NAMES = list(CODECS)

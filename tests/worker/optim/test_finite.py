@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.fp8.test_usual import Names
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.optim.gradients import all_finite
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.optim.gradients import all_finite
+from tests.worker.fp8.test_products import Names
 
 
 @pytest.mark.parametrize("as_cuda", [False, True])

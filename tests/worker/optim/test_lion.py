@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize, kernels, memory_report
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.optim import Hyperparameters, LionHyperparameters, LowBitAdamW, LowBitLion, QuantizedWeight
+from octet.worker.optim.codecs import CODECS
+from octet.worker.optim.rules.lion import Lion
 from tests.numerics.measure import relative_error
-from worker import initialize, kernels, memory_report
-from worker.fp8.gradient import Float8Gradient
-from worker.optim import Hyperparameters, LionHyperparameters, LowBitAdamW, LowBitLion, QuantizedWeight
-from worker.optim.codecs import CODECS
-from worker.optim.lion import Lion
 
 NUM_STEPS = 6
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from worker import initialize
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.optim.fused import Rows, describe
+from octet.worker import initialize
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.optim.fused import Rows, describe
 
 
 @pytest.fixture
@@ -22,33 +23,26 @@ def rows() -> Rows:
     return Rows([each._replace(state=each.state | counted) for each in describe(optimizer, updates)], optimizer.rule)
 
 
-def table(rows: Rows) -> Any:
-    formats = [row.formats for row in rows.rows]
-    return [row.columns for row in rows.rows], formats, {key: len(alike) for key, alike in rows.launches.items()}
+def table(rows: Rows, *, decays: bool = False) -> Any:
+    gradients = [row.update.parameter.grad for row in rows.rows]
+    return rows.with_gradients([each for each in gradients if each is not None], [decays])
 
 
 def test_the_table_stays_while_gradients_do(rows: Rows) -> None:
-    rows.take_gradients([False])
-    before, launches = table(rows), rows.launches
-    rows.take_gradients([False])
-    assert table(rows) == before
-    assert rows.launches is launches
+    assert table(rows) == table(rows)
 
 
 def test_each_change_of_a_gradient_is_seen(rows: Rows) -> None:
-    rows.take_gradients([False])
     seen = [table(rows)]
     parameters = [row.update.parameter for row in rows.rows]
     fp8 = next(parameter for parameter in parameters if isinstance(parameter.grad, Float8Gradient))
     plain = next(parameter for parameter in parameters if not isinstance(parameter.grad, Float8Gradient))
 
     def changed(decays: bool = False) -> None:
-        rows.take_gradients([decays])
         fresh = Rows([row.update for row in rows.rows], rows.rule)
-        fresh.take_gradients([decays])
-        assert table(rows) == table(fresh)
-        assert table(rows) not in seen
-        seen.append(table(rows))
+        assert table(rows, decays=decays) == table(fresh, decays=decays)
+        assert table(rows, decays=decays) not in seen
+        seen.append(table(rows, decays=decays))
 
     fp8.grad = Float8Gradient(fp8.grad.codes.clone(), fp8.grad.dequant_scale, RoundingPosition(0, 0))
     changed()

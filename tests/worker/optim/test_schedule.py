@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedules
 
-from api_schemas import OptimizerSpec, ScheduleSpec
-from api_schemas.models.deit import DeiTSpec
-from api_schemas.models.gpt import GPTSpec
-from worker.errors import InvalidConfig
-from worker.models import build_model
-from worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
+from octet.api_schemas import OptimizerSpec, ScheduleSpec
+from octet.api_schemas.models.deit import DeiTSpec
+from octet.api_schemas.models.gpt import GPTSpec
+from octet.worker.common.errors import InvalidConfig
+from octet.worker.models import build_model
+from octet.worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
 
 PEAK, NUM_STEPS, WARMUP = 0.3, 50, 10
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize, memory_report
+from octet.worker.optim import LowBitSGD, SGDHyperparameters
+from octet.worker.optim.rules.sgd import SGD
 from tests.numerics.measure import relative_error
 from tests.worker.optim.test_lion import best_values, gaussian, quantized, small_model, train
-from worker import initialize, memory_report
-from worker.optim import LowBitSGD, SGDHyperparameters
-from worker.optim.sgd import SGD
 
 
 def step_through(parameter: Tensor, optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> None:

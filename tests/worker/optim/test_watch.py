@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from octet import initialize
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.fp8.linear import Float8Linear
-from worker.kernels.cuda import language
-from worker.optim import LowBitAdamW, QuantizedWeight
-from worker.optim.pieces import cut_into_pieces
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.kernels.cuda import language
+from octet.worker.optim import LowBitAdamW, QuantizedWeight
+from octet.worker.optim.sharding import cut_into_pieces
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of the interpreter
@@ -40,8 +41,8 @@ class Trained:
     def step(self, *, forgets: bool) -> bool:
         """Take a step by new gradients. Returns whether it has used the tables of the step before. forgets: it has none."""
         if forgets:
-            self.optimizer._watch = None
-        before, draw = self.optimizer._watch, torch.Generator().manual_seed(self.num_steps)
+            self.optimizer._stepper.cache = None
+        before, draw = self.optimizer._stepper.cache, torch.Generator().manual_seed(self.num_steps)
         self.num_steps += 1
         for parameter in self.parameters:
             values, parameter.grad_dtype = torch.randn(parameter.shape, generator=draw), None
@@ -50,7 +51,7 @@ class Trained:
             else:
                 parameter.grad = values.to(parameter.dtype) if parameter is not self.layer.weight else values
         self.optimizer.step()
-        return before is not None and self.optimizer._watch is before
+        return before is not None and self.optimizer._stepper.cache is before
 
     def tensors(self) -> list[Tensor]:
         layer = [self.layer.weight, self.layer.bias, self.layer.weight_dequant_scale, self.layer.weight_amax]

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from octet.worker import kernels
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight
+from octet.worker.optim.rules.adam import Adam
 from tests.numerics.measure import peak_bytes, relative_error
-from worker import kernels
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight
-from worker.optim.adam import Adam
 
 E4M3 = torch.float8_e4m3fn
 FP32_STATES = {"exp_avg_codec": "fp32", "exp_avg_sq_codec": "fp32"}
@@ -266,7 +267,7 @@ def test_memory(
 ) -> None:
     """Every kind of weight and codec of the levels: bytes per parameter, and a step whose peak is at most two of four layers.
 
-    tests/worker/test_memory_report.py counts the bytes of every level.
+    tests/worker/metrics/test_memory.py counts the bytes of every level.
     """
     layers = StoredLayers.make(make, exp_avg_codec, exp_avg_sq_codec)
     assert layers.num_bytes() / layers.num_parameters <= max_bytes_per_parameter

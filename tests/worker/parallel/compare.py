@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from api_schemas import EvaluationReport
-from api_schemas.levels import LEVELS
+from octet.api_schemas import EvaluationReport
+from octet.api_schemas.levels import LEVELS
+from octet.worker.common.config import RankEnv
+from tests.kit.training import Recorder
 from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.worker.parallel.job_runs import checkpoint_ref, job, run_job
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE, Case, Result, make, reference
-from tests.worker.test_train import Recorder
-from worker.config import RankEnv
 
 GRADIENT_ERROR = 1e-6
 """Of the largest element, in fp32; measured 2.4e-7."""

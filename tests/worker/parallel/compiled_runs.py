@@ -11,14 +11,14 @@ from unittest.mock import patch
 
 import torch
 
-from api_schemas import EventReport, JobSpec
+from octet.api_schemas import EventReport, JobSpec
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.fp8.accelerator import cpu_as_accelerator
+from octet.worker.mesh import Mesh
+from octet.worker.prepare import blocks
+from octet.worker.train.loop import Trainer
+from tests.kit.training import Recorder
 from tests.worker.parallel.pipeline_runs import Result, port_of, run_job
-from tests.worker.test_train import Recorder
-from worker import blocks
-from worker.config import RankEnv, resolve
-from worker.fp8.accelerator import cpu_as_accelerator
-from worker.mesh import Mesh
-from worker.train import Trainer
 
 Backend = str | Callable[..., Any]
 

@@ -1,7 +1,6 @@
 """Small language models whose sequences ranks of a context axis divide: what each rank finds out, for the tests to compare."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,29 +8,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from api_schemas import Layout
-from tests.worker.parallel.job_runs import jobs
+from octet.api_schemas import Layout
+from octet.worker import parallelize
+from octet.worker.common.config import RankEnv
+from octet.worker.mesh import Axis, Mesh
+from octet.worker.mesh.axes import Axes
+from octet.worker.models.context import ContextPart
+from octet.worker.models.cross_entropy import cross_entropy
 from tests.worker.parallel.tensor_runs import (
     LOSS_TOLERANCE,
     NORM_TOLERANCE,
     Case,
     Result,
     batch_of,
-    draws,
     evaluated,
     gradients,
     make,
     parallel_on,
-    poisoned,
-    resumed,
     trained,
 )
-from worker import parallelize
-from worker.config import RankEnv
-from worker.mesh import Axis, Mesh
-from worker.models.context import ContextPart
-from worker.models.cross_entropy import cross_entropy
-from worker.parallel.axes import Axes
 
 OWN_STEPS, MAX_NORM = 2, 0.5
 
@@ -120,45 +115,11 @@ def work_of_two(rank: int, ports: list[int], folder: str, _cases: list[Case]) ->
     """Two context ranks in a job, and in somebody's own loop."""
     torch.set_num_threads(1)
     with Mesh(RankEnv(rank=rank, world_size=2, master_port=ports[0]), torch.device("cpu"), Layout(2, context=2)) as mesh:
-        axes = Axes.of_mesh(mesh)
+        axes = mesh
         found: Result = {"gpt": gradients(axes, "gpt"), "llama": gradients(axes, "llama", of_documents())}
         found |= {"O3": trained(axes, "gpt", "O3", 1), "evaluated": evaluated(axes, of_documents()), "sent": sent(axes)}
         found["kept"] = {has_mask: kept_by_attention(axes.context, has_mask) for has_mask in (False, True)}
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=2)
     found["own"] = {zero_stage: own_loop(zero_stage) for zero_stage in (0, 2)}
     dist.destroy_process_group()
-    torch.save(found, f"{folder}/{rank}.pt")
-
-
-def work(rank: int, ports: list[int], folder: str, cases: list[Case]) -> None:
-    """Two context ranks with two data ranks, and four context ranks."""
-    torch.set_num_threads(1)
-    found: Result = {"jobs": jobs(rank, ports[:2], folder, context=2)}
-    with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[2]), torch.device("cpu"), Layout(4, context=2)) as mesh:
-        found |= {case: trained(Axes.of_mesh(mesh), *case) for case in cases}
-        axes = Axes.of_layout(Layout(4, context=4), rank, mesh.device)
-        found |= {family: gradients(axes, family, of_documents()) for family in ("gpt", "llama")}
-    torch.save(found, f"{folder}/{rank}.pt")
-
-
-def with_tensor(rank: int, ports: list[int], folder: str, cases: list[tuple[Any, ...]]) -> None:
-    """Two context ranks of two tensor ranks each, which divide tokens between layers where a case says so.
-
-    All else that there is to find, and two jobs, where there is text for the jobs.
-    """
-    torch.set_num_threads(1)
-    found: Result = {}
-    with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[0]), torch.device("cpu"), Layout(4, 2, context=2)) as mesh:
-        axes = Axes.of_mesh(mesh)
-        found |= {(*case, sequence): trained(axes, *case, sequence=sequence) for *case, sequence in cases}
-        found["llama", True] = gradients(axes, "llama", of_documents(), sequence=True)
-        if Path(folder, "corpus").exists():
-            found["llama", False] = gradients(axes, "llama", of_documents())
-            found |= {"draws": draws(axes), "evaluated": evaluated(axes, of_documents()), "poisoned": poisoned(axes, 1)}
-            found["resumed"] = resumed(axes, mesh.world, "O3-split", 1, Path(folder, "resumed"))
-    if Path(folder, "corpus").exists():
-        found["jobs"] = jobs(rank, ports[1:3], folder, tensor=2, context=2, sequence=True)
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[3]}", rank=rank, world_size=4)
-        found["own"] = own_loop(1, tensor=2, sequence=True)
-        dist.destroy_process_group()
     torch.save(found, f"{folder}/{rank}.pt")

@@ -10,19 +10,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from api_schemas import EventReport, JobSpec
-from api_schemas.models.huggingface import HuggingFaceSpec
-from benchmarks.live_storages import LiveStorages
+from octet.api_schemas import EventReport, JobSpec
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.worker import memory_report
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.fp8 import weights
+from octet.worker.mesh import Mesh, TensorInPieces
+from octet.worker.metrics.readback import DeferredValue
+from octet.worker.models import build_model
+from octet.worker.pretrained import start
+from octet.worker.train.loop import Trainer
+from octet.worker.train.resume import load_newest
+from tests.kit.live_storages import LiveStorages
+from tests.kit.training import Recorder
 from tests.worker.parallel.job_runs import checkpoint_ref
-from tests.worker.test_train import Recorder
-from worker import memory_report
-from worker.config import RankEnv, resolve
-from worker.fp8 import weights
-from worker.mesh import Mesh, TensorInPieces
-from worker.metrics.readback import Late
-from worker.models import build_model
-from worker.pretrained import start
-from worker.train import Trainer
 
 HIDDEN, NUM_LAYERS, VOCABULARY = 64, 8, 256
 SIZES = {
@@ -114,7 +115,8 @@ def resume_job(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
         with mock.patch.object(weights, "PIECE_ELEMENTS", PIECE), LiveStorages() as live:
             trainer = Trainer(config, mesh, recorder, folder)
             held = live.peak_bytes = live.num_bytes
-            trainer._resume((checkpoint_ref(folder / "checkpoints"),))
+            found = (checkpoint_ref(folder / "checkpoints"),)
+            trainer.progress = load_newest(trainer.job, mesh, trainer.folder, found, trainer.step_times, recorder.send)
         assert trainer.progress.step == 1
         with closing(trainer.batches), trainer.writer:
             trainer.step()
@@ -124,7 +126,7 @@ def resume_job(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
 
 def bits(trainer: Trainer) -> dict[str, Any]:
     """Every leaf of this rank's state dicts by its path; of tensors dtype, shape and a hash."""
-    model, optimizer = trainer.parallel.state_dicts()
+    model, optimizer = trainer.job.parallel.state_dicts()
     return dict(_leaves({"model": dict(model), "optimizer": optimizer}, ""))
 
 
@@ -138,7 +140,7 @@ def _leaves(value: Any, path: str) -> Any:
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
         yield path, (str(value.dtype), tuple(value.shape), hashlib.sha256(flat.numpy().tobytes()).hexdigest())
     else:
-        yield path, value.read() if isinstance(value, Late) else value
+        yield path, value.read() if isinstance(value, DeferredValue) else value
 
 
 def work(rank: int, folder: str, ports: dict[str, tuple[int, int, int]], jobs: dict[str, dict[str, Any]]) -> None:

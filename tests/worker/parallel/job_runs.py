@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from api_schemas import CheckpointRef, JobSpec
+from octet.api_schemas import CheckpointRef, JobSpec
+from octet.worker import checkpoint
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.mesh import Mesh
+from octet.worker.train.loop import Trainer
 from tests.golden.record import document as golden_job
-from tests.worker.test_train import Recorder
-from worker import checkpoint
-from worker.config import RankEnv, resolve
-from worker.mesh import Mesh
-from worker.train import Trainer
+from tests.kit.training import Recorder
 
 
 def job(corpus: Path, workers: int, **parallelism: Any) -> JobSpec:

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from api_schemas import JobSpec, StepReport
+from octet.api_schemas import JobSpec, StepReport
+from octet.worker import checkpoint
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.mesh import Mesh
+from octet.worker.train.loop import Trainer
+from octet.worker.train.passes import forward_backward
+from tests.kit.training import Recorder
 from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.text import write_corpus
-from tests.worker.test_train import Recorder
-from worker import checkpoint
-from worker.config import RankEnv, resolve
-from worker.fp8.gradient import Float8Gradient
-from worker.mesh import Mesh
-from worker.train import Trainer
 
 LLAMA = {
     "family": "llama",
@@ -106,15 +107,15 @@ def poisoned(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
     with Mesh(env, torch.device("cpu"), config.layout) as mesh:
         trainer = Trainer(config, mesh, Recorder(), folder)
         before = {name: value.detach().clone() for name, value in trainer.model.state_dict().items() if "weight" in name}
-        trainer._forward_backward()
+        forward_backward(trainer.job, trainer.batches, config, 0, mesh, trainer.metrics)
         if mesh.owns_loss:
             weight = trainer.model.get_parameter("blocks.3.mlp.up.weight")
             assert isinstance(weight.grad, Float8Gradient)
             weight.grad = Float8Gradient.quantize(torch.full(weight.shape, torch.nan), weight.grad.position)
-        trainer.parallel.synchronize()
-        norm = float(trainer.parallel.clip_grad_norm_(1.0))
+        trainer.job.parallel.synchronize()
+        norm = float(trainer.job.parallel.clip_grad_norm_(1.0))
         trainer.optimizer.step()
-        trainer.parallel.publish()
+        trainer.job.parallel.publish()
         after = trainer.model.state_dict()
         optimizer: Any = trainer.optimizer
         kept = all(torch.equal(_bytes(after[name]), _bytes(value)) for name, value in before.items())
@@ -130,12 +131,12 @@ def gradients(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
     config = resolve(JobSpec.model_validate(job), env)
     with Mesh(env, torch.device("cpu"), config.layout) as mesh:
         trainer = Trainer(config, mesh, Recorder(), folder)
-        trainer._forward_backward()
-        trainer.parallel.synchronize()
+        forward_backward(trainer.job, trainer.batches, config, 0, mesh, trainer.metrics)
+        trainer.job.parallel.synchronize()
         found = {}
         for name, parameter in trainer.model.named_parameters():
             assert parameter.grad is not None
-            cut = trainer.parallel.shards.cuts.get(parameter)
+            cut = trainer.job.parallel.shards.cuts.get(parameter)
             parts = mesh.tensor.start_gather(parameter.grad).wait()
             found[name] = parts[0] if cut is None else cut.join(list(parts))
         return found

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize, kernels
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.mesh import Axis
+from octet.worker.mesh.axes import Axes
+from octet.worker.parallel import Parallel
+from octet.worker.parallel.norm import clip_factor, squared_norm
 from tests.golden.record import digest
-from tests.worker.small import Small
-from worker import initialize, kernels
-from worker.fp8.gradient import Float8Gradient
-from worker.fp8.linear import Float8Linear
-from worker.mesh import Axis
-from worker.parallel import Parallel
-from worker.parallel.axes import Axes
-from worker.parallel.norm import clip_factor, squared_norm
+from tests.kit.small_model import Small
 
 STEPS, MICRO_BATCHES, MAX_NORM = 2, 2, 0.05
 NUM_UNUSED = 64 * 64

@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from api_schemas import GPTSizes
-from api_schemas.levels import LEVELS
-from api_schemas.models.llama import LlamaSizes
+from octet.api_schemas import GPTSizes
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.models.llama import LlamaSizes
+from octet.worker import checkpoint, fuse_loss, initialize, offload_optimizer, parallelize
+from octet.worker.checkpoint.resume import resume
+from octet.worker.mesh import Axis
+from octet.worker.models.gpt import GPT
+from octet.worker.models.llama import Llama
+from octet.worker.parallel.loop import ParallelLoop
+from octet.worker.prepare.convert import share_rounding
 from tests.worker.parallel.job_runs import checkpoint_ref
-from worker import checkpoint, fuse_loss, initialize, offload_optimizer, parallelize
-from worker.mesh import Axis
-from worker.models.gpt import GPT
-from worker.models.llama import Llama
-from worker.parallel.own_loop import OwnLoop
-from worker.prepare import share_rounding
-from worker.resume import resume
 
 WIDTH, TOKENS, VOCABULARY, SAMPLES, MICRO_BATCHES, STEPS, MAX_NORM = 64, 16, 64, 8, 4, 2, 0.5
 Result = dict[Any, Any]
@@ -111,7 +111,7 @@ def make(kind: str, level: str) -> tuple[Any, Any]:
     return initialize(model, optimizer, level, **({"statistics_every": 0} if LEVELS[level].has_own_fp8 else {}))
 
 
-def divided(kind: str, model: nn.Module, optimizer: Any, schedule: str, **degrees: Any) -> OwnLoop:
+def divided(kind: str, model: nn.Module, optimizer: Any, schedule: str, **degrees: Any) -> ParallelLoop:
     blocks: Any = {"blocks": "layers"} if "layers" in kind or kind == "dropout" else {}
     options = {"pipeline": 2, "micro_batches": MICRO_BATCHES, "schedule": schedule} | blocks | degrees
     return parallelize(model, optimizer, **options)
@@ -126,7 +126,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def train(parallel: OwnLoop, first: int = 0, **own_loss: Any) -> Result:
+def train(parallel: ParallelLoop, first: int = 0, **own_loss: Any) -> Result:
     """Losses, norms and evaluation of some steps, with the state of the model. own_loss: True for that of the model."""
     losses, norms = [], []
     optimizer, share = parallel.optimizer, parallel.data.rank

@@ -8,25 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from api_schemas import GPTSizes, Layout
-from api_schemas.levels import LEVELS
-from api_schemas.models.llama import LlamaSizes
+from octet.api_schemas import GPTSizes, Layout
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.models.llama import LlamaSizes
+from octet.worker import checkpoint, initialize
+from octet.worker.checkpoint.resume import resume
+from octet.worker.common.config import RankEnv
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.mesh import Axes, Axis, Mesh
+from octet.worker.models.gpt import GPT
+from octet.worker.models.llama import Llama
+from octet.worker.parallel import Parallel
+from octet.worker.parallel.strategies import divide
+from octet.worker.prepare.convert import share_rounding
 from tests.golden.record import digest
-from tests.worker.parallel.job_runs import checkpoint_ref, jobs
-from worker import checkpoint, initialize
-from worker.config import RankEnv
-from worker.fp8.gradient import Float8Gradient
-from worker.fp8.linear import Float8Linear
-from worker.mesh import Axis, Mesh
-from worker.models.context import divide_sequences
-from worker.models.gpt import GPT
-from worker.models.llama import Llama
-from worker.parallel import Parallel
-from worker.parallel.axes import Axes
-from worker.parallel.plans import plan_of
-from worker.parallel.tensor import cut_model
-from worker.prepare import share_rounding
-from worker.resume import resume
+from tests.worker.parallel.job_runs import checkpoint_ref
 
 STEPS, MICRO_BATCHES, MAX_NORM = 2, 2, 0.5
 Result = dict[Any, Any]
@@ -74,9 +71,8 @@ def batch_of(share: int, step: int, micro_batch: int) -> dict[str, Tensor]:
 def parallel_on(axes: Axes, family: str, level: str, zero_stage: int, *, sequence: bool = False) -> Parallel:
     model, optimizer = make(family, level)
     share_rounding(model, axes.replicas.rank, axes.replicas.size)
-    divide_sequences(model, axes.context)
-    shards = cut_model(model, optimizer, axes, plan_of(model), sequence=sequence)
-    return Parallel(model, optimizer, axes, zero_stage=zero_stage, shards=shards)
+    parts = divide(model, optimizer, axes, sequence=sequence)
+    return Parallel(model, optimizer, axes, zero_stage=zero_stage, parts=parts)
 
 
 def step_on_ranks(parallel: Parallel, step: int) -> tuple[float, float]:
@@ -191,7 +187,7 @@ def draws(axes: Axes) -> Result:
     """Where shards, and whole parameters, stand in random streams."""
     parallel = parallel_on(axes, "gpt", "O3", 0)
     up, norm = parallel.model.blocks[0].mlp.up, parallel.model.final_norm.weight
-    origins, position = parallel.optimizer._origins, up.gradient_position
+    origins, position = parallel.optimizer.origins, up.gradient_position
     first = origins[up.weight].first_draw
     return {
         "shard": range(first, first + up.weight.numel()),
@@ -263,32 +259,11 @@ def work_of_two(rank: int, ports: list[int], folder: str, _cases: list[Case]) ->
     torch.set_num_threads(1)
     found: Result = {}
     with Mesh(RankEnv(rank=rank, world_size=2, master_port=ports[0]), torch.device("cpu"), Layout(2, tensor=2)) as mesh:
-        axes = Axes.of_mesh(mesh)
+        axes = mesh
         found["gpt", "O3", 0] = trained(axes, "gpt", "O3", 0)
         found["gradients"] = {family: gradients(axes, family) for family in ("gpt", "llama")}
         found["converted"] = {"O3-split": converted(axes, "gpt", "O3-split")}
         found["poisoned"] = [poisoned(axes, 0)]
         found |= {"draws": draws(axes), "sent": sent(axes), "evaluated": evaluated(axes, partly_ignored())}
         found["resumed"] = {("O3-split", 0): resumed(axes, mesh.world, "O3-split", 0, Path(folder, "O3-split 0"))}
-    torch.save(found, f"{folder}/{rank}.pt")
-
-
-def work(rank: int, ports: list[int], folder: str, cases: list[Case]) -> None:
-    """Two tensor ranks with two data ranks, and four tensor ranks."""
-    torch.set_num_threads(1)
-    found: Result = {"jobs": jobs(rank, ports[:2], folder, tensor=2)}
-    with Mesh(RankEnv(rank=rank, world_size=4, master_port=ports[2]), torch.device("cpu"), Layout(4, tensor=2)) as mesh:
-        axes = Axes.of_mesh(mesh)
-        found |= {case: trained(axes, *case) for case in cases}
-        found["gradients"] = {family: gradients(axes, family) for family in ("gpt", "llama")}
-        found["of 4"] = gradients(Axes.of_layout(Layout(4, tensor=4), rank, mesh.device), "gpt")
-        found["converted"] = {level: converted(axes, "gpt", level) for level in ("O3", "O3-split")}
-        found["poisoned"] = [poisoned(axes, stage) for stage in (0, 1)]
-        found["draws"] = draws(axes)
-        found["sent"] = sent(axes)
-        found["evaluated"] = evaluated(axes, partly_ignored())
-        found["resumed"] = {
-            (level, stage): resumed(axes, mesh.world, level, stage, Path(folder, f"{level} {stage}"))
-            for level, stage in (("O3", 1), ("O3-split", 0))
-        }
     torch.save(found, f"{folder}/{rank}.pt")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas import FailureReason
-from api_schemas.levels import LEVELS
+from octet.api_schemas import FailureReason
+from octet.api_schemas.levels import LEVELS
 from tests.ports import free_port
 from tests.ranks import PRELOADED, run_ranks
 from tests.text import write_corpus

@@ -8,14 +8,15 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from octet.worker import parallelize
+from octet.worker.mesh import Axis
+from octet.worker.models import context
+from octet.worker.models.context import ContextPart
+from octet.worker.parallel.context import divide_sequences
+from octet.worker.parallel.strategy import check_loss_scaling
 from tests.worker.parallel.compare import check_gradients, check_training, found_by_ranks
 from tests.worker.parallel.context_runs import GROUPED, check_own_loop, of_documents, work_of_two
 from tests.worker.parallel.tensor_runs import Result, batch_of, make, make_network
-from worker import parallelize
-from worker.mesh import Axis
-from worker.models import context
-from worker.models.context import ContextPart, divide_sequences
-from worker.parallel.tensor import check_model
 
 NUM_RANKS = 2
 
@@ -116,4 +117,4 @@ def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ValueError, match="got context 2 with 1 ranks; allowed: 1, or a divisor"):
         parallelize(*make("gpt", "O2"), context=2)
     with pytest.raises(ValueError, match="allowed with a context degree: levels without loss scaling"):
-        check_model(make("gpt", "fp16-amp")[0], "context")
+        check_loss_scaling(make("gpt", "fp16-amp")[0], "a context degree")

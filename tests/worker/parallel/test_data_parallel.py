@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas import Layout
+from octet.api_schemas import Layout
+from octet.worker import initialize, kernels
+from octet.worker.common.config import RankEnv
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.mesh import Axis, Mesh
+from octet.worker.parallel import GradientBuckets, broadcast_parameters
+from octet.worker.train.resume import random_state, set_random_state
 from tests.ports import free_port
 from tests.ranks import run_ranks
-from worker import checkpoint, initialize, kernels
-from worker.config import RankEnv
-from worker.fp8.gradient import Float8Gradient
-from worker.mesh import Axis, Mesh
-from worker.parallel import GradientBuckets, broadcast_parameters
 
 AXES = {"data": 2, "world": 4}
 """Axes of one mesh of 4 ranks, with their sizes."""
@@ -75,7 +76,7 @@ def backward(model: Net, rank: int, micro_batch: int, events: list[str]) -> None
 
 def exchanged(axis: Axis, level: str, max_elements: int, wide_dtype: torch.dtype = torch.float32) -> Result:
     """This rank's gradients over two micro-batches, their means, and the order of events. axis: of ranks that start at 0."""
-    recorded = RecordedAxis(axis.name, axis.size, axis.rank, axis.device, axis._group)
+    recorded = RecordedAxis(axis.name, axis.size, axis.rank, axis.device, axis.group)
     recorded.events = events = []
     local, model = make(level), make(level)
     buckets = GradientBuckets(model, recorded, max_elements=max_elements, wide_dtype=wide_dtype)
@@ -109,11 +110,11 @@ def poisoned(axis: Axis) -> list[bool]:
 def drawn_again(axis: Axis) -> list[float]:
     """What a rank draws after its random state is saved, after it is restored, and after two ranks' states are restored."""
     torch.manual_seed(axis.rank)
-    saved = checkpoint.random_state(axis)
+    saved = random_state(axis)
     draws = [float(torch.rand(()))]
     for state in (saved, {name: part[:2] for name, part in saved.items()}):
         torch.manual_seed(99)
-        checkpoint.set_random_state(state, axis)
+        set_random_state(state, axis)
         draws.append(float(torch.rand(())))
     return draws
 

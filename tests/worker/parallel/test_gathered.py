@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from octet import follow_optimizer, initialize
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.gathered import GatheredWeight, ShardedWeight
+from octet.worker.fp8.linear import Float8Linear
 from tests.golden.record import digest
+from tests.kit.small_model import Small
 from tests.ports import free_port
 from tests.ranks import run_ranks
-from tests.worker.small import Small
-from worker.fp8.fallback import Fallback
-from worker.fp8.gathered import GatheredWeight, ShardedWeight
-from worker.fp8.linear import Float8Linear
 
 NUM_STEPS = 4
 CURRENT = {"scaling": "current", "format": "HYBRID", "margin": 1}

@@ -1,6 +1,6 @@
 """One rank of four is killed at random moments, while checkpoints are written too: the job resumes, and every loss is the same.
 
-The ranks run `worker.main` as under torchrun. A seed, which is logged, draws who is killed and when.
+The ranks run `octet.worker.rank.main` as under torchrun. A seed, which is logged, draws who is killed and when.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from octet.worker.rank.main import main
 from tests.ports import free_port
 from tests.ranks import PRELOADED
-from worker.main import main
 
 NUM_RANKS, EVERY, MOST_STEPS_OF_A_LIFE = 4, 3, 6
 START_S = 120.0

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from octet.worker import initialize, memory_report, parallelize
+from octet.worker.kernels.torch_private import leave_the_compiler_unloaded
 from tests.ports import free_port
 from tests.ranks import run_ranks
-from worker import initialize, memory_report, parallelize
-from worker.optim.eager import leave_the_compiler_unloaded
 
 WIDTH, NUM_LAYERS = 256, 4
 NUM_WEIGHTS = NUM_LAYERS * WIDTH * WIDTH

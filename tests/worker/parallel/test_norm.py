@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from octet.worker.common.config import RankEnv
+from octet.worker.fp8.accelerator import cpu_as_accelerator
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.mesh import Axis, Mesh
+from octet.worker.parallel.norm import clip_together
 from tests.worker.optim.test_clip import Ops
 from tests.worker.parallel.compare import found_by_ranks
 from tests.worker.parallel.reference import DeepNet, loss_of, parallel_on
-from worker.config import RankEnv
-from worker.fp8.accelerator import cpu_as_accelerator
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.mesh import Axis, Mesh
-from worker.parallel.norm import clip_together
 
 CPU = torch.device("cpu")
 

@@ -10,16 +10,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from api_schemas import PrecisionSpec
-from api_schemas.levels import LEVELS
+from octet.api_schemas import PrecisionSpec
+from octet.api_schemas.levels import LEVELS
+from octet.worker import initialize, parallelize
+from octet.worker.mesh import Axis
+from octet.worker.parallel import GradientBuckets
+from octet.worker.parallel.buckets import CodesBucket, WideBucket
 from tests.golden.record import digest
+from tests.kit.small_model import FP8_LEVELS, Small, make
 from tests.ports import free_port
 from tests.ranks import run_ranks
-from tests.worker.small import FP8_LEVELS, Small, make
-from worker import initialize, parallelize
-from worker.mesh import Axis
-from worker.parallel import GradientBuckets
-from worker.parallel.buckets import CodesBucket, WideBucket
 
 NUM_RANKS = 2
 ALONE = Axis("data", 1, 0, torch.device("cpu"))

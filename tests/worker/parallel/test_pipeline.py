@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker.fp8.loss_scaling import STATE_BUFFER
 from tests.text import write_corpus
 from tests.worker.parallel.pipeline_runs import (
     GPT,
@@ -25,7 +26,6 @@ from tests.worker.parallel.pipeline_runs import (
     saved,
 )
 from tests.worker.parallel.test_kills import undisturbed
-from worker.fp8.loss_scaling import STATE_BUFFER
 
 TIED_LOSS_TOLERANCE = 2e-3
 """Relative, after three steps at a level whose gradients are in FP8: a sum of another last bit may round to another code."""
@@ -134,7 +134,7 @@ def test_a_nan_in_one_stage_makes_all_ranks_skip(jobs: Jobs, num_ranks: int, zer
 
 @pytest.mark.matrix
 def test_the_example_trains_as_under_torchrun(tmp_path: Path) -> None:
-    """`worker.main` on four ranks, with the job file that users have."""
+    """`octet.worker.rank.main` on four ranks, with the job file that users have."""
     job = yaml.safe_load(EXAMPLE.read_text())
     job["data"]["path"] = str(write_corpus(tmp_path / "corpus"))
     job["training"].update(steps=2, sequence_length=32, eval_every=0, eval_batches=1, checkpoint_every=0, schedule={})

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker.common.config import RankEnv
 from tests.text import write_corpus
 from tests.worker.parallel.compare import GRADIENT_ERROR
 from tests.worker.parallel.pipeline_runs import (
@@ -27,7 +28,6 @@ from tests.worker.parallel.pipeline_runs import (
 )
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.worker.parallel.test_kills import undisturbed
-from worker.config import RankEnv
 
 DIVIDED_LEVELS = [name for name, level in LEVELS.items() if not level.loss_scaling and level.engine == "octet"]
 Case = tuple[str, str, str, bool]
@@ -195,7 +195,7 @@ def test_a_nan_in_one_shard_makes_all_ranks_skip(jobs: DividedJobs) -> None:
 
 @pytest.mark.matrix
 def test_a_job_trains_as_under_torchrun(tmp_path: Path) -> None:
-    """`worker.main` on four ranks."""
+    """`octet.worker.rank.main` on four ranks."""
     corpus = write_corpus(tmp_path / "corpus")
     degrees = {"pipeline": 2, "tensor": 2, "sequence": True, "zero_stage": 1}
     losses = undisturbed(tmp_path / "run", document(corpus, MODELS["gpt"], precision("O2"), 4, **degrees))

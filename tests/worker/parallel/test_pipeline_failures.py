@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas import FailureReason, JobSpec
+from octet.api_schemas import FailureReason, JobSpec
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.mesh import Mesh
+from octet.worker.train.loop import Trainer
+from tests.kit.training import Recorder
 from tests.ports import free_port
 from tests.ranks import PRELOADED
 from tests.text import write_corpus
 from tests.worker.parallel.pipeline_runs import LLAMA, document
-from tests.worker.test_train import Recorder
-from worker.config import RankEnv, resolve
-from worker.mesh import Mesh
-from worker.train import Trainer
 
 pytestmark = pytest.mark.matrix
 TIMEOUT_S, LONG_S = {"fails": 60.0, "dies": 60.0, "hangs": 15.0}, 200.0

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from api_schemas import Layout
+from octet.api_schemas import Layout
+from octet.worker import parallelize
+from octet.worker.common.config import RankEnv
+from octet.worker.fp8.operand import OperandScaling
+from octet.worker.mesh import Mesh
+from octet.worker.mesh.axes import Axes
+from octet.worker.models.llama import rotation
+from octet.worker.parallel.sequence import check_sequence
+from octet.worker.parallel.tokens import split_tokens
 from tests.worker.parallel.compare import check_gradients, check_training, found_by_ranks
 from tests.worker.parallel.tensor_runs import (
     Case,
@@ -24,36 +32,30 @@ from tests.worker.parallel.tensor_runs import (
     sent,
     trained,
 )
-from worker import parallelize
-from worker.config import RankEnv
-from worker.fp8.operand import OperandScaling
-from worker.mesh import Mesh
-from worker.models.llama import rotation
-from worker.parallel.axes import Axes
-from worker.parallel.sequence import check_sequence
-from worker.parallel.tokens import split_tokens
 
 NUM_RANKS = 2
 NUM_SEQUENCES, NUM_TOKENS, HIDDEN_SIZE = 2, 16, 64
 
 
 class Taken:
-    """Keeps the codes that a scaling gives to products over rows, in both passes."""
+    """Keeps the codes of what a scaling's products over rows take, in both passes."""
 
     def __init__(self, scaling: OperandScaling) -> None:
-        self.quantize, self.rows = scaling.quantize, []  # type: ignore[var-annotated]
-        scaling.quantize = self  # type: ignore[method-assign, assignment]
+        self.scaling, self.rows = scaling, []  # type: ignore[var-annotated]
+        self.codes_before_product = scaling.codes_before_product
+        scaling.codes_before_product = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, x: Tensor, **options: Any) -> Any:
-        rows, columns = self.quantize(x, **options)
-        self.rows.append(rows)
-        return rows, columns
+    def __call__(self, x: Tensor, *arguments: Any, **options: Any) -> Any:
+        codes, amax = self.codes_before_product(x, *arguments, **options)
+        # Without codes the op of the product quantizes, by the same function.
+        self.rows.append(self.scaling.quantize(x, amax=amax, columns=False)[0] if codes is None else codes[0])
+        return codes, amax
 
 
 def codes_of(model: nn.Module) -> dict[str, Tensor]:
     """Codes of the first block's inputs, and of the gradient of its MLP's output, in one step.
 
-    In one process the value takes the codes that the query has made, and quantizes nothing.
+    In one process the value takes the codes that the query has made.
     """
     attention, mlp = model.blocks[0].attention, model.blocks[0].mlp  # type: ignore[index, union-attr]
     taken = {"query": Taken(attention.query.input_scaling), "value": Taken(attention.value.input_scaling)}
@@ -96,7 +98,7 @@ def dropped(axes: Axes) -> Tensor:
 def work(rank: int, ports: list[int], folder: str, _cases: list[Case]) -> None:
     torch.set_num_threads(1)
     with Mesh(RankEnv(rank=rank, world_size=2, master_port=ports[0]), torch.device("cpu"), Layout(2, tensor=2)) as mesh:
-        axes = Axes.of_mesh(mesh)
+        axes = mesh
         found: Result = {"O3": trained(axes, "gpt", "O3", 0, sequence=True)}
         found["gradients"] = {family: gradients(axes, family, sequence=True) for family in ("gpt", "llama")}
         found["codes"] = codes_of(parallel_on(axes, "llama", "O2", 0, sequence=True).model)
@@ -189,7 +191,7 @@ def test_what_leaves_no_whole_modules_is_refused() -> None:
         check_sequence(model, {"position_embedding": "column"})
     with pytest.raises(ValueError, match="repeats no blocks"):
         check_sequence(nn.Linear(2, 2), {})
-    with pytest.raises(ValueError, match="sequence is set and tensor is 1"):
+    with pytest.raises(ValueError, match="sequence: got True; allowed: false with tensor 1"):
         parallelize(model, optimizer, sequence=True)
     with Mesh(RankEnv(), torch.device("cpu")) as mesh:
         mesh.tensor.size = 3

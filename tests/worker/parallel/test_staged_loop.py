@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
+from octet.worker import parallelize
+from octet.worker.fp8.loss_scaling import STATE_BUFFER
+from octet.worker.parallel.pipeline.parallel import check_level
 from tests.worker.parallel.compare import chosen_cases, found_by_ranks
 from tests.worker.parallel.staged_loop_runs import (
     MICRO_BATCHES,
@@ -24,9 +27,6 @@ from tests.worker.parallel.staged_loop_runs import (
     work_of_two,
 )
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE
-from worker import parallelize
-from worker.fp8.loss_scaling import STATE_BUFFER
-from worker.parallel.degrees import check_level
 
 FAST: list[Case] = [
     ("llama", "O3-split", "interleaved"),
@@ -159,13 +159,13 @@ def test_stages_drop_out_elements_of_their_own(two: list[Result]) -> None:
         ("no blocks", "the model a Network, and blocks is not set; allowed: a gpt or llama of ours, an nn.Sequential"),
         ("family", "a GPT, which knows its own; allowed: blocks for models that are not ours"),
         ("stages", "the model has 4 blocks and the pipeline 6 stages; allowed: at least one block for each stage"),
-        ("zero-bubble", "leaves out the hooks that hold gradients in FP8. Use interleaved"),
+        ("zero-bubble", "leaves out the hooks that hold gradients in FP8. Set schedule to interleaved"),
         ("schedule", "schedule is 'gpipe'; allowed: 1f1b, interleaved"),
         ("micro_batches", "micro_batches is 1, pipeline 2 and schedule 1f1b; allowed: 2 or more"),
         ("none", "pipeline is 2 and micro_batches is not set; allowed: 2 or more"),
         ("multiple", "micro_batches is 5, pipeline 2 and schedule interleaved; allowed: a multiple of 2"),
-        ("context", "context is 2 and pipeline 2; allowed with pipeline: tensor, sequence, data parallel ranks"),
-        ("zero", "zero_stage is 2 and pipeline 2; allowed with pipeline: 0 or 1"),
+        ("context", "context: got 2; allowed: 1 with pipeline, which is combined with tensor and data parallel ranks"),
+        ("zero", "zero_stage: got 2; allowed: 0 or 1 with pipeline"),
         ("ranks", "got pipeline 3 with 2 ranks; allowed: 1, or a divisor of the ranks"),
         ("runs", "stages_per_rank is 2 and schedule 1f1b; allowed: 1 with 1f1b, 2 or more with interleaved"),
         ("without", "schedule is set and pipeline is 1; allowed: 2 or more"),
@@ -183,7 +183,7 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(two: list[Result], asked
 
 @pytest.mark.matrix
 def test_torchaos_layers_are_refused_in_stages() -> None:
-    with pytest.raises(ValueError, match="at level ao; allowed with pipeline: every other level"):
+    with pytest.raises(ValueError, match="got ao; allowed: with pipeline: every level but ao"):
         check_level(make("sequence", "ao")[0])
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from octet.worker import parallelize
+from octet.worker.mesh import Axis, Cut
+from octet.worker.mesh.axes import Axes
+from octet.worker.parallel.tensor import cut_model
+from octet.worker.parallel.tensor_plan import plan_of
 from tests.worker.parallel.compare import check_gradients, check_resumed, check_training, found_by_ranks
 from tests.worker.parallel.tensor_runs import Result, batch_of, make, make_network, partly_ignored, work_of_two
-from worker import parallelize
-from worker.mesh import Axis, Cut
-from worker.parallel.axes import Axes
-from worker.parallel.plans import plan_of
-from worker.parallel.tensor import cut_model
 
 NUM_RANKS = 2
 
@@ -82,7 +82,7 @@ def test_an_evaluation_counts_the_whole_vocabulary(results: list[Result]) -> Non
 
 def test_what_cannot_be_divided_is_refused() -> None:
     data = Axis("data", 1, 0, torch.device("cpu"))
-    two, three = (Axes.of_data(data)._replace(tensor=Axis("tensor", size, 0, data.device)) for size in (2, 3))
+    two, three = (Axes.of_data(data, {"tensor": Axis("tensor", size, 0, data.device)}) for size in (2, 3))
     model, optimizer = make("gpt", "O2")
     with pytest.raises(ValueError, match="matches no module"):
         cut_model(model, optimizer, two, {"blocks.*.mlp.left": "column"})

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from api_schemas.models.architectures import ARCHITECTURES, DIVIDED_BY_RANKS
+from octet.api_schemas.models.architectures import ARCHITECTURES, DIVIDED_BY_RANKS
+from octet.worker import initialize, parallelize
+from octet.worker.mesh import Axes
+from octet.worker.models.huggingface import transformers
+from octet.worker.models.wrapped import wrap
+from octet.worker.parallel.tensor import cut_model
+from octet.worker.parallel.tensor_plan import check_heads, plan_of
 from tests.ports import free_port
 from tests.ranks import run_ranks
-from worker import initialize, parallelize
-from worker.models.huggingface import transformers
-from worker.models.wrapped import wrap
-from worker.parallel.axes import axes_of
-from worker.parallel.plans import check_heads, plan_of
-from worker.parallel.tensor import cut_model
 
 pytestmark = pytest.mark.matrix
 SMALL: dict[str, Any] = {
@@ -51,7 +51,7 @@ def batch_of() -> dict[str, Tensor]:
 
 def divided(architecture: str, device: torch.device, *, sequence: bool) -> dict[str, Any]:
     """The loss, and whole gradients, of our wrapper, whose head is divided, too."""
-    model, axes = wrap(network_of(architecture), "next_token"), axes_of(2, device, None)
+    model, axes = wrap(network_of(architecture), "next_token"), Axes.of_group(device, tensor=2)
     optimizer = torch.optim.AdamW(model.parameters())
     shards = cut_model(model, optimizer, axes, plan_of(model), sequence=sequence)
     loss = model.loss(batch_of()).loss

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from api_schemas import CheckpointRef, EventReport, JobSpec, Layout, StepReport
-from api_schemas.levels import LEVELS
+from octet.api_schemas import CheckpointRef, EventReport, JobSpec, Layout, StepReport
+from octet.api_schemas.levels import LEVELS
+from octet.worker import checkpoint, memory_report
+from octet.worker.checkpoint.resume import resume
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.mesh import Axis, Mesh
+from octet.worker.train.loop import Trainer
 from tests.golden.record import digest
 from tests.golden.record import document as golden_job
+from tests.kit.training import Recorder
 from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.text import write_corpus
@@ -29,13 +36,6 @@ from tests.worker.parallel.reference import (
     state_of,
     step_on_ranks,
 )
-from tests.worker.test_train import Recorder
-from worker import checkpoint, memory_report
-from worker.config import RankEnv, resolve
-from worker.fp8.fallback import Fallback
-from worker.mesh import Axis, Mesh
-from worker.resume import resume
-from worker.train import Trainer
 
 pytestmark = pytest.mark.slow
 AXES = {"data": 2, "world": 4}

@@ -9,10 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from api_schemas import CheckpointReport, JobSpec, Layout
-from api_schemas.levels import LEVELS
+from octet.api_schemas import CheckpointReport, JobSpec, Layout
+from octet.api_schemas.levels import LEVELS
+from octet.worker import checkpoint, initialize, memory_report
+from octet.worker.checkpoint.resume import resume
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.mesh import Axis, Mesh
+from octet.worker.mesh.axes import Axes
+from octet.worker.parallel import Parallel
+from octet.worker.parallel.sharded_blocks import parameters_of_blocks
+from octet.worker.prepare.blocks import checkpoint_blocks, compile_blocks
+from octet.worker.train.loop import Trainer
 from tests.golden.record import digest
 from tests.golden.record import document as golden_job
+from tests.kit.training import Recorder
 from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.text import write_corpus
@@ -29,16 +39,6 @@ from tests.worker.parallel.reference import (
     state_of,
     step_on_ranks,
 )
-from tests.worker.test_train import Recorder
-from worker import checkpoint, initialize, memory_report
-from worker.blocks import checkpoint_blocks, compile_blocks
-from worker.config import RankEnv, resolve
-from worker.mesh import Axis, Mesh
-from worker.parallel import Parallel
-from worker.parallel.axes import Axes
-from worker.parallel.blocks import divisible_parameters
-from worker.resume import resume
-from worker.train import Trainer
 
 pytestmark = pytest.mark.system
 AXES = {"data": 2, "world": 4}
@@ -357,9 +357,9 @@ def test_what_cannot_work_is_refused_with_what_to_do(results: list[Result]) -> N
 def test_what_blocks_share_and_what_is_frozen_stays_whole() -> None:
     model = DeepNet()
     model.blocks[0].up.weight.requires_grad_(False)
-    divided = divisible_parameters(model, list(model.blocks))
+    divided = parameters_of_blocks(model, list(model.blocks))
     names = {parameter: name for name, parameter in model.named_parameters()}
     whole = {name for parameter, name in names.items() if parameter not in divided}
     assert whole == {"first.weight", "first.bias", "head.bias", "shift", "blocks.1.down.weight", "blocks.0.up.weight"}
     assert {divided[parameter] for parameter in model.blocks[2].parameters() if parameter in divided} == {2}
-    assert divisible_parameters(nn.Sequential(Net()), []) == {}
+    assert parameters_of_blocks(nn.Sequential(Net()), []) == {}

@@ -2,7 +2,7 @@
 
 Accelerate has them under `benchmarks/fp8`, in three folders: single process, DDP, FSDP and DeepSpeed's ZeRO; MS-AMP has no
 FSDP. Here all train one small GPT. A loop of one's own (`zoo_runs.py`) calls `initialize`, and `parallelize` where Accelerate
-wraps; the job asks `worker.main` for the same.
+wraps; the job asks `octet.worker.rank.main` for the same.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from api_schemas.levels import LEVELS
+from octet.api_schemas.levels import LEVELS
 from tests.ranks import run_ranks
 from tests.text import write_corpus
 from tests.worker.parallel.zoo_runs import NUM_RANKS, NUM_STEPS, Case, Run, both

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from api_schemas import JobSpec
+from octet.api_schemas import JobSpec
+from octet.worker import initialize, memory_report, parallelize
+from octet.worker.data import open_source
+from octet.worker.kernels.torch_private import leave_the_compiler_unloaded
+from octet.worker.models import build_model
+from octet.worker.models.blocks import repeated_blocks
+from octet.worker.rank.main import main
 from tests.ports import free_port
-from worker import initialize, memory_report, parallelize
-from worker.blocks import repeated_blocks
-from worker.data import open_source
-from worker.main import main
-from worker.models import build_model
-from worker.optim.eager import leave_the_compiler_unloaded
 
 NUM_STEPS, NUM_RANKS = 8, 2
 RATE, WEIGHT_DECAY, BETAS, EPS, MAX_NORM, SEED = 1e-2, 0.1, (0.9, 0.95), 1e-8, 1.0, 1
@@ -174,7 +174,7 @@ class Lines(logging.Handler):
 
 
 def as_job(case: Case, corpus: str, rank: int, port: int, folder: Path) -> Run:
-    """Train the job by `worker.main`, as under torchrun."""
+    """Train the job by `octet.worker.rank.main`, as under torchrun."""
     names: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     names |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.num_ranks}
     os.environ.update({name: str(value) for name, value in names.items()})

@@ -5,24 +5,23 @@ Loaded by `library.py` for a tensor on such a device, and by the tests, which ru
 
 from torch import sqrt  # which is IEEE's on a CUDA device
 
-from worker.kernels.cuda.ahead import complete
-from worker.kernels.cuda.amax import all_finite, compute_amax
-from worker.kernels.cuda.gates import activate, activate_backward
-from worker.kernels.cuda.gemm import matmul
-from worker.kernels.cuda.gradient_norms import clip_, norms, total_norm
-from worker.kernels.cuda.gradients import accumulate_, clamp_, mean_of_shards
-from worker.kernels.cuda.linear import (
-    linear_gradients,
-    linear_output,
-    linear_product,
+from octet.worker.kernels.cuda.amax import all_finite, compute_amax
+from octet.worker.kernels.cuda.gates import activate, activate_backward
+from octet.worker.kernels.cuda.gemm import matmul
+from octet.worker.kernels.cuda.gradient_norms import clip_, norms, total_norm
+from octet.worker.kernels.cuda.gradients import accumulate_, clamp_, mean_of_shards
+from octet.worker.kernels.cuda.known_scale import complete
+from octet.worker.kernels.cuda.measurement import measure
+from octet.worker.kernels.cuda.normalization import normalize
+from octet.worker.kernels.cuda.quantization import quantize
+from octet.worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
+from octet.worker.kernels.cuda.tensor_scales import (
+    activate_operand,
     quantize_delayed,
     quantize_gradient,
     quantize_operand,
+    requantize,
 )
-from worker.kernels.cuda.measurement import measure
-from worker.kernels.cuda.normalization import normalize
-from worker.kernels.cuda.quantization import activate_operand, quantize, requantize
-from worker.kernels.cuda.rescale import dequantize, encode, split_dequantize
 
 __all__ = [
     "accumulate_",
@@ -36,9 +35,6 @@ __all__ = [
     "compute_amax",
     "dequantize",
     "encode",
-    "linear_gradients",
-    "linear_output",
-    "linear_product",
     "matmul",
     "mean_of_shards",
     "measure",

@@ -7,7 +7,7 @@ torch's bit for bit; the others are within the last bits of exp and erf, so that
 import triton
 import triton.language as tl
 
-from worker.kernels.cuda import language
+from octet.worker.kernels.cuda import language
 
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 TANH_RATE = tl.constexpr(1.5957691216057308)  # 2 · sqrt(2 / pi): 0.5 · (1 + tanh(u)) is the logistic function of 2 · u

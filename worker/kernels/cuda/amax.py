@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels import reference
-from worker.kernels.cuda import activations, language
-from worker.kernels.cuda.launching import Launcher
-from worker.kernels.formats import BLOCK
-from worker.kernels.scales import ScaleKind, scale_shape
+from octet.worker.kernels import reference
+from octet.worker.kernels.cuda import activations, language
+from octet.worker.kernels.cuda.launching import Launcher
+from octet.worker.kernels.formats import BLOCK
+from octet.worker.kernels.scales import ScaleKind, scale_shape
 
 FLAT_BLOCK, FLAT_BLOCKS_PER_PROGRAM, FLAT_WARPS = 8192, 4, 8
 MAX_ROW_BLOCK = 16384  # columns of a row that a program holds at once; a longer row takes several turns

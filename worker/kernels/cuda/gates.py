@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels import reference
-from worker.kernels.cuda import activations, language
-from worker.kernels.cuda.ahead import write_ahead
-from worker.kernels.cuda.launching import MOST_KNOWN, Launcher, PreparedLaunch
-from worker.kernels.cuda.rescale import FORMAT_NAMES
-from worker.kernels.reference import AMAX_STRIDE
+from octet.worker.kernels import reference
+from octet.worker.kernels.cuda import activations, language
+from octet.worker.kernels.cuda.known_scale import write_codes
+from octet.worker.kernels.cuda.launching import MOST_KNOWN, Launcher, PreparedLaunch
+from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
+from octet.worker.kernels.reference import AMAX_STRIDE
 
 BLOCK, WARPS = 4096, 8
 
@@ -40,7 +40,7 @@ def activate_kernel(
         values = values * tl.load(gated + start + offsets, mask=mask, other=0.0).to(tl.float32)
     written = _write(values, out, new_amax, start, offsets, mask)
     if FORMAT is not None:
-        write_ahead(written, codes + start + offsets, amax, uses_amax, mask, FORMAT, MARGIN)
+        write_codes(written, codes + start + offsets, amax, uses_amax, mask, FORMAT, MARGIN)
 
 
 # fmt: off
@@ -64,14 +64,14 @@ def activate_backward_kernel(
         grad_gated = grad_values * activations.activated(given, ACTIVATION)
         written = _write(grad_gated, gated_out, amaxes + STRIDE, start, offsets, mask)
         if GATED_FORMAT is not None:
-            write_ahead(
+            write_codes(
                 written, gated_codes + start + offsets, gated_amax, gated_uses_amax, mask, GATED_FORMAT, GATED_MARGIN
             )
         others = tl.load(gated + start + offsets, mask=mask, other=0.0).to(tl.float32)
         grad_values = language.cast(grad_values * others, given.dtype).to(tl.float32)
     found = _write(activations.times_derivative(grad_values, given, ACTIVATION), out, amaxes, start, offsets, mask)
     if FORMAT is not None:
-        write_ahead(found, codes + start + offsets, amax, uses_amax, mask, FORMAT, MARGIN)
+        write_codes(found, codes + start + offsets, amax, uses_amax, mask, FORMAT, MARGIN)
 
 
 @triton.jit

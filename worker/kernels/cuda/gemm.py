@@ -17,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from worker.kernels.cuda import language, mx
-from worker.kernels.cuda.launching import Launcher
-from worker.kernels.cuda.rescale import FORMAT_NAMES
-from worker.kernels.cuda.transpose import transpose
-from worker.kernels.formats import BLOCK, MX_BLOCK
-from worker.kernels.scales import ScaledCodes, ScaleKind
+from octet.worker.kernels.cuda import language, mx
+from octet.worker.kernels.cuda.launching import Launcher
+from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
+from octet.worker.kernels.cuda.transpose import transpose
+from octet.worker.kernels.formats import BLOCK, MX_BLOCK
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind
+from octet.worker.kernels.torch_private import scaled_mm
 
 RECIPES = {
     ScaleKind.TENSOR: ScalingType.TensorWise,
@@ -123,7 +124,7 @@ def product_of_tensors(
 ) -> Tensor:
     """a @ b of codes with one scale () each, on every device: a contiguous, b the transposed view of what is."""
     # F.scaled_mm, which takes every kind of scale, spends on its arguments what five launches take.
-    return torch._scaled_mm(a_MK, b_KN, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+    return scaled_mm(a_MK, b_KN, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
 
 
 def _mx_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype) -> Tensor:

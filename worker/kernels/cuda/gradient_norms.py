@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels.cuda import language
-from worker.kernels.cuda.launching import Launcher
-from worker.kernels.held import hold
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda.launching import Launcher
+from octet.worker.kernels.held import hold
+from octet.worker.kernels.torch_private import foreach_mul_
 
 CHUNK, WARPS = 8192, 8
 """Elements that a program reads."""
@@ -107,21 +108,11 @@ def _norm_of(parts, num_parts, ORDER: tl.constexpr, SUMS: tl.constexpr):
 
 
 @triton.jit
-def norms_kernel(table, parts, out, again, total, num_quads, ORDER: tl.constexpr, SUMS: tl.constexpr):
-    """A program for each gradient adds what its chunks have found, in one order, and takes the root; the last one, for all.
-
-    num_quads: a quarter of the number of parts.
-    """
-    number = tl.program_id(0)
-    if number == tl.num_programs(0) - 1:
-        norm = _norm_of(parts, 4 * num_quads, ORDER, SUMS)
-        tl.store(total, norm)
-    else:
-        row = table + number * _NUM_COLUMNS
-        first, num_parts = tl.multiple_of(tl.load(row + _FIRST_SUM), 4), tl.multiple_of(tl.load(row + _NUM_SUMS), 4)
-        norm = _norm_of(parts + first, num_parts, ORDER, SUMS)
-        tl.store(out + number, norm)
-    tl.store(again + number, norm)
+def norms_kernel(table, parts, out, ORDER: tl.constexpr, SUMS: tl.constexpr):
+    """A program for each gradient adds what its chunks have found, in one order, and takes the root."""
+    row = table + tl.program_id(0) * _NUM_COLUMNS
+    first, num_parts = tl.multiple_of(tl.load(row + _FIRST_SUM), 4), tl.multiple_of(tl.load(row + _NUM_SUMS), 4)
+    tl.store(out + tl.program_id(0), _norm_of(parts + first, num_parts, ORDER, SUMS))
 
 
 @triton.jit
@@ -173,15 +164,15 @@ _SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
 """By name and device, what was last sent there and from what it was made: it is sent again only when that has changed."""
 
 
-def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> tuple[Tensor, Tensor, Tensor]:
+def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
     """See the twin. Two launches; in fp32, whatever the gradients' dtypes."""
     if any(each.is_complex() for each in gradients):
         scaled = [_as_real(each, order) for each in scaled]
         gradients = [_as_real(each, order) for each in gradients]
     table, parts, _ = _parts(gradients, scaled, order)
-    out, again, total = (parts.new_empty(shape) for shape in ((len(gradients),), (len(gradients) + 1,), ()))
-    _launch_norms(len(again), table, parts, out, again, total, len(parts) // 4, _as_constant(order), SUMS)
-    return out, again, total
+    out = parts.new_empty(len(gradients))
+    _launch_norms(len(gradients), table, parts, out, _as_constant(order), SUMS)
+    return out
 
 
 def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
@@ -201,7 +192,7 @@ def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, m
         gradients, scaled = [_as_real(each) for each in gradients], [_as_real(each) for each in scaled]
     dense = [index for index, gradient in enumerate(gradients) if gradient.is_contiguous()]
     if len(dense) < len(gradients):
-        torch._foreach_mul_([each for each in scaled if not each.is_contiguous()], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        foreach_mul_([each for each in scaled if not each.is_contiguous()], (max_norm / (norm + 1e-6)).clamp(max=1.0))
         gradients, scaled = [gradients[index] for index in dense], [scaled[index] for index in dense]
     if not gradients:
         return

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels.cuda import language
-from worker.kernels.cuda.launching import Launcher
-from worker.kernels.formats import finite_or_nan
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda.launching import Launcher
+from octet.worker.kernels.formats import finite_or_nan
 
 CHUNK = 4096
 """Elements that a program reads."""

@@ -9,8 +9,8 @@ reference rounds twice.
 import triton
 import triton.language as tl
 
-from worker.kernels import rounding
-from worker.kernels.formats import SCALE_EXPONENT_MAX
+from octet.worker.kernels import rounding
+from octet.worker.kernels.formats import SCALE_EXPONENT_MAX
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _SCALE_EXPONENT_MAX = tl.constexpr(SCALE_EXPONENT_MAX)
@@ -198,19 +198,19 @@ def scale_from_amax(amax, FORMAT: tl.constexpr, MARGIN: tl.constexpr):
 
 
 @triton.jit
-def over_unit(amax, unit, HAS_UNIT: tl.constexpr):
-    """The amax of x, where it is given of x * unit."""
-    if HAS_UNIT:
-        return tl.div_rn(amax, tl.load(unit))
+def over_stored_scale(amax, stored_scale, HAS_STORED_SCALE: tl.constexpr):
+    """The amax of x, where it is given of x * stored_scale."""
+    if HAS_STORED_SCALE:
+        return tl.div_rn(amax, tl.load(stored_scale))
     else:
         return amax
 
 
 @triton.jit
-def times_unit(scale, unit, HAS_UNIT: tl.constexpr):
-    """The scale of x * unit, where it is that of x."""
-    if HAS_UNIT:
-        return scale * tl.load(unit)
+def times_stored_scale(scale, stored_scale, HAS_STORED_SCALE: tl.constexpr):
+    """The scale of x * stored_scale, where it is that of x."""
+    if HAS_STORED_SCALE:
+        return scale * tl.load(stored_scale)
     else:
         return scale
 

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels import reference
-from worker.kernels.cuda import language
-from worker.kernels.cuda.rescale import FORMAT_NAMES
-from worker.kernels.formats import SCALED_FORMATS
-from worker.kernels.sampling import MOST_DECIBELS, sampled_rows
-from worker.kernels.scales import ScaledCodes, ScaleKind
+from octet.worker.kernels import reference
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
+from octet.worker.kernels.formats import SCALED_FORMATS
+from octet.worker.kernels.sampling import MOST_DECIBELS, sampled_rows
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind
 
 TILE, MAX_COLUMNS, WARPS = 4096, 1024, 16
 _MOST_DECIBELS = tl.constexpr(MOST_DECIBELS)
@@ -32,7 +32,7 @@ def _measure_sample(
     scales,
     scale_stride_m,
     scale_stride_n,
-    unit,
+    stored_scale,
     out,
     num_rows,
     num_columns,
@@ -41,7 +41,7 @@ def _measure_sample(
     SCALE_COLUMNS: tl.constexpr,
     FORMAT: tl.constexpr,
     LIMIT: tl.constexpr,
-    HAS_UNIT: tl.constexpr,
+    HAS_STORED_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -70,8 +70,8 @@ def _measure_sample(
             amax = language.max_magnitude(amax, magnitude)
             largest_scale = language.max_magnitude(largest_scale, scale)
     factor = 1.0
-    if HAS_UNIT:
-        factor = tl.load(unit)
+    if HAS_STORED_SCALE:
+        factor = tl.load(stored_scale)
     total_noise = tl.sum(tl.sum(noise, 1), 0).to(tl.float32)
     ratio = tl.div_rn(tl.sum(tl.sum(signal, 1), 0).to(tl.float32), tl.where(total_noise == 0, 1.0, total_noise))
     num_elements = tl.full((), 0.0, tl.float32) + num_rows * num_columns
@@ -82,10 +82,10 @@ def _measure_sample(
     tl.store(out + 4, tl.where(total_noise == 0, _MOST_DECIBELS, tl.log2(ratio) * _DECIBELS_PER_BINADE))
 
 
-def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None, out: Tensor) -> None:
+def measure(x_MN: Tensor, quantized: ScaledCodes, stored_scale: Tensor | None, out: Tensor) -> None:
     """See the reference. One launch."""
     if x_MN.numel() == 0:
-        reference.measure(x_MN, quantized, unit, out)
+        reference.measure(x_MN, quantized, stored_scale, out)
         return
     codes, dequant_scale, kind = quantized
     rows, num_columns = sampled_rows(*x_MN.shape), x_MN.shape[1]
@@ -100,11 +100,11 @@ def measure(x_MN: Tensor, quantized: ScaledCodes, unit: Tensor | None, out: Tens
         *codes.stride(),
         dequant_scale,
         *scale_strides,
-        unit,
+        stored_scale,
         out,
     )
     _measure_sample[(1,)](
         *given, len(rows), num_columns, rows.step, *kind.block, FORMAT_NAMES[codes.dtype],
-        SCALED_FORMATS[codes.dtype].max, unit is not None, max(1, TILE // columns), columns,
+        SCALED_FORMATS[codes.dtype].max, stored_scale is not None, max(1, TILE // columns), columns,
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels.cuda import activations, language
-from worker.kernels.formats import MX_BLOCK
+from octet.worker.kernels.cuda import activations, language
+from octet.worker.kernels.formats import MX_BLOCK
 
 TILE, WARPS = (64, 128), 4
 SCALE_ROWS, SCALE_COLUMNS = 128, 4  # scales that cuBLASLt keeps together, in 512 bytes

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels.cuda import language
-from worker.kernels.cuda.ahead import write_ahead
-from worker.kernels.cuda.launching import MOST_KNOWN, Launcher, PreparedLaunch
-from worker.kernels.cuda.rescale import FORMAT_NAMES
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda.known_scale import write_codes
+from octet.worker.kernels.cuda.launching import MOST_KNOWN, Launcher, PreparedLaunch
+from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
 
 TILE = 8192  # elements: short rows share a program
 WARPS = 8
@@ -58,7 +58,7 @@ def normalize_kernel(
     tl.store(out + at, result, mask=mask)
     largest = tl.where(mask, result.to(tl.float32), 0.0)
     if FORMAT is not None:
-        write_ahead(largest, codes + at, amax, uses_amax, mask, FORMAT, MARGIN)
+        write_codes(largest, codes + at, amax, uses_amax, mask, FORMAT, MARGIN)
     language.atomic_amax(new_amax, language.amax(language.amax(largest, 1), 0))
 
 

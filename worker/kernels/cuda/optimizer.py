@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels.cuda import language
-from worker.kernels.cuda import optimizer_rules as rules
-from worker.kernels.cuda import optimizer_storage as storage
-from worker.kernels.cuda import optimizer_tables as tables
-from worker.kernels.cuda.launching import Launcher
-from worker.kernels.formats import BLOCK
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda import optimizer_rules as rules
+from octet.worker.kernels.cuda import optimizer_storage as storage
+from octet.worker.kernels.cuda import optimizer_tables as tables
+from octet.worker.kernels.cuda.launching import Launcher
+from octet.worker.kernels.formats import BLOCK
 
 CHUNK = 64 * BLOCK
 """Elements that a program updates."""

@@ -8,8 +8,8 @@ A rule adds a branch to each function here; the chain of `if` is decided when a 
 import triton
 import triton.language as tl
 
-from worker.kernels.cuda import language
-from worker.kernels.cuda import optimizer_tables as tables
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda import optimizer_tables as tables
 
 _SMALLEST_ROOTED, _LARGEST = tl.constexpr(2.0**-100), tl.constexpr(3.4028234663852886e38)
 

@@ -8,9 +8,9 @@ The codecs of states are named as in `worker/optim/codecs.py`; a chain of `if` i
 import triton
 import triton.language as tl
 
-from worker.kernels.cuda import language
-from worker.kernels.cuda import optimizer_tables as tables
-from worker.kernels.formats import BLOCK
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda import optimizer_tables as tables
+from octet.worker.kernels.formats import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 

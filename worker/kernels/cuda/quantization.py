@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels import formats, reference
-from worker.kernels.cuda import activations, language, mx
-from worker.kernels.cuda.amax import (
+from octet.worker.kernels import formats, reference
+from octet.worker.kernels.cuda import activations, language, mx
+from octet.worker.kernels.cuda.amax import (
     MAX_ROW_BLOCK,
     ROW_TILE,
     as_matrix,
@@ -21,10 +21,10 @@ from worker.kernels.cuda.amax import (
     row_and_column_amax,
     tensor_amax,
 )
-from worker.kernels.cuda.launching import Launcher
-from worker.kernels.cuda.rescale import FORMAT_NAMES, encode
-from worker.kernels.formats import BLOCK
-from worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
+from octet.worker.kernels.cuda.launching import Launcher
+from octet.worker.kernels.cuda.rescale import FORMAT_NAMES, encode
+from octet.worker.kernels.formats import BLOCK
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
 FLAT_BLOCK, FLAT_WARPS = 8192, 8
 ROW_WARPS = 8
@@ -44,7 +44,7 @@ def _last_first():
 def _encode_flat(
     x,
     amax,
-    unit,
+    stored_scale,
     codes,
     dequant_scale,
     new_amax,
@@ -52,20 +52,21 @@ def _encode_flat(
     FORMAT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MARGIN: tl.constexpr,
-    HAS_UNIT: tl.constexpr,
+    HAS_STORED_SCALE: tl.constexpr,
     MARKS_NONFINITE: tl.constexpr,
     TRACKS_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Codes at the scale of a given amax, and the amax of x itself.
 
-    HAS_UNIT: amax and dequant_scale are of x * unit. MARKS_NONFINITE: the scale is NaN where the amax is not finite.
+    HAS_STORED_SCALE: amax and dequant_scale are of x * stored_scale. MARKS_NONFINITE: the scale is NaN where the amax is
+    not finite.
     """
     program = _last_first()
     largest = tl.load(amax)
-    scale = language.scale_from_amax(language.over_unit(largest, unit, HAS_UNIT), FORMAT, MARGIN)
+    scale = language.scale_from_amax(language.over_stored_scale(largest, stored_scale, HAS_STORED_SCALE), FORMAT, MARGIN)
     if program == 0:
-        stored = language.times_unit(scale, unit, HAS_UNIT)
+        stored = language.times_stored_scale(scale, stored_scale, HAS_STORED_SCALE)
         if MARKS_NONFINITE:
             stored = tl.where(language.is_finite(largest), stored, float("nan"))
         tl.store(dequant_scale, stored)
@@ -124,17 +125,17 @@ def _quantize_rows(
 # fmt: off
 @triton.jit
 def _quantize_tile(
-    x, row_amax, column_amax, unit, new_amax, codes, row_scale, codes_t, column_scale, stride, num_rows, num_columns,
+    x, row_amax, column_amax, stored_scale, new_amax, codes, row_scale, codes_t, column_scale, stride, num_rows, num_columns,
     row_scale_stride_m, row_scale_stride_n, column_scale_stride_n, column_scale_stride_m,
     KIND: tl.constexpr, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, MARGIN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_UNIT: tl.constexpr, TRACKS_AMAX: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_STORED_SCALE: tl.constexpr, TRACKS_AMAX: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):
     # fmt: on
     """One tile of x, or of an activation of x.
 
     Scales of kind "tensor" and "row" come from amaxes that are given, those of blocks from the tile.
-    HAS_UNIT, of kind "tensor": amax and scales are of x * unit.
+    HAS_STORED_SCALE, of kind "tensor": amax and scales are of x * stored_scale.
     ROWS, COLUMNS: what is wanted. row_scale belongs to codes (M, N), column_scale to codes_t (N, M).
     """
     program = _last_first()
@@ -150,12 +151,13 @@ def _quantize_tile(
 
     if KIND == "tensor" or KIND == "block 128x128":
         if KIND == "tensor":
-            scale = language.scale_from_amax(language.over_unit(tl.load(row_amax), unit, HAS_UNIT), FORMAT, MARGIN)
+            amax = language.over_stored_scale(tl.load(row_amax), stored_scale, HAS_STORED_SCALE)
+            scale = language.scale_from_amax(amax, FORMAT, MARGIN)
             owns_scale = program == 0
         else:
             scale = language.scale_from_amax(language.amax(language.amax(values, 1), 0), FORMAT, MARGIN)
             owns_scale = True
-        stored = language.times_unit(scale, unit, HAS_UNIT)
+        stored = language.times_stored_scale(scale, stored_scale, HAS_STORED_SCALE)
         if ROWS:
             tl.store(row_scale + tile_m * row_scale_stride_m + tile_n * row_scale_stride_n, stored, mask=owns_scale)
         if COLUMNS:
@@ -259,37 +261,6 @@ def quantize_operand(
     return [*(rows or ())[:2], *(columns or ())[:2], *(() if new_amax is None else (new_amax,))]
 
 
-def requantize(stored: ScaledCodes, amax: Tensor, dtype: torch.dtype, margin: int, sides: str) -> list[Tensor]:
-    """See the reference. One launch."""
-    x_MN, unit, kind = stored
-    if x_MN.numel() == 0:
-        return reference.requantize(stored, amax, dtype, margin, sides)
-    if sides == "rows" and x_MN.is_contiguous():
-        return [*_quantize_flat(x_MN, dtype, margin, amax, unit=unit)]
-    x_MN = as_matrix(x_MN)
-    rows, columns = _empty_operands(x_MN, dtype, kind, sides)
-    _launch_tiles(x_MN, margin, rows, columns, (amax, None), unit=unit)
-    return [*(rows or ())[:2], *(columns or ())[:2]]
-
-
-def activate_operand(
-    x_MN: Tensor,
-    activation: str,
-    dtype: torch.dtype,
-    kind: ScaleKind,
-    margin: int,
-    sides: str,
-    amax: Tensor | None = None,
-    uses_amax: Tensor | None = None,
-    _after: Tensor | None = None,
-) -> list[Tensor]:
-    """See the reference. The activation's result is in registers alone; where x is read twice it is computed twice."""
-    if kind is not ScaleKind.TENSOR or amax is not None:
-        return quantize_operand(x_MN, dtype, kind, margin, sides, amax, uses_amax, activation)
-    amax = tensor_amax(x_MN, activation=activation)
-    return [*quantize_operand(x_MN, dtype, kind, margin, sides, amax, None, activation), amax]
-
-
 def _empty_operands(
     x_MN: Tensor, dtype: torch.dtype, kind: ScaleKind, sides: str
 ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
@@ -314,17 +285,14 @@ def _quantize_flat(
     amax: Tensor,
     new_amax: Tensor | None = None,
     activation: str | None = None,
-    *,
-    unit: Tensor | None = None,
-    marks_nonfinite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x quantized with a scale of the tensor. unit, marks_nonfinite: see `_encode_flat`."""
+    """x quantized with a scale of the tensor."""
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     dequant_scale = torch.empty((), dtype=torch.float32, device=x.device)
     num_elements = x.numel()
     launch_flat(
-        language.cdiv(num_elements, FLAT_BLOCK), x, amax, unit, codes, dequant_scale, new_amax, num_elements,
-        FORMAT_NAMES[dtype], activation, margin, unit is not None, marks_nonfinite, new_amax is not None, FLAT_BLOCK,
+        language.cdiv(num_elements, FLAT_BLOCK), x, amax, None, codes, dequant_scale, new_amax, num_elements,
+        FORMAT_NAMES[dtype], activation, margin, False, False, new_amax is not None, FLAT_BLOCK,
     )  # fmt: skip
     return codes, dequant_scale
 
@@ -347,12 +315,8 @@ def _launch_tiles(
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
     new_amax: Tensor | None = None,
     activation: str | None = None,
-    unit: Tensor | None = None,
 ) -> None:
-    """rows, columns: where codes and scales go. amaxes: those of the rows, or the tensor, and of the columns, if given.
-
-    unit: amax and scales are of x * unit.
-    """
+    """rows, columns: where codes and scales go. amaxes: those of the rows, or the tensor, and of the columns, if given."""
     wanted = rows or columns
     assert wanted is not None
     num_rows, num_columns = x_MN.shape
@@ -368,9 +332,9 @@ def _launch_tiles(
     codes_t, column_scale, *column_strides = _pointers(columns)
     launch_tile(
         language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
-        x_MN, *amaxes, unit, new_amax, codes, row_scale, codes_t, column_scale, x_MN.stride(0), num_rows, num_columns,
+        x_MN, *amaxes, None, new_amax, codes, row_scale, codes_t, column_scale, x_MN.stride(0), num_rows, num_columns,
         *row_strides, *column_strides, wanted.kind.value, FORMAT_NAMES[wanted.codes.dtype], activation, margin,
-        rows is not None, columns is not None, unit is not None, new_amax is not None, tile_m, tile_n,
+        rows is not None, columns is not None, False, new_amax is not None, tile_m, tile_n,
     )  # fmt: skip
 
 

@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels import reference
-from worker.kernels.cuda import language
-from worker.kernels.cuda.amax import as_matrix
-from worker.kernels.cuda.launching import Launcher
-from worker.kernels.formats import BLOCK
-from worker.kernels.scales import ScaledCodes, ScaleKind
+from octet.worker.kernels import reference
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda.amax import as_matrix
+from octet.worker.kernels.cuda.launching import Launcher
+from octet.worker.kernels.formats import BLOCK
+from octet.worker.kernels.scales import ScaledCodes, ScaleKind
 
 FORMAT_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float16: "fp16"}
 TILE, WARPS = 8192, 8  # elements of a program

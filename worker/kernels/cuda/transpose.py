@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kernels.cuda import language
-from worker.kernels.cuda.amax import as_matrix
-from worker.kernels.cuda.launching import Launcher
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda.amax import as_matrix
+from octet.worker.kernels.cuda.launching import Launcher
 
 TILE_M, TILE_N, WARPS = 128, 128, 8
 

@@ -2,7 +2,7 @@
 
 The steps that are there become parts of at most 1,000 steps, so memory holds no more of them at once. All of it is one
 transaction, as each migration: a process that is killed in it leaves the table as it was. What is packed is written here
-again as `service.store.curves` had it when this migration was made.
+again as `octet.service.store.curves` had it when this migration was made.
 """
 
 import struct

@@ -32,7 +32,7 @@ def test_kernels_compile_and_move_16_bytes_at_a_time(triton: Path | None, option
         if not triton.exists():
             pytest.skip(f"missing: {triton.relative_to(ROOT)}; make {triton.relative_to(ROOT)}")
         environment["PYTHONPATH"] = str(triton)
-    program = [sys.executable, "-m", "benchmarks.gpu.compiled", *options]
+    program = [sys.executable, "-m", "tests.worker.kernels.cuda.compiled", *options]
     result = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stderr
     compiled = json.loads(result.stdout)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker import kernels
-from worker.kernels import reference
-from worker.kernels.activations import ACTIVATIONS
-from worker.kernels.cuda import gates, language
+from octet.worker import kernels
+from octet.worker.kernels import reference
+from octet.worker.kernels.activations import ACTIVATIONS
+from octet.worker.kernels.cuda import gates, language
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, about NaN and overflow
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"

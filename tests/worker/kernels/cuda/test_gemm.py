@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from octet.worker.kernels import ScaledCodes, ScaleKind, reference
+from octet.worker.kernels.cuda import gemm, language, mx
+from octet.worker.kernels.cuda.gemm import HOPPER, Plan, plan
+from octet.worker.kernels.scales import empty_operand_scale
 from tests.numerics.measure import assert_sqnr, mixed_magnitudes
-from worker.kernels import ScaledCodes, ScaleKind, reference
-from worker.kernels.cuda import gemm, language, mx
-from worker.kernels.cuda.gemm import HOPPER, Plan, plan
-from worker.kernels.scales import empty_operand_scale
 
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

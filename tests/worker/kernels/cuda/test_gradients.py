@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from octet.worker import kernels
+from octet.worker.kernels import gradient_reference as reference
+from octet.worker.kernels.cuda import gradients, language
 from tests.numerics.measure import mixed_magnitudes
-from worker import kernels
-from worker.kernels import gradient_reference as reference
-from worker.kernels.cuda import gradients, language
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"

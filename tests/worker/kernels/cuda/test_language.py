@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octet.worker import kernels
+from octet.worker.kernels import ScaleKind, reference, rounding
+from octet.worker.kernels.cuda import language
+from octet.worker.kernels.formats import BF16, E4M3, E5M2, FP16, Format
 from tests.numerics.measure import mixed_magnitudes
-from worker import kernels
-from worker.kernels import ScaleKind, reference, rounding
-from worker.kernels.cuda import language
-from worker.kernels.formats import BF16, E4M3, E5M2, FP16, Format
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, about NaN and overflow
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"

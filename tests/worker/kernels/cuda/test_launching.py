@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from worker.kernels.cuda import launching
-from worker.kernels.cuda.launching import Launcher, PreparedLaunch
+from octet.worker.kernels.cuda import launching
+from octet.worker.kernels.cuda.launching import Launcher, PreparedLaunch
 
 X = torch.zeros(64)
 

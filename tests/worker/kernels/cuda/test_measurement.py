@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from octet.worker.kernels import ScaledCodes, ScaleKind, quantize, reference
+from octet.worker.kernels.cuda import language, measurement
 from tests.numerics.measure import mixed_magnitudes
-from worker.kernels import ScaledCodes, ScaleKind, quantize, reference
-from worker.kernels.cuda import language, measurement
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"

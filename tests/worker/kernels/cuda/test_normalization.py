@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker import kernels
-from worker.kernels import reference
-from worker.kernels.cuda import language, normalization
+from octet.worker import kernels
+from octet.worker.kernels import reference
+from octet.worker.kernels.cuda import language, normalization
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, about NaN and overflow
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from octet.worker import kernels
+from octet.worker.kernels import ScaledCodes, ScaleKind
+from octet.worker.kernels.cuda import gemm
 from tests.numerics.measure import assert_sqnr, mixed_magnitudes
-from worker import kernels
-from worker.kernels import ScaledCodes, ScaleKind
-from worker.kernels.cuda import gemm
 
 pytestmark = pytest.mark.gpu
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16

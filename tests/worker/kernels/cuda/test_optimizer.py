@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker import kernels
-from worker.fp8.gradient import Float8Gradient, RoundingPosition
-from worker.kernels.cuda import language
-from worker.optim import OPTIMIZERS, Hyperparameters, LowBitAdamW, QuantizedWeight
+from octet.worker import kernels
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.kernels.cuda import language
+from octet.worker.optim import OPTIMIZERS, Hyperparameters, LowBitAdamW, QuantizedWeight
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
@@ -228,4 +229,4 @@ def test_what_a_kernel_does_not_take_is_stepped_by_plain_torch() -> None:
     before = transposed.detach().clone()
     optimizer.step()
     assert bool((transposed.detach() < before).all())
-    assert not optimizer._fused_steps
+    assert not optimizer._stepper.fused_steps

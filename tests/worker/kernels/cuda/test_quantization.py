@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from octet.worker.kernels import ScaledCodes, ScaleKind, reference
+from octet.worker.kernels.cuda import amax, language, quantization, rescale, tensor_scales
+from octet.worker.kernels.scales import empty_operand_scale, scale_shape
 from tests.numerics.measure import mixed_magnitudes
-from worker.kernels import ScaledCodes, ScaleKind, reference
-from worker.kernels.cuda import amax, language, quantization, rescale
-from worker.kernels.scales import empty_operand_scale, scale_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, about NaN and overflow
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
@@ -256,7 +256,7 @@ class TestActivations:
     @pytest.mark.parametrize("kind", ScaleKind)
     def test_relu_has_the_twins_bits(self, kind: ScaleKind, sides: str) -> None:
         x = hard_matrix(130, 260, torch.bfloat16)
-        actual = quantization.activate_operand(x, "relu", E4M3, kind, 0, sides)
+        actual = tensor_scales.activate_operand(x, "relu", E4M3, kind, 0, sides)
         for one, other in zip(actual, reference.activate_operand(x, "relu", E4M3, kind, 0, sides), strict=True):
             assert_same(one, other)
 
@@ -267,7 +267,7 @@ class TestActivations:
         x = (3 * torch.randn(130, 260, generator=torch.Generator().manual_seed(2))).to(dtype).to(DEVICE)
         x[5, 7] = math.nan
         for window in ((), (torch.tensor(5.0, device=DEVICE), torch.tensor(True, device=DEVICE))):
-            found = quantization.activate_operand(x, activation, E4M3, ScaleKind.TENSOR, 0, "both", *window)
+            found = tensor_scales.activate_operand(x, activation, E4M3, ScaleKind.TENSOR, 0, "both", *window)
             twins = reference.activate_operand(x, activation, E4M3, ScaleKind.TENSOR, 0, "both", *window)
             torch.testing.assert_close(found[4], twins[4], equal_nan=True)
             assert_same(found[1], twins[1])
@@ -278,7 +278,7 @@ class TestActivations:
 
     def test_the_amax_that_scales_is_returned_and_makes_the_same_codes(self) -> None:
         x = torch.randn(130, 260, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-        *rows, amax_found = quantization.activate_operand(x, "gelu", E4M3, ScaleKind.TENSOR, 0, "rows")
-        again = quantization.activate_operand(x, "gelu", E4M3, ScaleKind.TENSOR, 0, "columns", amax_found)
+        *rows, amax_found = tensor_scales.activate_operand(x, "gelu", E4M3, ScaleKind.TENSOR, 0, "rows")
+        again = tensor_scales.activate_operand(x, "gelu", E4M3, ScaleKind.TENSOR, 0, "columns", amax_found)
         for one, other in zip(again, rows, strict=True):
             assert_same(one, other.t().contiguous())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker.kernels.cuda import language, transpose
+from octet.worker.kernels.cuda import language, transpose
 
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
 

@@ -1,0 +1,65 @@
+"""Jobs as the routes show them: the row, its current attempt, and its place in the queue while it waits."""
+
+from collections.abc import Sequence
+
+from fastapi import Response
+from sqlalchemy.orm import Session
+
+from octet.api_schemas import Job, JobState
+from octet.service import store
+from octet.service.db.bulk import Transaction, session_of
+from octet.service.db.tables import AttemptRow, JobRow
+from octet.service.deps import AppContext
+from octet.service.jobs import views
+from octet.service.jobs.requests import Request, Submission
+from octet.service.jobs.submissions import Shown, Stored
+from octet.service.scheduling.places import STARTS_SOON
+from octet.service.store.job_queries import ShownRow
+from octet.service.store.jobs import NewJob
+
+
+def rendered_jobs(session: Session, context: AppContext, rows: Sequence[ShownRow]) -> list[str]:
+    """Render jobs as JSON in the order of the rows, in a transaction that only reads."""
+    places = context.places.read(session, [row for row in rows if row.state is JobState.QUEUED])
+    return [views.job_json(row, places.get(row.id)) for row in rows]
+
+
+def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
+    """Show a job that this transaction has written."""
+    session.flush()
+    queued = [row] if row.state is JobState.QUEUED else []
+    places = context.places.read_while_writing(session, queued)
+    return views.job(row, store.jobs.current_attempts(session, [row]).get(row.id), places.get(row.id))
+
+
+def shown_submissions(
+    transaction: Transaction, context: AppContext, pairs: Sequence[tuple[Request, Submission]]
+) -> list[Shown]:
+    """Show submitted jobs, with the specs that were asked for, so that the stored ones are not parsed again."""
+    jobs = [submission.job for _, submission in pairs]
+    new = {job.id: job for job in jobs if isinstance(job, NewJob)}
+    known = {job.id: job for job in jobs if isinstance(job, JobRow)}
+    current: dict[str, AttemptRow] = {}
+    if known:
+        with session_of(transaction) as session:
+            current = store.jobs.current_attempts(session, list(known.values()))
+    queued = [row for row in known.values() if row.state is JobState.QUEUED]
+    places = context.places.read_while_writing(transaction, [*new.values(), *queued])
+    asked = {submission.job.id: request for request, submission in pairs}
+    shown: dict[str, Shown] = {}
+    for id_, request in asked.items():
+        place = places.get(id_)
+        if id_ in new:
+            text = views.new_job_json(new[id_], places[id_], request.spec)
+        else:
+            text = views.job(known[id_], current.get(id_), place, request.spec).model_dump_json()
+        shown[id_] = Shown(id_, text, place is not None and place.why == STARTS_SOON)
+    return [shown[submission.job.id] for _, submission in pairs]
+
+
+def accepted(stored: Stored, context: AppContext) -> Response:
+    """Answer a submission, and wake the dispatcher if the job starts soon."""
+    headers = {"Location": f"/v1/jobs/{stored.job.job_id}"} | ({"Idempotent-Replayed": "true"} if stored.replayed else {})
+    if stored.job.starts_soon:
+        context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
+    return Response(stored.job.text, 201, headers, media_type="application/json")

@@ -1,0 +1,59 @@
+"""Jobs are rendered as their contract renders them, and what is known of one is parsed once."""
+
+import json
+from functools import lru_cache
+
+import pytest
+from fastapi.testclient import TestClient
+
+from octet.api_schemas import Job, JobSpec, Page
+from octet.service.jobs import views
+from tests.service.world import World, step
+
+
+def test_jobs_are_rendered_as_pydantic_renders_them(client: TestClient, world: World) -> None:
+    running_id, rank = world.start(labels={"a": 'a "quoted" ü'})
+    rank.send(step(1), step(2))
+    ids = [world.submit(), running_id]
+    for job_id in ids:
+        text = client.get(f"/v1/jobs/{job_id}").text
+        assert text == Job.model_validate_json(text).model_dump_json()
+    for query in ("", "?limit=1", "?name=none"):
+        text = client.get(f"/v1/jobs{query}").text
+        assert text == Page[Job].model_validate_json(text).model_dump_json()
+    assert [job["id"] for job in client.get("/v1/jobs").json()["data"]] == ids
+
+
+def test_a_spec_is_parsed_once_for_each_text(world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "_known_spec", lru_cache(maxsize=8)(views._known_spec.__wrapped__))
+    parsed = []
+    read = JobSpec.read_stored
+    monkeypatch.setattr(JobSpec, "read_stored", lambda stored: parsed.append(stored) or read(stored))
+    for number in range(3):
+        world.submit(name=f"job-{number}")
+    for _ in range(2):
+        assert [job["name"] for job in client.get("/v1/jobs?limit=1").json()["data"]] == ["job-2"]
+    assert len(parsed) == 1
+    assert [job["name"] for job in client.get("/v1/jobs").json()["data"]] == ["job-2", "job-1", "job-0"]
+    assert len(parsed) == 3
+
+
+def test_what_is_rendered_fast_is_what_the_contract_renders(world: World, client: TestClient) -> None:
+    def read(job_id: str) -> str:
+        text = client.get(f"/v1/jobs/{job_id}").text
+        assert Job.model_validate_json(text).model_dump_json() == text
+        assert client.get("/v1/jobs?limit=1").json()["data"] == [json.loads(text)]
+        return text
+
+    job_id, rank = world.start()
+    shown = [read(job_id)]
+    rank.train(1, 2)
+    shown.append(read(job_id))
+    rank.train(3, 4)
+    rank.succeed()
+    shown.append(read(job_id))
+    waiting = world.submit(workers=2)
+    shown.append(read(waiting))
+    world.cancel(waiting)
+    shown.append(read(waiting))
+    assert len(set(shown)) == 5

@@ -1,0 +1,276 @@
+"""Each private name of torch that the worker uses exists in the installed torch, and does what the worker needs of it."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octet.worker.kernels import torch_private as private
+
+WORKER = Path(private.__file__).resolve().parents[1]
+ATTRIBUTES = ("_version", "_cdata", "_schema", "_make_wrapper_subclass", "_post_accumulate_grad_hooks")
+"""Private attributes of tensors, storages and ops."""
+
+
+class Subclass(Tensor):
+    """A tensor of ones that is nowhere in memory."""
+
+    __torch_function__ = private.disabled_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, *shape: int) -> "Subclass":
+        made: Subclass = private.make_wrapper_subclass(cls, shape, dtype=torch.float32)
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        decoded = private.tree_map(lambda leaf: torch.ones(leaf.shape) if isinstance(leaf, cls) else leaf, args)
+        return func(*decoded, **(kwargs or {}))
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def make_wrapper_subclass() -> None:
+    assert Subclass(2, 3).shape == (2, 3)
+    assert float((Subclass(2, 3) + 1).sum()) == 12
+
+
+def raise_for_raw_pointers() -> None:
+    tensor = Subclass(2)
+    assert tensor.data_ptr() == 0
+    private.raise_for_raw_pointers(tensor)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        tensor.data_ptr()
+
+
+def schema_of() -> None:
+    schema = private.schema_of(torch.ops.aten.add_.Tensor)
+    assert schema.name == "aten::add_"
+    assert [argument.is_write for argument in schema.arguments] == [True, False, False]
+    assert schema.is_mutable
+
+
+def let_foreach_take() -> None:
+    from torch.utils._foreach_utils import _has_foreach_support
+
+    assert not _has_foreach_support([Subclass(2)], torch.device("cpu"))
+    for _ in range(2):
+        private.let_foreach_take(Subclass)
+    assert _has_foreach_support([Subclass(2)], torch.device("cpu"))
+    assert private._foreach_supported_types.count(Subclass) == 1
+    private._foreach_supported_types.remove(Subclass)
+
+
+def foreach() -> None:
+    tensors, found = [torch.ones(4), torch.full((4,), 2.0)], torch.zeros(1)
+    private.foreach_mul_(tensors, torch.tensor(2.0))
+    assert [float(norm) for norm in private.foreach_norm(tensors, 2.0)] == [4.0, 8.0]
+    private.foreach_copy_(tensors, [torch.ones(4), torch.full((4,), torch.inf)])
+    private.foreach_unscale_(tensors, found, torch.tensor(0.5))
+    assert (float(tensors[0][0]), float(found)) == (0.5, 1.0)
+
+
+def scaled_mm() -> None:
+    a, b, one = torch.ones(16, 32).to(torch.float8_e4m3fn), torch.ones(16, 32).to(torch.float8_e4m3fn), torch.tensor(1.0)
+    product = private.scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=False)
+    assert float(product[0, 0]) == 32
+
+
+def unsafe_view() -> None:
+    leaf = torch.ones(4, requires_grad=True)
+    reshaped = private.unsafe_view(leaf * 2, (2, 2))
+    reshaped.add_(1)
+    assert not reshaped._is_view()
+
+
+def num_modes() -> None:
+    before = private.num_dispatch_modes(), private.num_function_modes()
+    with Nothing(), torch.device("cpu"):
+        assert (private.num_dispatch_modes(), private.num_function_modes()) == (before[0] + 1, before[1] + 1)
+
+
+def transforms() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(private.present_transform() is not None)
+        return x.sum()
+
+    torch.func.grad(look)(torch.ones(2))
+    look(torch.ones(2))
+    assert seen == [True, False]
+
+
+def backward_pass() -> None:
+    seen = []
+    leaf = torch.ones(2, requires_grad=True)
+    product = leaf * 2
+    product.register_hook(lambda _gradient: seen.append(private.backward_pass()))
+    product.sum().backward()
+    assert private.backward_pass() == -1
+    assert seen[0] >= 0
+
+
+def call_after_backward() -> None:
+    seen = []
+    leaf = torch.ones(2, requires_grad=True)
+    product = leaf * 2
+    product.register_hook(lambda _gradient: private.call_after_backward(lambda: seen.append(leaf.grad is not None)))
+    product.sum().backward()
+    assert seen == [True]
+
+
+def version_of() -> None:
+    tensor = torch.ones(2)
+    before = private.version_of(tensor)
+    tensor[:1].add_(1)
+    assert private.version_of(tensor) == before + 1
+
+
+def key_of_storage() -> None:
+    tensor = torch.ones(4)
+    keys = [private.key_of_storage(each.untyped_storage()) for each in (tensor, tensor[2:], tensor.clone())]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def hooks_after_accumulation() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert private.hooks_after_accumulation(parameter) == []
+    parameter.register_post_accumulate_grad_hook(hook := lambda _parameter: None)
+    assert private.hooks_after_accumulation(parameter) == [hook]
+
+
+def optimizer_hooks() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    assert all(getattr(optimizer, name) == {} for name in private.OPTIMIZER_HOOKS)
+    optimizer.register_step_post_hook(lambda *_arguments: None)
+    assert len(getattr(optimizer, private.STEP_HOOKS[1])) == 1
+
+
+def of_an_optimizers_class() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], fused=True)
+    assert set(private.OF_AN_OPTIMIZERS_CLASS) <= vars(optimizer).keys()
+
+
+def scheduler() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    assert not private.counts_steps(optimizer.step)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert private.counts_steps(optimizer.step)
+    private.count_step(optimizer)
+    assert vars(optimizer)["_opt_called"] is True
+
+    def step() -> None:
+        pass
+
+    private.mark_as_counting(step)
+    assert private.counts_steps(step)
+
+
+def leave_the_compiler_unloaded() -> None:
+    """In a process of its own: this one may have loaded the compiler."""
+    code = (
+        "import sys, torch; from octet.worker.kernels.torch_private import leave_the_compiler_unloaded as leave; leave(); "
+        "optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]); optimizer.zero_grad(); optimizer.state_dict(); "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def trees() -> None:
+    assert private.tree_leaves([1, (2, {"a": 3})]) == [1, 2, 3]
+    assert private.tree_map_only(int, lambda number: number + 1, [1, ("a", 2)]) == [2, ("a", 3)]
+
+
+def is_traceable_wrapper_subclass() -> None:
+    assert not private.is_traceable_wrapper_subclass(torch.ones(2))
+
+
+def compiler() -> None:
+    """A graph that a partitioner of ours cuts runs; the compiler counts it, and what it took."""
+    cut = []
+
+    def partition(joint: Any, joint_inputs: Any, **options: Any) -> Any:
+        cut.append(joint)
+        assert any(isinstance(node.target, private.OpOverload) for node in joint.graph.nodes)
+        return private.torchs_partition()(joint, joint_inputs, **options)
+
+    before = private.compiler_counters()["stats"]["unique_graphs"], private.compile_time_s()
+    run = torch.compile(lambda x: (x * 2).sin(), backend=private.eager_backend(private.uncompiled, partition))
+    leaf = torch.ones(4, requires_grad=True)
+    run(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert len(cut) == 1
+    assert private.compiler_counters()["stats"]["unique_graphs"] == before[0] + 1
+    assert private.compile_time_s() > before[1]
+    assert private.compiler_counters()["graph_break"] == {}
+
+
+def inductor() -> None:
+    partitioner = private.inductor_partitioner(lambda *_arguments, **_options: "cut", (__file__,))
+    assert partitioner("joint", []) == "cut"
+    assert partitioner.uuid()
+    assert hasattr(private.inductor_config(), "custom_partitioner_fn")
+    assert hasattr(private.inductor_config(), "deterministic") or hasattr(private.inductor_config(), "max_autotune")
+
+
+def flight_recorder_dumps() -> None:
+    """torch 2.11 has them with NCCL alone; since 2.12 every build has."""
+    is_newer = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 12)
+    assert private.flight_recorder_dumps() or not (is_newer or torch.distributed.is_nccl_available())
+
+
+def wait_for() -> None:
+    private.wait_for(torch.ones(2))
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    check.__name__: check
+    for check in (
+        *(make_wrapper_subclass, raise_for_raw_pointers, schema_of, let_foreach_take, is_traceable_wrapper_subclass, trees),
+        *(foreach, scaled_mm, unsafe_view),
+        *(num_modes, transforms, backward_pass, call_after_backward, version_of, key_of_storage, hooks_after_accumulation),
+        *(compiler, inductor, flight_recorder_dumps, wait_for),
+        *(optimizer_hooks, of_an_optimizers_class, scheduler, leave_the_compiler_unloaded),
+    )
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_torch_has_what_is_used(name: str) -> None:
+    CHECKS[name]()
+
+
+def names_of(tree: ast.AST) -> list[str]:
+    """Return the private names of torch that a module's code has: imported, or by attribute."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            modules = [alias.name for alias in node.names] + ([node.module] if isinstance(node, ast.ImportFrom) else [])
+            found += [name for name in modules if name and name.startswith("torch.") and "._" in name]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            written = ast.unparse(node)
+            if (written.startswith("torch.") and not written.startswith("torch.ops.")) or node.attr in ATTRIBUTES:
+                found.append(written)
+    return found
+
+
+def test_no_other_module_names_one() -> None:
+    found = {}
+    for path in WORKER.rglob("*.py"):
+        if path.name != "torch_private.py" and (names := names_of(ast.parse(path.read_text()))):
+            found[str(path.relative_to(WORKER))] = names
+    assert found == {}

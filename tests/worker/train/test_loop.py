@@ -1,0 +1,122 @@
+"""The training loop learns, resumes bit-identically at every level, accumulates, and skips a damaged checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octet.api_schemas import (
+    EvaluationReport,
+    EventReport,
+    FailureReason,
+    JobSpec,
+    StepReport,
+)
+from octet.api_schemas.levels import LEVELS
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.common.errors import Cancelled, Diverged, NonFiniteLoss
+from octet.worker.mesh import Mesh
+from octet.worker.optim.schedule import learning_rate_at
+from octet.worker.train.loop import Trainer
+from tests.kit.small_model import SPREAD
+from tests.kit.training import Recorder, train, with_training
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+KINDS = ("fp32", "fp16-amp", "ao", *SPREAD)
+"""The reference, a loss that is scaled, torchao's layers, and each way of holding a weight."""
+
+
+@pytest.mark.parametrize("level", [pytest.param(level, marks=() if level in KINDS else pytest.mark.matrix) for level in LEVELS])
+def test_a_resumed_run_is_bit_identical(tmp_path: Path, spec_document: dict[str, Any], level: str) -> None:
+    document = with_training(spec_document, level, steps=6, checkpoint_every=3)
+    whole, whole_summary = train(document, tmp_path / "whole")
+    interrupted = Recorder(stop_after_step=5)
+    with pytest.raises(Cancelled):
+        train(document, tmp_path / "parts", recorder=interrupted)
+    resumed, resumed_summary = train(document, tmp_path / "parts", interrupted.checkpoints())
+    assert [report.step for report in resumed.of(StepReport)] == [4, 5, 6]
+    assert resumed.losses() == whole.losses()[3:]
+    assert resumed_summary.evaluation_loss == whole_summary.evaluation_loss
+    assert resumed_summary.final_loss == whole_summary.final_loss
+    assert resumed_summary.memory_bytes == whole_summary.memory_bytes
+    assert resumed.checkpoints()[0].sha256 != ""
+
+
+def test_it_learns_and_measures_it(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    """Every level learns as fp32 does: test_training_parity.py."""
+    document = with_training(spec_document, steps=40, optimizer={"learning_rate": 1e-2})
+    recorder, summary = train(document, tmp_path)
+    assert summary.evaluation_loss < 0.7 * recorder.losses()[0]
+    assert summary.evaluation_loss == recorder.of(EvaluationReport)[-1].loss
+    assert set(summary.evaluation_metrics) == {"token_accuracy"}  # what the family says
+    assert 0.3 < summary.evaluation_metrics["token_accuracy"] <= 1.0  # a third of the text is the same in every line
+
+
+def test_micro_batches_give_the_gradients_of_the_whole_batch(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    whole, _ = train(with_training(spec_document, global_batch_size=8), tmp_path / "a")
+    parts, _ = train(with_training(spec_document, global_batch_size=8, micro_batch_size=2), tmp_path / "b")
+    assert parts.losses() == pytest.approx(whole.losses(), rel=1e-5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_an_event(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = with_training(spec_document, steps=9, checkpoint_every=3)
+    whole, _ = train(document, tmp_path)
+    newest, older = whole.checkpoints()[1:]
+    (tmp_path / "checkpoints" / newest.name / "tensors.safetensors").write_bytes(b"not tensors")
+    resumed, _ = train(document, tmp_path, (newest, older))
+    assert [report.step for report in resumed.of(StepReport)] == list(range(4, 10))
+    (event,) = resumed.of(EventReport)
+    assert event.type == "checkpoint.rejected"
+    assert newest.name in event.message
+
+
+def test_resuming_after_the_last_step_only_evaluates(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    whole, summary = train(spec_document, tmp_path)
+    resumed, again = train(spec_document, tmp_path, whole.checkpoints())
+    assert resumed.of(StepReport) == []
+    assert again.evaluation_loss == summary.evaluation_loss
+    assert again.memory_bytes == summary.memory_bytes
+
+
+def test_a_loss_that_stays_infinite_ends_the_run(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = with_training(spec_document, steps=100, optimizer={"learning_rate": 10.0}, gradient_clip=None)
+    config = resolve(JobSpec.model_validate(document), RankEnv())
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        trainer = Trainer(config, mesh, Recorder(), tmp_path)
+        with torch.no_grad():
+            next(trainer.model.parameters()).fill_(torch.nan)
+        with pytest.raises(NonFiniteLoss, match="learning_rate"):
+            trainer.run()
+    assert trainer.progress.step == 10
+
+
+def test_a_job_that_diverges_is_warned_of_and_fails_with_a_reason(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = with_training(spec_document, steps=60, optimizer={"learning_rate": 10.0}, gradient_clip=None)
+    recorder = Recorder()
+    with pytest.raises(Diverged, match="learning_rate") as raised:
+        train(document, tmp_path, recorder=recorder)
+    (warning,) = recorder.of(EventReport)
+    assert warning.type == "training.diverging"
+    assert raised.value.reason is FailureReason.DIVERGED
+    assert not FailureReason.DIVERGED.retryable
+
+
+def test_the_schedule_warms_up_and_ends_at_its_fraction(spec_document: dict[str, Any]) -> None:
+    training = {"steps": 100, "optimizer": {"learning_rate": 1.0}, "schedule": {"warmup_steps": 10, "final_fraction": 0.1}}
+    config = resolve(JobSpec.model_validate(with_training(spec_document, **training)), RankEnv())
+    rates = [learning_rate_at(step, 1.0, config.schedule, 100) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert max(rates) == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_a_world_of_another_size_is_refused(spec_document: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"resources\.workers"):
+        resolve(JobSpec.model_validate(spec_document), RankEnv(world_size=2))

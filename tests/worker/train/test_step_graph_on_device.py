@@ -1,0 +1,37 @@
+"""What only a chip can show of recorded steps: CUDA captures them, and replays train as launched steps do. `pytest -m gpu`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octet.api_schemas import EventReport, JobSpec, StepReport
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.mesh import Mesh
+from octet.worker.train.loop import Trainer
+from tests.kit.training import Recorder, with_training
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler about itself
+@pytest.mark.parametrize("compile", ["off", "auto"])
+@pytest.mark.parametrize("level", ["bf16-amp", "fp16-amp", "te", "O2", "O3", "O3-split-8bit"])
+def test_a_job_of_graphs_trains_as_one_without(tmp_path: Path, spec_document: dict[str, Any], level: str, compile: str) -> None:
+    found = {}
+    for cuda_graph in ("off", "auto"):
+        torch.compiler.reset()
+        options = {"steps": 12, "micro_batch_size": 2, "deterministic": True, "compile": compile, "cuda_graph": cuda_graph}
+        document = with_training(spec_document, level, **options)
+        document["model"] = document["model"] | {"hidden_size": 256, "num_heads": 4, "num_layers": 2}
+        if level not in ("bf16-amp", "fp16-amp"):
+            document["precision"] = {"level": level, "statistics_every": 5, "auto_filter": False}
+        with Mesh(RankEnv(), torch.device("cuda", 0)) as mesh:
+            config = resolve(JobSpec.model_validate(document), RankEnv())
+            Trainer(config, mesh, recorder := Recorder(), tmp_path / cuda_graph).run()
+        found[cuda_graph] = recorder
+    assert found["auto"].losses() == found["off"].losses()
+    norms = [[report.gradient_norm for report in recorder.of(StepReport)] for recorder in found.values()]
+    assert norms[0] == norms[1]
+    assert "training.graphed" in {event.type for event in found["auto"].of(EventReport)}

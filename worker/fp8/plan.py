@@ -1,0 +1,88 @@
+"""How a layer computes its passes: settled when it is converted, and again when what it depends on changes.
+
+A forward pass reads the plan and decides nothing. What a plan depends on are attributes of the layer (`PLANNED_BY`):
+to set one of them, as `train()`, `eval()`, a demotion or a step that is sampled does, makes the layer take another plan.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+from octet.api_schemas.recipe import GemmName
+from octet.worker.fp8.recipe import ALL_GEMMS, Recipe
+from octet.worker.kernels import LinearFormats
+
+PLANNED_BY = frozenset(
+    ("training", "fallback", "activation", "weight", "weight_dequant_scale", "gathers_codes", "keeps_products")
+)
+"""The attributes of a layer that its plan depends on. It is also sampled in some steps (`Float8Linear.start_step`)."""
+
+
+class HeldAs(Enum):
+    """What a layer holds of its weight, and what its products take."""
+
+    VALUES = "values"
+    SCALED = "codes of FP16, which the product quantizes"
+    CODES = "codes that the product takes as they are"
+    DECODED = "codes that are decoded, since the product takes scales of blocks"
+    GATHERED = "codes that FSDP2 has gathered, which the product takes as they are"
+
+    @property
+    def is_product_ready(self) -> bool:
+        """Whether the product takes the codes as they are held."""
+        return self in (HeldAs.CODES, HeldAs.GATHERED)
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What a pass reads.
+
+    formats: of the operands; after_activation: where the layer computes the activation before it, too. high_precision:
+    the products that are computed in bf16. is_half: all are, of a weight of values, as in a layer of bf16-amp.
+    An operand is quantized by the op of its product, unless something else has to see its codes or its amax:
+    quantizes_input_first and quantizes_grad_first say that it is quantized before. adds_bias_after: the function leaves out
+    the bias, since selective checkpointing computes a pass again only up to its last product; a sampled step does so too,
+    and its gradients arrive in the order that the golden runs have.
+    """
+
+    formats: LinearFormats
+    after_activation: LinearFormats
+    high_precision: frozenset[GemmName]
+    held_as: HeldAs
+    is_half: bool
+    is_sampled: bool
+    quantizes_input_first: bool
+    quantizes_grad_first: bool
+    adds_bias_after: bool
+
+
+@cache
+def plan_of(
+    recipe: Recipe,
+    held_as: HeldAs,
+    activation: str | None,
+    *,
+    uses_fp8: bool,
+    is_transposed: bool,
+    is_sampled: bool,
+    keeps_products: bool,
+) -> LinearPlan:
+    """Settle how a layer computes. Layers that are alike have one plan together.
+
+    uses_fp8: in the present mode, as far as the recipe wants it. keeps_products: selective checkpointing keeps the results of
+    products alone, so that codes of the input have to be made outside of the product's op.
+    """
+    operands = (recipe.input, recipe.weight, recipe.grad_output, recipe.margin)
+    high_precision = recipe.high_precision if uses_fp8 else ALL_GEMMS
+    is_seen = bool(recipe.amax_history_length) or is_sampled
+    return LinearPlan(
+        formats=LinearFormats(*operands, None, is_transposed),
+        after_activation=LinearFormats(*operands, activation, is_transposed),
+        high_precision=high_precision,
+        held_as=held_as,
+        is_half=high_precision == ALL_GEMMS and held_as is HeldAs.VALUES,
+        is_sampled=is_sampled,
+        quantizes_input_first=is_seen or keeps_products or "output" in high_precision,
+        quantizes_grad_first=is_seen,
+        adds_bias_after=(is_sampled or keeps_products) and "output" not in high_precision,
+    )

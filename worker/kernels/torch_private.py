@@ -1,0 +1,228 @@
+"""Every name of torch that has a leading underscore, or a place that torch may change, and why each is used.
+
+No other module of the worker names one; `tests/worker/kernels/test_torch_private.py` exercises each on the installed
+torch. It stands in `kernels`, which everything else may import and which imports torch alone. Not listed: methods that torch
+documents for subclasses to override (`nn.Module._load_from_state_dict`), and a module's dictionaries (`_parameters`,
+`_buffers`, `_modules`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._foreach_utils import _foreach_supported_types
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "is_traceable_wrapper_subclass",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]
+# `is_traceable_wrapper_subclass`: memory reports walk through the parts of anybody's subclasses. The functions on trees: an
+# op's arguments are nested lists, and `__torch_dispatch__` has to find the tensors in them.
+
+# Subclasses ----------------------------------------------------------------------------------------------------------------
+
+# A subclass whose ops are all handled in `__torch_dispatch__` skips the detour through Python that `__torch_function__` is.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+# torch's one constructor of a tensor that has a shape and a dtype but no memory of its own.
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+
+
+def raise_for_raw_pointers(tensor: Tensor) -> None:
+    """Make whoever asks for the address of values that are not in memory raise, instead of reading from address 0.
+
+    torch dispatches no op whose lists of lists alone hold a subclass, such as `dist.scatter` of FP8 gradients: what it calls in
+    C++ would send from that address.
+    """
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+def schema_of(op: Any) -> Any:
+    """Return the schema of an op: its name, and which of its arguments it writes."""
+    return op._schema
+
+
+def let_foreach_take(kind: type[Tensor]) -> None:
+    """Register a subclass with torch's optimizers and clipping, which then pass a list of them to one foreach op.
+
+    Without it they call an op per tensor, as they do for any subclass that they do not know.
+    """
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)
+
+
+# Ops -----------------------------------------------------------------------------------------------------------------------
+
+# Foreach ops: one launch for a list of tensors. torch's optimizers are made of them, but their names are private.
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+# What GradScaler.unscale_ calls.
+foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+# cuBLASLt's FP8 product, by tensor or by row. `torch.nn.functional.scaled_mm` of newer versions is slower to call.
+scaled_mm: Callable[..., Tensor] = torch._scaled_mm
+
+# A reshape that autograd does not record as a view, so that the result may be changed in place.
+unsafe_view = torch.ops.aten._unsafe_view
+
+
+# Who looks -----------------------------------------------------------------------------------------------------------------
+
+# How many modes (such as fake tensors or a profiler of ours) see each op: an op called past the dispatcher would be missed.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+# The functorch transform that runs, or None.
+present_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+# The number of the backward pass that runs, -1 outside of one.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs has ended; torch's own data parallelism does so by the same queue."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place, by which autograd knows that a saved one is still what it was."""
+    return tensor._version
+
+
+def key_of_storage(storage: Any) -> int:
+    """Return a number that two storages share if they are the same memory. An address would not do: fake tensors have none."""
+    return int(storage._cdata)
+
+
+def hooks_after_accumulation(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the hooks that autograd calls after it has accumulated a parameter's gradient.
+
+    Compiled graphs deliver a gradient beside autograd's accumulation, and have to call them.
+    """
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------------------
+
+OPTIMIZER_HOOKS = tuple(
+    f"_optimizer_{kind}_hooks"
+    for kind in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+)
+"""Attributes with a user's hooks, which an optimizer that becomes one of ours keeps."""
+STEP_HOOKS = OPTIMIZER_HOOKS[:2]
+"""By these a converted model follows the steps; torch's pickling of an optimizer drops them."""
+OF_AN_OPTIMIZERS_CLASS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+"""Attributes by which torch's fused optimizers change what GradScaler and `add_param_group` do."""
+
+
+def counts_steps(step: Any) -> bool:
+    """Return whether a scheduler has wrapped an optimizer's `step`, to warn where it was stepped first."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def mark_as_counting(step: Any) -> None:
+    """Make schedulers take a function for a `step` that they have wrapped."""
+    step._wrapped_by_lr_sched = True
+
+
+def count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Record that an optimizer was stepped, as the wrapper of a scheduler does."""
+    optimizer._opt_called = True
+
+
+def leave_the_compiler_unloaded() -> None:
+    """Let four methods of torch's optimizers run as they are in this process. For a rank: it compiles no optimizer.
+
+    torch wraps them with `torch._disable_dynamo`, so that a compiler leaves them alone. The wrapper loads `torch._dynamo` at
+    the first call, sympy and FSDP with it, which takes as long as the rest of a rank's start, and keeps what it gets as an
+    attribute of the method. If a torch keeps it under another name, this has no effect, and the compiler is loaded.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None and not hasattr(method, "__dynamo_disable"):
+            setattr(method, "__dynamo_disable", method)  # no name mangling, and mypy knows no such attribute
+
+
+# Compiler ------------------------------------------------------------------------------------------------------------------
+# Each import stands in a function: the compiler takes a second to load, and only a run that compiles needs it.
+
+OpOverload = torch._ops.OpOverload
+"""The class of an op in a graph of torch.fx."""
+
+
+def compiler_counters() -> Any:
+    """Return the compiler's counts: `stats.unique_graphs`, and `graph_break` by reason. No public function has them."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def compile_time_s() -> float:
+    """Return the seconds that this process has spent in the compiler."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return float(calculate_time_spent()["total_wall_time"])
+
+
+def eager_backend(compile_graph: Callable[..., Any], partition: Callable[..., Any]) -> Any:
+    """Return a backend that runs graphs as `compile_graph` returns them, cut into two passes by `partition`."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
+
+
+def uncompiled(graph: Any, _inputs: Sequence[object]) -> Any:
+    """Return a graph as it is, in the calling convention of a compiled one."""
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(graph)
+
+
+def inductor_partitioner(partition: Callable[..., Any], files: tuple[str, ...]) -> Any:
+    """Return a partitioner as Inductor's `custom_partitioner_fn` takes it. files: of its code, by which Inductor caches."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Sequence[object], **options: Any) -> Any:
+            return partition(gm, joint_inputs, **options)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files(files)
+
+    return Partitioner()
+
+
+def torchs_partition() -> Callable[..., Any]:
+    """Return the function that torch.compile cuts a joint graph with: a minimal cut, by bytes that are kept."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition
+
+
+def inductor_config() -> Any:
+    """Return Inductor's options; a deterministic run switches off what it measures."""
+    from torch._inductor import config
+
+    return config
+
+
+# Communication -------------------------------------------------------------------------------------------------------------
+
+
+def flight_recorder_dumps() -> list[Callable[[bool, bool], str | bytes]]:
+    """Return the functions that write the ring of recorded collectives as JSON: with NCCL, and in all builds since 2.12."""
+    module: Any = getattr(torch._C, "_distributed_c10d", None)
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    return [getattr(module, name) for name in names if hasattr(module, name)]
+
+
+def wait_for(tensor: Tensor) -> None:
+    """Wait until a functional collective has written a tensor: `wait_tensor` of the functional collectives is its only name."""
+    torch.ops._c10d_functional.wait_tensor(tensor)

@@ -1,0 +1,94 @@
+"""Know, at the cost of a few lookups, that a step can use the last step's tables of addresses (`fused.py`).
+
+Everything that the tables name may be replaced between two steps: by a move, a load, an exchange of `.data`, ZeRO, a user. So
+each step compares all of it with the last: which objects there are, their addresses, and of parameters the dtype and the size.
+Gradients are no part of it; `Rows` reads their addresses in each step.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import compress
+from operator import is_, not_
+from typing import Any
+
+from torch import Tensor, nn
+
+from octet.worker.optim.fused import Rows
+from octet.worker.optim.rules.rule import Group
+from octet.worker.optim.states import OptimizerStates
+from octet.worker.optim.weights import QuantizedWeight
+
+_OF_HOLDERS = ("weight", "weight_dequant_scale", "weight_amax", "weight_residual")
+_Updates = Sequence[tuple[Tensor, Group]]
+
+
+class AddressCache:
+    """What one step has read, apart from gradients and hyperparameters. rows: the tables' rows that it made of it.
+
+    Of tensors it keeps the addresses alone: it does not keep the memory of a state that was replaced.
+    """
+
+    def __init__(self, optimizer: OptimizerStates, updates: _Updates, rows: Rows) -> None:
+        """updates: each parameter of the step and its group, in the order of the rows."""
+        self.rows = rows
+        weights = map(optimizer.quantized.get, [parameter for parameter, _ in updates])
+        self._slots = [slot for weight in weights if weight is not None for slot in _slots(weight)]
+        masters = [row.update.weight for row in rows.rows]
+        self._holders = [weight.holder for weight in masters if weight is not None and weight.needs_master]
+        self._objects, self._values = self._identify(optimizer, updates), self._read(optimizer, updates)
+
+    def is_unchanged(self, optimizer: OptimizerStates, updates: _Updates) -> bool:
+        """Whether a step of these updates would read the same, and has no master weight to renew."""
+        objects = self._identify(optimizer, updates)
+        return (
+            len(objects) == len(self._objects)
+            and all(map(is_, objects, self._objects))
+            and self._read(optimizer, updates) == self._values
+            and not any(holder.has_new_codes or holder.initial_values is not None for holder in self._holders)
+        )
+
+    def _identify(self, optimizer: OptimizerStates, updates: _Updates) -> list[Any]:
+        """What is compared by identity: who steps which parameter how, in a fixed order."""
+        parameters, groups = [parameter for parameter, _ in updates], [group for _, group in updates]
+        origins, weights = map(optimizer.origins.get, parameters), map(optimizer.quantized.get, parameters)
+        held = [slots[name] for slots, name in self._slots if name == "weight"]
+        return [optimizer.host_states, *optimizer.param_groups, *groups, *parameters, *origins, *weights, *held]
+
+    def _read(self, optimizer: OptimizerStates, updates: _Updates) -> list[Any]:
+        """What is compared by value: addresses, what rows depend on besides, the codecs of groups, and who steps."""
+        parameters = [parameter for parameter, _ in updates]
+        parts = [slots[name] for slots, name in self._slots]
+        for state in map(optimizer.state.get, parameters):
+            for value in () if state is None else state.values():
+                if isinstance(value, dict):
+                    parts += value.values()
+                else:
+                    parts.append(value)
+        are_tensors = [*map(_is_tensor, map(type, parts))]
+        return [
+            are_tensors,
+            [*map(Tensor.data_ptr, parameters)],
+            [*map(Tensor.data_ptr, compress(parts, are_tensors))],
+            [*compress(parts, map(not_, are_tensors))],
+            [parameter.dtype for parameter in parameters],
+            [*map(Tensor.numel, parameters)],
+            [*map(Tensor.is_contiguous, parameters)],
+            [optimizer.codec_names(group) for group in optimizer.param_groups],
+            optimizer.fused,
+        ]
+
+
+@cache
+def _is_tensor(kind: type) -> bool:
+    """Whether a class is one of tensors; torch takes longer to say so than all else that is done to a part."""
+    return issubclass(kind, Tensor)
+
+
+def _slots(weight: QuantizedWeight) -> list[tuple[Mapping[str, Any], str]]:
+    """Where the tensors of a weight are kept: (names, name). To read them there costs less than as a layer's attributes."""
+    holder: Any = weight.holder
+    slots: list[tuple[Mapping[str, Any], str]] = [(vars(weight), name) for name in ("piece", "own_residual", "elements")]
+    for name in _OF_HOLDERS:
+        places: list[Mapping[str, Any]] = [holder._parameters, holder._buffers] if isinstance(holder, nn.Module) else []
+        slots.append((next((place for place in places if name in place), vars(holder)), name))
+    return slots

@@ -1,0 +1,331 @@
+"""What a low-bit optimizer holds: for each parameter how its weight is stored, which elements it has, and its states.
+
+This is a torch optimizer without a step. `stepper.py` steps what is held here, by kernels or by plain torch; `sharding.py`
+changes which elements a rank holds; `held` returns a read-only view of one parameter.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from octet.worker import kernels
+from octet.worker.common.deferred import is_deferred
+from octet.worker.fp8.casts import TRAINABLE_DTYPES
+from octet.worker.kernels.rounding import NUMBERS_PER_DRAW
+from octet.worker.kernels.torch_private import STEP_HOOKS
+from octet.worker.metrics.readback import DeferredValue, HostCopy
+from octet.worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
+from octet.worker.optim.held import HeldParameter
+from octet.worker.optim.host_states import HostStates
+from octet.worker.optim.origin import Origin, is_small
+from octet.worker.optim.rules.rule import Defaults, Group, Rule
+from octet.worker.optim.saved_states import check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
+from octet.worker.optim.weights import (
+    Bf16Weight,
+    CodesWeight,
+    Fp32Weight,
+    MasterWeight,
+    QuantizedWeight,
+    SplitWeight,
+    StoredWeight,
+    is_stale,
+    new_master,
+)
+
+
+class OptimizerStates(torch.optim.Optimizer):
+    """The parameters, stored weights and states of a `LowBitOptimizer`, which documents the arguments."""
+
+    rule: ClassVar[Rule]
+    host_states: HostStates | None = None
+    """Keeps the states in host memory, where `offload_optimizer` was called."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: Defaults | None = None,
+        *,
+        quantized: Iterable[QuantizedWeight] = (),
+        seed: int = 0,
+        all_ranks_finite: Callable[[Tensor], Tensor] | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = self.rule.defaults() if defaults is None else defaults
+        if not isinstance(defaults, self.rule.defaults):
+            allowed = self.rule.defaults.__name__
+            raise TypeError(f"defaults is a {type(defaults).__name__}; allowed: {allowed}. Pass {allowed}(lr=...).")
+        self.seed = seed
+        self.all_ranks_finite = all_ranks_finite
+        self.fused = fused
+        self._num_skipped = torch.zeros((), dtype=torch.int64)
+        self._weights: dict[Tensor, QuantizedWeight] = {weight.codes: weight for weight in quantized}
+        self._origins: dict[Tensor, Origin] = {}
+        self.pieces: dict[Tensor, nn.Parameter] = {}
+        """The piece of each parameter of the model that this optimizer holds instead of the parameter (`sharding.py`)."""
+        super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
+
+    @property
+    def quantized(self) -> Mapping[Tensor, QuantizedWeight]:
+        """The weights that are stored as codes, by the parameter or piece that is stepped; read-only."""
+        return MappingProxyType(self._weights)
+
+    @property
+    def origins(self) -> Mapping[Tensor, Origin]:
+        """The elements that each parameter holds; read-only, see `set_origin` and `hold`."""
+        return MappingProxyType(self._origins)
+
+    def held(self, parameter: Tensor) -> HeldParameter:
+        """Return a view of what is held for a parameter of the groups. Raises KeyError for another parameter."""
+        origin = self._origins[parameter]
+        group = next(group for group in self.param_groups if any(held is parameter for held in group["params"]))
+        names = self.codec_names(group)
+        codecs = ("fp32",) * len(names) if is_small(origin) else names
+        state = MappingProxyType(self.state.get(parameter) or {})
+        return HeldParameter(parameter, group, origin, state, codecs, self._weights.get(parameter))
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group and allocate its states, but for parameters without memory (`allocate_states`)."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self.rule.check(group)
+        for parameter in group["params"]:
+            if parameter not in self._weights and parameter.dtype not in TRAINABLE_DTYPES:
+                raise ValueError(f"{wrong_dtype(parameter)} Name codes, and the scale that belongs to them, in `quantized`.")
+            self._origins[parameter] = Origin(len(self._origins), 0, parameter.numel())
+            if parameter.requires_grad and not is_deferred(parameter):
+                self.allocate(parameter, group)
+
+    def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int, num_elements: int) -> None:
+        """Set which elements of which parameter a piece holds, so that it draws the random bits of the whole.
+
+        num_elements: of the whole parameter. States that exist keep their codec: call it before the first step.
+        """
+        self._origins[parameter] = Origin(parameter_index, first_element, num_elements)
+
+    def hold(
+        self,
+        parameter: Tensor,
+        instead_of: Tensor,
+        origin: Origin,
+        weight: QuantizedWeight | None,
+        state: dict[str, Any] | None,
+    ) -> None:
+        """Hold a parameter in the place of another, which the groups do not name any more, with its weight and states."""
+        self.forget(instead_of)
+        self._origins[parameter] = origin
+        if weight is not None:
+            self._weights[parameter] = weight
+        if state:
+            self.state[parameter] = state
+
+    def forget(self, parameter: Tensor) -> None:
+        """Drop what is held for a parameter that the groups do not name any more. The others keep their random streams."""
+        self.state.pop(parameter, None)
+        self._origins.pop(parameter, None)
+        self._weights.pop(parameter, None)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as torch does; where this holds pieces, also those that wait in the model for an exchange."""
+        super().zero_grad(set_to_none)
+        for parameter in self.pieces:
+            parameter.grad = None
+
+    @property
+    def own_residuals(self) -> dict[Tensor, Tensor]:
+        """The residuals of pieces that no layer holds as a whole, by piece."""
+        own = {piece: self._weights[piece].own_residual for piece in self.pieces.values() if piece in self._weights}
+        return {piece: residual for piece, residual in own.items() if residual is not None}
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """`num_skipped_steps` as it is held: int64, (), on the device after the first step."""
+        return self._num_skipped
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that changed nothing because a gradient was not finite. Waits for the device."""
+        return int(self._num_skipped)
+
+    def count_step(self, finite: Tensor) -> None:
+        """Count a step as skipped unless `finite`, bool (), is true on its device."""
+        self._num_skipped = self._num_skipped.to(finite.device).add_(~finite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state_dict with the seed and the number of skipped steps.
+
+        Its masters follow what the model has loaded since: to load it again, as Accelerate does, would bring back the former.
+        """
+        return self.late_state_dict() | {"num_skipped_steps": self.num_skipped_steps}
+
+    @torch.no_grad()
+    def late_state_dict(self) -> dict[str, Any]:
+        """Return `state_dict` with a `DeferredValue` for the number of skipped steps: the host does not wait."""
+        if self.host_states is not None:
+            self.host_states.synchronize()
+        for parameter, weight in self._weights.items():
+            self._renew_master(weight, self.state.get(parameter))
+        return super().state_dict() | {"seed": self.seed, "num_skipped_steps": DeferredValue(HostCopy(self._num_skipped).read)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state_dict of this class, bit for bit, or of a torch optimizer with the same states.
+
+        The codecs stay those of this optimizer: a state that was stored by another codec is encoded again. A master weight
+        that was not saved stays as it is. Raises ValueError for another rule's states and for states in other parts.
+        """
+        codec_names = [f"{name}_codec" for name in self.rule.state_codecs]
+        own_codecs = [{name: group[name] for name in codec_names} for group in self.param_groups]
+        own_masters = {held: state["master_weights"] for held, state in self.state.items() if "master_weights" in state}
+        saved_groups = state_dict["param_groups"]
+        super().load_state_dict({"state": {}, "param_groups": saved_groups})  # torch would cast codes to the weight's dtype
+        self.seed = state_dict.get("seed", self.seed)
+        self._num_skipped.fill_(state_dict.get("num_skipped_steps", 0))
+        for group, saved_group, codecs in zip(self.param_groups, saved_groups, own_codecs, strict=True):
+            group.update(codecs)
+            for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+                if key in state_dict["state"]:
+                    saved = state_dict["state"][key]
+                    master = own_masters.pop(parameter, None)
+                    if "master_weights" in saved and parameter in self._weights:
+                        self._weights[parameter].holder.initial_values = None
+                    elif master is not None:
+                        saved = saved | {"master_weights": master}
+                    self._load(parameter, group, saved, saved_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold; torch's own drops every attribute that it does not know."""
+        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_weights", "_origins", "pieces", "host_states"]
+        return super().__getstate__() | {name: getattr(self, name) for name in (*own, *STEP_HOOKS)}
+
+    @torch.no_grad()
+    def follow_weight(self, parameter: Tensor) -> None:
+        """Let the states follow a parameter that was moved or loaded, as each step does first. ValueError if it was cast."""
+        if parameter not in self._origins:
+            raise ValueError(
+                "a parameter group holds a parameter that the optimizer was not given: it was replaced after initialize, as "
+                "Accelerate does for FSDP2. Use octet.parallelize in the place of FSDP, or add what is new by add_param_group."
+            )
+        weight, state = self._weights.get(parameter), self.state.get(parameter)
+        if weight is None and parameter.dtype not in TRAINABLE_DTYPES:
+            raise ValueError(wrong_dtype(parameter))
+        if weight is not None and weight.codes is not parameter:
+            raise ValueError(
+                "a layer holds another parameter than the optimizer: it was replaced after initialize, as load_state_dict("
+                "assign=True) and to_empty do. Call initialize after what replaces parameters."
+            )
+        if not state:
+            return
+        if weight is not None:
+            self._renew_master(weight, state)
+        held = state[next(iter(self.rule.state_codecs))]["codes"]
+        if self.host_states is None and held.device != parameter.device:
+            for name, value in state.items():
+                if isinstance(value, dict):
+                    state[name] = copy_parts(value, parameter.device)
+            state["step"] = self._new_step_count(parameter, int(state["step"]))
+
+    def _renew_master(self, weight: QuantizedWeight, state: dict[str, Any] | None) -> None:
+        """Make the master weight from what the layer has loaded since it was made, if it has loaded anything."""
+        if state and weight.needs_master and is_stale(state["master_weights"], weight):
+            state["master_weights"] = new_master(weight)
+
+    def is_fused(self, parameter: Tensor) -> bool:
+        """Whether kernels step the parameter, for which the host does not wait."""
+        wanted = parameter.is_cuda if self.fused is None else self.fused
+        starts_a_draw = self._origins[parameter].first_draw % NUMBERS_PER_DRAW == 0  # kernels use whole draws
+        return wanted and parameter.is_contiguous() and starts_a_draw
+
+    def _new_step_count(self, parameter: Tensor, num_steps: int) -> int | Tensor:
+        """The number of steps; on the device where the kernels count them."""
+        if not self.is_fused(parameter):
+            return num_steps
+        return torch.full((), num_steps, dtype=torch.int64, device=parameter.device)
+
+    def allocate(self, parameter: Tensor, group: Group) -> dict[str, Any]:
+        """Allocate a parameter's states, and the master weight that it needs."""
+        state = self.zero_states(parameter, group)
+        weight = self._weights.get(parameter)
+        if weight is not None and weight.needs_master:
+            state["master_weights"] = new_master(weight)
+        if self.host_states is not None:
+            self.host_states.hold(state)
+        self.state[parameter] = state
+        return state
+
+    def zero_states(self, parameter: Tensor, group: Group) -> dict[str, Any]:
+        """Return states before the first step: the number of steps, and dicts of plain tensors."""
+        state: dict[str, Any] = {"step": self._new_step_count(parameter, 0)}
+        for name in self.rule.state_codecs:
+            state[name] = zeros(self.codec(parameter, group, name), parameter.numel(), parameter.device)
+        return state
+
+    def _load(self, parameter: Tensor, group: Group, saved: dict[str, Any], saved_group: Group) -> None:
+        """Take over a parameter's saved states."""
+        check_states(saved, self.rule)
+        state = self.state[parameter] = {"step": self._new_step_count(parameter, int(saved["step"]))}
+        for name in self.rule.state_codecs:
+            codec, saved_codec = self.codec(parameter, group, name), self.codec(parameter, saved_group, name)
+            parts = saved[name] if isinstance(saved[name], dict) else {"codes": saved[name].float().reshape(-1)}
+            check_parts(name, parts, saved_codec)
+            state[name] = copy_parts(self._own_entries(parameter, parts), parameter.device)
+            if codec is not saved_codec:
+                values = saved_codec.decode(state[name])
+                state[name] = zeros(codec, parameter.numel(), parameter.device)
+                self.stored_state(parameter, group, name).write(range(parameter.numel()), values)
+        weight = self._weights.get(parameter)
+        if weight is not None and weight.needs_master:
+            if "master_weights" in saved:
+                state["master_weights"] = copy_parts(self._own_entries(parameter, saved["master_weights"]), parameter.device)
+            else:
+                state["master_weights"] = new_master(weight)
+        if self.host_states is not None:
+            self.host_states.hold(state)
+
+    def _own_entries(self, parameter: Tensor, parts: Parts) -> Parts:
+        """The entries of saved parts for the elements of a parameter: all, unless it is a piece of what was saved."""
+        _, first_element, num_elements, *_ = self._origins[parameter]
+        return entries_of_piece(parts, range(first_element, first_element + parameter.numel()), num_elements)
+
+    def codec_names(self, group: Group) -> tuple[str, ...]:
+        """Return the codecs of large parameters' states, in the rule's order; torch's groups name none: fp32."""
+        return tuple(str(group.get(f"{state}_codec", "fp32")) for state in self.rule.state_codecs)
+
+    def codec(self, parameter: Tensor, group: Group, state: str) -> Codec:
+        """Return the codec of one state of a parameter: fp32 for a small one."""
+        return CODECS["fp32" if is_small(self._origins[parameter]) else str(group.get(f"{state}_codec", "fp32"))]
+
+    def first_stream(self, parameter: Tensor) -> int:
+        """Return the random stream of the weight; each state of the rule has one of the next."""
+        return self._origins[parameter].parameter_index * (1 + len(self.rule.state_codecs))
+
+    def stored_weight(self, parameter: Tensor, group: Group) -> StoredWeight:
+        """Return what reads and writes a parameter by runs of elements in the step under way."""
+        draw = self._draw(parameter, self.first_stream(parameter))
+        weight = self._weights.get(parameter)
+        if weight is None:
+            return Fp32Weight(parameter) if parameter.dtype == torch.float32 else Bf16Weight(parameter, draw)
+        bound = self.rule.bound_after_step(weight.amax, int(self.state[parameter]["step"]), group)
+        if weight.needs_master:
+            return MasterWeight(weight, self.state[parameter]["master_weights"], bound, draw)
+        if weight.residual is not None:
+            return SplitWeight(weight, bound, draw)
+        return CodesWeight(weight, weight.codes, weight.dequant_scale, bound, draw)
+
+    def stored_state(self, parameter: Tensor, group: Group, name: str) -> StoredState:
+        """Return what reads and writes one state by runs of elements in the step under way."""
+        stream = self.first_stream(parameter) + 1 + list(self.rule.state_codecs).index(name)
+        return StoredState(self.codec(parameter, group, name), self.state[parameter][name], self._draw(parameter, stream))
+
+    def _draw(self, parameter: Tensor, stream: int) -> Draw:
+        """Return a source of random numbers for this step of a parameter."""
+        first, step = self._origins[parameter].first_draw, int(self.state[parameter]["step"])
+
+        def draw(elements: range) -> Tensor:
+            shifted = range(first + elements.start, first + elements.stop)
+            return kernels.random_bits(self.seed, step, stream, shifted, parameter.device)
+
+        return draw

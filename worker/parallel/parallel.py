@@ -1,0 +1,236 @@
+"""`Parallel`: one rank's share of a model and of its optimizer, between a backward pass and the next forward pass.
+
+The trainer of jobs calls its methods in each step; in somebody's own loop hooks of the optimizer do (`loop.py`). `on_mesh` and
+`parallelize` make it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from octet.api_schemas import AxisName
+from octet.api_schemas.layout import WideDtype
+from octet.worker.mesh import Axes, Axis, TensorInPieces
+from octet.worker.models.model import Losses, TrainedModel
+from octet.worker.optim import LowBitOptimizer, clip_grad_norm_
+from octet.worker.parallel.agree import agree_on_amaxes, agree_on_finite
+from octet.worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets
+from octet.worker.parallel.norm import clip_together
+from octet.worker.parallel.pipeline.parallel import PipelinedModel
+from octet.worker.parallel.sharded_blocks import parameters_of_blocks
+from octet.worker.parallel.strategy import DividedModel
+from octet.worker.parallel.tensor import TensorShards
+from octet.worker.parallel.zero import ShardedStates, check_zero
+
+if TYPE_CHECKING:
+    from octet.worker.parallel.pipeline.schedule import PipelineRun  # loads torch's pipelining, which takes a second
+
+T = TypeVar("T")
+WIDE_DTYPES: dict[WideDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_COMMON_AXES: Mapping[frozenset[AxisName], AxisName] = {
+    frozenset({"tensor"}): "tensor",
+    frozenset({"replicas"}): "replicas",
+    frozenset({"replicas", "tensor"}): "stage",
+    frozenset({"pipeline"}): "pipeline",
+}
+"""The axis of the ranks that hold one model between them, by the axes that divide its parameters; else the world."""
+
+
+class Owners(NamedTuple):
+    """The ranks that hold one model between them: they agree on norms and on skipped steps.
+
+    counts: returns True if this rank's copy of a parameter counts in what they add up.
+    """
+
+    axis: Axis
+    counts: Callable[[Tensor], bool]
+
+
+class Parallel:
+    """A model and its optimizer on the ranks of a mesh."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        axes: Axes,
+        *,
+        zero_stage: int = 0,
+        wide_dtype: torch.dtype = torch.float32,
+        max_elements: int = MAX_ELEMENTS,
+        parts: Sequence[DividedModel] = (),
+    ) -> None:
+        """parts: from `divide`, where strategies have divided the model.
+
+        wide_dtype: in which gradients travel that are not in FP8, and fp32 weights of blocks. max_elements: of a bucket.
+
+        Raises ValueError for another stage, for an optimizer or a parameter that cannot be sharded, and at stage 3 for a model
+        without blocks that repeat.
+        """
+        self.model, self.optimizer, self.axes, self.parts = model, optimizer, axes, parts
+        self.data, self.replicas, self.stage = axes.data, axes.replicas, axes.stage
+        self.shards = next((part for part in parts if isinstance(part, TensorShards)), TensorShards(axes))
+        self.pipeline: PipelineRun | None = next((part.run for part in parts if isinstance(part, PipelinedModel)), None)
+        """The passes of a step, where ranks hold stages of the model."""
+        blocks = check_zero(model, zero_stage, self.replicas)
+        of_blocks = parameters_of_blocks(model, blocks)
+        self.gradients = GradientBuckets(
+            model, self.replicas, max_elements=max_elements, wide_dtype=wide_dtype, blocks=of_blocks
+        )
+        shards_states = zero_stage > 0 and self.replicas.size > 1
+        owners = self._owners(shards_states=shards_states)
+        self._sharded: ShardedStates | None = None
+        if shards_states:
+            stage = axes.stage if axes.tensor.size > 1 else axes.replicas
+            self._sharded = ShardedStates(optimizer, self.gradients, owners.axis, owners.counts, stage, zero_stage)
+            if blocks:
+                self._sharded.shard_blocks(blocks, of_blocks, wide_dtype)
+        elif parts and isinstance(optimizer, LowBitOptimizer):
+            optimizer.all_ranks_finite = partial(agree_on_finite, owners.axis)
+        self._clip = self._clipping(owners)
+
+    def no_sync(self, is_on: bool = True) -> AbstractContextManager[None]:
+        """Inside, gradients accumulate: for all micro-batches of a step but the last. Not if is_on is false.
+
+        Each rank accumulates its own; at stage 2 the owners of pieces do, and each backward pass inside is an exchange.
+        """
+        return self.gradients.no_sync(is_on)
+
+    def synchronize(self) -> None:
+        """Wait until gradients are means over the ranks, and share the state of FP8 scaling. Once per optimizer step."""
+        self.finish_gradients()
+        agree_on_amaxes(self.model, self.stage)
+
+    def finish_gradients(self) -> None:
+        """Wait until gradients are means over the ranks."""
+        for part in self.parts:
+            part.before_exchange()
+        self.gradients.finish()
+
+    def clip_grad_norm_(self, max_norm: float = math.inf) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most max_norm. Returns the norm before, fp32 ()."""
+        return self._clip(max_norm)
+
+    def publish(self) -> None:
+        """Give every rank the whole weights after the optimizer's step, or its whole shards, with one scale for each weight."""
+        if self._sharded is not None:
+            self._sharded.publish()
+            return
+        for part in self.parts:
+            part.after_step(self.optimizer)
+
+    def as_many_passes(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches for forward passes without gradients. At stage 3, ranks that have fewer wait for the others.
+
+        All ranks call it together, where the numbers of their batches may differ.
+        """
+        blocks = None if self._sharded is None else self._sharded.blocks
+        return iter(batches) if blocks is None else blocks.as_many_passes(batches)
+
+    def losses(self, model: Any, batch: Mapping[str, Tensor]) -> Losses:
+        """Return the losses of an evaluation batch, in the last stage of a pipeline, whose ranks call it together.
+
+        model: this one, or the average of its weights.
+        """
+        if self.pipeline is not None:
+            assert model is self.model
+            return self.pipeline.losses(batch)
+        losses: Losses = model.loss(batch)
+        return losses
+
+    def own_tokens(self, whole: Tensor, dim: int = -1) -> Tensor:
+        """Return what belongs to this rank's tokens, of all tokens of a sequence: those that logits are of. dim: of the tokens.
+
+        Without a context degree these are all tokens.
+        """
+        return self.model.own_tokens(whole, dim) if isinstance(self.model, TrainedModel) else whole
+
+    def own_values(self, parameter: Tensor, values: Tensor) -> Tensor:
+        """Return what this rank holds of the values of a whole parameter, before ZeRO divides it."""
+        for part in self.parts:
+            values = part.own_values(parameter, values)
+        return values
+
+    def piece_of(self, parameter: Tensor) -> tuple[Tensor, range]:
+        """Return what this rank's optimizer steps of a parameter, and which elements: all of them without ZeRO."""
+        piece = None if self._sharded is None else self._sharded.piece_of(parameter)
+        return (parameter, range(parameter.numel())) if piece is None else piece
+
+    def holds_whole(self, tensor: Tensor) -> bool:
+        """Return True if this rank holds a parameter or buffer of its model, or its shard, for good.
+
+        These are all but the parameters of blocks at stage 3.
+        """
+        blocks = None if self._sharded is None else self._sharded.blocks
+        return blocks is None or tensor not in blocks.parameters
+
+    def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state dicts of model and optimizer for `octet.worker.checkpoint.save`. All ranks call it together.
+
+        Each rank has its own pieces (ZeRO) and shards (tensor degree) of weights and states, as `TensorInPieces`. The host does
+        not wait for the device, but between the stages of a pipeline: they exchange as text what each of them holds.
+        """
+        if self._sharded is not None:
+            model, optimizer_state = self._sharded.state_dicts_in_pieces()
+        else:
+            model, optimizer_state = self.model.state_dict(), late_state_of(self.optimizer)
+        for part in reversed(self.parts):
+            model, optimizer_state = part.mark(model, optimizer_state, self.optimizer)
+        return model, optimizer_state
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype of each tensor in the model's state dict, without putting any together."""
+        held = self.model.state_dict() if self._sharded is None else self._sharded.model_in_pieces()
+        return {name: value.own.dtype if isinstance(value, TensorInPieces) else value.dtype for name, value in held.items()}
+
+    def own_part(self, model: dict[str, Any], optimizer_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return state dicts of whole tensors as this rank loads them: what its stages hold, in its shards."""
+        for part in self.parts:
+            model, optimizer_state = part.own_part(model, optimizer_state, self.optimizer)
+        return model, optimizer_state
+
+    def _owners(self, *, shards_states: bool) -> Owners:
+        """Return the ranks that hold one model between them. shards_states: ZeRO divides it over the replicas, too."""
+        names: set[AxisName] = {part.axis_name for part in self.parts}
+        axis = self.axes[_COMMON_AXES.get(frozenset(names | ({"replicas"} if shards_states else set())), "world")]
+        # The world has a copy for each replica, unless replicas have pieces.
+        copies = self.replicas if axis is self.axes.world and not shards_states else None
+
+        def counts(parameter: Tensor) -> bool:
+            is_first_copy = copies is None or copies.is_first
+            return is_first_copy and all(part.counts(parameter) for part in self.parts)
+
+        return Owners(axis, counts)
+
+    def _clipping(self, owners: Owners) -> Callable[[float], Tensor]:
+        """Return what clips gradients, by how they are divided."""
+        if self._sharded is not None:
+            return self._sharded.clip_grad_norm_
+        if not self.parts:
+            return self._clip_own
+        if len(self.parts) == 1 and self.parts[0].clip_alone is not None:
+            return self.parts[0].clip_alone
+        return partial(self._clip_divided, owners)
+
+    def _clip_own(self, max_norm: float) -> Tensor:
+        """Clip gradients that this rank has whole."""
+        if isinstance(self.optimizer, LowBitOptimizer) and self.optimizer.released is not None:
+            return self.optimizer.released.norm()  # nothing is left to clip, which no job asks for
+        return clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def _clip_divided(self, owners: Owners, max_norm: float) -> Tensor:
+        """Clip gradients of which each rank has a part."""
+        gradients: dict[Tensor, Tensor] = {
+            parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+        }
+        return clip_together(gradients, max_norm, owners.counts, owners.axis)
+
+
+def late_state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict of an optimizer, without a wait of the host."""
+    return optimizer.late_state_dict() if isinstance(optimizer, LowBitOptimizer) else optimizer.state_dict()

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: ranks hold stages of a model. `parallel.py` describes the parts."""

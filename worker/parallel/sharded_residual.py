@@ -1,0 +1,91 @@
+"""The residual of a weight in FP8, divided over the ranks: only the optimizer reads it, so each rank holds its own piece.
+
+A layer that reads its residual, because it multiplies in bf16 or with scales of blocks, keeps the whole on every rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NoReturn
+
+from octet.worker.common.deferred import sliceable
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.mesh import TensorInPieces
+from octet.worker.optim import QuantizedWeight
+from octet.worker.parallel.buckets import Bucket
+
+
+class ShardedResidual:
+    """The residual of one weight of a bucket. Without a residual, or where the layer reads it, nothing is divided."""
+
+    def __init__(self, weight: QuantizedWeight, bucket: Bucket, index: int) -> None:
+        """weight: this rank's piece, maybe of no elements. index: the parameter's, in the bucket."""
+        self.weight, self.bucket, self.index = weight, bucket, index
+        self.stays_in_pieces = False
+        """True while state dicts leave the residual out; whoever writes pieces sets it, and sets it back."""
+        self._divide()
+
+    def describe_piece(self) -> TensorInPieces | None:
+        """Return this rank's piece for a checkpoint; None where the layer holds the whole, or there is no residual."""
+        layer, own = self._layer, self.weight.own_residual
+        if layer is None or own is None or layer.whole_residual is None:
+            return None
+        return self.bucket.describe_piece(self.index, own, 1, tuple(layer.weight.shape))
+
+    def follow_layer(self) -> None:
+        """Put the residual together for good if the layer reads it by now: it was demoted. All ranks call it together."""
+        layer = self._layer
+        if layer is not None and layer.whole_residual is not None and reads_residual(layer):
+            with self.whole():
+                pass
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the layer holds the whole residual. All ranks enter together."""
+        layer, own = self._layer, self.weight.own_residual
+        assert layer is not None
+        assert own is not None
+        layer.weight_residual = self.bucket.join_pieces(self.index, own, 1).view(layer.weight.shape)
+        try:
+            yield
+        finally:
+            self._divide()
+
+    @property
+    def _layer(self) -> Float8Linear | None:
+        return self.weight.holder if isinstance(self.weight.holder, Float8Linear) else None
+
+    def _divide(self) -> None:
+        """Keep the own piece of the layer's residual, if the layer does not read it."""
+        layer = self._layer
+        if layer is None or layer.weight_residual is None:
+            return
+        if reads_residual(layer):
+            self.weight.own_residual = layer.whole_residual = None
+            return
+        with sliceable(layer.weight_residual) as whole:
+            self.weight.own_residual = self.weight.select(whole).clone()
+        layer.weight_residual, layer.whole_residual = None, _Whole(self)
+
+
+def reads_residual(layer: Float8Linear) -> bool:
+    """Return True if a product may read the weight more precisely than its FP8 codes are."""
+    recipe = layer.recipe
+    uses_fp8 = layer.fallback is Fallback.NONE and recipe.fp8_in_evaluation
+    return not uses_fp8 or recipe.weight.kind.is_blockwise or bool(recipe.high_precision & {"output", "grad_input"})
+
+
+class _Whole:
+    """`ShardedResidual.whole`, which does not follow a layer into a copy."""
+
+    def __init__(self, residual: ShardedResidual) -> None:
+        self._residual = residual
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._residual.stays_in_pieces else self._residual.whole()
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            "the residuals of this model's weights are divided over the ranks (ZeRO); allowed: copies of models "
+            "that hold them. Load state_dict(), called by all ranks together, into a new model."
+        )

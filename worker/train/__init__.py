@@ -1,0 +1,1 @@
+"""Train one job on one rank: the loop, its steps, log, reports and progress."""

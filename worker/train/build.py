@@ -1,0 +1,105 @@
+"""Build what a job trains: its model, converted and on the mesh, with all that a step needs."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from octet.api_schemas import EventReport, ReportBody
+from octet.worker.checkpoint.host_copies import HostCopies
+from octet.worker.common.config import TrainConfig
+from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.health import LayerDemoted, StepKeeper
+from octet.worker.mesh import Mesh
+from octet.worker.metrics.table import Metrics
+from octet.worker.models.flops import flops_per_token
+from octet.worker.optim import build_optimizer
+from octet.worker.optim.schedule import parameter_groups
+from octet.worker.parallel import Parallel, on_mesh
+from octet.worker.prepare.adapters import add_adapters, attach_adapters
+from octet.worker.prepare.blocks import WARM_UP_STEPS, CompileWatch
+from octet.worker.prepare.initialize import prepare
+from octet.worker.prepare.memory_options import prepare_steps
+from octet.worker.pretrained.start import start_job
+from octet.worker.train.average import MovingAverage
+from octet.worker.train.step_graph import StepGraph, step_graph_of
+
+
+class Tell(Protocol):
+    """Sends a report from the first rank. is_sent: from this rank too."""
+
+    def __call__(self, body: ReportBody, *, is_sent: bool = False) -> None: ...
+
+
+@dataclass
+class JobModel:
+    """A job's model on this rank, with all that trains it.
+
+    health: follows FP8 from step to step; None at levels that have nothing to follow. compiling:
+    None where nothing is compiled.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    conversion: ConversionReport
+    parallel: Parallel
+    average: MovingAverage
+    health: StepKeeper | None
+    compiling: CompileWatch | None
+    graph: StepGraph
+    flops_per_token: float
+
+    @property
+    def num_warm_up_steps(self) -> int:
+        """The first steps of an attempt, in which kernels load, blocks compile, graphs are recorded."""
+        return self.graph.num_warm_up_steps or (WARM_UP_STEPS if self.compiling else 1)
+
+
+def build(config: TrainConfig, mesh: Mesh, copies: HostCopies, tell: Tell, metrics: Metrics) -> JobModel:
+    """Start a job's model, convert it, put it on the mesh, and give it the values that it lacks.
+
+    All ranks call it together.
+
+    copies: of the checkpoints that will be written. Raises InvalidConfig, and DoesNotFit.
+    """
+    torch.manual_seed(config.seed)
+    started = start_job(config, mesh.device)
+    for event in started.events:
+        tell(event)
+    model: nn.Module = started.model
+    add_adapters(model, config.adapter, config.precision, config.seed, mesh.device)
+    flops = flops_per_token(config.sizes, started.model, config.sequence_length)
+    optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
+
+    prepared = prepare(
+        model,
+        optimizer,
+        config.precision,
+        seed=config.seed,
+        tokens=config.tokens_per_pass,
+        on_event=partial(_report_demotion, tell, metrics, mesh),
+        source=started.source,
+    )
+    model = prepared.model
+    assert prepared.optimizer is not None
+    optimizer = prepared.optimizer
+    started.make_masters(model, optimizer)
+    attach_adapters(model)
+    average = MovingAverage(model, config.training.ema_decay)
+    compiling = prepare_steps(model, optimizer, config.training, mesh.device)
+
+    parallel = on_mesh(model, optimizer, mesh, config.parallelism)
+    started.fill(parallel, mesh.replicas)
+    copies.copy_buffers_at_once(model)
+    graph = step_graph_of(config, model, optimizer, prepared.health, mesh.device)
+    return JobModel(model, optimizer, prepared.report, parallel, average, prepared.health, compiling, graph, flops)
+
+
+def _report_demotion(tell: Tell, metrics: Metrics, mesh: Mesh, event: LayerDemoted) -> None:
+    """Count a demoted layer and report it. Each stage of a pipeline has layers of its own."""
+    metrics.observe_demotion()
+    message = f"layer {event.layer!r} computes in bf16 from step {event.step} on: {event.operand} {event.reason}"
+    body = EventReport(type="layer.demoted", message=message, data={"layer": event.layer, "step": event.step})
+    tell(body, is_sent=mesh.stage.is_first)
