@@ -59,3 +59,11 @@ def spec_document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]
         "data": {"source": "text", "path": str(corpus)},
         "training": {"steps": 4, "global_batch_size": 4, "sequence_length": 32, "eval_batches": 2, "seed": 1},
     }
+
+
+@pytest.fixture
+def without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch compute GELU itself: oneDNN, which takes it over on some CPUs, rounds by the tensor's size."""
+    import torch
+
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)

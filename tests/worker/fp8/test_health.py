@@ -108,6 +108,7 @@ def test_a_sample_has_few_elements_of_all_parts(shape: tuple[int, int]) -> None:
     assert shape[0] - rows[-1] <= rows.step
 
 
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 def test_of_an_activation_that_a_layer_applies_the_sampled_rows_are_computed(
     granularity: str, monkeypatch: pytest.MonkeyPatch

@@ -260,6 +260,7 @@ class TestActivations:
         for one, other in zip(actual, reference.activate_operand(x, "relu", E4M3, kind, 0, sides), strict=True):
             assert_same(one, other)
 
+    @pytest.mark.usefixtures("without_onednn")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.matrix)])
     @pytest.mark.parametrize("activation", ["gelu", "gelu-tanh", "silu"])
     def test_the_others_are_one_code_off_in_one_of_a_thousand_at_most(self, activation: str, dtype: torch.dtype) -> None:

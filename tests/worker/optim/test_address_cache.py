@@ -28,7 +28,7 @@ class Trained:
 
     def __init__(self, level: str) -> None:
         torch.manual_seed(0)
-        model, _ = initialize(nn.Sequential(nn.Linear(128, 64)), None, level, auto_filter=False)
+        model, _ = initialize(nn.Sequential(nn.Linear(32, 32)), None, level, auto_filter=False)
         layer = model.get_submodule("0")
         assert isinstance(layer, Float8Linear)
         self.model, self.layer, self.plain = model, layer, nn.Parameter(torch.randn(200))
@@ -177,7 +177,7 @@ def test_values_that_are_loaded_are_stepped(level: str) -> None:
         for number in range(3):
             if number == 2:
                 draw = torch.Generator().manual_seed(5)
-                trained.model.load_state_dict({"0.weight": torch.randn(64, 128, generator=draw), "0.bias": torch.ones(64)})
+                trained.model.load_state_dict({"0.weight": torch.randn(32, 32, generator=draw), "0.bias": torch.ones(32)})
             trained.step(forgets=trained is forgetting)
     assert all(map(torch.equal, watching.tensors(), forgetting.tensors()))
 
