@@ -123,7 +123,7 @@ def imports_within(package: str) -> dict[str, set[str]]:
 
 
 def circles(imports: dict[str, set[str]]) -> list[set[str]]:
-    """The sets of modules each of which reaches all others of its set by imports."""
+    """Return the import cycles: sets of modules in which each module reaches all others by imports."""
     reached = {name: reachable(name, imports) for name in imports}
     sets = {frozenset(other for other in reached[name] if name in reached[other]) for name in imports}
     return [set(circle) for circle in sets if len(circle) > 1]

@@ -17,7 +17,7 @@ LONG_FUNCTIONS = {"worker/parallel/parallelize.py: parallelize": 72}
 MAX_DOCSTRING_LINES = 15
 LOOP = "worker/train/loop.py"
 MAX_IMPORTS_OF_THE_LOOP = 20
-"""As a trainer of torchtitan: it declares its parts, and the parts do the work."""
+"""The loop is like torchtitan's trainer: it declares its parts, and the parts do the work."""
 OF_TORCH_OR_PYTHON = {
     *("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks"),  # of torch.nn.Module
     *("_version", "_scaled_mm"),  # of tensors and torch

@@ -108,13 +108,13 @@ class Storm(ABC):
     num_signals: Counter[tuple[str, str]] = field(default_factory=Counter)
     """SIGKILLs and SIGSTOPs sent, by component and signal. SIGCONTs are not counted."""
     num_pairs: int = 0
-    """How often the raylet was killed and the server suspended at once; both signals count in `num_signals` too."""
+    """Times the raylet was killed and the server suspended at once. `num_signals` counts both signals, too."""
     ended_by_itself: list[str] = field(default_factory=list)
     """Ends of a server that no signal of ours explains."""
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     weights: ClassVar[Weights]
-    """How often a component is struck, relative to the others, by SIGKILL and by SIGSTOP."""
+    """The relative frequency of each strike: a component, and SIGKILL or SIGSTOP."""
 
     @property
     def num_sent(self) -> int:

@@ -85,7 +85,7 @@ SURVIVED = {"server killed, started again at once", "server suspended for 5 s"}
 
 @dataclass(frozen=True)
 class Loss:
-    """What one failure cost, in seconds."""
+    """The cost of one failure, in seconds."""
 
     total_s: float
     ended_s: float | None = None
@@ -99,7 +99,7 @@ class Loss:
 
     @property
     def again_s(self) -> float:
-        """What is left: the steps that were trained again, and the delay of the reports."""
+        """The rest of the total: steps that were trained again, and the delay of the reports."""
         return self.total_s - sum(filter(None, (self.ended_s, self.placed_s, self.trains_s)))
 
 

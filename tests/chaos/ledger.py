@@ -1,4 +1,4 @@
-"""The ledger: what the database says after a storm, against what customers were told. Every list of findings must be empty."""
+"""The ledger compares the database after a storm with the API's answers to customers. No list may have findings."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ _MOST_STEPS = 100_000
 
 @dataclass
 class Findings:
-    """What is wrong, by kind; each entry names the job."""
+    """Problems by kind. Each entry names its job."""
 
     lost: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)

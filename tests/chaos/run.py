@@ -43,7 +43,7 @@ logger = logging.getLogger("chaos")
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a storm is: it ends once it has sent its signals and its jobs have ended, or after `minutes`."""
+    """The size of a storm. It ends once it has sent its signals and its jobs have ended, or after `minutes`."""
 
     seed: int
     signals: int
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a storm sent, what ran meanwhile, and what is wrong afterwards."""
+    """The result of a storm: the signals sent, the jobs and attempts that ran, and the problems found afterwards."""
 
     plan: Plan
     wall_s: float

@@ -62,7 +62,7 @@ RULES: dict[str, Draw] = {
     "the_control_plane_is_away": lambda chance: {"seconds": chance.choice((0, 60, 400))},
     "it_will_die": lambda chance: {"instants": chance.randint(1, 8)},
 }
-"""How the arguments of each rule are drawn; Hypothesis draws the same ones."""
+"""Each rule with a function that draws its arguments. Hypothesis draws from the same values."""
 
 
 class _Life(ControlPlane):
@@ -88,7 +88,7 @@ class Slice:
     database: str
     transitions: int
     counts: dict[str, int] = field(default_factory=dict)
-    """How often each rule was applied."""
+    """The number of times each rule was applied."""
     cpu_s: float = 0.0
     broken: str | None = None
 

@@ -1,4 +1,4 @@
-"""What the client does when the network or the server fails it. The server's own behaviour is tested in test_api."""
+"""The client when the network or the server fails. The server's own behaviour is tested in test_api."""
 
 import itertools
 import json

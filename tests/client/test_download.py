@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 
 @pytest.fixture(scope="module")
 def trained_dir(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Path, CheckpointReport]:
-    """What a worker leaves: the folder of a small job at O3, and its report of the last checkpoint."""
+    """Train a small job at O3. Return its folder and the reports of its checkpoints."""
     torch.set_num_threads(1)
     document = {
         "name": "small",
@@ -117,7 +117,7 @@ def test_a_server_cannot_write_elsewhere(client: Client, finished: Job, path: st
 
 
 def test_a_connection_that_breaks_off_is_tried_again(app: OctetApp, finished: Job, tmp_path: Path) -> None:
-    """The file starts anew: nothing of the first try is in it."""
+    """The download starts over: the file holds nothing of the first try."""
     tries = []
 
     class BreakOnce(httpx.HTTPTransport):

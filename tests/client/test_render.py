@@ -1,4 +1,4 @@
-"""What is shown of a job, with and without each part of it, and what never reaches the terminal."""
+"""A job as the client shows it, with and without each of its parts. Control characters never reach the terminal."""
 
 import io
 from collections.abc import Callable, Sequence

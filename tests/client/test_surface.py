@@ -1,4 +1,4 @@
-"""What `client` promises: its names, and that importing it is cheap and touches no other layer."""
+"""The public names of `client`. Importing it is cheap and loads no other layer."""
 
 import subprocess
 import sys

@@ -31,7 +31,7 @@ def event(seq: int, message: str) -> Event:
 
 @pytest.fixture
 def turns(make_job: MakeJob) -> list[tuple[Job, list[Event]] | None]:
-    """What the server has at each turn; None: it is away."""
+    """The server's job and new events at each turn; None while the server is away."""
     waiting = make_job(state="queued", queue={"position": 1, "why": "no slot is free"})
     running = make_job(progress=SEEN)
     done = make_job(state="succeeded", progress=SEEN | {"step": 100})
@@ -71,7 +71,7 @@ def test_a_pipe_gets_plain_lines(turns: Any, capsys: pytest.CaptureFixture[str])
     assert shown[3].startswith("the server does not answer; the jobs go on.")
     assert shown[4].endswith("first  job.changed: \\x1b[2Jdone")
     assert shown[5] == "first  succeeded  step 100/100, loss 2.5000, 5,120 tokens/s"
-    assert len(shown) == 6  # an event is told once, and so is the absence
+    assert len(shown) == 6  # an event is shown once, and so is the absence
     assert not any("\x1b" in line or "\r" in line for line in shown)
 
 

@@ -116,7 +116,7 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
             wait_until(lambda: dispatcher.said(f"the Ray head at {environment['OCTET_RAY_ADDRESS']} does not answer"))
             assert client.job(job.id).state is JobState.QUEUED
             assert dispatcher.end() == 0
-        assert not client.is_ready(), "a dispatcher that is told to end hands its lease back"
+        assert not client.is_ready(), "a dispatcher that ends hands its lease back"
         assert has_loaded_ray(api) is False
         assert api.end() == 0
 
@@ -124,7 +124,7 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
 @pytest.mark.postgres
 @pytest.mark.system
 def test_processes_of_an_older_version_say_so_and_end(postgres_url: str, environment: dict[str, str], tmp_path: Path) -> None:
-    """As after an upgrade that did not stop them first."""
+    """Change the schema's version while they run, as an upgrade does that did not stop them first."""
     (tmp_path / "url").write_text(f"{postgres_url}\n")
     environment |= {"OCTET_DATABASE_URL_FILE": str(tmp_path / "url")}
     logs = tmp_path / "api.log", tmp_path / "dispatcher.log"

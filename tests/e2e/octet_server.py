@@ -100,7 +100,7 @@ class Server:
         return list(found.values())
 
     def processes_left(self) -> list[psutil.Process]:
-        """What has not ended with a server that was stopped."""
+        """Return the processes that outlived a stopped server."""
         return self.processes()
 
     @property

@@ -142,7 +142,7 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Where the head answers; empty until it is up. Ray writes it last."""
+        """The head's address, empty until the head is up: Ray writes the address last."""
         with contextlib.suppress(OSError):
             return (self._temp_dir / "ray" / "ray_current_cluster").read_text().strip()
         return ""

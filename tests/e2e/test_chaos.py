@@ -49,7 +49,7 @@ def attempts_of(server: Server, job: Job) -> list[Attempt]:
 
 
 def has_reached(server: Server, job: Job, epoch: int, step: int) -> bool:
-    """Whether this attempt has reported the step. Later ones, which may end at any time, are not asked for."""
+    """Return True if this attempt has reported the step. Later attempts do not count, as they may end at any time."""
     return any(each.epoch == epoch and (each.last_step or 0) >= step for each in attempts_of(server, job))
 
 

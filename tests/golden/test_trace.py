@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 FIRST_TRACED = "worker/train/loop.py"
 """The files before it in the list run in other processes, or before the training loop."""
 NUM_DOMINANT = {"worker/fp8/": 2, "worker/kernels/": 2}
-"""How many of a folder's most called files the documents have to name."""
+"""For each folder, the number of its most called files that the documents have to name."""
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def logits_of(model: nn.Module) -> Tensor:
 
 
 def from_pretrained(folder: Path) -> nn.Module:
-    """What transformers loads, in fp32, after it has said that nothing was missing or unexpected."""
+    """Load a model with transformers, in fp32. Nothing may be missing or unexpected."""
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)

@@ -1,7 +1,8 @@
 """The error of the mean of ranks' FP8 gradients against the mean in fp32, on simulated ranks, over five seeds.
 
-A gradient is what all ranks share and a quarter of noise of their own, over two micro-batches each, the second of which is
-added with stochastic rounding. The mean is that of `GradientBuckets`: the codes' values added up in fp32, rounded once.
+Each rank has two micro-batches. A gradient is a part that all of them share, plus a quarter of noise of its own. The second
+micro-batch is added with stochastic rounding. The mean is that of `GradientBuckets`: it adds up the codes' values in fp32 and
+rounds once.
 """
 
 from functools import cache
@@ -29,7 +30,7 @@ def gradients(num_ranks: int, seed: int) -> Tensor:
 
 
 def accumulated(values_2S: Tensor, seed: int, share: int, num_shares: int) -> Float8Gradient:
-    """What a rank's layer holds after its micro-batches."""
+    """Return the gradient of a rank's layer after its micro-batches."""
     held = Float8Gradient.quantize(values_2S[0], RoundingPosition(seed, 0, share=share, num_shares=num_shares))
     held += values_2S[1]
     return held

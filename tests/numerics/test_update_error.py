@@ -114,7 +114,7 @@ class TestUpdateError:
         assert self.worst(recorded, beta2, "int8-companded", "uint8-companded") <= 0.055
 
     def test_one_e4m3_scale_for_a_tensor_is_worse(self, recorded: Gradients, beta2: float) -> None:
-        """What MS-AMP stores: 5.5 % at its best, and much more where rows differ, as those of an embedding do."""
+        """MS-AMP stores moments so. The error is 5.5 % at best, and much more where rows differ, as an embedding's do."""
         msamp = (torch.float8_e4m3fn, torch.float16)
         assert self.adam(recorded["blocks.1.mlp.up.weight"], beta2, *msamp) == pytest.approx(0.055, abs=3e-3)
         assert self.worst(recorded, beta2, *msamp) > 0.055

@@ -49,7 +49,7 @@ class Run:
     num_layers: int = 2
     steps: int = 70
     other_steps: int = 800
-    """Of the other levels, whose steps are faster: a job has to last for some scrapes."""
+    """Steps of each job at another level. These steps are faster, and a job has to last for some scrapes."""
     global_batch_size: int = 4
     sequence_length: int = 64
     statistics_every: int = 5

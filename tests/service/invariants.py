@@ -1,4 +1,4 @@
-"""What must hold of the database and the cluster at every instant, no matter what died."""
+"""Invariants of the database and the cluster. They hold at every instant, no matter what died."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ _ATTEMPTS = select(
 
 
 class Kept(NamedTuple):
-    """What the database keeps of jobs and attempts, and how many transactions had written when it was read."""
+    """The database's jobs and attempts, and the number of transactions that had written when they were read."""
 
     num_writes: int | None
     jobs: list[Row[Any]]

@@ -98,7 +98,7 @@ def test_a_manifest_that_names_files_elsewhere_is_not_followed(client: TestClien
 
 
 def test_files_that_this_server_cannot_read(client: TestClient, saved: Saved) -> None:
-    """As in a cluster whose API does not share the workers' folder."""
+    """Remove the files: in a cluster, the API may not share the workers' folder."""
     shutil.rmtree(saved.folder)
     answer = client.get(saved.url)
     assert answer.status_code == 404

@@ -1,4 +1,4 @@
-"""What a server sets up in the interpreter once it has started."""
+"""A server that has started keeps the objects made until then out of garbage collections."""
 
 import gc
 

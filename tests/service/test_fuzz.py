@@ -42,7 +42,7 @@ UNKNOWN_ID = 19
 
 @dataclass
 class Known:
-    """What exists: the path parameters of requests that find something, and an attempt with its token."""
+    """Existing things to ask for: path parameters of requests that find something, and an attempt with its token."""
 
     rank: Rank
     spec_document: dict[str, Any]

@@ -38,7 +38,7 @@ def launch_order(spec_document: dict[str, Any]) -> LaunchOrder:
 
 
 class Cluster(FakeLauncher):
-    """What `RayLauncher` has besides the methods of a launcher."""
+    """A fake of `RayLauncher` with the methods that other launchers lack."""
 
     def __init__(self) -> None:
         super().__init__(POOLS)

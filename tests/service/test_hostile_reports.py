@@ -1,4 +1,4 @@
-"""What a rank of a user's own code may send: it is refused, or everything that shows it can still be read."""
+"""Hostile reports from a rank that runs a user's code: they are refused, or every page that shows them still loads."""
 
 import json
 from typing import Any

@@ -114,7 +114,7 @@ class LeavingLauncher(FakeLauncher):
 def test_a_job_runs_although_the_cluster_s_client_ends_the_program(
     database_url: str, settings: Settings, spec_document: dict[str, Any]
 ) -> None:
-    """The loop that was told to end goes on, and its failure is counted."""
+    """The client raises SystemExit inside a loop. The loop goes on, and its failure is counted."""
     database = Database(database_url)
     launcher = LeavingLauncher(POOLS)
     dispatcher = Dispatcher(database, launcher, settings)
@@ -232,7 +232,7 @@ def test_the_lease_of_a_server_that_ended_is_not_waited_for(world: World, settin
 
 
 def test_a_data_folder_knows_its_former_server(tmp_path: Path) -> None:
-    """The second server is refused while the first one runs, and is told the first one's process once it has ended."""
+    """The second server is refused while the first one runs. Once that has ended, the second gets its process id."""
     lock = "import sys; from pathlib import Path; from octet.service.cluster.ray.embedded import hold_serve_lock; "
     command = [sys.executable, "-c", lock + f"print(hold_serve_lock(Path({str(tmp_path)!r})), flush=True); sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:

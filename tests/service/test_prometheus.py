@@ -1,4 +1,4 @@
-"""What Prometheus gets from the control plane: the ranks as targets, the last values of each job, the process itself."""
+"""The control plane for Prometheus: its ranks as targets, the last values of each job, and its own process."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a rank may report, what the service does with it, and how a superseded rank is ended."""
+"""Reports that a rank may send, what the service does with them, and how a superseded rank is ended."""
 
 import json
 from typing import Any

@@ -35,7 +35,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore,
 
 
 def different(spec_document: Document, number: int) -> list[Document]:
-    """Make jobs of which no two have the same check."""
+    """Return `number` jobs that each need a check of their own."""
     return [spec_document | {"training": spec_document["training"] | {"sequence_length": 8 + each}} for each in range(number)]
 
 

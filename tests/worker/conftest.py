@@ -1,4 +1,4 @@
-"""What tests of several files of the worker share."""
+"""Fixtures that several test files of the worker share."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The demo's server: told when it ends, and never left behind, not even its children."""
+"""The demo's own server: the demo reports its end, and leaves neither the server nor its children running."""
 
 import os
 import sys

@@ -185,7 +185,10 @@ def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal
 
 
 def heed_interrupts() -> None:
-    """As from a terminal: a shell starts what runs in the background with SIGINT ignored, and children inherit that."""
+    """Let SIGINT interrupt the process, as in a terminal.
+
+    A shell starts background commands with SIGINT ignored, and their children inherit that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

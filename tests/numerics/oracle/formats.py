@@ -1,6 +1,6 @@
-"""What codes and scales mean, defined once more in NumPy and ml_dtypes: `value = codes × dequant_scale`.
+"""The meaning of codes and scales, defined once more in NumPy and ml_dtypes: `value = codes × dequant_scale`.
 
-Nothing in this folder but the tests may import what it checks (`test_independence.py`). Formats by torch's names.
+In this folder only the tests may import the code under test (`test_independence.py`). Formats have torch's names.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and step, read as raw codes: clipping, and the sum of micro-batches."""
+"""Changes to gradients between backward and step, read as raw codes: clipping, and the sum of micro-batches."""
 
 import numpy as np
 import pytest

@@ -42,7 +42,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of every byte that model and optimizer hold."""
+    """Return a hash of every byte that model and optimizer hold."""
     found = hashlib.sha256()
     for tensor in tensors([model.state_dict(), optimizer.state_dict()]):
         found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""A disk that is full is told apart from an error of the job, and what was there before stays whole."""
+"""A full disk is distinguished from an error of the job, and the files of before stay whole."""
 
 import errno
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """A device copies a checkpoint while it computes the next step, and changes nothing before it is copied.
 
-The CPU copies as late as CUDA may here: when `hold_back` is called, which is the last moment at which the device's stream may
-still do what it was told before. So whatever a step changes too early is in the checkpoint.
+Here the CPU copies as late as CUDA may: when `hold_back` is called. Copies that the device's stream has queued may run until
+then. So a change that a step makes too early shows up in the checkpoint.
 """
 
 import threading
@@ -33,11 +33,11 @@ SAVINGS: dict[str, dict[str, Any]] = {
     "accumulation": {"micro_batch_size": 1},
 }
 SMALL_BYTES = 256
-"""Of models this small, each weight is larger."""
+"""The threshold here; in models this small, each weight is still larger."""
 
 
 class FakeCuda:
-    """Stands for torch.cuda and for the pinned memory of its tensors: keeps what it is told, in order."""
+    """A stand-in for torch.cuda and for pinned memory. It records the calls in order."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -103,7 +103,7 @@ class PinnedMemory:
 
 
 def test_on_cuda_the_host_waits_for_nothing_and_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what torch.cuda is told: no GPU is here. Only the thread that writes waits, in `wait`."""
+    """Checked by the calls to torch.cuda, as no GPU is here. Only the writing thread waits, in `wait`."""
     cuda = FakeCuda()
     large = host_copies.SMALL_BYTES + 1
     tensors: Any = {"weight": CudaTensor(cuda, large), "amaxes": CudaTensor(cuda, 16), "moments": CudaTensor(cuda, 2 * large)}

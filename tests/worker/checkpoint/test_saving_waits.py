@@ -35,9 +35,9 @@ from tests.worker.train.test_no_waits import DIVISIONS, REFUSED, WaitingMethods,
 pytestmark = pytest.mark.usefixtures("accelerator")
 IN_EVERY_RUN = ("fp32", "fp16-amp", "ao", "O2")
 READS_OF_SAMPLES = 1
-"""Of statistics sampled in the newest four steps: they decide which layers multiply in bf16, and the checkpoint says which."""
+"""Reads of statistics sampled in the newest four steps. They decide which layers multiply in bf16, as the checkpoint says."""
 STAGES_SAY = {"tolist", "cpu", "__int__", "_local_scalar_dense"}
-"""How stages of a pipeline read what the others hold: as text, whose length they agree on."""
+"""Calls by which stages of a pipeline read what the others hold: as text, after they agree on its length."""
 
 
 @contextmanager
@@ -54,9 +54,9 @@ def held_writer() -> Iterator[threading.Event]:
 
 
 def waits_of_saves(make_trainer: Callable[[Recorder], Trainer], num_saves: int) -> tuple[dict[str, int], int, list[list[int]]]:
-    """Count what the training thread waits for in checkpoints, and in the steps before and after each, but the first.
+    """Count what the training thread waits for while it saves, and in the step before and the step after each checkpoint.
 
-    Returns the waits, the reads in the first checkpoint of copies on their way, and the steps told after each checkpoint.
+    Returns the waits, the reads of copies in flight during the first save, and the steps reported by the end of each save.
     """
     reads, read, training_thread = Counter[bool](), HostCopy.read, threading.current_thread()
     is_saving, told, found = False, list[list[int]](), Counter[str]()

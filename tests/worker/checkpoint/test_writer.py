@@ -82,7 +82,7 @@ def writing_thread() -> threading.Thread:
 def test_steps_go_on_and_the_next_checkpoint_waits(
     tmp_path: Path, spec_document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing that two more steps change is in the checkpoint, and it is told of when it is on disk."""
+    """The checkpoint has no change from two later steps, and it is reported once it is on disk."""
     document = with_training(spec_document, "O2", steps=6, checkpoint_every=3)
     whole, _ = train(document, tmp_path / "whole")
     gate = Gate(monkeypatch)
@@ -187,7 +187,10 @@ class Counter(Recorder):
 
 
 def train_two_ranks(rank: int, ports: list[int], document: dict[str, Any], folder: str) -> None:
-    """Twice: rank 1 writes its pieces at its fifth step, then it cannot. Writes what each rank has told and raised."""
+    """Train twice: at its fifth step rank 1 writes its pieces, in the second run it cannot.
+
+    Saves the error, the reports and the last step of each rank.
+    """
     torch.set_num_threads(1)
     save_file, found = write.save_file, []
     for number, error in enumerate((None, FULL)):

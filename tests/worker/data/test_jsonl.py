@@ -107,7 +107,7 @@ def test_any_number_of_ranks_reads_each_record_once_an_epoch(
 ) -> None:
     division = BatchDivision(8, micro, ranks)
     alone, first_step = completions(records, seed), steps.draw(st.integers(0, 4))
-    for position in (8 * first_step, 8 * first_step + 8):  # each rank opens the source anew: it resumes there
+    for position in (8 * first_step, 8 * first_step + 8):  # each rank opens the source again and resumes there
         parts = [
             completions(records, seed).train_batch(division.first_sample(position, rank, index), micro)
             for rank in range(ranks)

@@ -117,7 +117,7 @@ def test_packed_text_resumes_anywhere_and_predicts_no_other_file(
 
 
 def _check_ranks(opened: Any, division: BatchDivision, first_step: int) -> None:
-    """Any number of ranks, each of which opens the source where it resumes, reads what one rank reads."""
+    """Check that any number of ranks reads what one rank reads. Each rank opens the source again where it resumes."""
     alone = opened()
     for position in (8 * first_step, 8 * first_step + 8):
         parts = [

@@ -1,4 +1,4 @@
-"""What every source promises: each sample once an epoch, evaluation apart, and samples that depend on the position alone.
+"""The promises of every source: each sample once an epoch, evaluation apart, and samples that depend on the position alone.
 
 So a run resumes exactly at any step, and any number of ranks reads what one rank would read, in the same order.
 """

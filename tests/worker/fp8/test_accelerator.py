@@ -68,7 +68,7 @@ def test_inference_mode_computes_the_same(level: str) -> None:
 
 @pytest.mark.parametrize("family", ["swin", "roberta", "transformers-llama"])
 def test_without_autocast_cuda_would_refuse_it(family: str) -> None:
-    """What the test above shows, it can show: these families fail where no module enters autocast."""
+    """Prove that the test above can fail: these families raise an error if no module enters autocast."""
     model, _ = initialize(FAMILIES[family](), opt_level="O2")
     unwrap(model)
     with cuda_dtypes(), pytest.raises(RuntimeError, match=r"CUDA refuses|same dtype|Expected"):

@@ -63,7 +63,7 @@ def windows(model: nn.Module) -> list[OperandScaling]:
 
 
 def replace_data(model: nn.Module) -> None:
-    """As ranks do that divide weights anew: other memory with other values, under the same parameters."""
+    """Put other memory with other values under the same parameters, as ranks do when they divide weights again."""
     for layer in (model.one, model.mlp[2]):
         memory = torch.zeros(layer.weight.numel() + 16, dtype=layer.weight.dtype)
         memory[16:] = layer.weight.detach().t().flatten()
@@ -157,7 +157,7 @@ CHANGE_OUTPUTS = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("level", ["O2", "te", "te delayed", "O3-split", "O3-split delayed"])
 def test_a_pass_after_a_change_has_the_bits_of_its_steps(monkeypatch: pytest.MonkeyPatch, level: str, change: str) -> None:
-    """Of operands that are quantized before their products, and, by windows, by ops that remember nothing themselves."""
+    """The separate steps quantize operands before their products; with windows, by ops that remember nothing themselves."""
     found, ops = [], []
     for in_steps in (False, True):
         with cpu_as_accelerator(), Names() as seen, quantized_first() if in_steps else nullcontext():

@@ -38,7 +38,7 @@ def batch(*shape: int) -> Tensor:
 
 
 def memory(model: nn.Module) -> list[Tensor]:
-    """What delayed scaling remembers, and the newest samples, NaN where there is none."""
+    """Return the buffers of delayed scaling, and the newest samples. NaN stands for no sample."""
     scalings = [module for module in model.modules() if isinstance(module, OperandScaling)]
     return [buffer.clone() for scaling in scalings for buffer in scaling.buffers()]
 

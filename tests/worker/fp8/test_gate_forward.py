@@ -112,7 +112,7 @@ def transformers_model(kind: str) -> nn.Module:
 
 
 class LastHidden(nn.Module):
-    """Of a model of transformers, the tensor."""
+    """Return only the hidden states of a model of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_a_gate_is_one_op_each_way_in_the_place_of_five() -> None:
 
 
 def test_delayed_scaling_writes_codes_with_norms_and_gates() -> None:
-    """Not with a norm's first output, of which no layer has taken codes yet, nor where no layer takes codes any more."""
+    """A norm writes no codes with its first output, as no layer has taken any yet, and none once layers take no more."""
     model = converted(llama, recipe=DELAYED, statistics_every=0)
     found = []
     for step in range(4):
@@ -171,7 +171,7 @@ def test_delayed_scaling_writes_codes_with_norms_and_gates() -> None:
 
 @pytest.mark.parametrize("make", [llama, gpt])
 def test_layers_before_an_activation_look_for_no_amax(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]) -> None:
-    """Of each gradient that an activation writes: of up, and of gate."""
+    """The activation records the amax of each gradient that it writes: llama's up and gate, gpt's up."""
     taken, take = [], Handoff.recorded
 
     def note(handoff: Handoff, x: Tensor, *arguments: Any, **options: Any) -> Recorded:

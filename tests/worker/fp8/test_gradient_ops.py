@@ -1,4 +1,4 @@
-"""What a training loop does to `.grad`: on an FP8 gradient it does what it does on the decoded values in fp32."""
+"""A training loop's ops on `.grad`: on an FP8 gradient they do what they do on the decoded values in fp32."""
 
 from collections.abc import Callable
 

@@ -77,7 +77,7 @@ def converted(model: nn.Module, level: str = "O2", *, carries: bool = True, **op
 
 
 def forward_of(module: nn.Module) -> object:
-    """What took the place of a module's forward; None if nothing did."""
+    """Return the object that replaced a module's forward, or None."""
     return getattr(vars(module).get("forward"), "__self__", None)
 
 
@@ -139,7 +139,7 @@ def test_models_train_to_the_same_bits(
 
 
 def test_a_residual_stream_adds_the_gradient_of_an_rms_norm_at_once() -> None:
-    """On a CPU torch's RMSNorm is many ops, of which two add to its input's gradient, one after the other: another rounding."""
+    """On a CPU torch's RMSNorm is many ops. Two add to its input's gradient one after the other, which rounds differently."""
     with cuda_dtypes():
         assert_same_bits(llama, "O2", tokens(1), rtol=1e-5, atol=1e-5)
 
@@ -159,7 +159,7 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.ops = Counter[str]()
         self.num_quantized_inputs = 0
-        """Of outputs: those that come as values."""
+        """Inputs that `linear_output` gets as values, and quantizes itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops[func.overloadpacket.__name__] += 1

@@ -113,7 +113,7 @@ def test_a_sample_has_few_elements_of_all_parts(shape: tuple[int, int]) -> None:
 def test_of_an_activation_that_a_layer_applies_the_sampled_rows_are_computed(
     granularity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is measured is what would be of the whole activation."""
+    """The statistics are those that the whole activation would give."""
     model = nn.Sequential(nn.GELU(), nn.Linear(1024, 32))
     recipe = {"scaling": "current", "granularity": granularity}
     converted, _ = initialize(model, None, "O2", recipe=recipe, statistics_every=1, auto_filter=False)

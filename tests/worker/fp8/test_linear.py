@@ -158,7 +158,7 @@ def test_flops_are_those_of_three_products() -> None:
 
 
 def test_a_bf16_weights_gradient_is_rounded_once_from_the_product() -> None:
-    """As if it had been fp32 and cast afterwards: on a GPU that would be another pass over it."""
+    """It has the bits of an fp32 gradient that is cast afterwards. On a GPU the cast would be another pass over it."""
     gradients = []
     for dtype in (torch.bfloat16, torch.float32):
         linear = make_linear().bfloat16()
@@ -211,7 +211,7 @@ def test_codes_are_quantized_by_the_amax_that_the_optimizer_keeps(product: str) 
     ],
 )
 def test_a_compiled_graph_holds_ops_of_ours_and_no_others_on_codes(level: str, granularity: str) -> None:
-    """What Inductor is given: it may fuse around our kernels, not take them apart."""
+    """Inductor may fuse around our kernels, but must not take them apart."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 

@@ -1,4 +1,4 @@
-"""What only a chip can show of the linear layer: that it compiles, and that a CUDA graph replays it. `pytest -m gpu`."""
+"""The linear layer on a GPU: it compiles, and a CUDA graph replays it. Only a GPU can show this. `pytest -m gpu`."""
 
 import pytest
 import torch

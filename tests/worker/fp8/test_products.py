@@ -104,7 +104,7 @@ def test_passes_by_windows_have_the_bits_of_codes_by_either_amax(
 def quantized_by_either_amax(
     x: Tensor, window: kernels.Window, dtype: torch.dtype, *, sides: str, activation: str | None, amax: Tensor | None
 ) -> kernels.QuantizedOperand:
-    """What `quantize_delayed` makes, of `quantize_operand` alone."""
+    """Return what `quantize_delayed` returns, but quantize with `quantize_operand`."""
     values = x if activation is None else kernels.ACTIVATIONS[activation].forward(x)
     is_full = window.num_finite_steps >= window.history_length
     own = kernels.compute_amax(values) if amax is None else amax
@@ -170,7 +170,7 @@ def test_only_what_is_needed_is_computed(needs: str, level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O2", "te"])
 def test_codes_that_ranks_have_gathered_are_taken(level: str) -> None:
-    """As `worker/parallel/tokens.py` gives the codes of a row layer's grad_output."""
+    """Set the codes of grad_output as `worker/parallel/tokens.py` does for a row layer."""
     layer = network(level)[3]
     x = torch.randn(16, 48).requires_grad_()
     output = layer(x)

@@ -104,7 +104,7 @@ def test_prepare_changes_nothing_of_what_initialize_made(level: str) -> None:
 
 
 def test_parameters_that_were_exchanged_are_refused() -> None:
-    """As `prepare` does under Accelerate's own FSDP2, which needs GPUs: shards take the parameters' places in the groups."""
+    """Put a shard in a parameter's place in the groups, as `prepare` does under Accelerate's own FSDP2, which needs GPUs."""
     _, optimizer = make("te")
     shard = nn.Parameter(torch.zeros(32, 64))
     optimizer.param_groups[0]["params"][0] = shard

@@ -15,7 +15,7 @@ from tests.worker.integrations.bits import assert_same_bits
 
 
 def made(level: str) -> tuple[Fabric, Any, Any]:
-    """What Fabric makes of a model and an optimizer from `initialize`."""
+    """Return Fabric, and the model and optimizer that it wraps around those of `initialize`."""
     fabric = Fabric(accelerator="cpu", devices=1)
     torch.manual_seed(0)
     model: nn.Module = Small()

@@ -61,7 +61,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def fp32_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Of Trainer without Octet."""
+    """Return the losses of Trainer without Octet."""
     plain = trainer(tmp_path_factory.mktemp("plain"), None, dropout=0.1, **OPTIONS)
     plain.train()
     return losses(plain)
@@ -166,7 +166,7 @@ OF_OTHERS: dict[str, tuple[str, Any, str]] = {
     "two GPUs": ("args._n_gpu", 2, "n_gpu is 2 at level O2; allowed: 1. Run one process per device"),
     "parallelism": ("args.parallelism_config", "tp=2", "parallelism_config is 'tp=2' at level O2; allowed: None"),
 }
-"""Attributes that DeepSpeed, PEFT, a launcher and GPUs give to a trainer, none of which the tests' machine has."""
+"""Attributes that DeepSpeed, PEFT, a launcher and GPUs give to a trainer. The test sets them by hand, without these."""
 
 
 @pytest.mark.parametrize("option", REFUSED)

@@ -93,7 +93,7 @@ class TestValue:
 
 
 class TestRules:
-    """What a GPU would refuse is refused on a CPU."""
+    """A CPU refuses what a GPU would refuse."""
 
     a, b = gaussian(256, 256, seed=0), gaussian(384, 256, seed=1)
 

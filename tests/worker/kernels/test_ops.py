@@ -1,4 +1,4 @@
-"""The ops as torch sees them: which implementation a device gets, what a compiler is told of results, FLOPs, no aliases."""
+"""The ops as torch sees them: the implementation for a device, the results that a compiler expects, FLOPs, no aliases."""
 
 import subprocess
 import sys
@@ -166,7 +166,7 @@ def test_results_share_no_memory() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
 def test_cuda_tensors_get_the_triton_kernels(launched: list[str]) -> None:
-    """What is registered for CUDA is run on CPU tensors; it must be a Triton kernel and agree with the reference."""
+    """Run the implementation for CUDA on CPU tensors. It must be a Triton kernel and agree with the reference."""
     on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     for op, arguments in calls((16, 130)):
         if op in (

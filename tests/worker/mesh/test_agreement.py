@@ -72,7 +72,7 @@ def loop_forever(rank: int, mesh: Mesh) -> None:
 
 
 def loop_forever_recorded(rank: int, mesh: Mesh) -> None:
-    """As `loop_forever`, where torch's flight recorder is on, as it is on NCCL."""
+    """Run `loop_forever`. `rank_of_a_story` switches torch's flight recorder on, as it is on NCCL."""
     loop_forever(rank, mesh)
 
 
@@ -84,7 +84,7 @@ def leave_one_out(rank: int, mesh: Mesh) -> None:
 
 
 def skip_a_block(rank: int, mesh: Mesh) -> None:
-    """Three blocks at ZeRO stage 3, of which all ranks but the second skip the middle one, forward and backward."""
+    """Run four blocks at ZeRO stage 3. All ranks but rank 1 skip the middle two, forward and backward."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
     model, optimizer = initialize(blocks, torch.optim.AdamW(blocks.parameters()), "O3", convert_heads=True)

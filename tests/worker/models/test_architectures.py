@@ -62,7 +62,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"num_labels": 4, "drop_path_rate": 0.0},
 }
 IN_EVERY_RUN = ("qwen3", "deberta-v2", "gpt2")
-"""Of three kinds: a decoder with all that is new, an encoder with an attention of its own, and Conv1D layers."""
+"""Three kinds: a decoder with all recent features, an encoder with its own attention, and a network of Conv1D layers."""
 LEARNED = 0.9
 WITH_OTHER_LOGITS = {"gemma2": "arithmetic", "granite": "arithmetic", "cohere": "arithmetic"}
 """Architectures that compute with what their head returns."""

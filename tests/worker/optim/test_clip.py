@@ -19,7 +19,7 @@ from tests.kit.small_model import FP8_LEVELS, make
 TORCHS_OPS = dict.fromkeys(
     ("_foreach_norm", "stack", "linalg_vector_norm", "add", "reciprocal", "mul", "clamp", "_foreach_mul_"), 1
 )
-"""Of all gradients together the norms and the product; the others are of one number."""
+"""torch's ops, each called once. `_foreach_norm` and `_foreach_mul_` take all gradients; the others work on norms alone."""
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3, float("inf")])

@@ -1,4 +1,4 @@
-"""Whether all gradients are finite: what decides whether an optimizer steps."""
+"""The check that all gradients are finite. It decides if an optimizer steps."""
 
 import math
 

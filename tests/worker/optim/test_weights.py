@@ -52,7 +52,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def best_values(weight: QuantizedWeight, optimizer: LowBitAdamW) -> Tensor:
-    """What training knows of the weight: the master where there is one."""
+    """Return the weight's most precise values, which are the master's if it has one."""
     master = optimizer.state[weight.codes].get("master_weights")
     if master is None:
         return weight.values()

@@ -29,7 +29,10 @@ def compiling_with(backend: Backend) -> Any:
 
 
 def counted_job(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
-    """What `run_job` finds, and what this rank has compiled: graphs, graph breaks, and what its watch has said, by type."""
+    """Run a job with compiled blocks. Return the result of `run_job` and what this rank has compiled.
+
+    Compiled: the number of graphs, the graph breaks, and the types of the compile watch's events.
+    """
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
@@ -65,7 +68,7 @@ def work(rank: int, folder: str, jobs: list[str]) -> None:
 
 
 def rank_with_bad_compiler(rank: int, story: str, job: dict[str, Any], port: int, folder: str, timeout_s: float) -> None:
-    """A rank of a job, the last one of which `fails` or `hangs` while it compiles; its ending goes to the folder."""
+    """Run a rank of a job. The last rank `fails` or `hangs` while it compiles. Writes the rank's error to the folder."""
     torch.set_num_threads(1)
     num_ranks = job["resources"]["workers"]
     env = RankEnv(rank=rank, world_size=num_ranks, master_port=port)

@@ -83,9 +83,10 @@ def save_network(folder: Path) -> None:
 
 
 def run_job(job: dict[str, Any], env: RankEnv, folder: Path, *, whole: bool) -> Result:
-    """What a rank holds while a job is prepared and right after it, and the bits before the first step and at the end.
+    """Run a job. Return the bytes that a rank holds, and the bits of its states.
 
-    whole: the model is made whole, as that of a job is whose model cannot be made in pieces.
+    Bytes: the most while the job is prepared, and those right after it. Bits: before the first step, and at the end.
+    whole: make the model whole, as for a job whose model cannot be made in pieces.
     """
     recorder, config = Recorder(), resolve(JobSpec.model_validate(job), env)
     reason = mock.patch.object(start, "why_whole", return_value="a test asks for it" if whole else None)
@@ -108,7 +109,7 @@ def run_job(job: dict[str, Any], env: RankEnv, folder: Path, *, whole: bool) -> 
 
 
 def resume_job(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
-    """What a rank holds at most while it resumes from a run's older checkpoint, what before, and the bits at the end."""
+    """Resume from a run's older checkpoint. Return the most bytes held meanwhile, the bytes before, and the bits at the end."""
     recorder, config = Recorder(), resolve(JobSpec.model_validate(job), env)
     with Mesh(env, torch.device("cpu"), config.layout) as mesh:
         gc.collect()

@@ -31,7 +31,7 @@ def run_job(spec: JobSpec, env: RankEnv, folder: Path, checkpoints: tuple[Checkp
 
 
 def jobs(rank: int, ports: list[int], folder: str, **parallelism: Any) -> list[Recorder]:
-    """What a rank of four reports of a job, and of the same from its older checkpoint. ports: two."""
+    """Run a job on one rank of four, and again from its older checkpoint. Return both runs' reports. ports: two."""
     spec, job_folder = job(Path(folder, "corpus"), 4, **parallelism), Path(folder, "job")
     envs = [RankEnv(rank=rank, world_size=4, master_port=port) for port in ports]
     first = run_job(spec, envs[0], job_folder)

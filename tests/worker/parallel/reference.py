@@ -21,7 +21,7 @@ STEPS, MICRO_BATCHES, MAX_NORM = 2, 2, 0.05
 NUM_UNUSED = 64 * 64
 NUM_CONVERTED = 32 * 64 + 64 * 64 + 64 * 32 + 32 * 16 + NUM_UNUSED
 NUM_BUCKETS = 3
-"""Of converted weights, at MAX_ELEMENTS."""
+"""Buckets of converted weights, at MAX_ELEMENTS."""
 MAX_ELEMENTS = 6000
 Result = dict[str, Any]
 NetClass = Callable[[], nn.Module]
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class DeepNet(nn.Module):
-    """Blocks that repeat, two of which share a weight, and a head that is tied to what comes before them."""
+    """Repeated blocks, two of them with one shared weight, and a head tied to the layer before the blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class Network(nn.Module):
 
 
 def _sequence() -> nn.Module:
-    """Of children of several shapes. A border of two stages lies between an activation and the layer that computes it."""
+    """A sequence of children of several shapes. One border of stages separates an activation and the layer that computes it."""
     layers = [nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 96), nn.GELU()]
     return nn.Sequential(*layers, nn.Linear(96, WIDTH), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
 
@@ -199,7 +199,10 @@ def resumed(world: Axis, folder: Path) -> Result:
 
 
 def draws(rank: int) -> Result:
-    """Whether stages drop out different elements, and a script that seeds all ranks alike keeps its numbers."""
+    """Seed all ranks alike and train one batch. Return the masks of dropout, and the number that the script draws next.
+
+    Stages must drop out different elements, and the script's number must be the same on all ranks.
+    """
     model, optimizer = make("dropout", "torch")
     parallel = divided("dropout", model, optimizer, "1f1b")
     masks: list[Any] = []

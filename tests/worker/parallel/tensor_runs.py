@@ -138,7 +138,7 @@ def gradients(axes: Axes, family: str, batch: Mapping[str, Tensor] | None = None
 
 
 def converted(axes: Axes, family: str, level: str) -> dict[str, bool]:
-    """Whether the shards' codes, scales and master weights, put together, are those of the whole model."""
+    """Return by name: True if the joined shards' codes, scales, residuals and master weights are the whole model's."""
     parallel, (model, optimizer) = parallel_on(axes, family, level, 0), make(family, level)
     equal = {}
     for name, whole in model.named_modules():
@@ -184,7 +184,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def draws(axes: Axes) -> Result:
-    """Where shards, and whole parameters, stand in random streams."""
+    """Return the positions of a shard, a whole parameter and a gradient in random streams."""
     parallel = parallel_on(axes, "gpt", "O3", 0)
     up, norm = parallel.model.blocks[0].mlp.up, parallel.model.final_norm.weight
     origins, position = parallel.optimizer.origins, up.gradient_position

@@ -23,7 +23,7 @@ pytestmark = [
 LONG_S = 300.0
 PIPELINE, TENSOR = {"pipeline": 2}, {"tensor": 2}
 Case = tuple[str, str, str, dict[str, Any], dict[str, Any]]
-"""A family, a level, the device that the CPU is told to behave as, the degrees, and options of the training."""
+"""A family, a level, the device that the CPU behaves as, the degrees, and options of the training."""
 FAST: list[Case] = [("llama", "O2", "cpu", PIPELINE, {}), ("gpt", "O2", "cpu", TENSOR, {})]
 STAGED = [name for name, level in LEVELS.items() if level.engine != "torchao"]
 SAVINGS: list[dict[str, Any]] = [
@@ -53,9 +53,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 
 def trained(jobs: Jobs, case: Case) -> list[tuple[Result, Result]]:
-    """What each rank finds in a job of five steps with an evaluation between them: with eager blocks, and with compiled ones.
+    """Run a job with eager blocks, and again with compiled ones. Return both results of each rank.
 
-    Statistics are sampled in every other step.
+    The job has five steps with an evaluation between them. Statistics are sampled in every other step.
     """
     family, level, device, degrees, options = case
     parallelism = {name: value for name, value in degrees.items() if name != "workers"}

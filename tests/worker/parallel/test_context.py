@@ -23,7 +23,7 @@ NUM_RANKS = 2
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    """What each rank found."""
+    """Return each rank's results."""
     return found_by_ranks(work_of_two, NUM_RANKS, tmp_path_factory.mktemp("context"), num_worlds=2)
 
 
@@ -91,7 +91,7 @@ def test_groups_of_query_heads_share_the_gathered_keys(results: list[Result], ha
 
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_one_query_head_at_a_time_attends_as_all_of_a_group(has_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device whose kernels take no groups."""
+    """Some devices have no kernels that take groups."""
     numbers = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, tokens, 16, generator=numbers) for heads, tokens in ((6, 8), (2, 24), (2, 24)))
     mask = (torch.rand(2, 1, 8, 24, generator=numbers) < 0.5) | torch.eye(8, 24, dtype=torch.bool)

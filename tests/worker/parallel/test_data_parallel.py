@@ -60,7 +60,7 @@ def make(level: str) -> Net:
 
 
 def values(model: nn.Module) -> dict[str, Any]:
-    """What each parameter's gradient consists of."""
+    """Return each parameter's gradient: its codes and scale, or its values if it is not in FP8."""
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
@@ -94,7 +94,7 @@ def exchanged(axis: Axis, level: str, max_elements: int, wide_dtype: torch.dtype
 
 
 def poisoned(axis: Axis) -> list[bool]:
-    """Whether each mean is finite after the last rank's gradients of two kinds have each held a NaN."""
+    """Return for each mean if it is finite. The last rank's gradients, of two kinds, each hold a NaN."""
     model = make("O2")
     buckets = GradientBuckets(model, axis)
     for parameter in (model.blocks[0].weight, model.head.weight):
@@ -108,7 +108,7 @@ def poisoned(axis: Axis) -> list[bool]:
 
 
 def drawn_again(axis: Axis) -> list[float]:
-    """What a rank draws after its random state is saved, after it is restored, and after two ranks' states are restored."""
+    """Return a rank's draws after its random state is saved, after it is restored, and after two ranks' states are restored."""
     torch.manual_seed(axis.rank)
     saved = random_state(axis)
     draws = [float(torch.rand(()))]
@@ -139,7 +139,7 @@ def work(rank: int, port: int, folder: str) -> None:
 
 
 def late(axis: Axis) -> list[str]:
-    """What is said of a gradient of a parameter that was frozen, and of a second gradient in one exchange."""
+    """Return the errors for the gradient of a frozen parameter, and for a second gradient in one exchange."""
     messages = []
     layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
     buckets = GradientBuckets(layer, axis)
@@ -251,7 +251,7 @@ def test_all_ranks_start_from_the_first_ranks_parameters(results: list[Result]) 
 
 
 def test_each_rank_goes_on_with_random_numbers_of_its_own(results: list[Result]) -> None:
-    """Where more ranks go on than have saved, the others draw numbers that no rank has."""
+    """If more ranks resume than have saved, the others draw numbers that no rank has drawn."""
     saved, again, with_more_ranks = zip(*(result["drawn"] for result in results), strict=True)
     assert saved == again
     assert with_more_ranks[:2] == saved[:2]

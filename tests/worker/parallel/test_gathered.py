@@ -103,7 +103,7 @@ def train(rank: int, model: Any, accumulate: int = 1) -> dict[str, Any]:
 
 
 def windows(model: nn.Module) -> list[tuple[int, float]]:
-    """How many steps each window has seen, and its amax."""
+    """Return for each window the number of steps it has seen, and its amax."""
     layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
     scalings = [scaling for layer in layers for scaling in layer.scalings().values() if scaling.recipe.amax_history_length]
     return [(int(scaling.num_finite_steps), float(scaling.window_amax)) for scaling in scalings]

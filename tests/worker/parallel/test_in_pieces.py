@@ -1,4 +1,4 @@
-"""Where ranks divide a model, none of them makes more than its share and one parameter, and the bits are those of the whole."""
+"""A rank of a divided model makes at most its share and one parameter, and gets the bits of the whole model."""
 
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +21,7 @@ USUAL = [
     ("gpt", "O3-split", 2, "pipeline", 2),
     ("folder", "O3", 2, "zero_stage", 3),
 ]
-"""What `make test` has: family, level, ranks, what divides the model, and its degree or stage."""
+"""Cases of `make test`: family, level, ranks, what divides the model, and its degree or stage."""
 CASES = [
     pytest.param(case, marks=() if case in USUAL else pytest.mark.matrix)
     for family in ("gpt", "llama", "folder")

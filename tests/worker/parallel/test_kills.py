@@ -60,7 +60,7 @@ class Life:
         return [(int(step), loss) for step, loss in re.findall(r"step step=(\d+) loss=(\S+) ", text)]
 
     def is_writing(self) -> bool:
-        """Whether these ranks are writing a checkpoint. What was left of an earlier life does not count."""
+        """Return True while these ranks write a checkpoint. Leftovers of an earlier life do not count."""
         for path in (self.folder / "run" / "checkpoints").glob(".unfinished_*"):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime > self.began:
@@ -68,7 +68,7 @@ class Life:
         return False
 
     def has_written(self) -> bool:
-        """Whether there is a whole checkpoint, of this life or an earlier one."""
+        """Return True if there is a whole checkpoint, of this life or an earlier one."""
         return any(not path.name.startswith(".") for path in (self.folder / "run" / "checkpoints").glob("*"))
 
     def wait_for(self, num_steps: int, *, writing: bool) -> None:

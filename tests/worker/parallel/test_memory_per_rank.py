@@ -33,9 +33,9 @@ Held = dict[str, int]
 
 
 def held(level: str, zero_stage: int) -> Held:
-    """What a rank of the default process group holds of converted layers in its second step, when states exist.
+    """Return the bytes of converted layers on a rank of the default process group, in its second step, when states exist.
 
-    At stage 1 that is before the last of two backward passes, at stage 3 after the only one: owners accumulate.
+    At stage 1 they are counted before the last of two backward passes; at stage 3 after the only one, as owners accumulate.
     """
     torch.manual_seed(0)
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(NUM_LAYERS)))

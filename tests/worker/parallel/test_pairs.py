@@ -34,7 +34,10 @@ FindPair = Callable[[str], list[Result]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> FindPair:
-    """What each rank of a pair found, for the selected cases; all else where tests of the matrix are among them."""
+    """Return a function that gives each rank's results for a pair.
+
+    The ranks run the selected cases. If tests of the matrix are selected, they run everything else, too.
+    """
     finds_all = any(item.path == request.path and item.get_closest_marker("matrix") for item in request.session.items)
     chosen = chosen_cases(request, test_ranks_train_as_one_process_does, ("pair", "family", "level", "stage"))
     found: dict[str, list[Result]] = {}

@@ -49,7 +49,7 @@ def train(rank: int, level: str, zero_stage: int, max_norm: float | None) -> Res
 
 
 def one_rank_has_no_gradient(rank: int, zero_stage: int) -> list[bool]:
-    """Whether each layer's weight has changed after a step in which only rank 0 has had backward passes."""
+    """Run a step in which only rank 0 has backward passes. Return for each layer if its weight has changed."""
     model, optimizer = make("O2")
     parallel = parallelize(model, optimizer, zero_stage=zero_stage)
     before = [layer.weight.detach().clone() for layer in (model.first, model.last)]
@@ -63,7 +63,7 @@ def one_rank_has_no_gradient(rank: int, zero_stage: int) -> list[bool]:
 
 
 def after_dropped_gradients(rank: int, zero_stage: int, drop: str) -> bool:
-    """Whether a weight changes in a step with a gradient on rank 0 alone, after means that were dropped without a step."""
+    """Drop means without a step, then step with a gradient on rank 0 alone. Return True if the weight changes."""
     model, optimizer = make("O2")
     parallelize(model, optimizer, zero_stage=zero_stage)
     model(torch.ones(4, 32)).sum().backward()
@@ -76,7 +76,10 @@ def after_dropped_gradients(rank: int, zero_stage: int, drop: str) -> bool:
 
 
 def draws(rank: int) -> Result:
-    """What dropout keeps in two passes, and what the script draws between and after them, from one seed on all ranks."""
+    """Seed all ranks alike. Return the elements that dropout keeps in two passes, and the script's draw after each.
+
+    following, resumed: the elements kept in the next pass, and again after the random state is restored and an evaluation.
+    """
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(1, 64), nn.Dropout(0.5))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -153,7 +153,10 @@ def test_gradients_are_those_of_one_process(jobs: DividedJobs, family: str, sche
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["fp32", "O3-split"])
 def test_ranks_read_the_checkpoints_of_other_layouts(jobs: DividedJobs, level: str) -> None:
-    """Of one process and of the other schedule, whose stages are others; and tensor ranks alone read theirs."""
+    """Ranks read checkpoints of one process, and of the other schedule, whose stages differ.
+
+    Tensor ranks alone read the checkpoints of these ranks.
+    """
     gemm = LEVELS[level].gemm
     interleaved, one_run = (job(jobs, ("llama", level, schedule, False)) for schedule in ("interleaved", "1f1b"))
     alone, expected = jobs.alone("llama", level)

@@ -97,7 +97,7 @@ def test_a_tensor_rank_of_a_stage_is_named(tmp_path: Path) -> None:
 
 
 def endings_of(story: str, job: dict[str, Any], folder: Path) -> list[Any]:
-    """How the ranks of a job end: the first alone, or all where the last one fails."""
+    """Run a job and return its ranks' errors: the first rank's alone, or all of them if the last rank fails."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     context = multiprocessing.get_context("forkserver")
     arguments, num_ranks = (story, job, free_port(), str(folder)), job["resources"]["workers"]

@@ -57,6 +57,6 @@ def test_divided_layers_and_tokens_train_as_one_process_does(jobs: Jobs, name: s
 
 
 def test_hidden_states_and_their_gradients_travel_in_bf16(jobs: Jobs) -> None:
-    """As `test_pipeline.py` counts them in fp32, with 2 bytes each."""
+    """The count is that of `test_pipeline.py` for fp32, with 2 bytes for each element."""
     micro_batch, evaluation = 2 * 16 * 64 * 2, 8 * 16 * 64 * 2
     assert first(jobs, "stages")["sent"]["send"] == {"bfloat16": STEPS * 4 * 3 * micro_batch + 2 * 2 * evaluation}

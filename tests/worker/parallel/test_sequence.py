@@ -110,7 +110,7 @@ def work(rank: int, ports: list[int], folder: str, _cases: list[Case]) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    """What each rank found."""
+    """Return each rank's results."""
     return found_by_ranks(work, NUM_RANKS, tmp_path_factory.mktemp("sequence"))
 
 
@@ -129,9 +129,10 @@ def test_gradients_are_those_of_one_process(results: list[Result], name: str) ->
 
 
 def test_ranks_hold_the_codes_of_one_process(results: list[Result]) -> None:
-    """Of what they gather: the input that query and value share, and the gradient of the MLP's output.
+    """Compare the gathered codes: the input that query and value share, and the gradient of the MLP's output.
 
-    The input of the first block is the same to the bit. The gradient has passed the bf16 head, which adds partial sums.
+    The input of the first block is the same to the bit. A few codes of the gradient differ: it has passed the bf16 head, which
+    adds partial sums.
     """
     whole = codes_of(make("llama", "O2")[0])
     for result in results:

@@ -108,7 +108,7 @@ def test_step_without_stages_is_the_plain_loop() -> None:
 
 
 def test_a_batch_of_a_language_model_is_weighted_by_its_targets() -> None:
-    """As a job weights it: the mean is over all targets of the batch, however micro-batches divide it."""
+    """The mean is over all targets of the batch, however micro-batches divide it. Jobs weight batches the same way."""
     tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0))
     targets = tokens[:, 1:].clone()
     targets[:2, 3:] = -100

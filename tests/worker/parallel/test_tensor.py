@@ -20,7 +20,7 @@ NUM_RANKS = 2
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    """What each rank found."""
+    """Return each rank's results."""
     return found_by_ranks(work_of_two, NUM_RANKS, tmp_path_factory.mktemp("two"))
 
 

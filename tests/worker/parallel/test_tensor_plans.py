@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
 }
 HEADS_OF_16 = ("exaone4", "gemma", "gemma2", "gemma3_text", "helium", "ministral", "mistral", "qwen3", "seed_oss")
 GRADIENT_ERROR = 5e-6
-"""Of the largest element of a parameter's gradient, in fp32. Measured: at most 1.3e-6 (helium's queries)."""
+"""Largest error relative to a parameter's largest gradient, in fp32. Measured: at most 1.3e-6 (helium's queries)."""
 
 
 def network_of(architecture: str) -> Any:

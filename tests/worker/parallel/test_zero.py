@@ -44,9 +44,9 @@ USUAL = {
     "data": [("te", 0), ("O3", 1), ("O3-split", 1)],
     "world": [("O2", 0), ("te", 1), ("O2", 1), ("O3", 1), ("O3-split-8bit", 1), ("O3", 2)],
 }
-"""What `make test` has: wide and FP8 means at stage 0, each way of holding a weight at 1, sums over micro-batches at 2.
+"""Cases of `make test`: wide and FP8 means at stage 0, each way of holding a weight at 1, sums over micro-batches at 2.
 
-Axis "data", whose two ranks are some of the four, has one of each kind of mean and share.
+Axis "data" has two of the four ranks. Its cases have one of each kind of mean and share.
 """
 CASES = [
     pytest.param(axis, level, stage, marks=() if is_usual else pytest.mark.matrix)
@@ -102,7 +102,7 @@ def poisoned(axis: Axis) -> Result:
 
 
 def demoted(axis: Axis) -> Result:
-    """What of a layer's residual the layer holds before and after its demotion, and whether the output is as at stage 0."""
+    """Demote a layer. Return the size of the residual it holds before and after, and if its output is as at stage 0."""
     sharded, plain = parallel_on(axis, "O3-split", 1), parallel_on(axis, "O3-split", 0)
     x, outputs, held = torch.ones(4, 32), [], []
     for parallel in (sharded, plain):
@@ -168,7 +168,10 @@ def one_micro_batch(axis: Axis, stage: int) -> str:
 
 
 def saved_in_pieces(axis: Axis, level: str, stage: int, folder: Path) -> Result:
-    """Whether a checkpoint in pieces holds, whole, what the ranks hold, and the number of bytes in each rank's file."""
+    """Save a checkpoint in pieces and load it. Return the number of different states, and the files with the ranks' sizes.
+
+    One state: the checkpoint, put together, is what the ranks held and what they hold after loading it.
+    """
     parallel = parallel_on(axis, level, stage)
     step_on_ranks(parallel, 0)
     parallel.optimizer.zero_grad()
@@ -185,7 +188,7 @@ def saved_in_pieces(axis: Axis, level: str, stage: int, folder: Path) -> Result:
 
 
 def failed_write(axis: Axis, folder: Path, folder_of_rank_1: Path) -> str:
-    """What each rank says when one of them writes its file elsewhere, or cannot."""
+    """Return the error of a rank when rank 1 writes its file elsewhere, or cannot write it."""
     parallel = parallel_on(axis, "O3", 1)
     model, optimizer = parallel.state_dicts()
     folder = folder_of_rank_1 if axis.rank == 1 else folder
@@ -264,7 +267,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Result]:
-    """What each rank found, for the selected axes, levels and stages."""
+    """Return each rank's results for the selected axes, levels and stages."""
     folder = tmp_path_factory.mktemp("zero")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     chosen = [item.callspec.params for item in tests if item.function is test_ranks_train_to_the_bits_of_one_process]

@@ -45,7 +45,7 @@ AXES = {"data": 2, "world": 4}
 """Axes of one mesh of 4 ranks, with their sizes."""
 MEASURED = ("world", "O3-split", 3, "checkpointed")
 USUAL = [("data", "te", 3, "plain"), MEASURED]
-"""What `make test` has: wide weights, and codes with residuals."""
+"""Cases of `make test`: wide weights, and codes with residuals."""
 CASES = [
     pytest.param(axis, level, stage, kind, marks=() if (axis, level, stage, kind) in USUAL else pytest.mark.matrix)
     for axis in AXES
@@ -80,7 +80,10 @@ def trained(axis: Axis, level: str, stage: int, kind: str) -> Result:
 
 
 def in_a_pass(axis: Axis) -> Result:
-    """What of the first block's weight is in memory before, inside and after passes, and the bytes gathered in a step."""
+    """Return the bytes of the first block's weight in memory, and the bytes gathered.
+
+    In memory: before, inside and after passes. Gathered: by the backward pass, and by the step's `publish`.
+    """
     parallel = prepared(axis, "O3")
     weight = parallel.model.blocks[0].up.weight
     held = {"before": weight.untyped_storage().nbytes()}
@@ -238,7 +241,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Result]:
-    """What each rank found, for the selected axes, levels and kinds."""
+    """Return each rank's results for the selected axes, levels and kinds."""
     folder = tmp_path_factory.mktemp("zero3")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     chosen = [item.callspec.params for item in tests if item.function is test_ranks_train_to_the_bits_of_one_process]

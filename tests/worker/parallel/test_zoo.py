@@ -30,10 +30,13 @@ SCRIPTS: dict[str, list[Case]] = {
     if (folder, script) != ("ms_amp", "fsdp.py")
 }
 USUAL = (Case("single", "O1"), Case("ZeRO 1", "O3"))
-"""What `make test` has."""
+"""Cases of `make test`."""
 REFERENCE = Case("single", "fp32")
 LARGEST_GAP = 0.05
-"""Of the mean loss over the last half of the steps above that in fp32: the steps' noise, and not a claim about accuracy."""
+"""Largest relative excess over fp32 of the mean loss in the last half of the steps.
+
+It covers the steps' noise, and is not a claim about accuracy.
+"""
 FSDP_TOLERANCE = 1e-2
 """torch's AdamW of FSDP2's shards rounds in another order, in fp32; after some steps, codes at level ao differ by it."""
 CASES = [
@@ -53,7 +56,7 @@ def work(rank: int, cases: list[Case], folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
-    """What the ranks of each selected case saw: in the loop of one's own, and in the job."""
+    """Return each rank's run in a loop of one's own, and its run of the job, for the selected cases."""
     folder = tmp_path_factory.mktemp("zoo")
     write_corpus(folder / "corpus", num_files=2)
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]

@@ -41,12 +41,12 @@ class Case(NamedTuple):
 
     @property
     def zero_stage(self) -> int:
-        """Of the job. FSDP divides what ZeRO 3 does."""
+        """The ZeRO stage of the job. FSDP divides what ZeRO 3 does."""
         return 3 if self.way == "fsdp" else int(self.way[-1]) if self.way.startswith("ZeRO") else 0
 
 
 class Run(NamedTuple):
-    """What a rank saw. sent: bytes of means and of what is gathered, by collective and dtype, in all steps."""
+    """The results of a rank. sent: bytes of means and of gathered tensors, by collective and dtype, in all steps."""
 
     losses: list[float]
     memory_bytes: dict[str, int]
@@ -94,7 +94,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Loop:
-    """What differs between the ways: the model, its optimizer, and how a step accumulates and clips."""
+    """The parts that differ between the ways: the model, its optimizer, and how a step accumulates and clips."""
 
     def __init__(self, case: Case, spec: JobSpec) -> None:
         self.model: Any

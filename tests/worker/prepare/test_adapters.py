@@ -136,7 +136,7 @@ def test_it_learns_resumes_bit_for_bit_and_saves_no_frozen_weight(tmp_path: Path
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 def test_peft_loads_adapters_of_conv1d_layers(tmp_path: Path, document: dict[str, Any]) -> None:
-    """GPT-2 holds its weights as (K, N): peft has to be told, and merged weights are written so."""
+    """GPT-2 holds its weights as (K, N). The adapter's config says so for peft, and merged weights keep that layout."""
     folder = tmp_path / "gpt2"
     folder.mkdir()
     save_tokenizer(folder)

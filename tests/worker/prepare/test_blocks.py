@@ -217,7 +217,7 @@ def test_all_blocks_share_one_graph(level: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
 @pytest.mark.parametrize("level", ["delayed", *(pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS)])
 def test_several_passes_of_a_graph_wait_for_their_backward_passes(level: str) -> None:
-    """As in a pipeline, where the first stages begin new micro-batches before the last has ended one."""
+    """This happens in a pipeline: its first stages begin new micro-batches before the last stage has ended one."""
     torch.compiler.reset()
     options: dict[str, Any] = {"statistics_every": 2} if level == "delayed" or LEVELS[level].has_own_fp8 else {}
     options |= {"recipe": {"scaling": "delayed", "amax_history_length": 2}} if level == "delayed" else {}

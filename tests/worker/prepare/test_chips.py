@@ -1,4 +1,4 @@
-"""What `initialize` tells of graphics cards that nobody has measured, by their names and capabilities alone."""
+"""Events and errors of `initialize` for graphics cards that nobody has measured, by their names and capabilities alone."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What was trained comes out under a plain model's names: by `plain_state_dict` and by transformers' `save_pretrained`."""
+"""`plain_state_dict` and transformers' `save_pretrained` return trained weights under a plain model's names."""
 
 import copy
 from pathlib import Path

@@ -283,7 +283,7 @@ def test_weights_statistics_and_short_rows_are_kept_as_they_are() -> None:
 
 
 def test_a_weight_that_changes_before_the_backward_pass_is_refused() -> None:
-    """As without the option, where torch says so."""
+    """Without the option, torch itself refuses it."""
     model, _ = make("gpt", "bf16-amp")
     keep_activations_in_fp8(model)
     loss = model.loss(batch_of("gpt")).loss

@@ -1,4 +1,4 @@
-"""What `initialize` refuses, it refuses before it has changed anything: model and optimizer are as they were."""
+"""`initialize` refuses before it changes anything: model and optimizer stay as they were."""
 
 import copy
 from collections.abc import Callable

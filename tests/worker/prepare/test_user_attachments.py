@@ -1,4 +1,4 @@
-"""What a user attached to an optimizer or a layer before `initialize` is there afterwards, or the layer is left alone."""
+"""A user's attachments to an optimizer or a layer survive `initialize`, or the layer is left alone."""
 
 import copy
 import warnings

@@ -26,7 +26,7 @@ from tests.kit.small_model import SPREAD, spread
 
 Results = list[Tensor]
 TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 0.15}
-"""Of the relative error of an output or gradient, by the dtype of the products: E4M3 and E5M2 round by up to 6 and 12 %."""
+"""Largest relative error of an output or gradient, by the dtype of the products. E4M3 and E5M2 round by up to 6 and 12 %."""
 
 
 class Network(nn.Module):

@@ -29,7 +29,7 @@ from tests.numerics.measure import peak_bytes
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_layers": 12, "num_heads": 4, "num_key_value_heads": 4}
 LARGEST = 384 * 128
 NUM_PARAMETERS = 12 * (4 * 128 * 128 + 3 * LARGEST)
-"""Of the layers that are held as codes."""
+"""Parameters of the layers that are held as codes."""
 NUM_TEMPORARIES = 1.25
 """Tensors of the largest weight in fp32 that an export holds at a time: its values, and pieces of others."""
 

@@ -31,7 +31,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 LOGIT_ERROR = 1e-3
 BF16_ERROR = 0.02
-"""Of our own evaluation, which rounds the operands of every product to bf16, relative to the largest logit."""
+"""Largest difference from our own evaluation, relative to the largest logit.
+
+Our evaluation rounds the operands of every product to bf16.
+"""
 families = pytest.mark.parametrize("build", FAMILIES.values(), ids=FAMILIES.keys())
 
 
@@ -200,7 +203,7 @@ def test_a_model_of_transformers_keeps_its_config(tmp_path: Path) -> None:
 
 
 class TestRefusals:
-    """What cannot be written is refused before anything is."""
+    """An export that cannot be written is refused before any file is."""
 
     @pytest.mark.parametrize(
         ("options", "message"),

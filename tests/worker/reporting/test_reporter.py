@@ -184,7 +184,7 @@ def send_steps(reporter: HttpReporter, count: int) -> None:
 
 @pytest.fixture
 def steady(order: LaunchOrder, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpReporter]:
-    """A reporter without heartbeats, which has told of its start, and waits for steps."""
+    """A reporter without heartbeats that has reported its start and waits for steps."""
     monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.0)
     order = order.model_copy(update={"heartbeat_s": 3600.0})
     with HttpReporter(order, 0, post=control_plane) as running:

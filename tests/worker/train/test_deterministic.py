@@ -23,7 +23,7 @@ def settings() -> dict[str, bool]:
 
 
 def is_refused() -> bool:
-    """Whether an operation without a deterministic algorithm raises."""
+    """Return True if an operation without a deterministic algorithm raises an error."""
     try:
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
     except RuntimeError as error:

@@ -134,7 +134,7 @@ def waits_in_two_steps(make_trainer: Callable[[Recorder], Trainer]) -> tuple[dic
 
 
 def is_refused(document: dict[str, Any]) -> bool:
-    """Whether the contract refuses a job, with reasons that tests of its own check."""
+    """Return True if the contract refuses a job. Other tests check its reasons."""
     try:
         resolve(JobSpec.model_validate(document), RankEnv(world_size=document.get("resources", {}).get("workers", 1)))
     except ValueError:
@@ -178,7 +178,7 @@ def count_on_two_ranks(rank: int, port: int, document: dict[str, Any], folder: s
 def test_no_step_of_several_ranks_waits_for_values(
     tmp_path: Path, spec_document: dict[str, Any], level: str, division: str
 ) -> None:
-    """Of the device: gloo's collectives themselves wait for other ranks, as NCCL's do not."""
+    """No host waits for values of its device. It does wait for other ranks in gloo's collectives, though not in NCCL's."""
     document = sampled_job(spec_document, level, global_batch_size=4)
     document["model"] = document["model"] | {"hidden_size": 32, "num_layers": 2}
     document |= {"resources": {"workers": 2}, "parallelism": DIVISIONS[division]}
@@ -310,7 +310,7 @@ def test_samples_are_read_some_steps_late_or_when_somebody_asks() -> None:
 
 
 def stop_one_of_two(rank: int, port: int, document: dict[str, Any], folder: str) -> None:
-    """Rank 1 is told to stop at its fourth step. Writes how each rank ended."""
+    """Stop rank 1 at its fourth step. Saves how each rank ended."""
     torch.set_num_threads(1)
     env = RankEnv(rank=rank, world_size=2, master_port=port)
     config, recorder = resolve(JobSpec.model_validate(document), env), Recorder(stop_after_step=4 if rank else None)

@@ -1,4 +1,4 @@
-"""What the host does in a step that is replayed: a few ops whatever the model's depth, and a little Python for each layer."""
+"""The host's work in a replayed step: a few ops whatever the model's depth, and a little Python for each layer."""
 
 import sys
 from collections import Counter
@@ -25,7 +25,7 @@ MOST_OPS = 10
 """Three copies: tokens, targets, and a table with the new learning rate, which is made and gone through in an op each. The loss
 divisor, copies of two results, and the two of torch's profiler in `zero_grad`."""
 MOST_CALLS_PER_BLOCK = 100
-"""Of Python's functions, for the four layers of a block: whether each is sampled in the next step, and the state of each."""
+"""Calls of Python functions for a block's four layers. They check each layer's state, and if its next step is sampled."""
 
 
 class Ops(TorchDispatchMode):

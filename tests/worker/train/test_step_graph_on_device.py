@@ -1,4 +1,4 @@
-"""What only a chip can show of recorded steps: CUDA captures them, and replays train as launched steps do. `pytest -m gpu`."""
+"""Recorded steps on a GPU: CUDA captures them, and replays train as launched steps do. `pytest -m gpu`."""
 
 from pathlib import Path
 from typing import Any

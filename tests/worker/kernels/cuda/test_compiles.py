@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[4]
 OTHER_TRITON = ROOT / "build" / "triton-3.6.0"
-"""That of torch 2.11, which the GPU machines have; `make test-matrix` puts it there."""
+"""The Triton of torch 2.11, which the GPU machines have. `make test-matrix` installs it there."""
 
 
 @pytest.mark.parametrize(

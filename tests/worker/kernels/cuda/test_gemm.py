@@ -1,4 +1,4 @@
-"""What computes which product, how operands and scales are handed to it, and the Triton kernel's quality per tile."""
+"""Products: the backend of each, the layouts of its operands and scales, and the Triton kernel's quality per tile."""
 
 import ml_dtypes
 import numpy as np

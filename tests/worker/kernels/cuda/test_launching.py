@@ -43,7 +43,7 @@ def add_one(x, num_elements, BLOCK):  # type: ignore[no-untyped-def]
 
 @pytest.fixture
 def by_triton() -> Iterator[list[Compiled]]:
-    """What Triton's own launch has returned, in order."""
+    """Yield the list of kernels that Triton's own launch returns, in order."""
     made: list[Compiled] = []
 
     def run(_kernel: Any, *_arguments: Any, **options: Any) -> Compiled:

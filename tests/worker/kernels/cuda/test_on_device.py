@@ -1,6 +1,6 @@
-"""What only a chip can show of the kernels: its own casts, and cuBLASLt's products. `pytest -m gpu`.
+"""The kernels on a GPU: its own casts, and cuBLASLt's products. Only a GPU can show this. `pytest -m gpu`.
 
-The other tests of this folder run on the device as well, where there is one.
+The other tests of this folder run on the GPU, too, if there is one.
 """
 
 import math

@@ -250,7 +250,7 @@ def test_codes_with_a_residual_and_back(shape: tuple[int, ...], dtype: torch.dty
 
 
 class TestActivations:
-    """What is read, activated, rounded and quantized in one pass is what the twin makes in two."""
+    """One pass reads, activates, rounds and quantizes. The twin does the same in two."""
 
     @pytest.mark.parametrize("sides", [*(pytest.param(sides, marks=pytest.mark.matrix) for sides in SIDES[:2]), "both"])
     @pytest.mark.parametrize("kind", ScaleKind)
