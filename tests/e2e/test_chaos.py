@@ -115,7 +115,7 @@ class TestOneOfSeveralRanksKilled:
     def test_the_job_resumes_each_time_with_the_losses_of_one_that_goes_through(
         self, mortal_server: Server, long_job: dict[str, Any]
     ) -> None:
-        spec = on_ranks(long_job, 2, 120, 20)
+        spec = on_ranks(long_job, 2, 600, 20)
         expected = train_undisturbed(mortal_server, spec)
         job = mortal_server.client.submit(spec | {"retry": {"max_failures": 2}})
         for epoch, (step, rank) in enumerate(((25, 1), (65, 0)), start=1):

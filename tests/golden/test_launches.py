@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCHES = Path(__file__).with_name("launches.json")
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_no_more_launches_than_recorded() -> None:
     """In a process of its own, since Triton interprets kernels in that of the tests."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -119,7 +119,7 @@ def train(
     ("make", "level", "recipe", "kind"),
     [
         (llama, "O2", {}, "none"),
-        (gpt, "te", DELAYED, "selective"),
+        pytest.param(gpt, "te", DELAYED, "selective", marks=pytest.mark.system),
         *(
             pytest.param(make, level, recipe, kind, marks=pytest.mark.matrix)
             for make in (llama, gpt)

@@ -71,7 +71,13 @@ def trained(jobs: Jobs, case: Case) -> list[tuple[Result, Result]]:
     return [(of_rank[names["off"]], of_rank[names["on"]]) for of_rank in found]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in FAST else pytest.mark.matrix) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=[pytest.mark.system] * number) for number, case in enumerate(FAST)),
+        *(pytest.param(case, marks=pytest.mark.matrix) for case in CASES if case not in FAST),
+    ],
+)
 def test_blocks_are_compiled_once_and_train_as_eager_ones(jobs: Jobs, case: Case) -> None:
     """A graph for sampled steps and one for others; a rank's first block may have its own where hidden states are in bf16."""
     num_kinds = 1 + (case[1] == "delayed" or LEVELS[case[1]].has_own_fp8)

@@ -20,12 +20,12 @@ from triton.compiler import ASTSource
 from octet.api_schemas.levels import LEVELS
 from octet.worker.kernels.activations import ACTIVATIONS
 from octet.worker.kernels.cuda import (
-    ahead,
     amax,
     gates,
     gemm,
     gradient_norms,
     gradients,
+    known_scale,
     measurement,
     mx,
     normalization,
@@ -44,7 +44,7 @@ TYPES = {  # argument types by name, equal in all kernels
     "num_rows": "i32", "num_columns": "i32", "row_scale_stride_m": "i32", "row_scale_stride_n": "i32",
     "column_scale_stride_n": "i32", "column_scale_stride_m": "i32", "scale_stride_m": "i32", "scale_stride_n": "i32",
     "b": "*fp8e4nv", "a_scale": "*fp32", "b_scale": "*fp32", "num_summed": "i32",
-    "code_stride": "i32", "unit": "*fp32", "row_step": "i32",
+    "code_stride": "i32", "stored_scale": "*fp32", "row_step": "i32",
     "a_scale_stride_m": "i32", "a_scale_stride_k": "i32", "b_scale_stride_n": "i32", "b_scale_stride_k": "i32",
 }  # fmt: skip
 FP8 = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
@@ -82,13 +82,13 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
         sides = ((True, True), (True, False), (False, True))
         for rows, columns in sides[:1] if spread and kind != "tensor" else sides:
             tracked = {"TRACKS_AMAX": True} if kind == "tensor" else {"TRACKS_AMAX": False, "new_amax": None}
-            unit = {"HAS_UNIT": True} if kind == "tensor" else {"HAS_UNIT": False, "unit": None}
+            unit = {"HAS_STORED_SCALE": True} if kind == "tensor" else {"HAS_STORED_SCALE": False, "stored_scale": None}
             constants = {**tile, **given, **tracked, **unit, "KIND": kind, "ROWS": rows, "COLUMNS": columns}
             yield f"quantize_tile {kind} {rows} {columns}", quantization._quantize_tile, constants
     constants = {**tile, "ROWS": True, "COLUMNS": True}
     yield "quantize_tile mx", mx.quantize_tile, constants
     for name in ("e4m3", "e5m2", "fp16"):
-        flat = {"FORMAT": name, "ACTIVATION": None, "MARGIN": 0, "HAS_UNIT": True, "MARKS_NONFINITE": name == "e4m3"}
+        flat = {"FORMAT": name, "ACTIVATION": None, "MARGIN": 0, "HAS_STORED_SCALE": True, "MARKS_NONFINITE": name == "e4m3"}
         flat |= {"TRACKS_AMAX": True, "BLOCK": 8192}
         yield f"encode_flat {name}", quantization._encode_flat, flat
     rows = {"FORMAT": "e5m2", "ACTIVATION": None, "MARGIN": 0, "ROWS": 2, "COLUMNS": 4096}
@@ -107,7 +107,11 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
     yield "decode_split", rescale._decode_split, {"BLOCK": rescale.TILE}
     sample = {"column_stride": 1, "code_column_stride": 1, "SCALE_ROWS": 1, "SCALE_COLUMNS": 128, "ROWS": 4, "COLUMNS": 1024}
     for name, limit in (("e4m3", 448.0),) if spread else (("e4m3", 448.0), ("e5m2", 57344.0)):
-        yield f"measure {name}", measurement._measure_sample, {**sample, "FORMAT": name, "LIMIT": limit, "HAS_UNIT": True}
+        yield (
+            f"measure {name}",
+            measurement._measure_sample,
+            {**sample, "FORMAT": name, "LIMIT": limit, "HAS_STORED_SCALE": True},
+        )
     product = {"TILE_M": 128, "TILE_N": 128, "TILE_K": 128, "TILE_GROUP": 8, "A_SCALE_ROWS": 1, "B_SCALE_ROWS": 128}
     for name in ("e4m3", "e5m2"):
         for is_blockwise in (name == "e4m3",) if spread else (True, False):
@@ -140,12 +144,19 @@ def activation_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict
     known = [name for name in ACTIVATIONS if name != "relu"]
     options = {"FORMAT": "e4m3", "MARGIN": 0}
     for name in known[:1] if spread else known:
-        flat = {**options, "unit": None, "HAS_UNIT": False, "MARKS_NONFINITE": False, "TRACKS_AMAX": True, "BLOCK": 8192}
+        flat = {
+            **options,
+            "stored_scale": None,
+            "HAS_STORED_SCALE": False,
+            "MARKS_NONFINITE": False,
+            "TRACKS_AMAX": True,
+            "BLOCK": 8192,
+        }
         yield f"encode_flat {name}", quantization._encode_flat, {**flat, "ACTIVATION": name}
         yield f"amax_flat {name}", amax._amax_flat, {"HAS_UNLESS": True, "ACTIVATION": name, "BLOCK": 8192, "NUM_BLOCKS": 4}
     for name in known[1:2] if spread else known:
         tile = {**options, "TILE_M": 128, "TILE_N": 128, "KIND": "tensor", "ROWS": False, "COLUMNS": True, "TRACKS_AMAX": True}
-        tile |= {"unit": None, "HAS_UNIT": False}
+        tile |= {"stored_scale": None, "HAS_STORED_SCALE": False}
         yield f"quantize_tile {name}", quantization._quantize_tile, {**tile, "ACTIVATION": name}
         rows = {**options, "ROWS": 2, "COLUMNS": 4096, "FITS": True}
         yield f"quantize_rows {name}", quantization._quantize_rows, {**rows, "ACTIVATION": name}
@@ -158,7 +169,7 @@ def activation_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict
         yield f"activate_backward {name}", gates.activate_backward_kernel, {**gate, **backward, "STRIDE": gates.AMAX_STRIDE}
     for name, has_columns in (("e4m3", True), ("e5m2", False)):
         tile = {"FORMAT": name, "MARGIN": 0, "COLUMNS": has_columns, "TILE_M": 128, "TILE_N": 128}
-        yield f"complete {name}", ahead.complete_kernel, tile if has_columns else {**tile, "codes_t": None}
+        yield f"complete {name}", known_scale.complete_kernel, tile if has_columns else {**tile, "codes_t": None}
 
 
 def norm_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
