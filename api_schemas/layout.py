@@ -22,7 +22,7 @@ STAGES_PER_RANK: dict[PipelineSchedule, int] = {"1f1b": 1, "interleaved": 2}
 
 
 class ParallelismSpec(Contract):
-    """How the ranks share the work. A field with one allowed value is for later."""
+    """The division of the work among the ranks."""
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,

@@ -55,7 +55,7 @@ def place_of(path: str) -> Path:
 
 
 class StoreAccess(Contract):
-    """What ranks may read from object stores. Without prefixes they read nothing there."""
+    """The URLs in object stores that ranks may read, and a cache for them. Without prefixes: none."""
 
     prefixes: tuple[str, ...] = Field(default=(), description="URLs; a job may name one of them or what lies below it")
     cache_folder: str | None = Field(default=None, description="folder for what was read; null keeps nothing")

@@ -19,7 +19,7 @@ ArgumentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
 class PythonSizes(UncountedSizes):
-    """What ties a user's network to its data. null: the job does not say it."""
+    """The inputs and classes that a job declares for a user's network. null: not declared."""
 
     declared: ClassVar[Capabilities] = Capabilities(users_code=True)
 

@@ -20,7 +20,7 @@ class JobEvent(StrEnum):
     SUCCEED = "succeed"
     RETRY = "retry"
     FAIL = "fail"
-    STOP = "stop"  # the attempt ended because it was told to
+    STOP = "stop"  # the attempt of a job that is being cancelled has ended
 
 
 class AttemptEvent(StrEnum):

@@ -1,8 +1,9 @@
-"""What the collectives of torch.distributed write, which their schemas do not say.
+"""Find the arguments that a collective of torch.distributed writes; its schema does not declare them.
 
-`c10d::allreduce_(Tensor[] tensors, …)` changes its tensors, but its schema declares no `(a!)`. A tensor subclass that decodes
-its arguments for an op it has no rule for would therefore run the collective on a copy and drop the result. `gradient.py` looks
-up here which arguments to encode again, and waits until the collective has written them.
+`c10d::allreduce_(Tensor[] tensors, …)` changes its tensors, but its schema declares no `(a!)`. A
+tensor subclass that decodes its arguments for an op without a rule would therefore run the
+collective on a copy and drop the result. `gradient.py` looks up here which arguments to encode
+again, and waits until the collective has written them.
 """
 
 from typing import Any
@@ -22,13 +23,13 @@ WRITES_FIRST_ARGUMENT = frozenset(
     )
 )
 WRITES_NOTHING = frozenset(("send", "barrier", "monitored_barrier_", "check_for_nan", "isend", "wait_tensor"))
-# A receive returns before its sender sends, so nothing could be encoded when it returns; to wait in it would make a deadlock of
-# two ranks that receive first and send then.
+# A receive may return before the data has arrived, so there is nothing to encode yet. Waiting
+# inside it would deadlock two ranks that both receive first and then send.
 RECEIVES = frozenset(("recv_", "recv_any_source_", "irecv", "batch_p2p_ops"))
 
 
 def is_collective(func: Any) -> bool:
-    """Return whether an op is one of torch.distributed's."""
+    """Return True if an op belongs to torch.distributed."""
     return func.namespace in NAMESPACES
 
 

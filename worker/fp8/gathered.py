@@ -1,10 +1,11 @@
-"""Weights of values that torch's FSDP2 (`fully_shard`) gathers as FP8 codes, by torch's extension points for a parameter.
+"""Let torch's FSDP2 (`fully_shard`) gather weights as FP8 codes, by torch's extension points for parameters.
 
-A rank holds its rows of a weight in fp32, as `ShardedWeight`. Before each gather it quantizes them by the amax of the whole
-weight, on which the ranks agree, and sends the codes, a byte an element. What arrives is a `GatheredWeight`, which stands for
-the values: its layer takes the codes that quantizing the values would have made, bit for bit. Values as such were
-never there, so whatever would read them is refused. The extension points are those that torchao's
-`WeightWithDynamicFloat8CastTensor` uses; the scales are ours, powers of two.
+A rank holds its rows of a weight in fp32, as a `ShardedWeight`. Before each gather the ranks agree
+on the amax of the whole weight; each rank quantizes its rows by it and sends the codes, one byte
+per element. The result is a `GatheredWeight`. It holds, bit for bit, the codes that quantizing the
+whole weight would have made, and no values, so an op that would read values raises ValueError. The
+extension points are those that torchao's `WeightWithDynamicFloat8CastTensor` uses; the scales are
+ours, powers of two.
 """
 
 from collections.abc import Sequence
@@ -25,11 +26,11 @@ _KEEPING = {
     *(_aten.empty_like.default, _aten.new_zeros.default, _aten._pin_memory.default),
     *(_aten.as_strided.default, _aten.slice.Tensor, _aten.split.Tensor, _aten.view.default),
 }
-"""The ops with which torch cuts, pads and moves a parameter: shards of a `ShardedWeight` are such, too."""
+"""The ops with which torch cuts, pads and moves a parameter. They return `ShardedWeight`s for a `ShardedWeight`."""
 
 
 class ShardedWeight(Tensor):
-    """Values, (N, K) or some rows of them, that FSDP2 sends as codes. In all else an ordinary tensor of their dtype."""
+    """A weight's values, (N, K) or some rows, that FSDP2 sends as codes; otherwise an ordinary tensor of their dtype."""
 
     held: Tensor
     """The values."""
@@ -66,9 +67,10 @@ class ShardedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, _outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:
-        """torch's hook before a gather: this rank's codes as bytes, padded as FSDP2 pads; then scale and amax, each fp32 ().
+        """Return this rank's codes as bytes, padded as FSDP2 pads, and the scale and amax, each fp32 ().
 
-        mesh: the ranks that hold shards. outer_size: of the whole weight. module: the layer. All ranks call it together.
+        torch calls this hook before each gather, on all ranks together. mesh: the ranks that hold
+        shards. outer_size: the size of the whole weight. module: the layer.
         """
         assert isinstance(module, Float8Linear)
         _check(module, self.shape, outer_size)
@@ -95,7 +97,11 @@ class ShardedWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple["GatheredWeight", tuple[Tensor]] | None:
-        """torch's hook after a gather: the weight and what FSDP2 is to free with it; or nothing but new scales for `out`."""
+        """Return the gathered weight and the tensor that FSDP2 frees with it. With `out`, only set its scale and amax.
+
+        torch calls this hook after each gather. out: the weight of an earlier gather, into which
+        FSDP2 has gathered again.
+        """
         if out is None:
             weight = GatheredWeight(gathered[0].view(torch.float8_e4m3fn), *numbers, param_dtype)
             return weight, (gathered[0],)
@@ -109,7 +115,7 @@ class ShardedWeight(Tensor):
 
 
 class GatheredWeight(Tensor):
-    """A whole weight of which there are codes alone, (N, K). For autograd it has the dtype of the values."""
+    """A whole weight, (N, K), that exists only as FP8 codes. For autograd it has the dtype of the values."""
 
     codes: Tensor
     dequant_scale: Tensor
@@ -160,14 +166,14 @@ def gather_in_fp8(model: nn.Module) -> None:
 
 
 def _wrapper(cls: Any, tensor: Tensor, dtype: torch.dtype) -> Any:
-    """A tensor of a class that looks like another, in a dtype."""
+    """Return an instance of a tensor subclass with the sizes, strides and device of a tensor, in a dtype."""
     return make_wrapper_subclass(
         cls, tensor.shape, strides=tensor.stride(), storage_offset=tensor.storage_offset(), dtype=dtype, device=tensor.device
     )
 
 
 def _check(layer: Float8Linear, shape: torch.Size, outer_size: torch.Size) -> None:
-    """Raise ValueError for a cut and for products that the codes do not serve. All ranks find the same."""
+    """Raise ValueError for a shard that is not whole rows, and for a layer with products in bf16; on all ranks alike."""
     if shape[1:] != outer_size[1:]:
         raise ValueError(
             f"FSDP2 has cut a weight {tuple(outer_size)} to {tuple(shape)}; allowed with fsdp_float8_all_gather: a cut of the "

@@ -252,7 +252,7 @@ def _run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _gradients_in(arguments: Any) -> list[Float8Gradient]:
-    """Return each FP8 gradient that is among the arguments, or of which a view is, once."""
+    """Return the FP8 gradients that are arguments, or have a view among them; each gradient once."""
     encoded = [leaf for leaf in tree_leaves(arguments) if _is_encoded(leaf)]
     found = [leaf if isinstance(leaf, Float8Gradient) else leaf.gradient for leaf in encoded]
     return list({id(gradient): gradient for gradient in found}.values())

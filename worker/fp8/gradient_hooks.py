@@ -1,4 +1,4 @@
-"""How a gradient reaches a parameter held in few bits: the hook that quantizes it, the port of compiled graphs, and zeros."""
+"""Bring gradients to parameters held in few bits: a hook that quantizes, the port of compiled graphs, and zeros."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -63,7 +63,11 @@ def _quantize_gradient(parameter: Tensor, position: RoundingPosition) -> None:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's, which enters `no_grad` though autograd is off already, as it is in an ordinary backward pass."""
+    """Refuse a second differentiation, as torch's decorator does, without entering `no_grad` needlessly.
+
+    torch's own enters it in every call, although an ordinary backward pass has autograd off
+    already.
+    """
     refuses_second = torch.autograd.function.once_differentiable(backward)
 
     @wraps(backward)

@@ -1,6 +1,7 @@
-"""What people and torch do to a layer whose weight may be codes: cast, copy, save, load, delete.
+"""Guard a layer whose weight may be codes while users and torch cast, copy, save, load or delete it.
 
-What would treat codes as values is done to the values, or refused where a module can notice.
+An operation that would treat codes as values is done to the decoded values, or raises ValueError
+where a module can notice it.
 """
 
 import sys
@@ -39,10 +40,10 @@ class _PreHooks(OrderedDict[int, Any]):
 class GuardedCodes(KeepsDtypes):
     """A layer that may hold its `weight` as codes, with a `weight_dequant_scale`.
 
-    has_master: the optimizer has made a master weight. initial_values: fp32, what it is to make one of, until it has.
-    has_new_codes: codes were loaded since the optimizer's last step.
-    whole_residual: of a residual that is divided over ranks, whoever can put it together: all ranks enter it together, and
-    inside, `weight_residual` is the whole.
+    has_master: the optimizer has made a master weight. initial_values: the fp32 values for that
+    weight, kept until it is made. has_new_codes: codes were loaded since the optimizer's last step.
+    whole_residual: where ranks divide the residual, a context that puts it together: all ranks
+    enter it together, and inside, `weight_residual` is the whole.
     """
 
     weight: nn.Parameter
@@ -73,9 +74,10 @@ class GuardedCodes(KeepsDtypes):
             )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As torch's, but a weight of codes is not given to DDP or FSDP, which ask each layer for its parameters.
+        """Return torch's iterator. Raises ValueError if the weight is codes and the caller is DDP or FSDP.
 
-        DDP reads a gradient before it becomes FP8; FSDP's shards lose the hook and the dtype of the gradient, and say nothing.
+        DDP reads a gradient before it becomes FP8. FSDP's shards lose the hook and the dtype of the
+        gradient without an error.
         """
         if self.weight_dequant_scale is not None:
             _refuse_wrapper(sys._getframe(1).f_globals.get("__name__", ""), self.weight.dtype)

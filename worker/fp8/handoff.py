@@ -1,18 +1,18 @@
-"""What the op that wrote a tensor found out about it, handed to the layers that quantize the tensor.
+"""Pass the amax and the codes of a tensor from the op that wrote it to the layers that quantize it.
 
-A norm, a gate or an activation knows the amax of its output; with delayed scaling it writes codes of it too, at the scale
-that is known before. It leaves a `Handoff` on the output (`attach`). The first layer that quantizes the output leaves its
-codes there for the others: queries, keys and values; the gate and the up layer of an MLP hold one copy together. In the
-other direction a layer leaves a `Handoff` on its own output, and the activation that takes it records there what it knows
-of the output's gradient (`write_gradients`).
+A norm, a gate or an activation finds the amax of its output. With delayed scaling it also writes codes of the output,
+at the scale that past steps give. It leaves a `Handoff` on the output (`attach`). The first layer that quantizes the
+output leaves its codes there for the others: queries, keys and values share one copy, and so do the gate and the up
+layer of an MLP. In the other direction a layer leaves a `Handoff` on its own output, and the activation that takes the
+output records there the amax and codes of the output's gradient (`write_gradients`).
 
-A layer asks one thing, `recorded`: the amax of a tensor, and codes that were written with it. There are two answers.
-Eagerly (`Handoff`) modules have recorded it. A view, a copy or a cast carries nothing, and what was changed in place since
-does not count; then the layer looks for itself, to the same bits. In a graph of torch.compile (`GraphHandoff`) it is
-computed where the tensor is made, by ops of torch that the compiler joins to the writing kernel: a norm with the addition
-before it, a gate, the sum of two gradients. That is the amax, and the codes, of the tensor as it is written, not of the
-wider values that the compiler holds: the largest of rounded values is the largest value, rounded, and codes are made of
-values that are rounded again.
+A layer calls one method, `recorded`: the amax of a tensor, and codes that were written with it. There are two
+implementations. In eager code (`Handoff`) modules have recorded them. A view, a copy or a cast has no handoff, and a
+record does not count once the tensor was changed in place; the layer then computes the amax itself, to the same bits.
+In a graph of torch.compile (`GraphHandoff`) they are computed where the tensor is made, by ops of torch that the
+compiler joins to the writing kernel: a norm with the addition before it, a gate, the sum of two gradients. They are the
+amax and the codes of the tensor as it is written, not of the wider values that the compiler holds: the largest of the
+rounded values is the largest value, rounded, and codes are made from values that are rounded first.
 """
 
 from collections import OrderedDict
@@ -28,11 +28,11 @@ from octet.worker.kernels.formats import SCALED_FORMATS, dequant_scale_from_amax
 from octet.worker.kernels.torch_private import key_of_storage, version_of
 
 Codes = tuple[ScaledCodes | None, ScaledCodes | None]
-"""Of one operand, for products over its rows and over its columns; None where these are not wanted."""
+"""The codes of one operand for products over its rows and over its columns; None for a side that is not wanted."""
 
 
 class Recorded(NamedTuple):
-    """What is known of a tensor. amax: fp32 (). codes: of its rows, written with it at known_scale."""
+    """The record of a tensor. amax: fp32 (). codes: for products over its rows, written with it at known_scale."""
 
     amax: Tensor | None = None
     codes: Tensor | None = None
@@ -46,14 +46,14 @@ class Consumer(Protocol):
     """The scaling of a layer that takes a tensor: `operand.OperandScaling`."""
 
     finds_amax: bool
-    """Whether codes have one scale, of the amax of the tensor at hand."""
+    """True if codes have one scale, computed from the amax of the tensor at hand."""
     is_written_in_graph: bool
 
     def known_scale(self) -> KnownScale | None:
-        """How to write codes of the next operand with its values; None where no scale is known before."""
+        """Return the scale for writing the next operand's codes with its values; None if it is not known before."""
 
     def is_like(self, other: Any) -> bool:
-        """Whether both make the same codes of one tensor, and remember and sample alike."""
+        """Return True if both make the same codes of one tensor, and remember and sample alike."""
 
     def follow(self, other: Any) -> None:
         """Remember and sample what the other has quantized."""
@@ -66,14 +66,14 @@ class NextConsumer:
 
 
 class Handoff:
-    """What eager modules know of one tensor, and the codes that layers have made of it."""
+    """The record that eager modules made of one tensor, and the codes that layers have made of it."""
 
     def __init__(
         self, consumer: Consumer | None = None, next_consumer: NextConsumer | None = None, *, is_shared: bool = True
     ) -> None:
-        """consumer: for which codes can be written. next_consumer: learns the first layer that quantizes the tensor.
+        """consumer: the scaling to write codes for. is_shared: layers that take the same tensor share codes.
 
-        is_shared: layers that take the same tensor share codes.
+        next_consumer: is set to the scaling of the first layer that quantizes the tensor.
         """
         self.consumer, self.next_consumer, self.is_shared = consumer, next_consumer, is_shared
         self.made: list[tuple[Any, Codes]] = []
@@ -82,19 +82,23 @@ class Handoff:
         self._gradient: Tensor | None = None
 
     def known_scale(self) -> KnownScale | None:
-        """How the op that writes the tensor is to write codes with it; None where none are wanted."""
+        """Return the scale at which the op that writes the tensor also writes codes; None if none are wanted."""
         return None if self.consumer is None else self.consumer.known_scale()
 
     def record(self, recorded: Recorded, gradient: Tensor | None = None) -> None:
-        """Record what is known of the tensor. gradient: the tensor, contiguous, where another object may arrive for it."""
+        """Set the record of the tensor.
+
+        gradient: the tensor itself, contiguous, if autograd may pass it on as another object.
+        """
         self._recorded, self._gradient = recorded, gradient
         if gradient is not None:
             self.version = version_of(gradient)
 
     def recorded(self, x: Tensor, consumer: Consumer, activation: str | None = None, *, is_whole: bool = True) -> Recorded:
-        """What is known of x (M, N), for one layer's scaling. Of a gradient it is known once.
+        """Return the record of x (M, N), with codes only if they were written for this consumer.
 
-        activation: of kernels' ACTIVATIONS, of whose result it is. is_whole: codes are wanted for rows and columns.
+        The record of a gradient can be read once. activation: one of kernels' ACTIVATIONS; the amax
+        is then that of its result for x. is_whole: codes are wanted for rows and columns.
         """
         known, written = self._recorded, self._gradient
         if written is not None:
@@ -104,10 +108,10 @@ class Handoff:
         return known if self.consumer is consumer else Recorded(known.amax)
 
     def shared(self, consumer: Consumer, *, rows: bool, columns: bool) -> Codes | None:
-        """The codes that a layer has made, if they are what the scaling would make.
+        """Return codes that another layer has made, if this scaling would make the same; else None.
 
-        With delayed scaling their scale is that of the first layer's history, which is the others' too, since they have seen
-        the same tensors.
+        With delayed scaling their scale comes from the first layer's history. The other layers have
+        the same history, since they have quantized the same tensors.
         """
         for other, (row_codes, column_codes) in self.made:
             has_all = (row_codes is not None or not rows) and (column_codes is not None or not columns)
@@ -117,7 +121,7 @@ class Handoff:
         return None
 
     def share(self, consumer: Consumer, codes: Codes) -> None:
-        """Leave the codes that a layer has made to the others."""
+        """Store the codes that a layer has made, for the other layers."""
         if not self.is_shared:
             return
         if self.next_consumer is not None and not self.made:
@@ -125,7 +129,7 @@ class Handoff:
         self.made.append((consumer, codes))
 
     def _is_same(self, written: Tensor, x: Tensor) -> bool:
-        """Whether a gradient is what was written: the same memory, perhaps in another shape, which nothing has changed."""
+        """Return True if a gradient is the one that was written: the same memory, unchanged, perhaps reshaped."""
         return (
             x.is_contiguous()
             and key_of_storage(x.untyped_storage()) == key_of_storage(written.untyped_storage())
@@ -135,12 +139,12 @@ class Handoff:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave nothing of it in the file of a tensor that somebody saves."""
+        """Pickle as an empty OrderedDict, so that the file of a saved tensor holds nothing of the handoff."""
         return OrderedDict, ()
 
 
 class GraphHandoff(Handoff):
-    """What a graph of torch.compile computes of one tensor where it is made."""
+    """The handoff in a graph of torch.compile: the graph computes amax and codes where the tensor is made."""
 
     def recorded(self, x: Tensor, consumer: Consumer, activation: str | None = None, *, is_whole: bool = True) -> Recorded:
         if consumer.finds_amax:
@@ -157,7 +161,7 @@ class GraphHandoff(Handoff):
 def attach(activation: Tensor, handoff: Handoff) -> Tensor:
     """Leave a handoff on an activation. Returns the activation.
 
-    Tensors of inference mode carry nothing: torch does not say whether they were changed.
+    Tensors of inference mode get none: torch does not count changes to them.
     """
     if torch.compiler.is_compiling():
         activation.octet_handoff = handoff
@@ -168,14 +172,15 @@ def attach(activation: Tensor, handoff: Handoff) -> Tensor:
 
 
 def attach_place(activation: Tensor) -> Tensor:
-    """Leave a place for codes alone on an activation of which nothing is known. Returns the activation."""
+    """Leave an empty handoff on an activation, for the codes that its layers share. Returns the activation."""
     return attach(activation, GraphHandoff() if torch.compiler.is_compiling() else Handoff())
 
 
 def handoff_of(activation: Tensor) -> Handoff | None:
-    """The handoff on an activation; None if there is none, or the activation has changed since.
+    """Return the handoff on an activation; None if there is none, or if the activation was changed since.
 
-    A compiler cannot see whether it has. Who attaches something within a compiled graph knows that nothing does.
+    A compiled graph cannot detect such a change, so only outputs that nothing changes get a handoff
+    there. An activation without one gets a new `GraphHandoff` that is not shared.
     """
     handoff = getattr(activation, "octet_handoff", None)
     if torch.compiler.is_compiling():
@@ -191,7 +196,7 @@ def attach_gradient(output: Tensor, handoff: Handoff | None) -> Tensor:
 
 
 def gradient_handoff_of(output: Tensor) -> Handoff | None:
-    """The handoff for the gradient of a layer's output; None where there is none, as on a view or a copy of it."""
+    """Return the handoff for the gradient of a layer's output; None where there is none, as on a view or a copy."""
     handoff = None if torch.compiler.is_compiling() else getattr(output, "octet_gradient_handoff", None)
     return handoff if isinstance(handoff, Handoff) else None
 
@@ -199,7 +204,7 @@ def gradient_handoff_of(output: Tensor) -> Handoff | None:
 def write_gradients(
     grad: Tensor, x: Tensor, activation: str, gated: Tensor | None, handoffs: Sequence[Handoff | None]
 ) -> list[Tensor]:
-    """The gradients of x, and of what an activation of x gates, recorded on the handoff of each."""
+    """Return the gradients of x and of `gated`, which activation(x) multiplies; record each on its handoff."""
     first, second = (None if handoff is None else handoff.known_scale() for handoff in handoffs)
     found = kernels.activate_backward(grad, x, activation, gated, known_scales=(first, second))
     for handoff, gradient, known_scale in zip(handoffs, found, (first, second), strict=False):
@@ -209,11 +214,13 @@ def write_gradients(
 
 
 def amax_in_graph(x_MN: Tensor, activation: str | None = None) -> Tensor | None:
-    """The largest magnitude of a matrix, fp32 (), as `kernels.compute_amax` finds it; None outside of compiled graphs.
+    """Return the largest magnitude of a matrix, fp32 (), as `kernels.compute_amax` does; None outside of compiled graphs.
 
-    It is found in two steps, of each row and then of all rows: the compiler computes the first with the tensor.
-    activation: of kernels' ACTIVATIONS, of which it is the amax. It may be a unit in the last place beside that of the values
-    that our kernel makes, whose exp is another. Scales are powers of two, so only a value at such a boundary could tell.
+    It is found in two steps, for each row and then for all rows: the compiler computes the first
+    with the tensor. activation: one of kernels' ACTIVATIONS, applied to the matrix first. The amax
+    may then differ by a unit in the last place from that of our kernel, which computes exp
+    differently. Scales are powers of two, so the difference matters only at the boundary between
+    two of them.
     """
     if not torch.compiler.is_compiling() or not x_MN.numel():
         return None
@@ -222,7 +229,7 @@ def amax_in_graph(x_MN: Tensor, activation: str | None = None) -> Tensor | None:
 
 
 def codes_in_graph(x_MN: Tensor, known_scale: KnownScale) -> Tensor:
-    """Codes of a matrix in fp32 or bf16 at a known scale, for `kernels.complete`."""
+    """Return codes of a matrix in fp32 or bf16 at a known scale, for `kernels.complete`."""
     values = x_MN.detach().float()
     if x_MN.dtype == torch.bfloat16:  # what the compiler holds of it is fp32, and a cast to bf16 and back is nothing to it
         bits = values.view(torch.int32)

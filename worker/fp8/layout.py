@@ -1,4 +1,4 @@
-"""How a linear layer stores its weight: `nn.Linear` as (N, K), Hugging Face's `Conv1D` (GPT-2) as (K, N).
+"""The layout of a linear layer's weight: `nn.Linear` stores (N, K), Hugging Face's `Conv1D` (GPT-2) stores (K, N).
 
 A converted layer keeps the parameter as it is, so that checkpoints and optimizers see no difference.
 """
@@ -32,7 +32,10 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def is_known_class(module: nn.Module) -> bool:
-    """Whether a module is `nn.Linear` or `Conv1D` itself, or computes the same; another subclass may compute something else."""
+    """Return True if a module is an `nn.Linear` or `Conv1D`, or of a subclass that is known to compute the same.
+
+    Another subclass may compute something else.
+    """
     name = (type(module).__module__, type(module).__name__)
     return type(module) is nn.Linear or name in PLAIN_SUBCLASSES or _is_conv1d(type(module))
 

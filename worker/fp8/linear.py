@@ -59,9 +59,9 @@ class Float8Linear(GuardedCodes):
     plan: LinearPlan
     returns_16_bits: ClassVar[bool] = True
     keeps_products = False
-    """Whether selective checkpointing keeps the results of products alone."""
+    """True if selective checkpointing keeps only the results of products."""
     gathers_codes = False
-    """Whether FSDP2 gathers the weight as codes (`gathered.py`)."""
+    """True if FSDP2 gathers the weight as codes (`gathered.py`)."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Float8Linear(GuardedCodes):
         return kernels.split_dequantize(self.weight.detach(), self.weight_residual, self.weight_dequant_scale, dtype)
 
     def weight_operand(self, weight: Tensor, plan: LinearPlan) -> Operand:
-        """The weight as `linear_output` takes it. weight: the parameter; in a graph perhaps the port of its gradient."""
+        """Return the weight as `linear_output` takes it. weight: the parameter; in a graph perhaps its gradient's port."""
         held = self._held(weight, plan)
         if plan.held_as.is_product_ready:
             if plan.held_as is HeldAs.GATHERED and held.amax is not None:
@@ -170,7 +170,7 @@ class Float8Linear(GuardedCodes):
         return operand
 
     def weight_operand_again(self, weight: Tensor, amax: Tensor | None, plan: LinearPlan) -> Operand:
-        """The weight as `linear_gradients` takes it. amax: of what `weight_operand` has returned."""
+        """Return the weight as `linear_gradients` takes it. amax: the one that `weight_operand` returned."""
         held = self._held(weight, plan)
         if plan.held_as.is_product_ready:
             return Operand(held.data if self.is_transposed else held.data.t(), held.dequant_scale)
@@ -184,7 +184,7 @@ class Float8Linear(GuardedCodes):
         return operand
 
     def _held(self, weight: Tensor, plan: LinearPlan) -> Operand:
-        """What the layer holds of its weight."""
+        """Return the weight in the form that the plan names: values, or codes with their scale and amax."""
         if torch.compiler.is_compiling() or plan.held_as is HeldAs.GATHERED:
             weight = self.weight
         if plan.held_as is HeldAs.GATHERED:
@@ -234,7 +234,7 @@ class Float8Linear(GuardedCodes):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the passes until the next step take samples, if the layer is in training."""
+        """True if passes of a layer in training take samples until the next step."""
         scaling: Any = self._modules["input_scaling"]
         is_sampled: bool = scaling.is_sampled
         return is_sampled
@@ -307,11 +307,12 @@ class Float8Linear(GuardedCodes):
 
 
 class ForwardPass(NamedTuple):
-    """How a layer computes one forward pass.
+    """The settings and handoffs of one forward pass of a layer.
 
-    formats: with the activation, if the layer computes it. keeps: autograd is on. input: what is known of the input.
-    grad_output: what will be known of the output's gradient. grad_before: where the backward pass of the activation records
-    what it knows of the gradient of its input.
+    formats: with the activation, if the layer computes it. keeps: autograd is on. input: the
+    handoff of the input. grad_output: the handoff of the output's gradient. grad_before: the
+    handoff of the gradient of the activation's input, which the backward pass of the activation
+    fills in.
     """
 
     plan: LinearPlan
@@ -324,7 +325,7 @@ class ForwardPass(NamedTuple):
 
 
 Saved = tuple[Tensor | None, Tensor | None]
-"""What waits of the input: codes (K, T) and scale; the activation's input and the activation's amax; or values in bf16."""
+"""The input as saved for backward: codes (K, T) and scale; the activation's input and its result's amax; or bf16 values."""
 
 
 class Float8Products(torch.autograd.Function):
@@ -354,11 +355,11 @@ class Float8Products(torch.autograd.Function):
             weight_amax = operand.amax
             if bias_N is not None:
                 bias_N = bias_N.to(given.output_dtype)
-                # In place in eager code alone: of an output that is changed in place, torch 2.11's
-                # graphs send back gradients of zero.
+                # In place only in eager code: torch 2.11's graphs return zero gradients for an
+                # output that is changed in place.
                 output_TN = output_TN + bias_N if torch.compiler.is_compiling() else output_TN.add_(bias_N)
         if given.formats.activation is not None:
-            saved = input, saved[1]  # as it came: others keep it too
+            saved = input, saved[1]  # not reshaped: other functions keep the same tensor
         ctx.save_for_backward(*saved, weight, layer._buffers["weight_dequant_scale"], weight_amax)
         return _in_shape(output_TN, input)
 
@@ -408,9 +409,10 @@ class Float8Products(torch.autograd.Function):
 
 
 def _in_shape(output_TN: Tensor, input: Tensor) -> Tensor:
-    """The output in the shape of the input, with N in the place of K.
+    """Return the output in the shape of the input, with N in the place of K.
 
-    No view, of which autograd would refuse what a network adds in place, as Falcon does. Nothing else sees output_TN.
+    The result is no view: autograd would refuse to add in place to a view that a function returns,
+    which Falcon does. Nothing else uses output_TN.
     """
     if input.dim() == 2:
         return output_TN
@@ -421,7 +423,7 @@ def _in_shape(output_TN: Tensor, input: Tensor) -> Tensor:
 def _output(
     layer: Float8Linear, input_TK: Tensor, weight: Operand, given: ForwardPass, *, columns: bool
 ) -> tuple[Tensor, Saved]:
-    """The output in FP8, and what waits of the input for the backward pass. columns: codes (K, T) are to wait."""
+    """Return the output, computed in FP8, and the input to save for backward. columns: save its codes (K, T)."""
     plan, formats, handoff, dtype = given.plan, given.formats, given.input, given.output_dtype
     scaling: Any = layer._modules["input_scaling"]
     if formats.activation is not None:
@@ -456,7 +458,7 @@ def _output(
 def _half_output(
     layer: Float8Linear, input_TK: Tensor, bias_N: Tensor | None, given: ForwardPass, *, columns: bool
 ) -> tuple[Tensor, Saved]:
-    """The output in bf16, and what waits of the input for the backward pass. columns: codes (K, T) are to wait."""
+    """Return the output, computed in bf16, and the input to save for backward. columns: save its codes (K, T)."""
     saved: Saved = (None, None)
     if given.formats.activation is not None:
         input_half = kernels.ACTIVATIONS[given.formats.activation].forward(input_TK).to(torch.bfloat16)
@@ -476,7 +478,7 @@ def _half_output(
 def _grad_operands(
     layer: Float8Linear, plan: LinearPlan, grad_output_TN: Tensor, handoff: Handoff | None, *, rows: bool, columns: bool
 ) -> tuple[Operand, Operand | None]:
-    """The gradient as `linear_gradients` takes it, and its columns, where they are in codes beside its rows."""
+    """Return the gradient as `linear_gradients` takes it, and its columns if rows and columns are separate codes."""
     scaling: Any = layer._modules["grad_output_scaling"]
     if torch.compiler.is_compiling():
         handoff = GraphHandoff(is_shared=False)
@@ -493,7 +495,7 @@ def _grad_operands(
 def _input_again(
     layer: Float8Linear, plan: LinearPlan, formats: LinearFormats, saved: Saved, grad_output_TN: Tensor
 ) -> Operand:
-    """The input as `linear_gradients` takes it, of what has waited."""
+    """Return the input as `linear_gradients` takes it, from what was saved."""
     kept, number = saved
     assert kept is not None
     if formats.activation is None:
@@ -507,7 +509,7 @@ def _input_again(
 
 
 def _before_activation(activation: str, grad: Tensor, x: Tensor, handoff: Handoff | None) -> Tensor:
-    """The gradient of x, given that of an activation of x, one of kernels' ACTIVATIONS."""
+    """Return dL/dx, given dL/d(activation(x)). activation: one of kernels' ACTIVATIONS."""
     if handoff is None:
         return kernels.ACTIVATIONS[activation].backward(grad, x)
     return write_gradients(grad, x, activation, None, (handoff, None))[0]

@@ -1,11 +1,13 @@
-"""Norms in front of FP8 layers: what they return hand on their amax, found in the pass that normalizes, and a place for codes.
+"""Norms in front of FP8 layers: attach to their output its amax, found while normalizing, and a place for its codes.
 
-The layers after a norm then read its output once, instead of twice, and quantize it once for all of them (`handoff.py`). A norm
-keeps its class, parameters and hooks; only its `forward` is another. On an accelerator LayerNorm and RMSNorm (torch's,
-`HalfNorm`, and those that `norms.py` knows by what they compute) run as one kernel with the amax. Other norms, and all on a
-CPU, run as they are, and their output carries the place for codes alone; so do norms in a compiled graph, where the compiler
-joins a norm to the addition before it and the amax, or codes, to both (`handoff.py`). Where the residual stream is in bf16
-(`residual_stream.py`), norms return bf16 for bf16, and run as one kernel on a CPU too.
+The layers after a norm then read its output once, instead of twice, and quantize it once for all of
+them (`handoff.py`). A norm keeps its class, parameters and hooks; only its `forward` is replaced.
+On an accelerator LayerNorm and RMSNorm (torch's, `HalfNorm`, and those that `norms.py` recognizes
+by what they compute) run as one kernel that also finds the amax. Other norms, and all norms on a
+CPU, run unchanged, and their output gets only the place for codes. So do norms in a compiled graph:
+there the compiler joins a norm to the addition before it, and the amax, or codes, to both
+(`handoff.py`). Where the residual stream is in bf16 (`residual_stream.py`), norms return bf16 for
+bf16, and run as one kernel on a CPU too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +35,7 @@ PURE_BLOCKS = frozenset(
         *((f"transformers.models.{name}.modeling_{name}", block) for name, block in PURE_BLOCK_CLASSES.items()),
     }
 )
-"""Module and name of classes that change no norm's output in place, which nobody can ask in a compiled graph (`handoff.py`)."""
+"""Module and name of classes that change no norm's output in place; a compiled graph cannot check it (`handoff.py`)."""
 
 
 class NormForward(Wrapper):
@@ -42,7 +44,7 @@ class NormForward(Wrapper):
     nesting = Nesting.LAYER
 
     def __init__(self, norm: nn.Module, *, is_pure: bool) -> None:
-        """is_pure: nothing changes the norm's output in place, so it may carry something within a compiled graph."""
+        """is_pure: nothing changes the norm's output in place, so it may have a handoff in a compiled graph."""
         self.norm, self.is_pure, self.returns_dtype_of_input = norm, is_pure, False
         self.is_fused = isinstance(norm, HalfNorm) or why_kept(norm) is None
         self.is_layer_norm = getattr(norm, "is_layer_norm", type(norm) is nn.LayerNorm)
@@ -101,7 +103,7 @@ class Pass(NamedTuple):
 
 
 class Normalize(torch.autograd.Function):
-    """A norm of the last dimension. It keeps the input as it came, and the rows' statistics."""
+    """A norm over the last dimension. It saves its input, not reshaped, and the statistics of each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, given: Pass) -> Tensor:

@@ -29,7 +29,7 @@ REMEMBERED = ("step_amax", "amax_history", "window_amax", "num_finite_steps")
 
 
 class OperandScaling(KeepsDtypes):
-    """The scaling of one operand of one layer. What it remembers is in `state_dict`."""
+    """The scaling of one operand of one layer. Its buffers of delayed scaling are in `state_dict`."""
 
     sample: Tensor
     step_amax: Tensor
@@ -37,11 +37,11 @@ class OperandScaling(KeepsDtypes):
     window_amax: Tensor
     num_finite_steps: Tensor
     is_written_in_graph = False
-    """Whether a compiled graph makes the operand in a kernel that can write its codes too."""
+    """True if a compiled graph makes the operand in a kernel that can write its codes too."""
     gathered_codes: Codes | None = None
-    """Codes of the next operand that ranks have gathered, each of which had some of its tokens."""
+    """Codes of the next operand, gathered from ranks that each had some of its tokens."""
     regather: Callable[[Tensor], Tensor] | None = None
-    """Gathers the codes of all tokens (T, K) once more, of those that this rank has kept (B, t, K)."""
+    """Gathers the codes of all tokens (T, K) once more, given the codes that this rank has kept (B, t, K)."""
 
     def __init__(self, recipe: Recipe, format: OperandFormat, device: torch.device) -> None:
         """format: one of the recipe's three operands."""
@@ -62,10 +62,10 @@ class OperandScaling(KeepsDtypes):
     def codes_before_product(
         self, x: Tensor, handoff: Handoff | None, *, rows: bool, columns: bool, is_first: bool
     ) -> tuple[Codes | None, Tensor | None]:
-        """Codes of x that exist already or are made here; else None, and the amax of x, fp32 (), where it is known.
+        """Return codes of x that exist or are made here; else None and the amax of x, fp32 (), if it is known.
 
-        They may be what ranks have gathered, what another layer has made, or what was written with x. is_first: if there are
-        none, quantize x here, and not in the op of the product.
+        Existing codes were gathered from the ranks, made by another layer, or written with x.
+        is_first: if there are none, quantize x here, and not in the op of the product.
         """
         if self.gathered_codes is not None:
             gathered, self.gathered_codes = self.gathered_codes, None
@@ -102,10 +102,11 @@ class OperandScaling(KeepsDtypes):
         return quantized.rows, quantized.columns
 
     def weight_operand(self, held: Operand, side: str) -> Operand:
-        """Make of a weight what its product takes. side: of the stored matrix, "rows" or "columns".
+        """Return a weight as its product takes it. side: of the stored matrix, "rows" or "columns".
 
-        Its amax, of the values, is the one to scale by, in the backward pass too; None where scales are not the tensor's, and
-        in graphs by windows.
+        The amax of the result, that of the values, is the one to scale by, in the backward pass
+        too. It is None unless the tensor has one scale, and in graphs where a window has to find
+        it.
         """
         data, stored_scale, amax = held
         is_whole, is_sampled = self.format.kind is ScaleKind.TENSOR, self.is_sampled and self.training
@@ -131,7 +132,10 @@ class OperandScaling(KeepsDtypes):
         return Operand(codes.codes, scale, amax)
 
     def weight_operand_again(self, held: Operand, side: str, amax: Tensor | None) -> Operand:
-        """What `weight_operand` makes, by the amax that it has returned, in the backward pass. Leaves no trace."""
+        """Return a weight as its product takes it in the backward pass. No window is updated, no sample is taken.
+
+        amax: the one that `weight_operand` returned.
+        """
         if amax is not None or not self.has_window:
             return Operand(held.data, held.dequant_scale, amax)
         how: Any = {"margin": self.recipe.margin, "amax": self.window_amax, "uses_amax": self._is_full()}
@@ -173,14 +177,14 @@ class OperandScaling(KeepsDtypes):
         return columns
 
     def known_scale(self) -> KnownScale | None:
-        """How to write codes of the next operand with its values; None where no scale is known before."""
+        """Return the scale for writing the next operand's codes with its values; None if it is not known before."""
         is_known = self.has_window and self.format.kind is ScaleKind.TENSOR
         if not is_known or self.gathered_codes is not None or self.regather is not None:
             return None
         return KnownScale(self.format.dtype, self.recipe.margin, self.window_amax, self._is_full())
 
     def is_like(self, other: "OperandScaling") -> bool:
-        """Whether both make the same codes of one tensor, and remember and sample alike."""
+        """Return True if both make the same codes of one tensor, and remember and sample alike."""
         is_same_recipe = self.recipe is other.recipe
         return is_same_recipe and self.training == other.training and self.is_sampled == other.is_sampled
 
@@ -261,7 +265,10 @@ class OperandScaling(KeepsDtypes):
     def _complete(
         self, x: Tensor, codes: Tensor, amax: Tensor | None, known_scale: KnownScale | None, *, columns: bool
     ) -> Codes:
-        """What `quantize` makes of x for its rows, and columns if wanted, of codes that were written with x. amax: of x."""
+        """Return the result of `quantize` for x, made from row codes that were written with x.
+
+        amax: of x. columns: also return codes for products over the columns of x.
+        """
         assert amax is not None
         assert known_scale is not None
         made = kernels.complete(codes, x, amax, known_scale, columns=columns)
@@ -272,11 +279,11 @@ class OperandScaling(KeepsDtypes):
         return made.rows, made.columns
 
     def _is_full(self) -> Tensor:
-        """Whether the window counts, a bool (): only the device knows."""
+        """Return a bool () on the device, true once the window is full; the host does not read it."""
         return self.num_finite_steps >= self.recipe.amax_history_length
 
     def _remembered(self, amax: Tensor) -> Tensor:
-        """The amax to scale by of an operand whose own is known: the window's once it is full."""
+        """Remember an operand's amax and return the one to scale by: the window's once it is full, else its own."""
         if self.training:
             self._remember(amax)
         return torch.where(self._is_full(), self.window_amax, amax)

@@ -1,7 +1,8 @@
-"""How a layer computes its passes: settled when it is converted, and again when what it depends on changes.
+"""The plan of a layer's passes, made when the layer is converted and replaced when its inputs change.
 
-A forward pass reads the plan and decides nothing. What a plan depends on are attributes of the layer (`PLANNED_BY`):
-to set one of them, as `train()`, `eval()`, a demotion or a step that is sampled does, makes the layer take another plan.
+A forward pass reads the plan and decides nothing. The inputs are attributes of the layer
+(`PLANNED_BY`): setting one of them, as `train()`, `eval()`, a demotion or a sampled step does, makes
+the layer take another plan.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ PLANNED_BY = frozenset(
 
 
 class HeldAs(Enum):
-    """What a layer holds of its weight, and what its products take."""
+    """The form in which a layer holds its weight, and the form that its products take."""
 
     VALUES = "values"
     SCALED = "codes of FP16, which the product quantizes"
@@ -29,20 +30,22 @@ class HeldAs(Enum):
 
     @property
     def is_product_ready(self) -> bool:
-        """Whether the product takes the codes as they are held."""
+        """True if the product takes the codes as they are held."""
         return self in (HeldAs.CODES, HeldAs.GATHERED)
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a pass reads.
+    """The decisions that a pass of a layer reads.
 
-    formats: of the operands; after_activation: where the layer computes the activation before it, too. high_precision:
-    the products that are computed in bf16. is_half: all are, of a weight of values, as in a layer of bf16-amp.
-    An operand is quantized by the op of its product, unless something else has to see its codes or its amax:
-    quantizes_input_first and quantizes_grad_first say that it is quantized before. adds_bias_after: the function leaves out
-    the bias, since selective checkpointing computes a pass again only up to its last product; a sampled step does so too,
-    and its gradients arrive in the order that the golden runs have.
+    formats: of the operands; after_activation: the same where the layer also computes the
+    activation before it. high_precision: the products that are computed in bf16. is_half: all
+    products are, and the weight is held as values, as in a layer of bf16-amp. An operand is
+    quantized by the op of its product, unless something else has to see its codes or its amax:
+    quantizes_input_first and quantizes_grad_first are True if it is quantized before.
+    adds_bias_after: the autograd function leaves out the bias, since selective checkpointing
+    computes a pass again only up to its last product; a sampled step does so too, so that its
+    gradients arrive in the order that the golden runs have.
     """
 
     formats: LinearFormats
@@ -67,10 +70,11 @@ def plan_of(
     is_sampled: bool,
     keeps_products: bool,
 ) -> LinearPlan:
-    """Settle how a layer computes. Layers that are alike have one plan together.
+    """Return the plan of a layer. Layers that are alike share one plan.
 
-    uses_fp8: in the present mode, as far as the recipe wants it. keeps_products: selective checkpointing keeps the results of
-    products alone, so that codes of the input have to be made outside of the product's op.
+    uses_fp8: the layer multiplies in FP8 in its present mode, as far as the recipe wants it.
+    keeps_products: selective checkpointing keeps only the results of products, so codes of the
+    input have to be made outside of the product's op.
     """
     operands = (recipe.input, recipe.weight, recipe.grad_output, recipe.margin)
     high_precision = recipe.high_precision if uses_fp8 else ALL_GEMMS

@@ -11,11 +11,12 @@ from octet.worker import kernels
 
 @dataclass
 class RoundingPosition:
-    """Where one parameter's gradient stands in the random stream: `count` additions were rounded so far on this rank.
+    """The position of one parameter's gradient in the random stream. count: additions rounded so far on this rank.
 
-    share, num_shares: the part of the batch that this rank accumulates, and how many there are. Each part draws numbers of its
-    own, so that the rounding errors of different ranks average out; with the same numbers they would add up.
-    The count is on the gradient's device and the host does not follow it, so the replay of a CUDA graph draws new numbers.
+    share, num_shares: the part of the batch that this rank accumulates, and the number of parts.
+    Each part draws numbers of its own, so that the rounding errors of different ranks average out;
+    with the same numbers they would add up. The count is on the gradient's device, and the host
+    does not follow it, so the replay of a CUDA graph draws new numbers.
     """
 
     seed: int

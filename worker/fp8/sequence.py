@@ -72,13 +72,13 @@ def name_of_activation(module: nn.Module) -> str | None:
 
 
 def _is_unobserved(activation: nn.Module, layer: Float8Linear) -> bool:
-    """Whether the layer is to compute this activation, and no hook sees what is between them."""
+    """Return True if the layer is to compute this activation, and no hook reads the tensor between the two."""
     is_known = layer.activation is not None and name_of_activation(activation) == layer.activation
     return is_known and not (is_observed(activation) or _has_hooks(layer))
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether a hook may look at what a module is given or returns."""
+    """Return True if a hook may read the inputs or outputs of a module."""
     return _has_hooks(module) or _any_observes(_GLOBAL_HOOKS)
 
 
@@ -87,7 +87,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _any_observes(kinds: tuple[dict[int, Any], ...]) -> bool:
-    """Whether there is a hook, except those that say that they look at no tensor: their `reads_no_tensors` is true."""
+    """Return True if there is a hook other than those that declare `reads_no_tensors = True`."""
     if not any(kinds):
         return False
     return any(not getattr(hook, "reads_no_tensors", False) for hooks in kinds for hook in hooks.values())

@@ -1,4 +1,4 @@
-"""Encode a weight as a level's row asks for it."""
+"""Encode a weight in the format that a level's row names."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -26,9 +26,10 @@ class EncodedWeight(NamedTuple):
 
 
 def encode_weight(values: Tensor, level: Level) -> EncodedWeight | None:
-    """The weight as the level holds it, rounded to nearest; None where it stays as it is.
+    """Return the weight in the format of the level, rounded to nearest; None where it stays as it is.
 
-    Of values without memory, codes and a residual without memory, and a scale and an amax of 0, to be filled with them.
+    For values without memory it returns codes and a residual without memory, and a scale and an
+    amax of 0, to be filled in together.
     """
     if level.weight == "fp32":
         return None
@@ -43,17 +44,18 @@ def encode_weight(values: Tensor, level: Level) -> EncodedWeight | None:
 
 
 def amax_of(values: Tensor) -> Tensor:
-    """The largest magnitude of a weight's values, fp32 (). Beside it this holds what PIECE_ELEMENTS take."""
+    """Return the largest magnitude of a weight's values, fp32 (). Its temporaries have PIECE_ELEMENTS elements."""
     return torch.stack([kernels.compute_amax(piece.float()) for (piece,) in in_pieces(values.detach().contiguous())]).amax()
 
 
 def encode_values(
     values: Tensor, dtype: torch.dtype, *, has_residual: bool = False, amax: Tensor | None = None
 ) -> EncodedWeight:
-    """Codes of FP16 or E4M3 with one scale, rounded to nearest; has_residual: E4M3 codes refined by an INT8 residual.
+    """Return codes of FP16 or E4M3 with one scale, rounded to nearest.
 
-    amax: of the whole weight, where the values are a part of it.
-    Beside the result this holds what PIECE_ELEMENTS take, and a copy of values that are not contiguous.
+    has_residual: E4M3 codes are refined by an INT8 residual. amax: of the whole weight, if the
+    values are only a part of it. Apart from the result this takes the memory of temporaries of
+    PIECE_ELEMENTS elements, and of a copy of values that are not contiguous.
     """
     values = values.detach().contiguous()
     amax = amax_of(values) if amax is None else amax
@@ -72,9 +74,10 @@ def encode_values(
 
 
 def decode_values(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values of codes with one scale (), rounded once to dtype; residual: what refines E4M3 codes.
+    """Return the values of codes with one scale (), rounded once to dtype. residual: INT8, refines E4M3 codes.
 
-    Beside the result this holds what PIECE_ELEMENTS take. A kernel that decodes the whole at once is faster on a GPU.
+    Apart from the result this takes the memory of temporaries of PIECE_ELEMENTS elements. A kernel
+    that decodes the whole at once is faster on a GPU.
     """
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if residual is None:

@@ -21,7 +21,7 @@ _all_finite_op = define("all_finite(Tensor x) -> Tensor", fake=lambda x: x.new_e
 
 
 def activate_again(x: Tensor, activation: str, after: Tensor) -> Tensor:
-    """An activation computed a second time, in the backward pass: a compiler may not put it before `after` and keep it."""
+    """Compute an activation again, in the backward pass. A compiler may not move it before `after` and keep the result."""
     result: Tensor = _activate_again_op(x, activation, after)
     return result
 
@@ -33,6 +33,6 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Whether no element of a tensor, or of codes, is NaN or Inf: a 0-dim bool on x's device, without a host sync."""
+    """Return a 0-dim bool on x's device: True if no element of a tensor, or of codes, is NaN or Inf. No host sync."""
     is_finite: Tensor = _all_finite_op(x.detach())
     return is_finite

@@ -1,8 +1,9 @@
-"""What a recorded step reads by its address, kept alive as long as the recording.
+"""Keep tensors that a recorded step reads by address alive as long as the recording.
 
-A CUDA graph holds addresses and no tensors: a table that the host sent to a kernel has to outlive each replay, and so has the
-pinned memory that a captured copy reads. Who records collects them by `holding`; a capture that somebody else makes, by
-`torch.cuda.graph`, keeps them until the process ends.
+A CUDA graph holds addresses and no tensors: a table that the host sent to a kernel has to outlive
+each replay, and so has the pinned memory that a captured copy reads. Our recordings collect these
+tensors by `holding`. For captures that users make with `torch.cuda.graph`, they are kept until the
+process ends.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ _KEPT: list[Tensor] = []
 
 @contextmanager
 def holding() -> Iterator[list[Tensor]]:
-    """Collect into the list what is held inside. The list belongs to the recording."""
+    """Collect in a list the tensors that are held inside. The recording keeps the list."""
     held: list[Tensor] = []
     _HOLDERS.append(held)
     try:

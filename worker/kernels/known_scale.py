@@ -1,7 +1,8 @@
-"""Codes that are written in the pass that writes the values, at a scale that is known before: check, op and fake.
+"""Write codes in the pass that writes the values, at a scale that is known before: check, op and fake.
 
-Delayed scaling knows it, but does not use it while its window fills, and only the device knows whether it does. So `complete`
-finishes the codes afterwards: it makes the transposed ones of them, or makes all again, of the values, at their own amax.
+Delayed scaling has such a scale, but does not use it while its window fills, and only the device
+knows whether the window is full. So `complete` finishes the codes afterwards: it transposes them,
+or makes all of them again from the values, scaled by their own amax.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from octet.worker.kernels.scales import ScaledCodes, ScaleKind
 
 
 class KnownScale(NamedTuple):
-    """How to write codes with values. amax: fp32 (), to scale by. uses_amax: a bool (), whether to; else none are written."""
+    """The scale for writing codes with values. amax: fp32 (), to scale by. uses_amax: a bool (); if false, none are written."""
 
     dtype: torch.dtype
     margin: int
@@ -37,9 +38,10 @@ _complete_op = define(
 
 
 def complete(codes_MN: Tensor, x_MN: Tensor, own_amax: Tensor, known_scale: KnownScale, *, columns: bool) -> QuantizedOperand:
-    """What `quantize_operand` makes of x (M, N) by the amax or by its own: codes that were written with x, changed in place.
+    """Return x (M, N) as `quantize_operand` does, from codes that were written with x; they are changed in place.
 
-    x and codes are contiguous. own_amax: of x, fp32 (). columns: whether codes of x.T are wanted, too.
+    The codes are scaled by the amax of known_scale, or by own_amax while that is not used. x and
+    codes are contiguous. own_amax: of x, fp32 (). columns: codes of x.T are wanted, too.
     """
     if x_MN.ndim != 2 or codes_MN.shape != x_MN.shape or codes_MN.dtype != known_scale.dtype:
         got = f"codes {tuple(codes_MN.shape)} of {codes_MN.dtype} for x {tuple(x_MN.shape)}"

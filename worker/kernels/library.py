@@ -1,10 +1,10 @@
-"""How our kernels become ops of torch, `torch.ops.octet.*`: one op for all devices, each device with its implementation.
+"""Register our kernels as ops of torch, `torch.ops.octet.*`: one op for all devices, each device with its implementation.
 
 torch.library chooses by dispatch key: `reference.py` on a CPU, `octet.worker.kernels.cuda` on a
-CUDA device, loaded when the first tensor there asks for it (registering loads no Triton). A graph
-of torch.compile holds the ops as they are. Eager code on a CUDA device calls the implementation
-itself, unless a mode, a transform or autograd has to see the op. Ops take tensors, numbers and
-strings; our functions take types of `scales.py` too. This file alone translates (`_TRANSLATIONS`):
+CUDA device, loaded at the first call with a tensor there (registering loads no Triton). A graph of
+torch.compile holds the ops as they are. Eager code on a CUDA device calls the implementation
+directly, unless a mode, a transform or autograd has to see the op. Ops take tensors, numbers and
+strings; our functions take types of `scales.py` too. Only this file translates (`_TRANSLATIONS`):
 in a signature `Kind kind` stands for `str kind`, `ScaledCodes a` for `Tensor a, Tensor
 a_dequant_scale, str a_kind`.
 """
@@ -106,7 +106,10 @@ def define(
 
 
 def _is_plain(argument: Any) -> bool:
-    """Whether torch's dispatcher would do nothing but call the implementation of CUDA devices, at the cost of a launch."""
+    """Return True if torch's dispatcher would only call the implementation of CUDA devices.
+
+    The dispatcher costs as much as a launch.
+    """
     if type(argument) is not Tensor and isinstance(argument, (tuple, list)) and argument:
         argument = argument[0]
     return (

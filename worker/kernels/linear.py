@@ -236,7 +236,7 @@ def _output_flops(input_shape: Any, _scale: Any, _amax: Any, weight_shape: Any, 
 
 
 def _gradients_flops(grad_output_shape: Any, *args: Any, **_options: Any) -> int:
-    """As much for each of the gradients. args: those of the op after the gradient, tensors as their shapes."""
+    """2 · T · N · K for each of the gradients. args: those of the op after the gradient, tensors as their shapes."""
     input_shape, weight_shape, sides = args[5], args[8], args[12]
     num_tokens, num_out = grad_output_shape[::-1] if sides == "columns" and args[0] is not None else grad_output_shape
     num_in = prod(input_shape) // num_tokens if weight_shape is None else prod(weight_shape) // num_out

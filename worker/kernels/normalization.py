@@ -113,7 +113,11 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
 
 
 def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What autograd computes of the ops that torch's rms_norm consists of on a CPU, in their order: the same bits."""
+    """Return the gradients that autograd computes for torch's rms_norm on a CPU, bit for bit.
+
+    There rms_norm consists of several ops. Their backward passes are computed here in the same
+    order.
+    """
     grad, wide = grad.float(), x.float()
     grad_weight = None if weight is None else (grad * (wide * rstd)).sum(0)
     if weight is not None:

@@ -79,9 +79,10 @@ _delayed_op = define(
 
 
 class Window(NamedTuple):
-    """What delayed scaling remembers of an operand. step_amax, window_amax: fp32 (). num_finite_steps: int64 ().
+    """The state of delayed scaling for one operand. step_amax, window_amax: fp32 (). num_finite_steps: int64 ().
 
-    The window counts once that many steps have been finite. The largest amax of a step collects in step_amax, if `remembers`.
+    The window counts once num_finite_steps reaches history_length. If `remembers`, step_amax
+    collects the largest amax of a step.
     """
 
     step_amax: Tensor
@@ -101,10 +102,10 @@ def quantize_delayed(
     activation: str | None = None,
     amax: Tensor | None = None,
 ) -> QuantizedOperand:
-    """Codes of x (M, N), or of an activation of x, by the window's amax, or by its own while the window is not full.
+    """Return codes of x (M, N), or of an activation of x, by the window's amax, or by its own until the window is full.
 
-    As `quantize_operand` and `activate_operand` make them. amax: fp32 (), x's own, where it is known.
-    The amax of the result is the one that codes are scaled by. Autograd does not follow it.
+    They are those of `quantize_operand` and `activate_operand`. amax: fp32 (), x's own, where it is
+    known. The amax of the result is the one that codes are scaled by. Autograd does not follow it.
     """
     _check(x_MN, dtype, ScaleKind.TENSOR, sides, amax)
     *tensors, length, margin, remembers = window

@@ -21,7 +21,7 @@ from octet.worker.kernels.sampling import MOST_DECIBELS, sampled_rows
 from octet.worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
 
 AMAX_STRIDE = 4
-"""Where an op returns several amaxes they are 16 bytes apart: a kernel that reads one is compiled for aligned addresses."""
+"""Elements from one amax of an op to the next, 16 bytes: a kernel that reads one is compiled for aligned addresses."""
 
 
 def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
@@ -132,7 +132,7 @@ def _codes_at_known_scale(
 
 
 def quantize_delayed(x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_finite_steps: Tensor, *how: Any) -> list[Tensor]:
-    """What `quantize_operand` returns, and the amax that codes are scaled by; step_amax is raised in place."""
+    """Return the tensors of `quantize_operand`, then the amax that codes are scaled by; step_amax is raised in place."""
     amax, dtype, history_length, margin, sides, activation, remembers = how
     values_MN = x_MN if activation is None else ACTIVATIONS[activation].forward(x_MN)
     amax = compute_amax(values_MN, ScaleKind.TENSOR) if amax is None else amax
@@ -233,7 +233,7 @@ def decode(codes: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Whether no element is NaN or Inf, as a 0-dim bool tensor on x's device. FP8 codes are read as bytes."""
+    """Return a 0-dim bool tensor on x's device: True if no element is NaN or Inf. FP8 codes are read as bytes."""
     if x.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=x.device)
     if x.dtype.itemsize > 1:

@@ -41,17 +41,17 @@ class ScaleKind(Enum):
 
     @property
     def is_blockwise(self) -> bool:
-        """Whether the scale changes along the dimension that a product sums over."""
+        """True if the scale changes along the dimension that a product sums over."""
         return self in (ScaleKind.BLOCK_1X32, ScaleKind.BLOCK_1X128, ScaleKind.BLOCK_128X128)
 
     @property
     def is_per_row(self) -> bool:
-        """Whether each row has scales of its own."""
+        """True if each row has scales of its own."""
         return self in (ScaleKind.ROW, ScaleKind.BLOCK_1X32, ScaleKind.BLOCK_1X128)
 
     @property
     def is_transposable(self) -> bool:
-        """Whether the scale of a matrix, transposed, is the scale of the transposed matrix."""
+        """True if the scale of a matrix, transposed, is the scale of the transposed matrix."""
         return not self.is_per_row
 
 
@@ -110,10 +110,10 @@ class OperandFormat:
 
 @dataclass(frozen=True)
 class LinearFormats:
-    """How the operands of a linear layer's three products become codes.
+    """The formats in which the operands of a linear layer's three products become codes.
 
-    activation: applied to the input before it is quantized, one of ACTIVATIONS. is_transposed: the
-    weight is stored as (K, N). text: the same as an op takes it.
+    activation: one of ACTIVATIONS, applied to the input before it is quantized. is_transposed: the
+    weight is stored as (K, N). text: these formats as the string that an op takes.
     """
 
     input: OperandFormat = OperandFormat()

@@ -21,7 +21,7 @@ class Pending:
     def __init__(
         self, result: Tensor, work: dist.Work | None = None, read: Tensor | None = None, call: Call | None = None
     ) -> None:
-        """read: the tensor that is being sent. call: told while this rank waits."""
+        """read: the tensor that is being sent. call: the context in which this rank waits."""
         self._result, self._work, self._read, self._call = result, work, read, call
 
     def wait(self) -> Tensor:

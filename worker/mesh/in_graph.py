@@ -1,9 +1,10 @@
 """A collective inside of blocks, which a compiled graph holds as an op of torch that names its axis.
 
-To the compiler the op is opaque: it runs the collective of eager code, so waits and bytes are counted alike. Graphs keep the
-order of collectives of which one reads what follows from another. The order of others, as of the gradients of an input that
-several layers share, is the graph's: ranks of an axis take the same steps with the same shapes, statistics and demotions, so
-they compile the same graphs.
+To the compiler the op is opaque: it runs the collective of eager code, so waits and bytes are
+counted alike. A graph keeps the order of two collectives if one depends on the result of the other.
+The graph chooses the order of the rest, such as those for the gradients of an input that several
+layers share. That order is the same on all ranks of an axis: they take the same steps with the same
+shapes, statistics and demotions, so they compile the same graphs.
 """
 
 from collections import defaultdict

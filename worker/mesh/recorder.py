@@ -1,8 +1,9 @@
-"""What torch's flight recorder knows of a rank's collectives that have not ended: on NCCL, what waits on the device.
+"""Read a rank's collectives that have not ended from torch's flight recorder: on NCCL, those that wait on the device.
 
-A rank that hangs in NCCL has often long started the collective that another rank never joins; its Python code waits elsewhere.
-torch keeps the newest collectives of all groups in a ring. `Mesh` gives it a size before it makes groups of NCCL; who sets
-TORCH_FR_BUFFER_SIZE has those of gloo as well.
+A rank that hangs in NCCL has often long started the collective that another rank never joins; its
+Python code waits elsewhere. torch keeps the newest collectives of all groups in a ring. `Mesh` sets
+the size of the ring before it makes groups of NCCL. Where the environment sets
+TORCH_FR_BUFFER_SIZE, the ring has those of gloo as well.
 """
 
 import json
@@ -14,7 +15,7 @@ from octet.worker.kernels.torch_private import flight_recorder_dumps
 NUM_RECORDED = 512
 NUM_SHOWN = 4
 _SIZES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
-"""torch's variables for the size of the ring: the name that all versions know, and the newer one."""
+"""torch's variables for the size of the ring: the name that all versions read, and the newer one."""
 
 
 def switch_on() -> None:
@@ -44,7 +45,7 @@ def unended(dump: str | bytes) -> tuple[str, ...]:
 
 
 def _describe(entry: dict[str, Any]) -> str:
-    """One collective: what, of which tensors, in which group, and whether the device has begun it."""
+    """Describe one collective: its name, tensors, group and number, and whether the device has begun it."""
     tensors = ", ".join(f"{dtype} {sizes}" for dtype, sizes in zip(entry["input_dtypes"], entry["input_sizes"], strict=False))
     name, description = entry["process_group"]
     number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]

@@ -18,11 +18,13 @@ _MAX_CAUSES = 8
 
 @dataclass(frozen=True)
 class Statement:
-    """What one rank says of itself. `reason` and `message` are empty without an error. waits_for: the collective it is in.
+    """The state that one rank reports. `reason` and `message` are empty without an error.
 
-    step: optimizer steps that it has taken. num_started: collectives that it has started, by axis. stack: of its Python code.
-    num_blocks: blocks that it has gathered (ZeRO stage 3). blocks: the newest of them, in order, by index in the model.
-    unended: collectives that torch's flight recorder shows as not ended, oldest first.
+    waits_for: the collective that the rank is in. step: optimizer steps that it has taken.
+    num_started: collectives that it has started, by axis. stack: that of its Python code.
+    num_blocks: blocks that it has gathered (ZeRO stage 3). blocks: the newest of them, in order, by
+    index in the model. unended: collectives that torch's flight recorder shows as not ended, oldest
+    first.
     """
 
     reason: str = ""
@@ -196,11 +198,12 @@ class Skip(NamedTuple):
 
 
 def find_skip(gathered: Mapping[int, tuple[int, tuple[int, ...]]]) -> Skip | None:
-    """Return the first block that some ranks have gathered and others left out; None if that cannot be told.
+    """Return the first block that some ranks have gathered and others left out; None if it cannot be determined.
 
-    gathered: for each rank the number of blocks that it has gathered so far, and the newest of them in order. Where ranks part,
-    a rank has skipped what another gathers there if it goes on as that one does some blocks later. If each goes on as the other
-    does, or none, they run blocks in different orders, and nobody is named.
+    gathered: for each rank the number of blocks that it has gathered so far, and the newest of them
+    in order. Where the orders of two ranks part, one rank has skipped the other's block if it
+    continues as the other does some blocks later. If both continue like this, or neither does, they
+    run blocks in different orders, and no rank is named.
     """
     first = max((count - len(blocks) for count, blocks in gathered.values()), default=0)
     orders = {rank: blocks[first - (count - len(blocks)) :] for rank, (count, blocks) in gathered.items()}
@@ -228,7 +231,7 @@ def _skip_of(block: int, rests: Mapping[int, tuple[int, ...]]) -> Skip | None:
 
 
 def _num_alike_later(whole: tuple[int, ...], part: tuple[int, ...]) -> int:
-    """How many blocks from the begin of `part` on follow each other in `whole`, anywhere but at its begin."""
+    """Return how many of the first blocks of `part` follow each other in `whole`, anywhere but at its start."""
     return max((_num_alike(whole[start:], part) for start in range(1, len(whole))), default=0)
 
 

@@ -1,4 +1,4 @@
-"""What a rank waits for. Every collective says so while it blocks, and other threads may read it at any time."""
+"""The collective that a rank waits in. Each collective sets it while it blocks; other threads may read it at any time."""
 
 import threading
 import time

@@ -23,7 +23,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _are_alike(modules: list[nn.Module]) -> bool:
-    """Whether they are of one class, hold modules with matrices, and have parameters of the same shapes."""
+    """Return True if modules are of one class, hold modules with matrices, and have parameters of the same shapes."""
     kinds = {
         (type(module), tuple((name, parameter.shape) for name, parameter in module.named_parameters())) for module in modules
     }

@@ -1,4 +1,4 @@
-"""What models that predict one class for each image have in common."""
+"""The losses of models that predict one class for each image."""
 
 from torch import Tensor
 from torch.nn import functional

@@ -83,10 +83,11 @@ class CausalAttention(nn.Module):
 
 
 def attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, mask: Any, *, has_mask: bool) -> Tensor:
-    """Return attention, (B, H, c, d), of groups of query heads that share a head of keys, without a copy of it for each.
+    """Return attention, (B, H, c, d), of groups of query heads that share a head of keys, which is not copied for each.
 
-    mask: as torch's attention takes it. has_mask: it is no causal bias, of which kernels need no elements.
-    Where kernels take no groups, one query head of each group attends at a time, and all of them read the same keys.
+    mask: as torch's attention takes it. has_mask: False for a causal bias, whose elements kernels
+    do not need. Where kernels take no groups, one query head of each group attends at a time, and
+    all of them read the same keys.
     """
     num_groups, attend = query_BHcd.shape[1] // key_BHed.shape[1], functional.scaled_dot_product_attention
     if num_groups == 1 or _takes_groups(query_BHcd, key_BHed, value_BHed, has_mask=has_mask):
@@ -96,9 +97,10 @@ def attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, m
 
 
 def _takes_groups(query: Tensor, key: Tensor, value: Tensor, *, has_mask: bool) -> bool:
-    """Whether kernels take groups: on a CPU, and on CUDA where flash attention runs, which takes no mask.
+    """Return True if kernels take groups: on a CPU, and on CUDA where flash attention runs, which takes no mask.
 
-    CUDA's kernel for the rest takes none; torch would copy the keys and hold the products of all tokens.
+    CUDA's kernel for all other cases takes no groups: torch would copy the keys and hold the
+    products of all tokens.
     """
     if query.device.type == "cpu":
         return True

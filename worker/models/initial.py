@@ -74,7 +74,7 @@ def _pass_over(num_elements: int, generator: torch.Generator) -> None:
 
 @cache
 def _is_countable() -> bool:
-    """Whether this torch draws as many numbers as `_pass_over` counts; if not, what is skipped is drawn and dropped."""
+    """Return True if this torch draws as many numbers as `_pass_over` counts; else `skip` draws them and drops them."""
     drawn, counted = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
     for num_elements in (_VECTOR, 3 * _VECTOR + 1):
         torch.empty(num_elements).normal_(generator=drawn)

@@ -1,4 +1,4 @@
-"""What models that predict tokens have in common."""
+"""The losses of models that predict tokens, and the check of a sequence's length."""
 
 from collections.abc import Mapping
 

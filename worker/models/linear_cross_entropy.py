@@ -37,9 +37,9 @@ class LogitsAreRead(InvalidConfig, AttributeError):
 
 
 class DeferredLogits(NamedTuple):
-    """What a head computes logits of, in their place. inputs: (…, D). weight: (V, D). bias: (V) or None.
+    """The operands of a head, returned instead of its logits. inputs: (…, D). weight: (V, D). bias: (V) or None.
 
-    Whatever else a network does with logits raises LogitsAreRead.
+    Any use of the logits but the methods here raises LogitsAreRead.
     """
 
     inputs: Tensor

@@ -12,8 +12,9 @@ from octet.worker.models.context import ContextPart
 from octet.worker.models.initial import Initial
 
 TensorRole = Literal["column", "column of 3", "row", "embedding", "head", "partial-gradients"]
-"""How the ranks of the tensor axis divide a layer: by outputs, by outputs of three matrices in one, by inputs; by tokens of the
-vocabulary. partial-gradients: they do not, but each applies it to its part, so gradients are added up."""
+"""The ways in which ranks of the tensor axis divide a layer: by outputs, by outputs of three matrices in one, by inputs, and
+(embedding, head) by tokens of the vocabulary. partial-gradients: the layer is not divided, but each rank applies it to its own
+part of the input, so gradients are added up."""
 
 
 class Losses(NamedTuple):
@@ -30,7 +31,7 @@ class Losses(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one stage of a pipeline computes of a model: some of its blocks, and what lies before or behind all of them."""
+    """The part of a model that one stage of a pipeline computes: some blocks, and what lies before or behind all blocks."""
 
     blocks: range
     is_first: bool = True
@@ -58,7 +59,7 @@ class TrainedModel(nn.Module):
 
     @property
     def tensor_plan(self) -> Mapping[str, TensorRole]:
-        """How ranks may divide the layers, by globs of names; empty for a model that they cannot divide."""
+        """The roles of the layers that ranks may divide, by globs of names; empty for a model that they cannot divide."""
         return {}
 
     def initial(self, name: str, num_dims: int) -> Initial | None:

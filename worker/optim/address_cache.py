@@ -1,8 +1,9 @@
-"""Know, at the cost of a few lookups, that a step can use the last step's tables of addresses (`fused.py`).
+"""Find out, at the cost of a few lookups, if a step can use the last step's tables of addresses (`fused.py`).
 
-Everything that the tables name may be replaced between two steps: by a move, a load, an exchange of `.data`, ZeRO, a user. So
-each step compares all of it with the last: which objects there are, their addresses, and of parameters the dtype and the size.
-Gradients are no part of it; `Rows` reads their addresses in each step.
+Everything that the tables name may be replaced between two steps: by a move, a load, an exchange of
+`.data`, ZeRO, a user. So each step compares all of it with the last step: the objects, their
+addresses, and the dtypes and sizes of parameters. Gradients are not compared; `Rows` reads their
+addresses in each step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,10 @@ _Updates = Sequence[tuple[Tensor, Group]]
 
 
 class AddressCache:
-    """What one step has read, apart from gradients and hyperparameters. rows: the tables' rows that it made of it.
+    """The inputs of one step's tables, apart from gradients and hyperparameters. rows: the rows made from them.
 
-    Of tensors it keeps the addresses alone: it does not keep the memory of a state that was replaced.
+    Only the addresses of tensors are kept, so that the memory of a state that was replaced is not
+    kept.
     """
 
     def __init__(self, optimizer: OptimizerStates, updates: _Updates, rows: Rows) -> None:
@@ -38,7 +40,7 @@ class AddressCache:
         self._objects, self._values = self._identify(optimizer, updates), self._read(optimizer, updates)
 
     def is_unchanged(self, optimizer: OptimizerStates, updates: _Updates) -> bool:
-        """Whether a step of these updates would read the same, and has no master weight to renew."""
+        """Return True if a step of these updates would read the same, and has no master weight to renew."""
         objects = self._identify(optimizer, updates)
         return (
             len(objects) == len(self._objects)
@@ -48,14 +50,14 @@ class AddressCache:
         )
 
     def _identify(self, optimizer: OptimizerStates, updates: _Updates) -> list[Any]:
-        """What is compared by identity: who steps which parameter how, in a fixed order."""
+        """Return, in a fixed order, what is compared by identity: states on the host, groups, parameters and weights."""
         parameters, groups = [parameter for parameter, _ in updates], [group for _, group in updates]
         origins, weights = map(optimizer.origins.get, parameters), map(optimizer.quantized.get, parameters)
         held = [slots[name] for slots, name in self._slots if name == "weight"]
         return [optimizer.host_states, *optimizer.param_groups, *groups, *parameters, *origins, *weights, *held]
 
     def _read(self, optimizer: OptimizerStates, updates: _Updates) -> list[Any]:
-        """What is compared by value: addresses, what rows depend on besides, the codecs of groups, and who steps."""
+        """Return what is compared by value: addresses, the rest that rows depend on, codecs of groups, and `fused`."""
         parameters = [parameter for parameter, _ in updates]
         parts = [slots[name] for slots, name in self._slots]
         for state in map(optimizer.state.get, parameters):
@@ -80,12 +82,12 @@ class AddressCache:
 
 @cache
 def _is_tensor(kind: type) -> bool:
-    """Whether a class is one of tensors; torch takes longer to say so than all else that is done to a part."""
+    """Return True for a class of tensors. Cached, since torch takes longer for this check than all else done to a part."""
     return issubclass(kind, Tensor)
 
 
 def _slots(weight: QuantizedWeight) -> list[tuple[Mapping[str, Any], str]]:
-    """Where the tensors of a weight are kept: (names, name). To read them there costs less than as a layer's attributes."""
+    """Return where the tensors of a weight are kept: (names, name). Attributes of a layer would take longer to read."""
     holder: Any = weight.holder
     slots: list[tuple[Mapping[str, Any], str]] = [(vars(weight), name) for name in ("piece", "own_residual", "elements")]
     for name in _OF_HOLDERS:

@@ -1,4 +1,4 @@
-"""Averages of a converted model's weights (EMA, SWA): of their values, which codes at different scales are not.
+"""Average the weights of a converted model (EMA, SWA) by their values, since codes differ in their scales.
 
 ema = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
 optimizer.step(); ema.update_parameters(model)
@@ -26,7 +26,7 @@ class AveragedModel(swa_utils.AveragedModel):
     """
 
     _has_begun = False
-    """Whether an average was taken, and none was loaded since: then the host does not read `n_averaged`."""
+    """True if an average was taken, and none was loaded since: then the host does not read `n_averaged`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How an optimizer state is stored: named codecs between fp32 values and tensors of codes and scales.
+"""Named codecs for optimizer states: they convert between fp32 values and tensors of codes and scales.
 
 A codec sees a run of consecutive elements of the flattened parameter that starts at a multiple of 128. Everything is IEEE
 arithmetic that any device repeats bit for bit; no logarithm or power is taken at run time. `api_schemas/formats.py` has the
@@ -27,7 +27,7 @@ Draw = Callable[[range], Tensor]
 """Random numbers of 16 bits, as int32, for a run of elements."""
 
 E4M3_MAX_BITS = 0x43E00000
-"""Of 448, as an fp32."""
+"""The bits of 448 as an fp32."""
 TINY = torch.finfo(torch.float32).tiny
 TINY_BITS = 0x00800000
 

@@ -202,7 +202,7 @@ def _formats(rule: str, held: str, arriving: str, codecs: tuple[str, ...], adds_
 
 
 def _held(update: Update, row: list[int]) -> str:
-    """How the weight is held."""
+    """Return the name of the format in which the weight is held."""
     if update.weight is None:
         return _PLAIN[update.parameter.dtype]
     return "master" if row[_MASTER_SCALE] else "split" if row[_REFINEMENT] else "fp16-scaled"

@@ -1,4 +1,4 @@
-"""How the optimizer reads gradients: fp32 values by the run, and whether all are finite, without a wide copy of FP8 codes."""
+"""Read gradients for the optimizer without a wide copy of FP8 codes: fp32 values by the run, and whether all are finite."""
 
 from collections.abc import Iterable, Sequence
 
@@ -35,9 +35,10 @@ def _stacked(numbers: Sequence[Tensor]) -> Tensor:
 
 
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
-    """Whether every element of every gradient is finite, as a 0-dim bool on the first one's device; no host waits.
+    """Return a 0-dim bool on the first gradient's device: True if every element of every gradient is finite.
 
-    FP8 gradients: read only the scales (NaN marks non-finite). Others: read the values, in two launches on a CUDA device.
+    The host does not wait. FP8 gradients: read only the scales (NaN marks non-finite). Others: read
+    the values, in two launches on a CUDA device.
     """
     scales, wide = [], []
     for gradient in gradients:

@@ -16,7 +16,7 @@ from octet.worker.optim.stepper import Stepper
 
 
 class Release(Protocol):
-    """What steps parameters in the backward pass: `release.py`."""
+    """An object that steps parameters in the backward pass: see `release.py`."""
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients of the step under way as one vector, fp32 ()."""

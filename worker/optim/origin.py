@@ -1,4 +1,4 @@
-"""Which elements of a model's parameter a parameter of the optimizer holds."""
+"""The elements of a model's parameter that a parameter of the optimizer holds."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Origin(NamedTuple):
     parameter_index: int
     first_element: int
     num_elements: int
-    """Of the model's parameter."""
+    """Elements of the model's parameter."""
     shard: int = 0
     num_shards: int = 1
 
@@ -25,5 +25,5 @@ class Origin(NamedTuple):
 
 
 def is_small(origin: Origin) -> bool:
-    """Whether a parameter's states are fp32 because it is small, as a whole, however ranks divide it."""
+    """Return True if a parameter's states are fp32 because the whole is small, however ranks divide it."""
     return origin.num_elements * origin.num_shards < MIN_QUANTIZED_ELEMENTS

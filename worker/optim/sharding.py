@@ -46,7 +46,7 @@ def make_piece(parameter: nn.Parameter, elements: range) -> nn.Parameter:
 
 
 def shares_memory(piece: Tensor, parameter: Tensor, first_element: int) -> bool:
-    """Whether a piece still lies in the parameter's memory: a move to another device, or an assignment, ends that."""
+    """Return True if a piece still lies in the parameter's memory; a move to another device, or an assignment, ends that."""
     return piece.numel() == 0 or piece.data_ptr() == parameter.data_ptr() + first_element * parameter.element_size()
 
 

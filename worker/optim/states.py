@@ -1,7 +1,8 @@
-"""What a low-bit optimizer holds: for each parameter how its weight is stored, which elements it has, and its states.
+"""The data of a low-bit optimizer: for each parameter its stored weight, its range of elements, and its states.
 
-This is a torch optimizer without a step. `stepper.py` steps what is held here, by kernels or by plain torch; `sharding.py`
-changes which elements a rank holds; `held` returns a read-only view of one parameter.
+This is a torch optimizer without a step. `stepper.py` steps the parameters, by kernels or by plain
+torch; `sharding.py` changes which elements a rank holds; `held` returns a read-only view of one
+parameter.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -100,9 +101,10 @@ class OptimizerStates(torch.optim.Optimizer):
                 self.allocate(parameter, group)
 
     def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int, num_elements: int) -> None:
-        """Set which elements of which parameter a piece holds, so that it draws the random bits of the whole.
+        """Set the parameter that a piece belongs to, and its first element there: it then draws the random bits of the whole.
 
-        num_elements: of the whole parameter. States that exist keep their codec: call it before the first step.
+        num_elements: those in the whole parameter. States that exist keep their codec: call it
+        before the first step.
         """
         self._origins[parameter] = Origin(parameter_index, first_element, num_elements)
 
@@ -234,7 +236,7 @@ class OptimizerStates(torch.optim.Optimizer):
             state["master_weights"] = new_master(weight)
 
     def is_fused(self, parameter: Tensor) -> bool:
-        """Whether kernels step the parameter, for which the host does not wait."""
+        """Return True if kernels step the parameter; the host does not wait for them."""
         wanted = parameter.is_cuda if self.fused is None else self.fused
         starts_a_draw = self._origins[parameter].first_draw % NUMBERS_PER_DRAW == 0  # kernels use whole draws
         return wanted and parameter.is_contiguous() and starts_a_draw

@@ -1,4 +1,4 @@
-"""How a weight is stored, and how the optimizer reads and writes it.
+"""The formats in which a weight is stored, and the optimizer's access to each.
 
 An optimizer step walks over a parameter in runs of elements: it reads fp32 values, updates them and writes them back, once.
 A scale of the whole tensor has to be known before the first run is written. It comes from a bound on the largest weight after
@@ -24,7 +24,7 @@ RUN_LENGTH = 1 << 15
 
 
 class WeightHolder(Protocol):
-    """What holds a weight as codes: a layer. Its tensors may be replaced at any time: a move to another device does so."""
+    """A layer that holds a weight as codes. Its tensors may be replaced at any time, as by a move to another device."""
 
     weight: nn.Parameter
     weight_dequant_scale: Tensor | None
@@ -67,7 +67,7 @@ class QuantizedWeight:
     own_residual: Tensor | None = None
     """The residual of a piece whose holder has none: no rank holds the whole."""
     codes_amax: Tensor | None = None
-    """Of the whole weight's decoded codes, fp32 (), where no rank holds the whole codes for long."""
+    """The amax of the whole weight's decoded codes, fp32 (), where no rank holds the whole codes for long."""
 
     @classmethod
     def of(
@@ -113,7 +113,7 @@ class QuantizedWeight:
 
     @property
     def needs_master(self) -> bool:
-        """Whether the codes alone are too coarse to be trained."""
+        """True if the codes alone are too coarse to be trained."""
         return self.codes.dtype == E4M3.dtype and self.residual is None
 
     def select(self, whole: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class QuantizedWeight:
         return flat if self.elements is None else flat[self.elements.start : self.elements.stop]
 
     def note_whole_codes(self) -> None:
-        """Remember of codes that were loaded, while the holder has the whole, what a new master has to know of them."""
+        """Store the amax of loaded codes while the holder has the whole of them; a new master weight needs it."""
         if self.needs_master:
             self.codes_amax = kernels.compute_amax(QuantizedWeight(self.holder).values())
 
@@ -290,7 +290,10 @@ def master_of(weight: QuantizedWeight, values: Tensor, amax: Tensor) -> dict[str
 
 
 def is_stale(master: Parts, weight: QuantizedWeight) -> bool:
-    """Whether the codes were loaded since the master was made or loaded, and are not its rounding."""
+    """Return True if the codes were loaded since the master was made or loaded, and are not its rounding.
+
+    Initial values that no master was made from count as loaded codes do. Clears `has_new_codes`.
+    """
     if weight.holder.initial_values is not None:
         return True
     if not weight.holder.has_new_codes:
@@ -300,7 +303,7 @@ def is_stale(master: Parts, weight: QuantizedWeight) -> bool:
 
 
 def is_rounding(weight: QuantizedWeight, master: Parts) -> bool:
-    """Whether the E4M3 codes are a rounding of the master weight."""
+    """Return True if the E4M3 codes are a rounding of the master weight."""
     one_code = float(weight.dequant_scale) * 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
     for codes, finer_codes in in_pieces(weight.codes.detach(), master["codes"]):
         held, exact = kernels.dequantize(codes, weight.dequant_scale), kernels.dequantize(finer_codes, master["dequant_scale"])

@@ -38,7 +38,8 @@ def agree_on_weight_scales(
 ) -> None:
     """Give each weight the largest amax and scale of the axis; NaN where one is not finite. All ranks call it together.
 
-    is_owned: True for weights of which this rank has stepped some elements, bool (weights); None for all.
+    is_owned: bool (weights), True for a weight if this rank has stepped some of its elements; None
+    for all weights.
     """
     if not weights:
         return

@@ -1,4 +1,4 @@
-"""How a bucket of parameters is cut into equal shares, one for each rank. Numbers only: no tensors, no communication.
+"""The cut of a bucket of parameters into equal shares, one for each rank. Numbers only: no tensors, no communication.
 
 The parameters stand one after another in a flat buffer, each starting at a multiple of 128 elements; the buffer is padded so
 that shares are multiples of 128, too. So every cut falls on a multiple of 128 elements of a flattened parameter: it never
@@ -17,8 +17,8 @@ ALIGNMENT = 128
 class Piece:
     """The elements of one parameter that one rank owns.
 
-    index: the parameter's, in the bucket. first: the piece's first element in the flattened parameter. start: its first element
-    in the rank's share.
+    index: that of the parameter in the bucket. first: the piece's first element in the flattened
+    parameter. start: the piece's first element in the rank's share.
     """
 
     index: int

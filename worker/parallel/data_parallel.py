@@ -19,7 +19,7 @@ from octet.worker.parallel.bucket_layout import fill_buckets
 from octet.worker.parallel.buckets import Bucket, CodesBucket, WideBucket
 
 MAX_ELEMENTS = 16 * 1024 * 1024
-"""Of one bucket. At most three buckets are under way; each holds two copies of its gradients, sent and received."""
+"""Elements of one bucket. At most three buckets are under way; each holds two copies of its gradients, sent and received."""
 
 _DONE = object()
 
@@ -44,14 +44,14 @@ class GradientBuckets:
         self.model, self.axis = model, axis
         self.buckets = _make_buckets(model, axis, max_elements, wide_dtype, blocks or {})
         self.syncs = True
-        """Whether gradients that arrive are exchanged."""
+        """True if gradients that arrive are exchanged."""
         self.finishes_itself = False
-        """Whether a backward pass that exchanges gradients also finishes, before `backward` returns."""
+        """True if a backward pass that exchanges gradients also calls `finish`, before `backward` returns."""
         self.is_finished = False
-        """Whether `finish` was called; for whoever sets it back."""
+        """True since the last `finish`, until `loop.py` sets it back."""
         self.after_finish: Callable[[], None] | None = None
         self.reduces_each_pass = False
-        """Whether inside `no_sync`, too, gradients are exchanged, and added up by the owners of their pieces (ZeRO 2)."""
+        """True if gradients are exchanged inside `no_sync`, too; the owners of their pieces add them up (ZeRO 2)."""
         self._home: dict[Tensor, Bucket] = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._has_arrivals = False
         self._num_passes = 0

@@ -50,5 +50,5 @@ def squared_norm(gradient: Tensor) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by: at most 1; torch's formula."""
+    """Return the factor by which to multiply gradients of this norm: at most 1; torch's formula."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -224,7 +224,7 @@ class Parallel:
         return clip_grad_norm_(self.model.parameters(), max_norm)
 
     def _clip_divided(self, owners: Owners, max_norm: float) -> Tensor:
-        """Clip gradients of which each rank has a part."""
+        """Clip gradients that are divided over the ranks."""
         gradients: dict[Tensor, Tensor] = {
             parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
         }

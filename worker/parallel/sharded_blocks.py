@@ -38,9 +38,10 @@ class ShardedBlocks:
         axis: Axis,
         sent_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Divide the weights of the buckets, each of which lies in one block. The buckets have pieces.
+        """Divide the weights of the buckets. Each bucket lies in one block, and has pieces.
 
-        quantized: those that are held as codes, by piece. sent_dtype: in which fp32 weights travel.
+        quantized: the weights that are held as codes, by piece. sent_dtype: the dtype in which fp32
+        weights travel.
         """
         self.axis, self.gathers = axis, twin_of(axis)
         self.is_saving_pieces = False

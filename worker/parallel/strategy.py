@@ -56,7 +56,7 @@ class Strategy(ABC):
 
 
 class DividedModel:
-    """What one strategy does about its share of a model in the steps that follow. By default nothing."""
+    """The part that one strategy takes in the steps of a model that it has divided. By default it does nothing."""
 
     axis_name: ClassVar[AxisName]
     """The axis over which parameters are divided."""

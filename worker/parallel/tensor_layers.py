@@ -1,10 +1,12 @@
-"""What the ranks of the tensor axis do around a layer that each holds a shard of (Shoeybi et al., Megatron-LM, 2019, sec. 3).
+"""The collectives around a layer that ranks of the tensor axis divide (Shoeybi et al., Megatron-LM, 2019, sec. 3).
 
-A column layer has some of the outputs: its input is the same on all ranks, and the gradients of the input are added up. A row
-layer has some of the inputs: its outputs are added up, and the gradient of the output is the same on all ranks. An embedding
-has some of the tokens. The layer itself is unchanged and computes as its level says. A column layer's input and a row layer's
-grad_output are equal on all ranks, and so are their amaxes; a row layer's input and a column layer's grad_output have a scale
-on each rank, since their products are decoded before they are added.
+A column layer has some of the outputs: its input is the same on all ranks, and the gradients of the
+input are added up. A row layer has some of the inputs: its outputs are added up, and the gradient
+of the output is the same on all ranks. An embedding has some of the tokens. The layer itself is
+unchanged and computes in the formats of its level. A column layer's input and a row layer's
+grad_output are equal on all ranks, and so are their amaxes. A row layer's input and a column
+layer's grad_output have their own scale on each rank, since their products are decoded before they
+are added.
 """
 
 from typing import Any
@@ -71,7 +73,7 @@ class EmbeddingForward(Wrapper):
 
 
 def surround(module: nn.Module, role: TensorRole, axis: Axis) -> None:
-    """Let ranks do around a module that holds its shards what its role says."""
+    """Wrap a module that holds shards in the collectives of its role."""
     if role == "partial-gradients":
         for part in module.modules():
             add_up_gradients(part, axis)

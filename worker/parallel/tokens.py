@@ -38,7 +38,8 @@ class ColumnInput:
     def __call__(self, own_BtD: Tensor) -> Tensor:
         """Return the input of all tokens; its gradients are added up into each rank's tokens.
 
-        Where the layers take it in codes, the result says its shape alone: its values are NaN, and take no memory.
+        Where the layers take it in codes, the result only has its shape: its values are NaN, and
+        take no memory.
         """
         whole_BTD: Tensor = _ColumnInput.apply(own_BtD, self)
         return whole_BTD
@@ -140,7 +141,7 @@ class _RowOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BtD: Tensor) -> tuple[Tensor, None, None]:
-        """Where the layer takes its grad_output in codes, the result says its shape alone."""
+        """Return the gradient of all tokens. Where the layer takes it in codes, the result only has its shape."""
         axis: Axis = ctx.axis
         if not ctx.takes_codes:
             return gather_tokens(grad_BtD.to(ctx.wire_dtype), axis).to(grad_BtD.dtype), None, None
@@ -185,7 +186,7 @@ def _codes_of(own_BtD: Tensor, scaling: OperandScaling, axis: Axis) -> tuple[Sca
 
 
 def _takes_codes(layer: nn.Module, operand: str, *products: str) -> bool:
-    """Whether the layer multiplies an operand in these products in FP8, with one scale for the tensor."""
+    """Return True if the layer multiplies an operand in these products in FP8, with one scale for the tensor."""
     if not isinstance(layer, Float8Linear) or getattr(layer.recipe, operand).kind is not ScaleKind.TENSOR:
         return False
     return not layer.high_precision & set(products)

@@ -1,7 +1,8 @@
 """Norms of gradients on a CUDA device, and clipping by them: E4M3 codes and values of any dtype, by tables of addresses.
 
-Twins: `worker/kernels/gradient_reference.py`. Sums over programs are written down and added in one order: the same result in
-every run. A table is sent, and no launch, when an address has changed.
+Twins: `worker/kernels/gradient_reference.py`. Sums over programs are stored and added in one order,
+so every run has the same result. When an address has changed, a table is sent, without a further
+launch.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ CHUNK, WARPS = 8192, 8
 SUMS = 8192
 """Partial sums that a program adds at a time."""
 FORMATS = {torch.float8_e4m3fn: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
-"""How the table writes a dtype."""
+"""The number of each dtype in the table."""
 
 # The columns of the table of gradients, int64. A gradient that is not in codes has no scale.
 _GRADIENT, _SCALE, _NUM_ELEMENTS, _FORMAT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -55,7 +56,7 @@ def _part(
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """What a chunk of a gradient adds to its norm before the root: a sum of powers, or the largest magnitude."""
+    """Return what a chunk adds to its gradient's norm before the root: a sum of powers, or the largest magnitude."""
     at = tl.arange(0, CHUNK)
     loaded = tl.load(_pointer(address, start, DTYPE, ALIGNED) + at, mask=at < remaining, other=0)
     values = language.decode(loaded, FORMAT) * scale
@@ -117,7 +118,7 @@ def norms_kernel(table, parts, out, ORDER: tl.constexpr, SUMS: tl.constexpr):
 
 @triton.jit
 def total_norm_kernel(parts, out, num_quads, ORDER: tl.constexpr, SUMS: tl.constexpr):
-    """One program does so for all gradients alone. num_quads: a quarter of the number of parts."""
+    """One program adds the parts of all gradients and takes the root. num_quads: a quarter of the number of parts."""
     tl.store(out, _norm_of(parts, 4 * num_quads, ORDER, SUMS))
 
 
@@ -161,7 +162,7 @@ _launch_norms = Launcher(norms_kernel, num_warps=WARPS)
 _launch_total = Launcher(total_norm_kernel, num_warps=WARPS)
 _launch_clip = Launcher(clip_kernel, num_warps=WARPS, enable_fp_fusion=False)
 _SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
-"""By name and device, what was last sent there and from what it was made: it is sent again only when that has changed."""
+"""The tensor last sent under a name to a device, and its content; it is sent again only when the content has changed."""
 
 
 def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
@@ -201,14 +202,14 @@ def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, m
     chunks = _sent("chunks to scale", num_chunks, norm.device, torch.int32, _chunks)
     if not len(chunks):
         return
-    bits = ctypes.c_int32.from_buffer(ctypes.c_float(max_norm)).value  # of a number of Python a launch would be slow
+    bits = ctypes.c_int32.from_buffer(ctypes.c_float(max_norm)).value  # a launch with a Python float would be slow
     _launch_clip(len(chunks), table, chunks, norm, bits, is_aligned, CHUNK)
 
 
 def _parts(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> tuple[Tensor, Tensor, bool]:
     """The table of gradients, and what each chunk adds to the norm."""
     gradients = [each.contiguous() for each in gradients]  # a copy has to outlive the launch
-    name = "inf" if order == math.inf else ""  # who asks whether all is finite names other gradients than who clips
+    name = "inf" if order == math.inf else ""  # the check for finite values has other gradients than clipping
     table, is_aligned, sizes, _ = _table(gradients, scaled, name)
     chunks = _sent(f"chunks {name}", _parts_of(tuple(sizes))[0], table.device, torch.int32, _chunks)
     parts = chunks.new_empty(len(chunks), dtype=torch.float32)
@@ -230,7 +231,7 @@ def _table(gradients: Sequence[Tensor], scaled: Sequence[Tensor], name: str = ""
 
 @lru_cache(64)
 def _parts_of(sizes: tuple[int, ...]) -> tuple[list[int], list[int], int]:
-    """How many parts of the norm gradients of these sizes have each, which is the first, and all bits of the sizes."""
+    """Return the number of parts of each gradient's norm, the index of its first part, and all sizes joined by OR."""
     num_parts = [4 * language.cdiv(size, 4 * CHUNK) for size in sizes]
     return num_parts, [0, *accumulate(num_parts)][:-1], reduce(or_, sizes, 0)
 

@@ -131,7 +131,7 @@ def clamp_(
     count: Tensor | None = None,
     stride: int = 1,
 ) -> None:
-    """See the twin. Two passes over the codes, the second of which writes them."""
+    """See the twin. Two passes over the codes; the second one writes them."""
     low, high, limit = bounds
     num_elements, num_programs = codes.numel(), language.cdiv(codes.numel(), CHUNK)
     amax, is_beyond = torch.zeros((), device=codes.device), torch.zeros((), dtype=torch.int32, device=codes.device)

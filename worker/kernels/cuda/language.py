@@ -26,7 +26,7 @@ def cdiv(dividend: int, divisor: int) -> int:
 
 @triton.jit
 def is_finite(x):
-    """Whether each fp32 element is finite."""
+    """Return, for each fp32 element, True if it is finite."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
 
 
@@ -101,7 +101,7 @@ def nearest_code(magnitude, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 
 @triton.jit
 def encode_fp8(scaled, IS_E4M3: tl.constexpr):
-    """What `convert_to_fp8` makes, from the bits, for the interpreter; the positive NaN code for Inf, too."""
+    """Return the codes of `convert_to_fp8`, computed from the bits for the interpreter; Inf, too, becomes the positive NaN."""
     LIMIT: tl.constexpr = 448.0 if IS_E4M3 else 57344.0
     clamped = tl.where(scaled > LIMIT, LIMIT, tl.where(scaled < -LIMIT, -LIMIT, scaled))
     finite = is_finite(scaled)

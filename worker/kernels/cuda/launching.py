@@ -1,8 +1,10 @@
 """Launch a Triton kernel with little work of the host, once Triton has launched it for the same arguments.
 
-Triton's own launch binds the arguments, asks of each what it may specialize on, and makes a string of the answers to look the
-compiled kernel up. Here the key is the arguments themselves: dtypes of tensors that are aligned, and the values of all
-else. What no key describes (a float, a tensor of another class, an unaligned one, a profiler's hook) goes through Triton.
+Triton's own launch binds the arguments, finds out what it may specialize on in each, and looks the
+compiled kernel up by a string made of that. Here the key is made of the arguments themselves: the
+dtypes of aligned tensors, and the values of all other arguments. Triton itself launches what no key
+describes: a float, a tensor of another class, an unaligned one, or any launch with a profiler's
+hook.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 COMPILED: dict[tuple[Any, ...], Any] = {}
-"""By launcher, device and what the arguments are: the kernel that Triton compiled for them."""
+"""The kernel that Triton compiled, by launcher, device, and dtypes and values of the arguments."""
 MOST_KNOWN = 4096
 """Kernels to remember; shapes that change in each step would fill the memory."""
 
@@ -28,7 +30,7 @@ _FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 
 
 class _Places:
-    """Where arguments of certain types are tensors, and where values. It stands for launcher and types in a key."""
+    """The positions of tensors and of values among arguments of certain types. In a key it stands for launcher and types."""
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         self.are_known = all(kind in _TENSORS or kind in _VALUES for kind in kinds)
@@ -73,7 +75,7 @@ class Launcher:
             COMPILED[key] = compiled
 
     def key(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """What Triton may specialize on. None where only Triton can tell."""
+        """Return a key of all that Triton may specialize on; None if only Triton can determine it."""
         kinds = tuple(map(type, arguments))
         places = self._places.get(kinds)
         if places is None:
@@ -90,12 +92,13 @@ class Launcher:
 
 
 class PreparedLaunch:
-    """A launch whose numbers are settled: only tensors are given, with the dtypes, and the Nones, of the first call."""
+    """A launch with fixed numbers. Calls pass tensors alone, with the dtypes, and the Nones, of the first call."""
 
     def __init__(self, launcher: Launcher, num_programs: int, *values: Any, num_given: int) -> None:
         """values: the arguments of the kernel that follow its tensors.
 
-        num_given: of its tensors, the first of which the caller did not allocate for the launch; the others are aligned.
+        num_given: the leading tensors that the caller did not allocate for the launch; the other
+        tensors are aligned.
         """
         self.launcher, self.num_programs, self.values, self.num_given = launcher, num_programs, values, num_given
 
@@ -131,7 +134,10 @@ class PreparedLaunch:
 
 
 def _elsewhere(first: Any) -> AbstractContextManager[None] | None:
-    """What makes a tensor's device the present one, which torch's ops do by themselves and Triton does not; None if it is."""
+    """Return a context that makes the first tensor's device the current one; None if it is already.
+
+    torch's ops switch to the device of their tensors by themselves, and Triton does not.
+    """
     index = first.get_device() if type(first) in _TENSORS else -1
     if index < 0 or index == driver.active.get_current_device():
         return None
@@ -140,7 +146,7 @@ def _elsewhere(first: Any) -> AbstractContextManager[None] | None:
 
 
 def _getter(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Return what takes the arguments at these places, always as a tuple."""
+    """Return a function that takes the arguments at these places, always as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda arguments: tuple(arguments[place] for place in places)

@@ -1,7 +1,8 @@
-"""How well codes hold a matrix: twin of `reference.measure`, up to the order of sums and the last bits of a logarithm.
+"""Measure how well codes hold a matrix.
 
-One program measures the whole sample: it is small, and partial sums of several would need a second launch. Shape suffixes: M
-rows, N columns.
+The twin is `reference.measure`; results are equal up to the order of sums and the last bits of a
+logarithm. One program measures the whole sample: it is small, and partial sums of several programs
+would need a second launch. Shape suffixes: M rows, N columns.
 """
 
 import torch

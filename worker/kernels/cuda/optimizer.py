@@ -193,7 +193,9 @@ _launch_update = Launcher(update_kernel, num_warps=NUM_WARPS, enable_fp_fusion=F
 
 
 class Formats(NamedTuple):
-    """What the kernels are compiled for: the rule, and the formats of weight, gradient and states (optimizer_storage.py).
+    """The constants that the kernels are compiled for: the rule, and the formats of weight, gradient and states.
+
+    optimizer_storage.py names the formats.
 
     states: the codecs of the rule's states in their order, separated by spaces. l2: weight decay is part of the gradient.
     aligned: all addresses and sizes are multiples of ALIGNMENT.

@@ -33,7 +33,7 @@ _LARGEST_MOMENTUM = _KEPT2
 
 @triton.constexpr_function
 def is_signed(RULE, INDEX):
-    """Whether a rule's state may be negative."""
+    """Return True if a rule's state may be negative."""
     return (RULE, INDEX) != ("adam", 1)
 
 

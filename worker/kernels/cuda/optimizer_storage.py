@@ -1,7 +1,8 @@
-"""How `update_kernel` reads and writes weights, gradients and states, for each of their formats.
+"""Read and write weights, gradients and states for `update_kernel`, in each of their formats.
 
-`row` is a parameter's row of addresses, `at` the elements of a chunk (rows of 128), `rows` its blocks. `inside` and `has_row`
-are masks of both: where they are false, zeros are read and nothing is written.
+`row` is a parameter's row of addresses, `at` the elements of a chunk (rows of 128), `rows` its
+blocks. `inside` masks `at` and `has_row` masks `rows`: where they are false, zeros are read and
+nothing is written.
 The codecs of states are named as in `worker/optim/codecs.py`; a chain of `if` is decided when a kernel is compiled.
 """
 
@@ -30,7 +31,7 @@ def place(row, start, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.con
 
 @triton.jit
 def weight_places(row, start, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a weight is: its values or codes, and what refines them (the same again where nothing does)."""
+    """Return pointers to a weight's values or codes, and to what refines them (the same pointer if nothing does)."""
     if FORMAT == "fp32":
         values = place(row, start, tables.WEIGHT, tl.float32, ALIGNED)
         return values, values
@@ -49,7 +50,7 @@ def weight_places(row, start, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def gradient_place(row, start, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a gradient is."""
+    """Return the pointer to a gradient."""
     if FORMAT == "fp32":
         return place(row, start, tables.GRADIENT, tl.float32, ALIGNED)
     elif FORMAT == "bf16":
@@ -63,25 +64,25 @@ def gradient_place(row, start, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.constexpr_function
 def num_states(STATES):
-    """How many codecs are named, separated by spaces."""
+    """Return the number of codecs in a string that separates them by spaces."""
     return len(STATES.split())
 
 
 @triton.constexpr_function
 def codec(STATES, INDEX):
-    """One of the codecs that are named. A string and no tuple: Triton 3.6 passes no strings on from a constexpr tuple."""
+    """Return one codec. STATES is a string and no tuple: Triton 3.6 passes no strings on from a constexpr tuple."""
     return STATES.split()[INDEX]
 
 
 @triton.constexpr_function
 def draws(CODEC):
-    """Whether a codec rounds stochastically."""
+    """Return True if a codec rounds stochastically."""
     return CODEC == "uint8-companded"
 
 
 @triton.jit
 def state_places(row, start, STATES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the states are: a tuple of (codes, scales, steps)."""
+    """Return pointers to the states: a tuple with (codes, scales, steps) for each."""
     places = (state_place(row, start, codec(STATES, 0), tables.STATES, ALIGNED),)
     for index in tl.static_range(1, num_states(STATES)):
         column = tables.STATES + index * tables.NUM_STATE_COLUMNS
@@ -92,7 +93,7 @@ def state_places(row, start, STATES: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def state_place(row, start, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a state is: codes, scales and steps."""
+    """Return pointers to a state: codes, scales and steps."""
     scales = place(row, start // _BLOCK, COLUMN + 1, tl.float32, False)
     steps = place(row, start // _BLOCK, COLUMN + 2, tl.int16, False)
     if CODEC == "fp32":
@@ -108,13 +109,13 @@ def state_place(row, start, CODEC: tl.constexpr, COLUMN: tl.constexpr, ALIGNED: 
 
 @triton.constexpr_function
 def min_exponent(FORMAT):
-    """Of the smallest normal number of a weight's format, as it is rounded."""
+    """Return the exponent of the smallest normal number in the format that a weight is rounded to."""
     return {"split": -6, "bf16": -126, "fp32": -126}.get(FORMAT, -14)
 
 
 @triton.jit
 def read(pointer, at, inside):
-    """Where `inside` is false, zero."""
+    """Load the elements at `at`; zero where `inside` is false."""
     if inside is None:
         return tl.load(pointer + at)
     else:
@@ -149,7 +150,7 @@ def read_weight(places, at, inside, FORMAT: tl.constexpr):
 
 @triton.jit
 def write_weight(places, bits, scaled, constant, numbers, at, inside, FORMAT: tl.constexpr):
-    """scaled: fp32 in units of the new scale. bits: their roundable bits; numbers: random, one each; not looked at for fp32."""
+    """scaled: fp32 in units of the new scale. bits: their roundable bits; numbers: random, one each; fp32 uses neither."""
     held, refinement = places
     sign = scaled.to(tl.int32, bitcast=True) >> 31
     if FORMAT == "fp32":

@@ -31,7 +31,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class _Plan(NamedTuple):
-    """How to quantize a contiguous matrix of one shape and dtype.
+    """The prepared launches that quantize a contiguous matrix of one shape and dtype.
 
     sides: see `quantize_operand`. rows, columns: sizes and strides of the codes for its rows and its columns.
     """
@@ -61,9 +61,10 @@ def _plan(
     in_window: bool = False,
     tracks_amax: bool = False,
 ) -> _Plan:
-    """is_stored: the matrix are codes with a scale.
+    """is_stored: the matrix consists of codes with a scale.
 
-    in_window: the amax is not looked for where a bool () says so. tracks_amax: the codes' launch finds it too.
+    in_window: a bool () can skip the search for the amax. tracks_amax: the launch that writes codes
+    also finds the amax.
     """
     num_elements = shape.numel()
     layouts = _contiguous(tuple(shape)), _contiguous(tuple(shape[::-1]))
@@ -89,7 +90,7 @@ def _plan(
 
 
 def _find_amax(x: Tensor, plan: _Plan, unless: Tensor | None = None) -> Tensor:
-    """unless: a bool (), on which x is not looked through, and the result is 0."""
+    """Return the amax of x, fp32 (). unless: a bool (); if it is true, x is not read and the result is 0."""
     amax = _empty((), (), dtype=_FP32, device=x.device).zero_()
     plan.find_amax(x, amax, unless)
     return amax
@@ -103,7 +104,7 @@ def _encode(
     stored_scale: Tensor | None = None,
     new_amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """What `quantize_operand` returns. new_amax: is raised to the amax of x."""
+    """Return the tensors of `quantize_operand`. new_amax: is raised to the amax of x."""
     _, encode, sides, rows, columns = plan
     device = x.device
     scale = _empty((), (), dtype=_FP32, device=device)
@@ -131,7 +132,7 @@ def quantize_operand(
     uses_amax: Tensor | None = None,
     activation: str | None = None,
 ) -> list[Tensor]:
-    """See the reference. Two launches, one of a known amax. activation: what is applied to x as it is read."""
+    """See the reference. Two launches, or one if the amax is known. activation: applied to x as it is read."""
     is_settled = kind is ScaleKind.TENSOR and uses_amax is None and x_MN.is_contiguous()
     if not is_settled or not x_MN.numel():
         return quantization.quantize_operand(x_MN, dtype, kind, margin, sides, amax, uses_amax, activation)
@@ -172,7 +173,7 @@ def activate_operand(
 
 
 def quantize_delayed(x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_finite_steps: Tensor, *how: Any) -> list[Tensor]:
-    """See the reference. Two launches, the first of which reads nothing once the window is full; one, of a known amax."""
+    """See the reference. Two launches; the first reads nothing once the window is full. One launch if the amax is known."""
     if x_MN.numel() == 0:
         return reference.quantize_delayed(x_MN, step_amax, window_amax, num_finite_steps, *how)
     amax, dtype, history_length, margin, sides, activation, remembers = how

@@ -35,7 +35,7 @@ end, 1e-15, is negligible next to eps. Where eps is 0 and every gradient was 0, 
 
 @dataclass(frozen=True)
 class Hyperparameters(Defaults):
-    """What a parameter group may set for itself; names and defaults are those of torch.optim.AdamW."""
+    """The hyperparameters that a parameter group may set; names and defaults are those of torch.optim.AdamW."""
 
     lr: float | Tensor = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)

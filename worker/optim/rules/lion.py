@@ -21,7 +21,7 @@ from octet.worker.optim.rules.rule import SIGNED_CODECS, Defaults, Group, Rule
 
 @dataclass(frozen=True)
 class LionHyperparameters(Defaults):
-    """What a parameter group may set for itself; defaults of the betas are the paper's. Weight decay is decoupled."""
+    """The hyperparameters that a parameter group may set. The default betas are the paper's; weight decay is decoupled."""
 
     lr: float | Tensor = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)

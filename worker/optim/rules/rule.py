@@ -1,8 +1,9 @@
-"""What an optimizer rule declares: its states, its hyperparameters and the arithmetic of one step on fp32 tensors.
+"""The base of optimizer rules. A rule declares its states, hyperparameters and the arithmetic of one step on fp32 tensors.
 
-`optimizer.py` walks over the stored tensors and knows no rule; a rule knows nothing of how tensors are stored. The CUDA
-kernel repeats a rule's arithmetic bit for bit (`worker/kernels/cuda/optimizer_rules.py`): each operation here is one
-rounding, in the order written, with no fused multiply-add, and roots come from `kernels.sqrt`.
+`optimizer.py` walks over the stored tensors and depends on no rule; no rule depends on how tensors
+are stored. The CUDA kernel repeats a rule's arithmetic bit for bit
+(`worker/kernels/cuda/optimizer_rules.py`): each operation here is one rounding, in the order
+written, with no fused multiply-add, and roots come from `kernels.sqrt`.
 """
 
 import math

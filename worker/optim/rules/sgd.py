@@ -26,7 +26,7 @@ ROUNDING_SLACK = 1.25
 
 @dataclass(frozen=True)
 class SGDHyperparameters(Defaults):
-    """What a parameter group may set for itself. max_gradient: the largest magnitude of an element of a gradient."""
+    """The hyperparameters that a parameter group may set. max_gradient: elements of a gradient are clamped to ±this."""
 
     lr: float | Tensor = 1e-3
     momentum: float = 0.9

@@ -1,4 +1,4 @@
-"""How a model is split into the stages of a pipeline: the modules of each stage, and calls of one stage.
+"""Split a model into the stages of a pipeline: the modules of each stage, and calls of one stage.
 
 A gpt or llama of ours computes a part by its own `forward`. An `nn.Sequential` is divided between its children. Any other model
 is divided between the entries of a list of blocks: modules registered before the list belong to the first stage, those behind
