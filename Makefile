@@ -13,7 +13,7 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots held bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone, from TORCH_INDEX_URL if that is set. On Linux, PyPI's torch is
@@ -104,10 +104,6 @@ fmt: install
 snapshots: install
 	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py tests/deploy/test_kubernetes.py
 
-# Lower the numbers of tests/kit/held.json to today's; no rule's total can grow.
-held: install
-	OCTET_UPDATE_HELD=1 $(BIN)/python -m pytest -q tests/test_budgets.py tests/test_prose.py
-
 bench: install
 	$(BIN)/python -m benchmarks.optimizer_step
 	$(BIN)/python -m benchmarks.host_time --levels O2
@@ -119,7 +115,7 @@ OUT        ?= build/benchmarks
 # The tests that need a GPU, the kernels against their twins among them. Compilation takes most of the time, hence the processes. A
 # warning fails no test here: this torch is another than the pinned one, which `make test` looks after.
 test-gpu:
-	$(GPU_PYTHON) -m pytest -n 8 -p no:cacheprovider -p tests.on_device --timeout 150 --tb short -W default tests/worker/kernels/cuda tests/worker/fp8/test_linear_on_device.py tests/worker/train/test_step_graph_on_device.py tests/benchmarks/test_gpu_benchmarks.py
+	$(GPU_PYTHON) -m pytest -n 8 -p no:cacheprovider -p tests.kit.on_device --timeout 150 --tb short -W default tests/worker/kernels/cuda tests/worker/fp8/test_linear_on_device.py tests/worker/train/test_step_graph_on_device.py tests/benchmarks/test_gpu_benchmarks.py
 
 bench-gpu-kernels bench-gpu-train bench-gpu-accuracy: bench-gpu-%:
 	$(GPU_PYTHON) -m benchmarks.gpu.$* --out $(OUT)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from octet.api_schemas import AttemptRef, PoolConfig, Probe, ProbeState
 from octet.service.cluster.fake import FakeLauncher
-from octet.service.db.engine import Database
 from octet.service.processes import embedded
 from octet.service.processes.startup import database_of_one_machine, listening, log_to_stderr
 from octet.service.settings import Settings
@@ -22,9 +21,9 @@ from octet.service.settings import Settings
 class Probed(FakeLauncher):
     """A cluster on which every live attempt of the database runs. It writes a file once each of them was probed."""
 
-    def __init__(self, pools: Iterable[PoolConfig], database: Database, written: Path) -> None:
+    def __init__(self, pools: Iterable[PoolConfig], database: Path, written: Path) -> None:
         super().__init__(pools)
-        with sqlite3.connect(database._engine.url.database or "") as rows:
+        with sqlite3.connect(database) as rows:
             live = rows.execute("SELECT id, epoch FROM attempts WHERE released_at IS NULL").fetchall()
         self._unseen = {AttemptRef(attempt_id=attempt_id, epoch=epoch) for attempt_id, epoch in live}
         self._written = written
@@ -53,8 +52,10 @@ def main() -> None:
     settings = Settings(data_dir=options.data_dir, port=options.port, pools=pools)
     with listening(settings) as listener:
         database = database_of_one_machine(settings)
-        launcher = Probed(pools, database, options.reconciled) if options.reconciled else FakeLauncher(pools)
-        embedded._run(settings, database, launcher, listener)
+        launcher = (
+            Probed(pools, options.data_dir / "octet.db", options.reconciled) if options.reconciled else FakeLauncher(pools)
+        )
+        embedded.run(settings, database, launcher, listener)
         database.close()
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.kit.held import grown
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("api_schemas", "service", "worker", "client", "octet", "benchmarks", "deploy")
 MAX_FUNCTION_LINES = 60
@@ -101,12 +99,9 @@ def private_names(tree: ast.Module) -> tuple[set[str], dict[str, list[int]]]:
 
 
 def private_reads() -> Iterator[str]:
-    """Yield private names that are read outside the module that defines them, beyond those that held.json has."""
+    """Yield private names that are read outside the module that defines them."""
     found = {path: private_names(tree) for path, tree in modules().items()}
     ours = {name for defined, _ in found.values() for name in defined}
-    reads: dict[str, list[str]] = defaultdict(list)
     for path, (_, read) in found.items():
-        for name in read.keys() & ours:
-            reads[name] += [f"{path}:{line}" for line in read[name]]
-    for name, numbers in grown("private names read elsewhere", {name: len(places) for name, places in reads.items()}).items():
-        yield f"{name} is read outside its module {numbers} times: {', '.join(reads[name])}"
+        for name in sorted(read.keys() & ours):
+            yield f"{path}: reads {name} of another module, lines {read[name]}. Give it a public name there."

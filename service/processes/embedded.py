@@ -56,7 +56,7 @@ def serve(
     given |= {"pools_file": pools_file} if pools_file else {}
     given |= {"pools": (default_pool(slots),)} if slots and not pools_file else {}
     settings = checked_settings(given)
-    # Every thread inherits the mask, so it is set before the first one starts; `_run` alone waits for the signals.
+    # Every thread inherits the mask, so it is set before the first one starts; `run` alone waits for the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     log_to_stderr()
     with listening(settings) as listener:
@@ -64,11 +64,11 @@ def serve(
         former_pid = hold_serve_lock(settings.data_dir)
         database = database_of_one_machine(settings)
         with _local_cluster(settings) as launcher:
-            _run(settings, database, launcher, listener, former_pid)
+            run(settings, database, launcher, listener, former_pid)
         database.close()
 
 
-def _run(
+def run(
     settings: Settings, database: Database, launcher: Launcher, listener: socket.socket, former_pid: int | None = None
 ) -> None:
     """Serve in a thread, and wait for a signal in this one, which stops the two parts one after the other.

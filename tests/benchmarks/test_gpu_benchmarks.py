@@ -31,7 +31,7 @@ from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Targ
 from benchmarks.gpu.session import Case, Section, Session
 from benchmarks.gpu.timing import Timer, Timing
 from octet.worker.fp8.speedups import load_tables
-from tests.waiting import WHOLE_RUN_S
+from tests.kit.waiting import WHOLE_RUN_S
 
 ROOT = Path(__file__).parent.parent.parent
 SECTIONS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 MOST_LAUNCHES, MOST_OPS = 407, 1320

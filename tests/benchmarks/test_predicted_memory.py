@@ -16,7 +16,7 @@ from benchmarks.gpu.networks import BF16_AMP, FP16_AMP, O1, O2, O3_SPLIT, TE, St
 from benchmarks.gpu.predicted_loading import load
 from octet.api_schemas.models.gpt import gpt_sizes
 from octet.api_schemas.models.llama import llama_sizes
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = gpt_sizes(64, 2, 2, 256, 32)

@@ -14,8 +14,8 @@ from benchmarks import scaling, wire_bytes
 from benchmarks.gpu.networks import build_gpt
 from octet.api_schemas.layout import WideDtype
 from octet.api_schemas.models.gpt import gpt_sizes
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 
 SMALL = gpt_sizes(64, 2, 2, 256, 32)
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import start_overhead
 from benchmarks.start_overhead import CpuMeter
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 BUSY = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True)\ntime.sleep(600)"
 

@@ -26,9 +26,9 @@ from octet.client import Client
 from octet.service.cluster.ray.embedded import ray_environment
 from tests.chaos.faults import component_of
 from tests.e2e.ray_nodes import LOOPBACK, RAYLET, Node
-from tests.ports import free_port
+from tests.kit.ports import free_port
+from tests.kit.waiting import LONG_S, wait_until
 from tests.service.postgres_server import PostgresServer
-from tests.waiting import LONG_S, wait_until
 
 API_KEY = "a-key-for-a-storm-0123456789"
 POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=2)

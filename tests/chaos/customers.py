@@ -10,7 +10,7 @@ from typing import Any
 
 from octet.api_schemas import Job
 from octet.client import ApiError, Client
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 _NUM_IN_FLIGHT = 3  # on two slots, so that one waits in the queue
 _POLL_S = 1.0

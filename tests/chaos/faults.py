@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import psutil
 
 from tests.e2e.octet_server import Server
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 RAYLET_THEN_SERVER = "raylet, then server"
 MACHINE = "machine"

@@ -34,7 +34,7 @@ from tests.chaos.customers import Customers, corpus, job_document
 from tests.chaos.faults import ServerStorm, Storm
 from tests.chaos.ledger import Curve, audit
 from tests.e2e.octet_server import Server, losses
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 VARIABLES = {"OCTET_LEASE_S": "20", "OCTET_LEASE_GRACE_S": "5"}
 

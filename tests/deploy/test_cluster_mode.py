@@ -30,9 +30,9 @@ from octet.service.processes.dispatcher import dispatch, slots_wanted
 from octet.service.processes.startup import cluster_settings
 from octet.service.telemetry.dispatcher import serving_metrics
 from octet.service.telemetry.loops import LoopHealth
-from tests.ports import free_port
+from tests.kit.ports import free_port
+from tests.kit.waiting import LONG_S, wait_until
 from tests.service.postgres_server import server_or_skip
-from tests.waiting import LONG_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 API_KEY = "a-key-for-tests-0123456789"

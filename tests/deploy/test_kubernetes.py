@@ -18,7 +18,7 @@ from jsonschema.exceptions import best_match
 from pydantic import TypeAdapter
 
 from octet.api_schemas import PoolConfig
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -24,8 +24,8 @@ import yaml
 
 from octet.client import Client
 from tests.docs.blocks import DOCUMENTS, ROOT, blocks, commands
-from tests.ports import free_port
-from tests.waiting import LONG_S
+from tests.kit.ports import free_port
+from tests.kit.waiting import LONG_S
 
 SERVE = ".venv/bin/octet serve &"
 EXAMPLE = "examples/gpt-tiny.yaml"
@@ -57,7 +57,6 @@ ELSEWHERE = {
     r"make test-parallel": Elsewhere("Makefile", "tests/worker/parallel"),
     r"make install": Elsewhere("Makefile", "test: install"),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
-    r"make held": Elsewhere("Makefile", "OCTET_UPDATE_HELD=1"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make dashboards": Elsewhere("tests/observability/test_live.py", "def test_a_panel_has_data"),
     r"make bench": Elsewhere("tests/docs/test_commands.py", "def test_the_cpu_benchmark_runs"),

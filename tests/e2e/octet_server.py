@@ -15,8 +15,8 @@ import pytest
 
 from octet.api_schemas import Job, JobState
 from octet.client import Client
-from tests.ports import free_port
-from tests.waiting import LONG_S
+from tests.kit.ports import free_port
+from tests.kit.waiting import LONG_S
 
 _POLL_S = 0.2  # each look at a job costs client and server some milliseconds of the CPU that the job needs too
 _TEMPLATE = "octet.worker.rank.warm.template"

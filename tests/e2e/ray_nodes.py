@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from octet.api_schemas import PoolConfig
 from octet.service.cluster.ray.embedded import ray_environment
 from tests.e2e.octet_server import Server
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 Found = TypeVar("Found")
 POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=4)

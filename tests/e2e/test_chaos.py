@@ -15,8 +15,8 @@ from octet.api_schemas import Attempt, FailureReason, Job, JobState
 from tests.chaos.run import Plan, weather
 from tests.e2e.octet_server import Server, losses
 from tests.e2e.specs import on_ranks
+from tests.kit.waiting import LONG_S
 from tests.service.postgres_server import skipping_without_postgres
-from tests.waiting import LONG_S
 
 
 def kill_a_rank(server: Server) -> None:

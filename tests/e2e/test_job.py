@@ -21,7 +21,7 @@ from octet.worker.models import build_model
 from tests.e2e.octet_server import Server, losses
 from tests.kit.chat import VOCAB_SIZE, save_tokenizer, write_chats
 from tests.kit.training import train
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 LLAMA = {

@@ -12,7 +12,7 @@ from tests.e2e.octet_server import losses
 from tests.e2e.ray_nodes import Nodes, ServerOnNodes, served_on_nodes
 from tests.e2e.specs import on_ranks
 from tests.e2e.test_chaos import assert_gapless_and_each_attempt_after_the_other, attempts_of, train_undisturbed
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 
 from octet.api_schemas import JobState
 from tests.e2e.octet_server import Server, losses
-from tests.ranks import run_ranks
-from tests.text import write_corpus
+from tests.kit.ranks import run_ranks
+from tests.kit.text import write_corpus
 from tests.worker.parallel.zoo_runs import NUM_RANKS, NUM_STEPS, Case, both, job
 
 CASE = Case("ZeRO 1", "O3")

@@ -28,10 +28,10 @@ from octet.worker.kernels.scales import ScaledCodes, ScaleKind
 from octet.worker.mesh import Mesh
 from octet.worker.optim import Hyperparameters, LowBitAdamW
 from octet.worker.train.loop import Trainer
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
+from tests.kit.text import write_corpus
 from tests.kit.training import Recorder
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.text import write_corpus
 
 GOLDEN = Path(__file__).with_name("golden.json")
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16

@@ -29,10 +29,10 @@ from octet.worker.mesh import Mesh
 from octet.worker.train.loop import Trainer
 from tests.golden import record
 from tests.golden.runs import Run, all_runs, document
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
+from tests.kit.text import write_corpus
 from tests.kit.training import Recorder
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.text import write_corpus
 from tests.worker.parallel.compiled_runs import compiling_with
 
 ROADS = Path(__file__).with_name("roads.json")

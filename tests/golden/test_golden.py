@@ -14,7 +14,7 @@ from octet.worker.common.config import RankEnv
 from octet.worker.kernels import cuda
 from octet.worker.kernels.cuda import language
 from tests.golden import record
-from tests.text import write_corpus
+from tests.kit.text import write_corpus
 
 Result = dict[str, Any]
 pytestmark = pytest.mark.slow

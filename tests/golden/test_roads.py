@@ -16,7 +16,7 @@ from octet.worker.common.config import RankEnv
 from tests.golden import roads
 from tests.golden.runs import LEVEL_RUNS, Run, all_runs
 from tests.golden.test_golden import ON_ANOTHER_MACHINE
-from tests.text import write_corpus
+from tests.kit.text import write_corpus
 
 Result = dict[str, Any]
 pytestmark = [

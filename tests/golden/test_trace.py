@@ -17,8 +17,8 @@ from octet.worker.mesh import Mesh
 from octet.worker.train.loop import Trainer
 from tests.golden.roads import on_road
 from tests.golden.runs import Run, document
+from tests.kit.text import write_corpus
 from tests.kit.training import Recorder
-from tests.text import write_corpus
 
 DOCS = Path(__file__).parents[2] / "docs"
 FIRST_TRACED = "worker/train/loop.py"

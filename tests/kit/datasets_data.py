@@ -9,7 +9,7 @@ from PIL import Image
 
 from octet.api_schemas.data.datasets import DatasetsSpec
 from tests.kit.chat import save_tokenizer, write_chats
-from tests.text import text
+from tests.kit.text import text
 
 
 def save(folder: Path, rows: dict[str, Any], types: dict[str, Any], num_shards: int = 2) -> Path:

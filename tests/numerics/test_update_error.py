@@ -12,8 +12,8 @@ from octet.worker.optim.codecs import CODECS, StoredState, zeros
 from octet.worker.optim.rules.adam import Adam
 from octet.worker.optim.rules.lion import Lion
 from octet.worker.optim.rules.rule import Group, Rule
+from tests.kit.text import text
 from tests.numerics.measure import relative_error
-from tests.text import text
 
 NUM_STEPS, NUM_MEASURED = 120, 30
 CPU = torch.device("cpu")

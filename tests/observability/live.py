@@ -27,9 +27,9 @@ from octet.api_schemas.levels import LEVELS
 from octet.worker.metrics.exporter import MetricsCollector
 from octet.worker.metrics.table import Metrics
 from tests.e2e.octet_server import Server
+from tests.kit.ports import free_port
+from tests.kit.waiting import LONG_S, wait_until
 from tests.observability.dcgm import LABELS
-from tests.ports import free_port
-from tests.waiting import LONG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRAPE_S = 1

@@ -21,7 +21,7 @@ from octet.worker.metrics.exporter import DROPPED, MAX_SERIES, Exporter, Metrics
 from octet.worker.metrics.table import FAMILIES, OPERANDS, PHASES, Metrics
 from octet.worker.reporting.reporter import LogReporter
 from octet.worker.train.loop import Trainer
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 Scrape = Callable[[Metrics], dict[tuple[str, str], float]]
 

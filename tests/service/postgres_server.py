@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 
 class Unavailable(Exception):

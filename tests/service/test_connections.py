@@ -24,7 +24,7 @@ from octet.service.processes.connections import LimitedProtocol
 from octet.service.processes.server import ACCEPTED_AT_ONCE, http_server, raise_descriptor_limit
 from octet.service.processes.startup import listening
 from octet.service.settings import Settings
-from tests.waiting import LONG_S, wait_until
+from tests.kit.waiting import LONG_S, wait_until
 
 KEY = "a key that is long enough"
 Serve = Callable[..., Any]

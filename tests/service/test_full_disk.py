@@ -12,9 +12,9 @@ from octet.service.app import create_app
 from octet.service.db.engine import Database
 from octet.service.jobs.attempts import MAX_PLATFORM_FAILURES
 from octet.service.settings import Settings
+from tests.kit.small_disk import SmallDisk, small_disk
 from tests.service.conftest import POOLS, TestClient
 from tests.service.world import Rank, World
-from tests.small_disk import SmallDisk, small_disk
 
 MORE_THAN_THERE_IS = 1 << 60
 FULL = FinishedReport(outcome="failed", reason=FailureReason.STORAGE_FULL, message="the checkpoint of step 2 does not fit")

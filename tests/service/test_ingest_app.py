@@ -21,13 +21,13 @@ from octet.service.http.bodies import MAX_REPORT_BYTES, MAX_STRANGER_BYTES, Limi
 from octet.service.ingest.app import Ingest
 from octet.service.processes.connections import LimitedProtocol
 from octet.service.settings import Settings
+from tests.kit.waiting import LONG_S, wait_until
 from tests.service.conftest import POOLS
 from tests.service.databases import ON_SQLITE
 from tests.service.serving import serving
 from tests.service.simulation import curve
 from tests.service.statements import counted
 from tests.service.world import Rank, TurnedClock, World, step
-from tests.waiting import LONG_S, wait_until
 
 
 class Served:

@@ -15,10 +15,10 @@ from octet.service.ingest.app import Ingest
 from octet.service.ingest.apply import Applied
 from octet.service.ingest.batches import SentBatch
 from octet.service.ingest.tokens import AttemptTokens
+from tests.kit.waiting import LONG_S
 from tests.service.invariants import check_invariants
 from tests.service.simulation import curve
 from tests.service.world import Rank, World, step
-from tests.waiting import LONG_S
 
 Commits = GroupCommit[SentBatch, Applied]
 

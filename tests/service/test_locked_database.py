@@ -17,9 +17,9 @@ from octet.api_schemas import PhaseReport
 from octet.service.app import create_app
 from octet.service.db.engine import Database
 from octet.service.db.group_commit import GroupCommit
+from tests.kit.waiting import LONG_S
 from tests.service.conftest import TestClient
 from tests.service.world import TurnedClock, World
-from tests.waiting import LONG_S
 
 LOCK_TIMEOUT_S = 1.0
 WRITERS = 12

@@ -24,9 +24,9 @@ from octet.service.dispatcher.loop import Loop
 from octet.service.settings import Settings
 from octet.service.store.queue import LOOP_PRECISION
 from octet.service.telemetry.loops import FAILING_S, WAITING_S, LoopHealth
+from tests.kit.waiting import LONG_S, wait_until
 from tests.service.conftest import POOLS, TestClient
 from tests.service.world import TurnedClock, World
-from tests.waiting import LONG_S, wait_until
 
 NEVER_S = 3600.0
 """An interval after which a loop does not run within a test."""

@@ -12,8 +12,8 @@ from octet.service.db.migrate import NewerSchema, known_revisions
 from octet.service.processes.schema_watch import ending_on_newer_schema
 from octet.service.processes.startup import database_of_one_machine
 from octet.service.settings import Settings
+from tests.kit.waiting import LONG_S
 from tests.service.conftest import POOLS
-from tests.waiting import LONG_S
 
 NEWER = "9999"
 

@@ -12,9 +12,9 @@ from fastapi.testclient import TestClient
 
 from octet.api_schemas import JobSpec
 from octet.service.jobs import admission
+from tests.kit.waiting import LONG_S
 from tests.service.test_jobs_api import problem_of
 from tests.service.world import World
-from tests.waiting import LONG_S
 
 Document = dict[str, Any]
 NUM_REQUESTS = 41  # one more than FastAPI has threads

@@ -12,10 +12,10 @@ from fastapi.testclient import TestClient
 from octet.service.app import create_app
 from octet.service.processes.startup import database_of_one_machine
 from octet.service.settings import Settings
+from tests.kit.small_disk import small_disk
+from tests.kit.waiting import LONG_S
 from tests.service.conftest import POOLS
 from tests.service.test_locked_database import locked
-from tests.small_disk import small_disk
-from tests.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 

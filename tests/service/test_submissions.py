@@ -19,10 +19,10 @@ from octet.service.jobs import submissions
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.submissions import Shown, Stored, Submissions
 from octet.service.store.ids import is_id, new_id, new_ids
+from tests.kit.waiting import LONG_S
 from tests.service.invariants import check_invariants
 from tests.service.statements import counted
 from tests.service.world import World
-from tests.waiting import LONG_S
 
 
 def show(_transaction: Transaction, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:

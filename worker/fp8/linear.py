@@ -93,7 +93,7 @@ class Float8Linear(GuardedCodes):
         self.register_buffer("weight_residual", None)
         if encoded_weight is not None:
             self.weight.data, self.weight_dequant_scale, self.weight_amax, self.weight_residual = encoded_weight
-        self._prepare_gradient()
+        self.prepare_gradient()
         self.train(linear.training)
         self.start_step(0)
         self._settle()
@@ -283,7 +283,7 @@ class Float8Linear(GuardedCodes):
         """The scaling of each operand, by the operand's name."""
         return {name: self._modules[f"{name}_scaling"] for name in ("input", "weight", "grad_output")}  # type: ignore[misc]
 
-    def _prepare_gradient(self) -> None:
+    def prepare_gradient(self) -> None:
         if self.weight_dequant_scale is not None:
             self.weight.grad_dtype = torch.float32
         self._open_port()
@@ -296,7 +296,7 @@ class Float8Linear(GuardedCodes):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what a copied or unpickled parameter loses: the dtype of its gradient and the hook."""
         super().__setstate__(state)
-        self._prepare_gradient()
+        self.prepare_gradient()
         self._settle()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":

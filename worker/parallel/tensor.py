@@ -230,7 +230,7 @@ def _divide(
         if hasattr(module, name):
             setattr(module, name, getattr(module, name) // axis.size)
     if isinstance(module, Float8Linear):
-        module._prepare_gradient()
+        module.prepare_gradient()
 
 
 def _share_rounding(model: nn.Module, shards: TensorShards) -> None:

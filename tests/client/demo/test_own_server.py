@@ -9,7 +9,7 @@ import pytest
 from octet.client.demo.own_server import OwnServer
 from octet.client.errors import ServerFailed
 from octet.client.terminal import Terminal
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 STUBBORN = """
 import signal, subprocess, sys, time

@@ -37,7 +37,7 @@ def strangers(source: str, *, is_test: bool) -> list[str]:
         if name.split(".")[0] not in allowed
         and ".".join(name.split(".")[:2]) not in allowed
         and not f"{name}.".startswith(f"{ORACLE}.")
-        and not (is_test and name in ("octet.worker", "tests.ranks"))
+        and not (is_test and name in ("octet.worker", "tests.kit.ranks"))
     ]
 
 

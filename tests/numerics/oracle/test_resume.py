@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octet.api_schemas.levels import LEVELS
 from octet.worker import initialize
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 NUM_STEPS_BEFORE, NUM_STEPS_AFTER = 5, 3
 

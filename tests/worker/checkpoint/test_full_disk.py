@@ -16,7 +16,7 @@ from octet.worker.metrics.table import Metrics
 from octet.worker.rank.main import Run, _train
 from octet.worker.reporting.reporter import LogReporter
 from octet.worker.reporting.spool import Spool
-from tests.small_disk import SmallDisk, small_disk
+from tests.kit.small_disk import SmallDisk, small_disk
 from tests.worker.reporting.test_spool import report
 
 STATE = {"model": {"w": torch.arange(32_768, dtype=torch.float32)}}  # 128 KiB

@@ -21,10 +21,10 @@ from octet.worker.checkpoint.host_copies import Copy, HostCopies
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.mesh import Mesh
 from octet.worker.train.loop import Trainer
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 from tests.kit.training import Recorder, train, with_training
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 LEVELS = ("bf16-amp", "O2", "O3-split")
 SAVINGS: dict[str, dict[str, Any]] = {

@@ -25,11 +25,11 @@ from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.mesh import Mesh
 from octet.worker.metrics.readback import HostCopy
 from octet.worker.train.loop import Trainer
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 from tests.kit.tape import optimizer_by_kernels
 from tests.kit.training import Recorder, with_training
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 from tests.worker.train.test_no_waits import DIVISIONS, REFUSED, WaitingMethods, WaitingOps, is_refused, make, run, sampled_job
 
 pytestmark = pytest.mark.usefixtures("accelerator")

@@ -22,9 +22,9 @@ from octet.worker.common.config import RankEnv, resolve
 from octet.worker.common.errors import Cancelled, LeaseLost, StorageFull
 from octet.worker.mesh import Axis, Mesh
 from octet.worker.train.loop import Trainer
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 from tests.kit.training import Recorder, train, with_training
-from tests.ports import free_port
-from tests.ranks import run_ranks
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 TIMEOUT_S = 60

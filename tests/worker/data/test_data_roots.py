@@ -16,7 +16,7 @@ from octet.worker.data.tokens import write_shards
 from octet.worker.metrics.table import Metrics
 from octet.worker.rank.main import Run, _train
 from octet.worker.reporting.reporter import LogReporter
-from tests.text import text
+from tests.kit.text import text
 
 TOKENS = list(text(400).encode())
 

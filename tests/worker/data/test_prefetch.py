@@ -11,7 +11,7 @@ from octet.api_schemas import BatchDivision
 from octet.worker.data.order import EpochOrder
 from octet.worker.data.prefetch import NUM_AHEAD, NUM_AT_ONCE, Prefetcher
 from octet.worker.data.source import Batch
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 class Counted:

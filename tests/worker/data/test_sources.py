@@ -19,7 +19,7 @@ from tests.kit.chat import save_tokenizer, write_chats
 from tests.kit.datasets_data import saved_spec
 from tests.kit.images import write_folder, write_images
 from tests.kit.object_store import files_of, upload
-from tests.text import text, write_corpus
+from tests.kit.text import text, write_corpus
 
 IMAGES = ImageInput(image_size=16, num_channels=3, num_classes=4, tokens_per_image=17)
 LENGTH = 48

@@ -10,8 +10,8 @@ from octet.api_schemas import TextSpec, TokenInput
 from octet.worker.common.errors import Cancelled
 from octet.worker.data import open_source
 from octet.worker.data.targets import MaskedTokens
+from tests.kit.text import write_corpus
 from tests.kit.training import Recorder, train, with_training
-from tests.text import write_corpus
 
 LENGTH, MASK = 40, 271
 

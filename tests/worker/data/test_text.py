@@ -13,7 +13,7 @@ from octet.worker.data import open_source as open_training_source
 from octet.worker.data.text import open_source, unigram_entropy_nats
 from octet.worker.data.windows import Tokens
 from tests.kit.chat import save_tokenizer
-from tests.text import write_corpus as write_sentences
+from tests.kit.text import write_corpus as write_sentences
 
 
 def write_corpus(root: Path, num_files: int, num_bytes: int = 400) -> TextSpec:

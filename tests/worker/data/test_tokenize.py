@@ -14,8 +14,8 @@ from octet.client.cli import build_app
 from octet.worker.common.errors import DataError
 from octet.worker.data import open_source, tokenize
 from tests.kit.chat import save_tokenizer
+from tests.kit.text import text, write_corpus
 from tests.kit.training import train
-from tests.text import text, write_corpus
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from octet.api_schemas.data.tokens import TokenIndex, TokenShard, TokensSpec
 from octet.worker.common.errors import DataError
 from octet.worker.data import open_source
 from octet.worker.data.tokens import ShardedTokens, write_shards
+from tests.kit.text import text
 from tests.kit.training import train, with_training
-from tests.text import text
 
 TOKENS = list(text(400).encode())
 

@@ -14,8 +14,8 @@ from octet.worker import initialize
 from octet.worker.fp8 import collectives
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 
 SHAPE = (16, 32)
 ONE_CODE = 2**-3

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import ROOT, commands
-from tests.ports import free_port
-from tests.waiting import LONG_S
+from tests.kit.ports import free_port
+from tests.kit.waiting import LONG_S
 
 DOCUMENT = "docs/integrations.md"
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from octet import initialize
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 from tests.kit.small_model import Small, make
-from tests.ports import free_port
-from tests.ranks import run_ranks
 from tests.worker.integrations.bits import assert_same_bits
 
 NUM_RANKS = 2

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.text import text
+from tests.kit.text import text
 
 LENGTH = 32
 

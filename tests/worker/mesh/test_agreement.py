@@ -20,8 +20,8 @@ from octet.worker.common.errors import Diverged, RanksFailed, message_of_rank
 from octet.worker.mesh import Mesh, recorder
 from octet.worker.mesh.verdict import Skip, Statement, decide, find_skip
 from octet.worker.parallel import Parallel
-from tests.ports import free_port
-from tests.ranks import PRELOADED
+from tests.kit.ports import free_port
+from tests.kit.ranks import PRELOADED
 
 NUM_RANKS = 4
 TIMEOUT_S = 2.0

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from octet.worker.common.config import RankEnv
 from octet.worker.mesh import AxisInBlocks, Mesh
 from octet.worker.parallel.tensor_layers import sum_of_shards, to_shards
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 
 
 class Divided(nn.Module):

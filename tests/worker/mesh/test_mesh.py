@@ -8,8 +8,8 @@ import torch
 from octet.api_schemas import Layout
 from octet.worker.common.config import RankEnv
 from octet.worker.mesh import Mesh
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 
 LAYOUT = Layout(4, tensor=2)  # ranks (0, 1) and (2, 3) share layers, (0, 2) and (1, 3) average gradients
 

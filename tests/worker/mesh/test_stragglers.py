@@ -14,8 +14,8 @@ from octet.worker.metrics.readback import Mark
 from octet.worker.metrics.table import Metrics
 from octet.worker.train.log import StepLog, TakenStep, now
 from octet.worker.train.reports import straggler_event
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 
 BUSY_S = (1.0, 1.75)
 """By rank."""

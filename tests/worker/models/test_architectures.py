@@ -22,7 +22,7 @@ from octet.worker.models.huggingface import AUTO_CLASSES, transformers
 from octet.worker.models.wrapped import wrap
 from octet.worker.prepare.initialize import initialize
 from octet.worker.train.reports import conversion_events
-from tests.text import text
+from tests.kit.text import text
 
 NUM_STEPS, BATCH_SIZE, LENGTH, VOCABULARY = 20, 8, 32, 272
 MASK = VOCABULARY - 1

@@ -11,9 +11,9 @@ from torch import Tensor
 from octet.api_schemas import EvaluationReport
 from octet.api_schemas.levels import LEVELS
 from octet.worker.common.config import RankEnv
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 from tests.kit.training import Recorder
-from tests.ports import free_port
-from tests.ranks import run_ranks
 from tests.worker.parallel.job_runs import checkpoint_ref, job, run_job
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE, Case, Result, make, reference
 

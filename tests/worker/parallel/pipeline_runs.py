@@ -16,10 +16,10 @@ from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.mesh import Mesh
 from octet.worker.train.loop import Trainer
 from octet.worker.train.passes import forward_backward
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
+from tests.kit.text import write_corpus
 from tests.kit.training import Recorder
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.text import write_corpus
 
 LLAMA = {
     "family": "llama",

@@ -10,9 +10,9 @@ import torch
 
 from octet.api_schemas import FailureReason
 from octet.api_schemas.levels import LEVELS
-from tests.ports import free_port
-from tests.ranks import PRELOADED, run_ranks
-from tests.text import write_corpus
+from tests.kit.ports import free_port
+from tests.kit.ranks import PRELOADED, run_ranks
+from tests.kit.text import write_corpus
 from tests.worker.parallel.compare import DIVIDED_LEVELS
 from tests.worker.parallel.compiled_runs import rank_with_bad_compiler, work
 from tests.worker.parallel.pipeline_runs import MODELS, Jobs, Result, document, precision

@@ -13,8 +13,8 @@ from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.mesh import Axis, Mesh
 from octet.worker.parallel import GradientBuckets, broadcast_parameters
 from octet.worker.train.resume import random_state, set_random_state
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 
 AXES = {"data": 2, "world": 4}
 """Axes of one mesh of 4 ranks, with their sizes."""

@@ -19,9 +19,9 @@ from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.gathered import GatheredWeight, ShardedWeight
 from octet.worker.fp8.linear import Float8Linear
 from tests.golden.record import digest
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 from tests.kit.small_model import Small
-from tests.ports import free_port
-from tests.ranks import run_ranks
 
 NUM_STEPS = 4
 CURRENT = {"scaling": "current", "format": "HYBRID", "margin": 1}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.text import write_corpus
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
+from tests.kit.text import write_corpus
 from tests.worker.parallel.init_runs import HIDDEN, LARGEST, PIECE, Result, document, save_network, work
 
 pytestmark = pytest.mark.system

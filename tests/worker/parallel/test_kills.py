@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from octet.worker.rank.main import main
-from tests.ports import free_port
-from tests.ranks import PRELOADED
+from tests.kit.ports import free_port
+from tests.kit.ranks import PRELOADED
 
 NUM_RANKS, EVERY, MOST_STEPS_OF_A_LIFE = 4, 3, 6
 START_S = 120.0

@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from octet.worker import initialize, memory_report, parallelize
 from octet.worker.kernels.torch_private import leave_the_compiler_unloaded
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 
 WIDTH, NUM_LAYERS = 256, 4
 NUM_WEIGHTS = NUM_LAYERS * WIDTH * WIDTH

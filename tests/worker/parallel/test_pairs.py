@@ -13,7 +13,7 @@ import torch
 from octet.api_schemas import StartedReport
 from octet.worker import checkpoint
 from octet.worker.checkpoint.resume import resume
-from tests.text import write_corpus
+from tests.kit.text import write_corpus
 from tests.worker.parallel.compare import (
     CASES,
     check_gradients,

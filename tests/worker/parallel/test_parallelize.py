@@ -17,9 +17,9 @@ from octet.worker.mesh import Axis
 from octet.worker.parallel import GradientBuckets
 from octet.worker.parallel.buckets import CodesBucket, WideBucket
 from tests.golden.record import digest
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 from tests.kit.small_model import FP8_LEVELS, Small, make
-from tests.ports import free_port
-from tests.ranks import run_ranks
 
 NUM_RANKS = 2
 ALONE = Axis("data", 1, 0, torch.device("cpu"))

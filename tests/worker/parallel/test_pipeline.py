@@ -12,7 +12,7 @@ import yaml
 
 from octet.api_schemas.levels import LEVELS
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
-from tests.text import write_corpus
+from tests.kit.text import write_corpus
 from tests.worker.parallel.pipeline_runs import (
     GPT,
     LLAMA,

@@ -12,7 +12,7 @@ import torch
 
 from octet.api_schemas.levels import LEVELS
 from octet.worker.common.config import RankEnv
-from tests.text import write_corpus
+from tests.kit.text import write_corpus
 from tests.worker.parallel.compare import GRADIENT_ERROR
 from tests.worker.parallel.pipeline_runs import (
     LLAMA,

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.docs.blocks import ROOT, commands
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.waiting import LONG_S
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
+from tests.kit.waiting import LONG_S
 
 COMMANDS = commands("docs/own-models.md")
 NUM_STEPS = "12"

@@ -16,10 +16,10 @@ from octet.api_schemas import FailureReason, JobSpec
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.mesh import Mesh
 from octet.worker.train.loop import Trainer
+from tests.kit.ports import free_port
+from tests.kit.ranks import PRELOADED
+from tests.kit.text import write_corpus
 from tests.kit.training import Recorder
-from tests.ports import free_port
-from tests.ranks import PRELOADED
-from tests.text import write_corpus
 from tests.worker.parallel.pipeline_runs import LLAMA, document
 
 pytestmark = pytest.mark.matrix

@@ -14,8 +14,8 @@ from octet.worker.models.huggingface import transformers
 from octet.worker.models.wrapped import wrap
 from octet.worker.parallel.tensor import cut_model
 from octet.worker.parallel.tensor_plan import check_heads, plan_of
-from tests.ports import free_port
-from tests.ranks import run_ranks
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.matrix
 SMALL: dict[str, Any] = {

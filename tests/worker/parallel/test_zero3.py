@@ -22,10 +22,10 @@ from octet.worker.prepare.blocks import checkpoint_blocks, compile_blocks
 from octet.worker.train.loop import Trainer
 from tests.golden.record import digest
 from tests.golden.record import document as golden_job
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
+from tests.kit.text import write_corpus
 from tests.kit.training import Recorder
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.text import write_corpus
 from tests.worker.parallel.reference import (
     MAX_ELEMENTS,
     STEPS,

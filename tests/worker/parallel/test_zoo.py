@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from octet.api_schemas.levels import LEVELS
-from tests.ranks import run_ranks
-from tests.text import write_corpus
+from tests.kit.ranks import run_ranks
+from tests.kit.text import write_corpus
 from tests.worker.parallel.zoo_runs import NUM_RANKS, NUM_STEPS, Case, Run, both
 
 ZERO = ("ZeRO 1", "ZeRO 2", "ZeRO 3")

@@ -22,7 +22,7 @@ from octet.worker.kernels.torch_private import leave_the_compiler_unloaded
 from octet.worker.models import build_model
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.rank.main import main
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 NUM_STEPS, NUM_RANKS = 8, 2
 RATE, WEIGHT_DECAY, BETAS, EPS, MAX_NORM, SEED = 1e-2, 0.1, (0.9, 0.95), 1e-8, 1.0, 1

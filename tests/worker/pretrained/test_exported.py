@@ -23,8 +23,8 @@ from tests.kit.pretrained_models import (
     their_llama,
     trained,
 )
+from tests.kit.small_disk import small_disk
 from tests.kit.small_model import spread
-from tests.small_disk import small_disk
 
 LEVELS = spread(("te", "O1", "O2", "O3", "O3-split", "O3-split-8bit", "O2-8bit"))
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers' GPTBigCode uses it

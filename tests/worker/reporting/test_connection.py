@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from octet.worker.reporting.connection import FAILURES, Answer, Connection
-from tests.waiting import LONG_S
+from tests.kit.waiting import LONG_S
 
 
 class Server(HTTPServer):

@@ -22,7 +22,7 @@ from octet.worker.common.errors import Cancelled, Fenced, LeaseLost
 from octet.worker.reporting import reporter as module
 from octet.worker.reporting.connection import Answer
 from octet.worker.reporting.reporter import HttpReporter
-from tests.waiting import LONG_S, wait_until
+from tests.kit.waiting import LONG_S, wait_until
 
 
 class ControlPlane:

@@ -16,10 +16,10 @@ from octet.worker.models import build_model
 from octet.worker.train.loop import Trainer
 from tests.kit.chat import VOCAB_SIZE, save_tokenizer, write_chats
 from tests.kit.images import write_images
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
+from tests.kit.text import write_corpus
 from tests.kit.training import Recorder, train
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.text import write_corpus
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))

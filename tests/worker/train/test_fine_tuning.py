@@ -18,8 +18,8 @@ from octet.worker.models import build_model
 from octet.worker.pretrained.__main__ import main as export
 from octet.worker.pretrained.start import start_model
 from tests.kit.chat import VOCAB_SIZE, save_tokenizer, write_chats
+from tests.kit.text import text
 from tests.kit.training import Recorder, train, with_training
-from tests.text import text
 
 LLAMA = {
     "family": "llama",

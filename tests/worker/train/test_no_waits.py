@@ -29,10 +29,10 @@ from octet.worker.metrics.readback import HostCopy
 from octet.worker.models import build_model
 from octet.worker.train.log import StepLog
 from octet.worker.train.loop import Trainer
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
 from tests.kit.tape import WAITING_OPS, optimizer_by_kernels
 from tests.kit.training import Recorder, with_training
-from tests.ports import free_port
-from tests.ranks import run_ranks
 from tests.worker.models.test_architectures import CONFIGS, batch_of
 
 pytestmark = pytest.mark.usefixtures("accelerator")

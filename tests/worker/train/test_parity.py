@@ -14,7 +14,7 @@ from octet.api_schemas import GPTSizes, TextSpec
 from octet.api_schemas.levels import LEVELS
 from octet.worker.data.text import open_source
 from octet.worker.data.windows import TokenWindows
-from tests.text import write_corpus
+from tests.kit.text import write_corpus
 
 pytestmark = pytest.mark.slow
 ONE_BLOCK = GPTSizes(hidden_size=64, num_layers=1, num_heads=4, vocab_size=256, max_sequence_length=64)

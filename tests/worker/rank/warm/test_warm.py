@@ -20,7 +20,7 @@ import pytest
 from octet.api_schemas import DesiredState, JobSpec, LaunchOrder, PoolConfig, ReportReply
 from octet.worker.rank import warm
 from octet.worker.rank.warm import messages
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has pidfd and abstract sockets")
 IDLE_S = 60.0

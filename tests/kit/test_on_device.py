@@ -34,7 +34,7 @@ def test_last(): torch.cuda.synchronize()
 @pytest.mark.system
 def test_a_fault_fails_its_own_test(tmp_path: Path) -> None:
     (tmp_path / "test_device.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.on_device", "-p", "no:cacheprovider", "-n", "1", "-rfEp"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.kit.on_device", "-p", "no:cacheprovider", "-n", "1", "-rfEp"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, "test_device.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
