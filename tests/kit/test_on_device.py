@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TESTS = """
 import torch
 
@@ -39,8 +39,8 @@ def test_a_fault_fails_its_own_test(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "test_device.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    told = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED", "ERROR"))]
-    assert ["ERROR", "test_device.py::test_faults"] in told
-    assert [name for outcome, name in told if outcome != "PASSED"] == ["test_device.py::test_faults"] * 2  # and its process
-    passed = {name.rpartition("::")[2] for outcome, name in told if outcome == "PASSED"}
+    outcomes = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED", "ERROR"))]
+    assert ["ERROR", "test_device.py::test_faults"] in outcomes
+    assert [name for outcome, name in outcomes if outcome != "PASSED"] == ["test_device.py::test_faults"] * 2  # and its process
+    passed = {name.rpartition("::")[2] for outcome, name in outcomes if outcome == "PASSED"}
     assert passed >= {"test_before", "test_after", "test_last"}
