@@ -21,9 +21,9 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from octet.api_schemas import EventReport, ExporterReport, ReportBody
-from octet.worker.metrics.table import Family, Metrics
+from octet.worker.metrics.table import FAMILIES, Family, Metrics
 
-MAX_SERIES = 76
+MAX_SERIES = 1 + sum(family.most_series for family in FAMILIES)  # and the counter of dropped series
 DROPPED = "octet_exporter_dropped_series_total"
 _POLL_S = 0.5
 """Between looks for the end where a socket that is shut down wakes nobody: not on Linux."""
@@ -42,7 +42,7 @@ class MetricsCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        num_left = self._max_series - 1  # the counter of dropped series takes one
+        num_left = self._max_series - 1  # for the counter of dropped series
         num_dropped = 0
         for metric in self._families():
             if len(metric.samples) > num_left:

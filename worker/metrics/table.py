@@ -21,11 +21,12 @@ OPERANDS = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True)
 class Family:
-    """One metric: its name, its help text and the names of its labels."""
+    """One metric: its name, its help text, the names of its labels and the most series that a rank has of it."""
 
     name: str
     help: str
     labels: tuple[str, ...] = ()
+    most_series: int = 1
 
     @property
     def kind(self) -> Literal["counter", "gauge"]:
@@ -49,6 +50,7 @@ FAMILIES = (
         "octet_train_seconds_total",
         "host wall time by phase; on cuda, work queued in one phase may be waited for in the next",
         ("phase",),
+        len(PHASES),
     ),
     Family(
         "octet_train_flops_utilization_ratio", "model FLOP/s of the last step over the peak that the label names", ("peak",)
@@ -59,21 +61,30 @@ FAMILIES = (
         "octet_train_evaluation_metric",
         "what the model's family measures besides the loss, such as accuracy, last evaluation",
         ("metric",),
+        2,
     ),
-    Family("octet_memory_bytes", "bytes of live tensors at the end of the first step's backward pass, by class", ("class",)),
+    Family("octet_memory_bytes", "bytes of live tensors at the end of the first step's backward pass, by class", ("class",), 8),
     Family("octet_memory_used_bytes", "memory in use now: on cuda by the whole device, on cpu by this process (resident)"),
     Family("octet_memory_peak_bytes", "highest use so far: on cuda allocated by torch, on cpu resident in this process"),
     Family("octet_memory_limit_bytes", "memory available: on cuda the device's, on cpu the control group's or the machine's"),
-    Family("octet_layers", "linear layers by state: converted to FP8, skipped, filtered or demoted", ("state",)),
-    Family("octet_fp8_amax", "largest magnitude in the last sample, over the layers", ("operand",)),
-    Family("octet_fp8_dequant_scale", "largest dequant_scale in the last sample, over the layers", ("operand",)),
-    Family("octet_fp8_overflow_ratio", "share of elements clamped to the format's maximum, worst layer", ("operand",)),
-    Family("octet_fp8_underflow_ratio", "share of non-zero elements that became zero, worst layer", ("operand",)),
-    Family("octet_fp8_sqnr_decibels", "signal to quantization noise, worst layer", ("operand",)),
+    Family("octet_layers", "linear layers by state: converted to FP8, skipped, filtered or demoted", ("state",), 4),
+    Family("octet_fp8_amax", "largest magnitude in the last sample, over the layers", ("operand",), len(OPERANDS)),
+    Family("octet_fp8_dequant_scale", "largest dequant_scale in the last sample, over the layers", ("operand",), len(OPERANDS)),
+    Family(
+        "octet_fp8_overflow_ratio",
+        "share of elements clamped to the format's maximum, worst layer",
+        ("operand",),
+        len(OPERANDS),
+    ),
+    Family(
+        "octet_fp8_underflow_ratio", "share of non-zero elements that became zero, worst layer", ("operand",), len(OPERANDS)
+    ),
+    Family("octet_fp8_sqnr_decibels", "signal to quantization noise, worst layer", ("operand",), len(OPERANDS)),
     Family(
         "octet_wire_sent_bytes_total",
         "bytes of gradients, weights and scales that this rank sent to others, by collective and by dtype on the wire",
         ("collective", "dtype"),
+        14,
     ),
     Family("octet_checkpoints_total", "checkpoints written by this process"),
     Family("octet_checkpoint_bytes", "size of the last checkpoint"),
