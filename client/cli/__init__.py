@@ -1,4 +1,5 @@
-"""The `octet` command: `main` runs it. `app` puts the commands together; each other module holds a group of them."""
+"""The `octet` command: `main` runs it. `app` puts the commands together; each other module
+holds a group of them, in its COMMANDS."""
 
 from octet.client.cli.app import build_app, main
 

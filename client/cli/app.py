@@ -4,7 +4,6 @@ Exit status: 0 done (submit --watch, watch and demo: every job succeeded), 1 a j
 request that has to change, 3 no server that answers, 130 interrupted.
 """
 
-from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from typing import Annotated, Any
 
@@ -39,31 +38,10 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    commands: dict[str, Callable[..., None]] = {
-        "serve": server.serve,
-        "demo": demo.demo,
-        "api": server.api,
-        "dispatcher": server.dispatcher,
-        "submit": jobs.submit,
-        "validate": jobs.validate,
-        "watch": jobs.watch,
-        "cancel": jobs.cancel,
-        "list": show.list_jobs,
-        "show": show.show,
-        "logs": show.logs,
-        "events": show.events,
-        "metrics": show.metrics,
-        "checkpoints": show.checkpoints,
-        "download": results.download,
-        "export": results.export,
-        "attempts": show.attempts,
-        "models": show.models,
-        "levels": show.levels,
-        "pools": show.pools,
-        "version": version,
-    }
-    for name, command in commands.items():
-        app.command(name)(command)
+    for module in (server, demo, jobs, show, results):
+        for name, command in module.COMMANDS.items():
+            app.command(name)(command)
+    app.command("version")(version)
     importers = typer.Typer(help="Write a job file from another project's configuration.", no_args_is_help=True)
     importers.command("accelerate")(imports.accelerate)
     importers.callback()(_only_subcommands)

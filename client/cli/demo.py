@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from octet.client.api import Client
-from octet.client.cli.options import FAILED, connect, require_extras
+from octet.client.cli.options import FAILED, Commands, connect, require_extras
 from octet.client.demo.job import demo_spec
 from octet.client.demo.run import run_demo, run_demo_on_own_server
 from octet.client.terminal import Terminal
@@ -42,3 +42,6 @@ def _wait_until_ready(client: Client, timeout_s: float) -> None:
     with Terminal().spinner("waiting for the server to be ready") if timeout_s else nullcontext():
         while time.monotonic() < deadline and not client.is_ready():
             time.sleep(0.5)
+
+
+COMMANDS: Commands = {"demo": demo}

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from octet.api_schemas import JobState, ValidatedJob
 from octet.client.api import Client
-from octet.client.cli.options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, JobFile, JobId, Settings, Url, connect
+from octet.client.cli.options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, Commands, JobFile, JobId, Settings, Url, connect
 from octet.client.job_file import apply_settings, check_spec, load_job_file
 from octet.client.render import job_details
 from octet.client.terminal import Terminal
@@ -93,3 +93,11 @@ def _see_through(client: Client, job_id: str, terminal: Terminal, as_json: bool)
     terminal.show_json(job) if as_json else terminal.show(job_details(job, []))
     if job.state is not JobState.SUCCEEDED:
         raise typer.Exit(FAILED)
+
+
+COMMANDS: Commands = {
+    "submit": submit,
+    "validate": validate,
+    "watch": watch,
+    "cancel": cancel,
+}

@@ -1,6 +1,7 @@
 """The options that commands share, and what an error means for the exit status."""
 
 import os
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -17,6 +18,9 @@ from octet.client.errors import (
     UnexpectedAnswer,
 )
 from octet.client.terminal import Terminal
+
+Commands = Mapping[str, Callable[..., None]]
+"""A module's commands by their names, in the order in which --help shows them."""
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from octet.api_schemas import Checkpoint
 from octet.client.api import Client
-from octet.client.cli.options import DEFAULT_URL, REFUSED, AsJson, JobId, Url, connect, require_extras
+from octet.client.cli.options import DEFAULT_URL, REFUSED, AsJson, Commands, JobId, Url, connect, require_extras
 from octet.client.terminal import Terminal
 from octet.client.text import num_bytes
 
@@ -77,3 +77,9 @@ def _choose(client: Client, job_id: str, checkpoint_id: str | None) -> Checkpoin
         Terminal().complain(f"{job_id} has {wanted}. List them with: octet checkpoints {job_id}")
         raise typer.Exit(REFUSED)
     return max(found, key=lambda each: each.step)
+
+
+COMMANDS: Commands = {
+    "download": download,
+    "export": export,
+}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from octet.client.cli.options import REFUSED, require_extras
+from octet.client.cli.options import REFUSED, Commands, require_extras
 from octet.client.terminal import Terminal
 
 DatabaseUrlFile = Annotated[
@@ -87,3 +87,10 @@ def _refusing() -> Iterator[None]:
     except (OSError, ValueError, RuntimeError) as error:
         Terminal().complain(str(error))
         raise typer.Exit(REFUSED) from error
+
+
+COMMANDS: Commands = {
+    "serve": serve,
+    "api": api,
+    "dispatcher": dispatcher,
+}

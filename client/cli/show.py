@@ -7,7 +7,7 @@ from rich.text import Text
 
 from octet.api_schemas import JobState, MetricPoint
 from octet.client import render
-from octet.client.cli.options import DEFAULT_URL, AsJson, JobId, Url, connect
+from octet.client.cli.options import DEFAULT_URL, AsJson, Commands, JobId, Url, connect
 from octet.client.terminal import Terminal
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]
@@ -123,3 +123,17 @@ def _spread(points: list[MetricPoint], count: int) -> list[MetricPoint]:
         return points
     kept = {round(position * last / (count - 1)) for position in range(count)}
     return [point for index, point in enumerate(points) if index in kept or point.evaluation_loss is not None]
+
+
+COMMANDS: Commands = {
+    "list": list_jobs,
+    "show": show,
+    "logs": logs,
+    "events": events,
+    "metrics": metrics,
+    "checkpoints": checkpoints,
+    "attempts": attempts,
+    "models": models,
+    "levels": levels,
+    "pools": pools,
+}
