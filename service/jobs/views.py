@@ -4,20 +4,17 @@ import json
 import math
 from datetime import datetime
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from octet.api_schemas import (
-    Attempt,
-    Checkpoint,
+    Contract,
     DesiredState,
-    Event,
     Job,
     JobSpec,
     JobState,
     JobSummary,
-    LogLine,
     MetricPoint,
     Progress,
     QueuePlace,
@@ -25,10 +22,12 @@ from octet.api_schemas import (
     rfc3339,
 )
 from octet.api_schemas.recipe import RecipeSpec
-from octet.service.db.tables import AttemptRow, CheckpointRow, EventRow, JobRow, LogLineRow
+from octet.service.db.tables import AttemptRow, JobRow
 from octet.service.store.curves import Point
 from octet.service.store.job_queries import ShownRow
 from octet.service.store.jobs import NewJob
+
+Record = TypeVar("Record", bound=Contract)
 
 
 class _KnownSpec(NamedTuple):
@@ -171,26 +170,9 @@ _NOT_YET = {
 _NOT_STARTED = dict.fromkeys([name for name in StartTimes.model_fields if name != "accepted_at"])
 
 
-def attempt(row: AttemptRow) -> Attempt:
-    shown = {name: getattr(row, name) for name in Attempt.model_fields if name != "object"}
-    return Attempt(**shown)
-
-
-def event(row: EventRow) -> Event:
-    return Event(
-        id=row.id,
-        job_id=row.job_id,
-        seq=row.seq,
-        at=row.at,
-        type=row.type,
-        attempt_id=row.attempt_id,
-        message=row.message,
-        data=row.data,
-    )
-
-
-def log_line(row: LogLineRow) -> LogLine:
-    return LogLine(seq=row.seq, at=row.at, attempt_id=row.attempt_id, rank=row.rank, level=row.level, message=row.message)
+def record(contract: type[Record], row: object) -> Record:
+    """Show a row, or the result of a query, that has a field for each of the contract's."""
+    return contract(**{name: getattr(row, name) for name in contract.model_fields if name != "object"})
 
 
 def speed(tokens: int, step_time_s: float) -> float | None:
@@ -214,19 +196,6 @@ def metric_point(row: Point) -> MetricPoint:
         evaluation_loss=row.evaluation_loss,
         evaluation_perplexity=perplexity(row.evaluation_loss),
         evaluation_metrics=dict(row.evaluation_metrics or {}),
-    )
-
-
-def checkpoint(row: CheckpointRow) -> Checkpoint:
-    return Checkpoint(
-        id=row.id,
-        job_id=row.job_id,
-        attempt_id=row.attempt_id,
-        step=row.step,
-        created_at=row.created_at,
-        num_bytes=row.num_bytes,
-        sha256=row.sha256,
-        loss=row.loss,
     )
 
 

@@ -29,11 +29,11 @@ _STREAM: Answers = {200: {"content": {EVENT_STREAM: {"schema": {"type": "string"
 
 
 def _read_events(session: Session, job_id: str, after: int, limit: int) -> list[Event]:
-    return [views.event(row) for row in store.jobs.events_after(session, job_id, after, limit)]
+    return [views.record(Event, row) for row in store.jobs.events_after(session, job_id, after, limit)]
 
 
 def _read_logs(session: Session, job_id: str, after: int, limit: int) -> list[LogLine]:
-    return [views.log_line(row) for row in store.records.log_lines_after(session, job_id, after, limit)]
+    return [views.record(LogLine, row) for row in store.records.log_lines_after(session, job_id, after, limit)]
 
 
 EVENTS = Source("event", _read_events, lambda event: event.seq, lambda head: head.last_event_seq)
@@ -89,7 +89,7 @@ def checkpoints(
                 raise _no_such_item(after, "checkpoint")
             after_step = found
         rows = store.records.checkpoints_after(session, job_id, after_step, limit + 1)
-        return page_of([views.checkpoint(row) for row in rows], limit, lambda checkpoint: checkpoint.id)
+        return page_of([views.record(Checkpoint, row) for row in rows], limit, lambda checkpoint: checkpoint.id)
 
 
 @router.get("/attempts", operation_id="list_attempts", responses=answers(404, 422))
@@ -99,7 +99,7 @@ def attempts(
     """The job's placements on the cluster, first to last."""
     with context.database.read() as session:
         _require_job(session, job_id)
-        shown = [views.attempt(row) for row in store.jobs.attempts_of(session, job_id)]
+        shown = [views.record(Attempt, row) for row in store.jobs.attempts_of(session, job_id)]
     if after is not None:
         ids = [attempt.id for attempt in shown]
         if after not in ids:
