@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from octet.api_schemas.recipe import GemmName, RecipeSpec
-from octet.worker.kernels.scales import OperandFormat, ScaleKind, scale_kind
+from octet.worker.kernels.scales import GRANULARITIES, OperandFormat, ScaleKind
 
 ALL_GEMMS: frozenset[GemmName] = frozenset(("output", "grad_input", "grad_weight"))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -34,13 +34,12 @@ class Recipe:
                 continue
             if left.dtype == right.dtype == E5M2:
                 raise ValueError(f"{gemm} would multiply E5M2 by E5M2, which CUDA cannot. Make one operand E4M3.")
-            both_square = left.kind is right.kind is ScaleKind.BLOCK_128X128
+            both_square = left.kind.block[0] > 1 and right.kind.block[0] > 1
             widths = {operand.kind.block[1] if operand.kind.is_blockwise else 0 for operand in (left, right)}
             if both_square or len(widths) > 1:
                 raise ValueError(
                     f"{gemm} would multiply {left.kind.value} by {right.kind.value} scales; allowed: tensor or row by "
-                    f"tensor or row, block 1x128 by 1x128 or 128x128, block 1x32 by 1x32. Change a kind, or leave {gemm} in "
-                    "high precision."
+                    f"tensor or row, block 1xN by 1xN or NxN. Change a kind, or leave {gemm} in high precision."
                 )
         if self.amax_history_length and any(operand.kind is not ScaleKind.TENSOR for operand in self.operands().values()):
             raise ValueError(
@@ -49,12 +48,12 @@ class Recipe:
 
     @classmethod
     def resolve(cls, spec: RecipeSpec) -> "Recipe":
-        """Resolve a user's spec: blocks are 1x128 for activations and gradients, 128x128 for weights; of mx 1x32 for all."""
-        kind, grad_output_dtype = scale_kind(spec.granularity), E5M2 if spec.format == "HYBRID" else E4M3
+        """Resolve a user's spec. The kinds of scale are those of its granularity in GRANULARITIES."""
+        kind, kind_of_weights = GRANULARITIES[spec.granularity]
         return cls(
             input=OperandFormat(E4M3, kind),
-            weight=OperandFormat(E4M3, ScaleKind.BLOCK_128X128 if kind is ScaleKind.BLOCK_1X128 else kind),
-            grad_output=OperandFormat(grad_output_dtype, kind),
+            weight=OperandFormat(E4M3, kind_of_weights),
+            grad_output=OperandFormat(E5M2 if spec.format == "HYBRID" else E4M3, kind),
             amax_history_length=spec.amax_history_length if spec.scaling == "delayed" else 0,
             amax_compute_algorithm=spec.amax_compute_algorithm,
             margin=spec.margin,

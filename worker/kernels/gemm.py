@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octet.worker.kernels.formats import BLOCK
 from octet.worker.kernels.library import define
 from octet.worker.kernels.scales import ScaledCodes, ScaleKind, check_scale
 
@@ -55,13 +54,13 @@ def matmul(
     "second operand column-major" holds for a contiguous b. Any strides are taken (a transposed view of codes with a
     tensor scale is a valid operand); a kernel that needs K contiguous copies the codes itself. K and N are padded to
     multiples of 16 with zero codes.
-    Scales: tensor or row with tensor or row; block 1x128 with block 1x128 or 128x128; block 1x32 with block 1x32.
+    Scales: tensor or row with tensor or row; block 1xN with block 1xN or NxN.
     fast_accumulation: Hopper's shorter accumulator, tensor scales only; a CPU always accumulates in fp32.
     """
     _check_codes(a_MK.codes, b_NK.codes)
     check_scale(a_MK.dequant_scale, a_MK.codes.shape, a_MK.kind, "a_dequant_scale")
     check_scale(b_NK.dequant_scale, b_NK.codes.shape, b_NK.kind, "b_dequant_scale")
-    _check_kinds(a_MK.kind, b_NK.kind, num_blocks=-(-a_MK.codes.shape[1] // BLOCK))
+    _check_kinds(a_MK.kind, b_NK.kind, num_summed=a_MK.codes.shape[1])
     if fast_accumulation and not (a_MK.kind is b_NK.kind is ScaleKind.TENSOR):
         raise ValueError(f"fast_accumulation needs tensor scales; got {a_MK.kind.value} and {b_NK.kind.value}. Switch it off.")
     product: Tensor = _matmul_op(a_MK, b_NK, out_dtype, fast_accumulation)
@@ -78,13 +77,14 @@ def _check_codes(a_MK: Tensor, b_NK: Tensor) -> None:
         raise ValueError(f"matmul needs a (M, K) and b (N, K); got {shapes}. Both are summed over their last dimension.")
 
 
-def _check_kinds(a_kind: ScaleKind, b_kind: ScaleKind, num_blocks: int) -> None:
+def _check_kinds(a_kind: ScaleKind, b_kind: ScaleKind, num_summed: int) -> None:
     if a_kind is b_kind:
-        if a_kind is ScaleKind.BLOCK_128X128:
-            raise ValueError("matmul needs block 1x128 for at least one operand; both are 128x128.")
+        rows, columns = a_kind.block
+        if rows > 1:
+            raise ValueError(f"matmul needs block 1x{columns} for at least one operand; both are {rows}x{columns}.")
         return
-    is_mx = [kind is ScaleKind.BLOCK_1X32 for kind in (a_kind, b_kind)]
-    if is_mx[0] != is_mx[1] or (a_kind.is_blockwise != b_kind.is_blockwise and num_blocks > 1):
+    widths = {kind.block[1] for kind in (a_kind, b_kind) if kind.is_blockwise}
+    if len(widths) > 1 or (a_kind.is_blockwise != b_kind.is_blockwise and num_summed > max(widths)):
         raise ValueError(
             f"matmul cannot combine {a_kind.value} with {b_kind.value}. Quantize both by blocks of one width, or neither."
         )

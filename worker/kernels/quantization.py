@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from octet.worker.kernels import formats
-from octet.worker.kernels.formats import BLOCK, SCALED_FORMATS
+from octet.worker.kernels.formats import SCALED_FORMATS
 from octet.worker.kernels.library import define
 from octet.worker.kernels.scales import ScaledCodes, ScaleKind, check_scale, kind_of_scale, scale_kind, scale_shape
 
@@ -47,12 +47,13 @@ def quantize(
     *,
     margin: int = 0,
     amax: Tensor | None = None,
-    block: tuple[int, int] = (1, BLOCK),
+    block: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(codes, dequant_scale) of x, any shape and strides, in float8_e4m3fn, float8_e5m2 or float16.
 
-    granularity: one scale for the tensor, for each row (last dimension), or for each block of 1×128 or 128×128
-    elements. amax: use this instead of x's own, e.g. one reduced over ranks; shaped like compute_amax's result.
+    granularity: one scale for the tensor, for each row (last dimension), or for each block. block: its rows and columns, by
+    default those for activations. amax: use this instead of x's own, e.g. one reduced over ranks; shaped like compute_amax's
+    result.
     A non-finite element becomes a NaN code, and makes its group's amax non-finite: see compute_amax and all_finite.
     """
     check_scaled_dtype(dtype)
@@ -63,7 +64,7 @@ def quantize(
     return codes, dequant_scale
 
 
-def compute_amax(x: Tensor, granularity: str = "tensor", block: tuple[int, int] = (1, BLOCK)) -> Tensor:
+def compute_amax(x: Tensor, granularity: str = "tensor", block: tuple[int, int] | None = None) -> Tensor:
     """Largest magnitude per scale in fp32, on x's device; non-finite where the group has a non-finite element."""
     amax: Tensor = _amax_op(x.detach(), _checked_kind(x, granularity, block))
     return amax
@@ -110,7 +111,7 @@ def check_scaled_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"codes cannot have dtype {dtype}; allowed: {allowed}. Other dtypes are stored without a scale.")
 
 
-def _checked_kind(x: Tensor, granularity: str, block: tuple[int, int]) -> ScaleKind:
+def _checked_kind(x: Tensor, granularity: str, block: tuple[int, int] | None) -> ScaleKind:
     kind = scale_kind(granularity, block)
     if x.ndim == 0 and kind is not ScaleKind.TENSOR:
         raise ValueError(f'granularity {granularity!r} needs at least one dimension; x has none. Use "tensor".')

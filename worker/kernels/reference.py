@@ -1,8 +1,8 @@
 """Plain-torch definition of every kernel: what CPUs run, and what faster implementations equal bit for bit.
 
 `value = codes × dequant_scale`, always. Shapes of a dequant_scale, for x of shape (..., K) with M rows before K:
-  tensor ()   ·   row (..., 1)   ·   block 1×128 (..., ceil(K/128))   ·   block 128×128 (ceil(M/128), ceil(K/128))
-  block 1×32 (..., ceil(K/32)), OCP's MXFP8: a power of two within ±126, which E8M0 holds exactly
+  tensor ()   ·   row (..., 1)   ·   block 1×N (..., ceil(K/N))   ·   block N×N (ceil(M/N), ceil(K/N))
+Block 1×32 is OCP's MXFP8: its scale, a power of two within ±126, is one that E8M0 holds exactly.
 A 1-D x has one row. Non-finite elements become NaN codes (one positive NaN per format, Inf included), finite ones
 never do: they are clamped before the cast, whose own overflow differs between torch versions.
 Times in comments: 2 M elements, one thread of an AVX-512 CPU, torch 2.13.
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octet.worker.kernels.activations import ACTIVATIONS
-from octet.worker.kernels.formats import BLOCK, SCALED_FORMATS, dequant_scale_from_amax
+from octet.worker.kernels.formats import SCALED_FORMATS, dequant_scale_from_amax
 from octet.worker.kernels.rounding import split_decode
 from octet.worker.kernels.sampling import MOST_DECIBELS, sampled_rows
 from octet.worker.kernels.scales import ScaledCodes, ScaleKind, empty_operand_scale, scale_shape
@@ -32,15 +32,15 @@ def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
         return x.abs().amax().float()
     if kind is ScaleKind.ROW:
         return x.abs().amax(-1, keepdim=True).float()
-    block = kind.block[1]
-    if x.shape[-1] % block:
-        x = F.pad(x, (0, -x.shape[-1] % block))
-    amax = x.reshape(*x.shape[:-1], -1, block).abs().amax(-1).float()
-    if kind is not ScaleKind.BLOCK_128X128:
+    block_rows, block_columns = kind.block
+    if x.shape[-1] % block_columns:
+        x = F.pad(x, (0, -x.shape[-1] % block_columns))
+    amax = x.reshape(*x.shape[:-1], -1, block_columns).abs().amax(-1).float()
+    if block_rows == 1:
         return amax
     amax_rows = amax.reshape(-1, amax.shape[-1])
-    amax_rows = F.pad(amax_rows, (0, 0, 0, -amax_rows.shape[0] % BLOCK))
-    return amax_rows.view(-1, BLOCK, amax.shape[-1]).amax(1)
+    amax_rows = F.pad(amax_rows, (0, 0, 0, -amax_rows.shape[0] % block_rows))
+    return amax_rows.view(-1, block_rows, amax.shape[-1]).amax(1)
 
 
 def quantize(x: Tensor, dtype: torch.dtype, kind: ScaleKind, margin: int, amax: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -301,10 +301,10 @@ def _multiply_by_scale_(x: Tensor, scale: Tensor, kind: ScaleKind) -> None:
     if not kind.is_blockwise:
         x.mul_(scale)
         return
-    num_rows, block = x.shape[:-1].numel(), kind.block[1]
-    if kind is ScaleKind.BLOCK_128X128:
-        scale = scale.repeat_interleave(BLOCK, 0)[:num_rows].reshape(*x.shape[:-1], scale.shape[1])
-    if x.shape[-1] % block:
-        x.mul_(scale.repeat_interleave(block, -1)[..., : x.shape[-1]])
+    num_rows, (block_rows, block_columns) = x.shape[:-1].numel(), kind.block
+    if block_rows > 1:
+        scale = scale.repeat_interleave(block_rows, 0)[:num_rows].reshape(*x.shape[:-1], scale.shape[1])
+    if x.shape[-1] % block_columns:
+        x.mul_(scale.repeat_interleave(block_columns, -1)[..., : x.shape[-1]])
     else:
-        x.view(*scale.shape, block).mul_(scale.unsqueeze(-1))
+        x.view(*scale.shape, block_columns).mul_(scale.unsqueeze(-1))

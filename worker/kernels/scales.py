@@ -4,6 +4,7 @@ How an operand is scaled is decided once, where a recipe is resolved, and passed
 `encode` and `dequantize`, which are given two tensors without a kind, find it from shapes (`kind_of_scale`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -12,47 +13,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octet.worker.kernels.formats import BLOCK, MX_BLOCK
-
-GRANULARITIES = ("tensor", "row", "block", "mx")
-BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
+from octet.worker.kernels.formats import BLOCK
 
 
 class ScaleKind(Enum):
-    """Which elements of a tensor share a scale. The value is the kind's name, as ops and kernels are given it."""
+    """Which elements of a tensor share a scale. The value is the kind's name, as ops are given it.
+
+    A block is one row or a square, and its sizes, which the name gives, are powers of two: two
+    kinds of blocks then never have scales of one shape, unless each has one scale for the same
+    elements. What else a kind is follows from its name; no kernel lists the kinds of blocks.
+
+    block: rows and columns of a block; (1, 128), which counts for blocks only, for the others.
+    is_blockwise: the scale changes along the dimension that a product sums over.
+    is_per_row: each row has scales of its own.
+    is_transposable: the scale of a matrix, transposed, is the scale of the transposed matrix.
+    """
 
     TENSOR = "tensor"
     ROW = "row"
     BLOCK_1X128 = "block 1x128"
     BLOCK_128X128 = "block 128x128"
-    BLOCK_1X32 = "block 1x32"  # of "mx"
+    BLOCK_1X32 = "block 1x32"
+
+    def __init__(self, name: str) -> None:
+        """Read the size of a block from the kind's name."""
+        size = name.removeprefix("block ")
+        self.is_blockwise = size != name
+        rows, columns = map(int, size.split("x")) if self.is_blockwise else (1, BLOCK)
+        self.block = (rows, columns)
+        self.is_transposable = name == "tensor" or rows > 1
+        self.is_per_row = not self.is_transposable
 
     @property
     def granularity(self) -> str:
         """One of GRANULARITIES."""
-        return "mx" if self is ScaleKind.BLOCK_1X32 else self.value.partition(" ")[0]
+        return next(granularity for granularity, kinds in GRANULARITIES.items() if self in kinds)
 
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns of a block: (128, 128), (1, 32), else (1, 128), which counts for blocks only."""
-        if self is ScaleKind.BLOCK_1X32:
-            return (1, MX_BLOCK)
-        return (BLOCK, BLOCK) if self is ScaleKind.BLOCK_128X128 else (1, BLOCK)
 
-    @property
-    def is_blockwise(self) -> bool:
-        """True if the scale changes along the dimension that a product sums over."""
-        return self in (ScaleKind.BLOCK_1X32, ScaleKind.BLOCK_1X128, ScaleKind.BLOCK_128X128)
-
-    @property
-    def is_per_row(self) -> bool:
-        """True if each row has scales of its own."""
-        return self in (ScaleKind.ROW, ScaleKind.BLOCK_1X32, ScaleKind.BLOCK_1X128)
-
-    @property
-    def is_transposable(self) -> bool:
-        """True if the scale of a matrix, transposed, is the scale of the transposed matrix."""
-        return not self.is_per_row
+GRANULARITIES: Mapping[str, tuple[ScaleKind, ScaleKind]] = {
+    "tensor": (ScaleKind.TENSOR, ScaleKind.TENSOR),
+    "row": (ScaleKind.ROW, ScaleKind.ROW),
+    "block": (ScaleKind.BLOCK_1X128, ScaleKind.BLOCK_128X128),
+    "mx": (ScaleKind.BLOCK_1X32, ScaleKind.BLOCK_1X32),
+}
+"""The granularities of recipes: the kind of scale of activations and gradients, and that of weights."""
 
 
 class ScaledCodes(NamedTuple):
@@ -76,13 +80,14 @@ class ScaledCodes(NamedTuple):
         return ScaledCodes(self.codes, self.dequant_scale * unit, self.kind)
 
     def every(self, step: int) -> "ScaledCodes":
-        """Every step-th row of a matrix, from the first on; of 128×128 blocks, with the scales of 1×128."""
+        """Every step-th row of a matrix, from the first on; of N×N blocks, with the scales of 1×N."""
         codes = self.codes[::step]
         if self.kind is ScaleKind.TENSOR:
             return ScaledCodes(codes, self.dequant_scale, self.kind)
-        if self.kind is ScaleKind.BLOCK_128X128:
-            block = torch.arange(0, len(self.codes), step, device=codes.device) // BLOCK
-            return ScaledCodes(codes, self.dequant_scale[block], ScaleKind.BLOCK_1X128)
+        block_rows, block_columns = self.kind.block
+        if block_rows > 1:
+            block = torch.arange(0, len(self.codes), step, device=codes.device) // block_rows
+            return ScaledCodes(codes, self.dequant_scale[block], ScaleKind(f"block 1x{block_columns}"))
         return ScaledCodes(codes, self.dequant_scale[::step], self.kind)
 
 
@@ -145,17 +150,17 @@ class LinearFormats:
         return LinearFormats(input, weight, grad_output, amount, after, stored == "stored KN")
 
 
-def scale_kind(granularity: str, block: tuple[int, int] = (1, BLOCK)) -> ScaleKind:
-    """The kind for a granularity and, of blocks, their size. ValueError, naming what is allowed, for anything else."""
+def scale_kind(granularity: str, block: tuple[int, int] | None = None) -> ScaleKind:
+    """The kind for a granularity and a size of its blocks, by default activations'. ValueError for anything else."""
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity is {granularity!r}; allowed: {', '.join(GRANULARITIES)}.")
-    if granularity == "mx":
-        return ScaleKind.BLOCK_1X32
-    if block not in BLOCKS:
-        raise ValueError(f"block is {block}; allowed: (1, 128) for activations and gradients, (128, 128) for weights.")
-    if granularity == "block":
-        return ScaleKind.BLOCK_128X128 if block == (BLOCK, BLOCK) else ScaleKind.BLOCK_1X128
-    return ScaleKind.TENSOR if granularity == "tensor" else ScaleKind.ROW
+    activations, weights = GRANULARITIES[granularity]
+    if block is None or block == activations.block:
+        return activations
+    if block != weights.block:
+        allowed = f"{activations.block} for activations and gradients, {weights.block} for weights"
+        raise ValueError(f"block is {block}; allowed: {allowed}, with granularity {granularity}.")
+    return weights
 
 
 def scale_shape(shape: torch.Size, kind: ScaleKind) -> tuple[int, ...]:
@@ -164,8 +169,9 @@ def scale_shape(shape: torch.Size, kind: ScaleKind) -> tuple[int, ...]:
         return ()
     if kind is ScaleKind.ROW:
         return (*shape[:-1], 1)
-    num_blocks = -(-shape[-1] // kind.block[1])
-    return (-(-shape[:-1].numel() // BLOCK), num_blocks) if kind is ScaleKind.BLOCK_128X128 else (*shape[:-1], num_blocks)
+    block_rows, block_columns = kind.block
+    num_blocks = -(-shape[-1] // block_columns)
+    return (*shape[:-1], num_blocks) if block_rows == 1 else (-(-shape[:-1].numel() // block_rows), num_blocks)
 
 
 def check_scale(dequant_scale: Tensor, shape: torch.Size, kind: ScaleKind, name: str = "dequant_scale") -> None:

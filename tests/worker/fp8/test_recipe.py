@@ -127,7 +127,7 @@ def test_the_recipe_prints_itself() -> None:
     )
 
 
-TENSOR, ROW, NARROW, SQUARE, MX = ScaleKind
+TENSOR, ROW, NARROW, SQUARE, MX, *_ = ScaleKind
 MIXED = [  # input, weight, grad_output
     (ROW, TENSOR, TENSOR),
     (TENSOR, ROW, ROW),

@@ -142,9 +142,9 @@ def compute_amax(x: Tensor, kind: ScaleKind) -> Tensor:
         rows = max(1, ROW_TILE // columns)
         _launch_rows(language.cdiv(num_rows, rows), x_MN, x_MN.stride(0), out, num_rows, num_columns, rows, columns)
         return out
-    is_square = kind is ScaleKind.BLOCK_128X128
-    columns = kind.block[1]
-    rows = BLOCK if is_square else ROWS_OF_BLOCKS * BLOCK // columns
+    block_rows, columns = kind.block
+    is_square = block_rows > 1
+    rows = block_rows if is_square else ROWS_OF_BLOCKS * BLOCK // columns
     num_programs = language.cdiv(num_rows, rows) * language.cdiv(num_columns, columns)
     _launch_tiles(num_programs, x_MN, x_MN.stride(0), out, num_rows, num_columns, is_square, rows, columns)
     return out

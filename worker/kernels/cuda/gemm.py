@@ -21,7 +21,7 @@ from octet.worker.kernels.cuda import language, mx
 from octet.worker.kernels.cuda.launching import Launcher
 from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
 from octet.worker.kernels.cuda.transpose import transpose
-from octet.worker.kernels.formats import BLOCK, MX_BLOCK
+from octet.worker.kernels.formats import MX_BLOCK
 from octet.worker.kernels.scales import ScaledCodes, ScaleKind
 from octet.worker.kernels.torch_private import scaled_mm
 
@@ -32,6 +32,8 @@ RECIPES = {
     ScaleKind.BLOCK_1X128: ScalingType.BlockWise1x128,
     ScaleKind.BLOCK_128X128: ScalingType.BlockWise128x128,
 }
+"""The kinds of scale that cuBLASLt reads. Triton multiplies all others."""
+
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 TENSORS, ROWS, MX = [(kind, kind) for kind in (ScaleKind.TENSOR, ScaleKind.ROW, ScaleKind.BLOCK_1X32)]
 SCALE_ALIGNMENT = 4  # rows: 16 bytes of the scales of a block of K
@@ -64,7 +66,7 @@ def plan(
     if kinds == MX:
         return Plan("scaled_mm" if capability >= BLACKWELL and cuda_version >= (12, 8) else "triton", out_dtype)
     has_scaled_rows_and_blocks = capability == HOPPER and cuda_version >= (12, 9)
-    if kinds != ROWS and set(dtypes) != {torch.float8_e4m3fn}:
+    if kinds != ROWS and (set(dtypes) != {torch.float8_e4m3fn} or not RECIPES.keys() >= set(kinds)):
         return Plan("triton", out_dtype)
     if has_scaled_rows_and_blocks:
         return Plan("scaled_mm", torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32)
@@ -148,8 +150,8 @@ def with_matching_scales(a_MK: ScaledCodes, b_NK: ScaledCodes) -> tuple[ScaledCo
 def _scaled_by_row(quantized: ScaledCodes) -> ScaledCodes:
     """With a contiguous scale (rows, 1), of any scale that has one for all of a row."""
     codes, dequant_scale, kind = quantized
-    if kind is ScaleKind.BLOCK_128X128:
-        dequant_scale = dequant_scale.repeat_interleave(BLOCK, 0)[: codes.shape[0]]
+    if kind.block[0] > 1:
+        dequant_scale = dequant_scale.repeat_interleave(kind.block[0], 0)[: codes.shape[0]]
     else:
         dequant_scale = dequant_scale.expand(codes.shape[0], 1).contiguous()
     return ScaledCodes(codes, dequant_scale, ScaleKind.ROW)

@@ -134,7 +134,8 @@ def _quantize_tile(
     # fmt: on
     """One tile of x, or of an activation of x.
 
-    Scales of kind "tensor" and "row" come from amaxes that are given, those of blocks from the tile.
+    KIND: "tensor", "row", "square" or "narrow". The scales of the first two come from amaxes that are given; a square block is
+    the tile, and a narrow one a row of it, or a column for codes_t.
     HAS_STORED_SCALE, of kind "tensor": amax and scales are of x * stored_scale.
     ROWS, COLUMNS: what is wanted. row_scale belongs to codes (M, N), column_scale to codes_t (N, M).
     """
@@ -149,7 +150,7 @@ def _quantize_tile(
     values = activations.activated(tl.load(inputs, mask=mask, other=0.0), ACTIVATION)
     codable = language.nan_unless_finite(values)
 
-    if KIND == "tensor" or KIND == "block 128x128":
+    if KIND == "tensor" or KIND == "square":
         if KIND == "tensor":
             amax = language.over_stored_scale(tl.load(row_amax), stored_scale, HAS_STORED_SCALE)
             scale = language.scale_from_amax(amax, FORMAT, MARGIN)
@@ -320,28 +321,34 @@ def _launch_tiles(
     wanted = rows or columns
     assert wanted is not None
     num_rows, num_columns = x_MN.shape
-    if wanted.kind is ScaleKind.BLOCK_1X32:
+    block_rows, block_columns = wanted.kind.block
+    if wanted.kind.is_blockwise and block_rows == 1 and block_columns < BLOCK:
         _launch_mx(
             language.cdiv(num_rows, mx.TILE[0]) * language.cdiv(num_columns, mx.TILE[1]),
             x_MN, x_MN.stride(0), num_rows, num_columns, *_pointers(rows), *_pointers(columns),
-            FORMAT_NAMES[wanted.codes.dtype], activation, margin, rows is not None, columns is not None, *mx.TILE,
+            FORMAT_NAMES[wanted.codes.dtype], activation, margin, rows is not None, columns is not None,
+            block_columns, *mx.TILE,
         )  # fmt: skip
         return
-    tile_m, tile_n = _tile(wanted.kind, columns is not None)
+    kind, tile_m, tile_n = _kind_and_tile(wanted.kind, columns is not None)
     codes, row_scale, *row_strides = _pointers(rows)
     codes_t, column_scale, *column_strides = _pointers(columns)
     launch_tile(
         language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
         x_MN, *amaxes, None, new_amax, codes, row_scale, codes_t, column_scale, x_MN.stride(0), num_rows, num_columns,
-        *row_strides, *column_strides, wanted.kind.value, FORMAT_NAMES[wanted.codes.dtype], activation, margin,
+        *row_strides, *column_strides, kind, FORMAT_NAMES[wanted.codes.dtype], activation, margin,
         rows is not None, columns is not None, False, new_amax is not None, tile_m, tile_n,
     )  # fmt: skip
 
 
-def _tile(kind: ScaleKind, has_columns: bool) -> tuple[int, int]:
+def _kind_and_tile(kind: ScaleKind, has_columns: bool) -> tuple[str, int, int]:
+    """Return what `_quantize_tile` calls a kind, and the size of its tiles."""
     if not kind.is_blockwise:
-        return SHARED_SCALE_TILE
-    return (BLOCK if has_columns or kind is ScaleKind.BLOCK_128X128 else ROWS_OF_BLOCKS, BLOCK)
+        return kind.value, *SHARED_SCALE_TILE
+    block_rows, block_columns = kind.block
+    if block_rows > 1:
+        return "square", block_rows, block_columns
+    return "narrow", block_columns if has_columns else ROWS_OF_BLOCKS, block_columns
 
 
 def _pointers(operand: ScaledCodes | None) -> tuple[Tensor | None, Tensor | None, int, int]:

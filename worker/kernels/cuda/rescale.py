@@ -107,6 +107,5 @@ def _rescale(x: Tensor, dequant_scale: Tensor, kind: ScaleKind, out: Tensor, in_
     columns = kind.block[1] if kind.is_blockwise else min(triton.next_power_of_2(num_columns), TILE)
     rows = min(triton.next_power_of_2(num_rows), max(1, TILE // columns))
     num_programs = language.cdiv(num_rows, rows) * language.cdiv(num_columns, columns)
-    scale_rows = BLOCK if kind is ScaleKind.BLOCK_128X128 else 1
-    shape = (num_rows, num_columns, scale_rows, kind.block[1])
+    shape = (num_rows, num_columns, *kind.block)
     _launch_rescale(num_programs, x_MN, x_MN.stride(0), scales, *strides, out, *shape, in_format, out_format, rows, columns)

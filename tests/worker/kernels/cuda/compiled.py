@@ -77,7 +77,7 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
     for both, with other scales for both; each format is multiplied with one kind; each weight has the codecs of one level.
     """
     tile = {"FORMAT": "e4m3", "ACTIVATION": None, "MARGIN": 0, "TILE_M": 128, "TILE_N": 128}
-    for kind in ("tensor", "row", "block 1x128", "block 128x128"):
+    for kind in ("tensor", "row", "narrow", "square"):
         given = {} if kind in ("tensor", "row") else {"row_amax": None, "column_amax": None}
         sides = ((True, True), (True, False), (False, True))
         for rows, columns in sides[:1] if spread and kind != "tensor" else sides:
@@ -85,7 +85,7 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
             unit = {"HAS_STORED_SCALE": True} if kind == "tensor" else {"HAS_STORED_SCALE": False, "stored_scale": None}
             constants = {**tile, **given, **tracked, **unit, "KIND": kind, "ROWS": rows, "COLUMNS": columns}
             yield f"quantize_tile {kind} {rows} {columns}", quantization._quantize_tile, constants
-    constants = {**tile, "ROWS": True, "COLUMNS": True}
+    constants = {**tile, "ROWS": True, "COLUMNS": True, "BLOCK": 32}
     yield "quantize_tile mx", mx.quantize_tile, constants
     for name in ("e4m3", "e5m2", "fp16"):
         flat = {"FORMAT": name, "ACTIVATION": None, "MARGIN": 0, "HAS_STORED_SCALE": True, "MARKS_NONFINITE": name == "e4m3"}

@@ -16,7 +16,7 @@ from tests.numerics.measure import assert_sqnr, mixed_magnitudes
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-TENSOR, ROW, NARROW, SQUARE, MX = ScaleKind
+TENSOR, ROW, NARROW, SQUARE, MX, *_ = ScaleKind
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 # fp32; Hopper sums products of FP8 with about 14 bits
 SUMMED = 1e-5 if language.INTERPRETED.value else 2**-9

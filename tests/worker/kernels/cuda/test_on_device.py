@@ -17,7 +17,7 @@ from tests.numerics.measure import assert_sqnr, mixed_magnitudes
 pytestmark = pytest.mark.gpu
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
 FP32, BF16 = torch.float32, torch.bfloat16
-TENSOR, ROW, NARROW, SQUARE, MX = ScaleKind
+TENSOR, ROW, NARROW, SQUARE, MX, *_ = ScaleKind
 KIND_PAIRS = [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (NARROW, NARROW), (NARROW, SQUARE), (SQUARE, NARROW), (MX, MX)]
 
 
