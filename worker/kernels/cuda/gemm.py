@@ -185,11 +185,12 @@ def _load_codes(pointers, mask, FORMAT: tl.constexpr):
 
 @triton.jit
 def _dot(a, b):
-    """a @ b.T in fp32; tensor cores of Hopper add 128 products in less and are then emptied."""
+    """a @ b.T in fp32; tensor cores of Hopper add up to 128 products in less and are then emptied."""
     if language.INTERPRETED:
         return tl.dot(a, tl.trans(b), input_precision="ieee")
     else:
-        return tl.dot(a, tl.trans(b), max_num_imprecise_acc=128)
+        NUM_PRODUCTS: tl.constexpr = 128 if a.shape[1] > 128 else a.shape[1]  # Triton takes no more than there are
+        return tl.dot(a, tl.trans(b), max_num_imprecise_acc=NUM_PRODUCTS)
 
 
 @triton.jit

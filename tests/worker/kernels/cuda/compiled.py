@@ -117,6 +117,8 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
         for is_blockwise in (name == "e4m3",) if spread else (True, False):
             constants = {**product, "A_FORMAT": name, "B_FORMAT": "e4m3", "IS_BLOCKWISE": is_blockwise}
             yield f"matmul {name} {is_blockwise}", gemm._matmul, constants
+    narrow = {**product, "A_FORMAT": "e4m3", "B_FORMAT": "e4m3", "IS_BLOCKWISE": True, "TILE_K": 32, "B_SCALE_ROWS": 1}
+    yield "matmul of narrow blocks", gemm._matmul, narrow
     yield "transpose", transpose._transpose, {"TILE_M": 128, "TILE_N": 128}
     yield from optimizer_kernels(spread=spread)
     yield from gradient_kernels(spread=spread)
@@ -213,6 +215,7 @@ def types_of(name: str) -> dict[str, str]:
         "layer norm": {"weight": "*fp32", "bias": "*fp32", "rstd": "*fp32"},
         "RMS norm": {"weight": "*fp32", "rstd": "*fp32", "out": "*bf16"},
         **{f"matmul {a} {blocks}": {"a": pointer, "out": "*bf16"} for a, pointer in FP8.items() for blocks in (True, False)},
+        "matmul of narrow blocks": {"a": FP8["e4m3"], "out": "*bf16"},
     }
     tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}
     of_norms = {
