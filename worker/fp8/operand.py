@@ -117,7 +117,7 @@ class OperandScaling(KeepsDtypes):
         elif amax is None and not self.has_window:
             amax = amax_in_graph(data) if torch.compiler.is_compiling() else kernels.compute_amax(data)
         if not is_sampled and (amax is not None or not is_whole):
-            return Operand(data, stored_scale, amax)
+            return held if amax is held.amax else Operand(data, stored_scale, amax)
         if is_whole and amax is None:  # values whose amax the window has to see
             quantized = self._by_window(data, side, None)
             amax = quantized.amax
@@ -137,7 +137,7 @@ class OperandScaling(KeepsDtypes):
         amax: the one that `weight_operand` returned.
         """
         if amax is not None or not self.has_window:
-            return Operand(held.data, held.dequant_scale, amax)
+            return held if amax is held.amax else Operand(held.data, held.dequant_scale, amax)
         how: Any = {"margin": self.recipe.margin, "amax": self.window_amax, "uses_amax": self._is_full()}
         rows, columns, _ = kernels.quantize_operand(held.data, self.format.dtype, sides=side, **how)
         codes = rows or columns

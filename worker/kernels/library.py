@@ -179,13 +179,17 @@ def _packed(run: Function, types: Sequence[str]) -> Function:
     if not any(translations):
         return run
 
+    places: list[tuple[int | slice, Function | None]] = []
+    num_flat = 0
+    for translation in translations:
+        if translation is None:
+            places.append((num_flat, None))
+            num_flat += 1
+        else:
+            places.append((slice(num_flat, num_flat + translation.width), translation.pack))
+            num_flat += translation.width
+
     def packed(*arguments: Any) -> Any:
-        remaining, ours = iter(arguments), []
-        for translation in translations:
-            if translation is None:
-                ours.append(next(remaining))
-            else:
-                ours.append(translation.pack(*[next(remaining) for _ in range(translation.width)]))
-        return run(*ours)
+        return run(*[arguments[place] if pack is None else pack(*arguments[place]) for place, pack in places])
 
     return packed
