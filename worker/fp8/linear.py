@@ -135,13 +135,13 @@ class Float8Linear(GuardedCodes):
                 consumer: Any = self._modules["grad_output_scaling"] if wants_rows else None
                 grad_output = Handoff(consumer, is_shared=False)
         dtype = activation_dtype(input) if output_dtype is None else output_dtype
-        given = ForwardPass(plan, formats, dtype, keeps, known, grad_output, grad_before)
+        settings = ForwardPass(plan, formats, dtype, keeps, known, grad_output, grad_before)
         if plan.adds_bias_after:
-            output_TN: Tensor = Float8Products.apply(input.reshape(-1, self.in_features), weight, None, self, given)
+            output_TN: Tensor = Float8Products.apply(input.reshape(-1, self.in_features), weight, None, self, settings)
             output_TN = output_TN if self.bias is None else output_TN + self.bias.to(dtype)
             output = _in_shape(output_TN, input)
         else:
-            output = Float8Products.apply(input, weight, self.bias, self, given)
+            output = Float8Products.apply(input, weight, self.bias, self, settings)
         return output if grad_output is None else attach_gradient(output, grad_output)
 
     @property
@@ -333,32 +333,32 @@ class Float8Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias_N: Tensor | None, layer: Float8Linear, given: ForwardPass
+        ctx: Any, input: Tensor, weight: Tensor, bias_N: Tensor | None, layer: Float8Linear, settings: ForwardPass
     ) -> Tensor:
         """input: (..., K), and the result (..., N). weight: the parameter, or the port of its gradient."""
-        plan, shape, weight_amax = given.plan, input.shape, None
+        plan, shape, weight_amax = settings.plan, input.shape, None
         input_TK = input if len(shape) == 2 else input.reshape(-1, layer.in_features)
-        ctx.layer, ctx.plan, ctx.formats, ctx.input_dtype = layer, plan, given.formats, input.dtype
-        ctx.grad_output, ctx.grad_before = given.grad_output, given.grad_before
+        ctx.layer, ctx.plan, ctx.formats, ctx.input_dtype = layer, plan, settings.formats, input.dtype
+        ctx.grad_output, ctx.grad_before = settings.grad_output, settings.grad_before
         ctx.grad_weight_dtype = product_dtype(weight, layer.gradient_position)
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         ctx.is_empty = input_TK.shape[0] == 0
         if ctx.is_empty:  # nothing to multiply, and nothing that a scale or a window should learn from
             ctx.shapes = shape, weight.shape
-            return input.new_empty((*shape[:-1], layer.out_features), dtype=given.output_dtype)
-        needs_columns = given.keeps and ctx.needs_input_grad[1] and "grad_weight" not in plan.high_precision
+            return input.new_empty((*shape[:-1], layer.out_features), dtype=settings.output_dtype)
+        needs_columns = settings.keeps and ctx.needs_input_grad[1] and "grad_weight" not in plan.high_precision
         if "output" in plan.high_precision:
-            output_TN, saved = _half_output(layer, input_TK, bias_N, given, columns=needs_columns)
+            output_TN, saved = _half_output(layer, input_TK, bias_N, settings, columns=needs_columns)
         else:
             operand = layer.weight_operand(weight, plan)
-            output_TN, saved = _output(layer, input_TK, operand, given, columns=needs_columns)
+            output_TN, saved = _output(layer, input_TK, operand, settings, columns=needs_columns)
             weight_amax = operand.amax
             if bias_N is not None:
-                bias_N = bias_N.to(given.output_dtype)
+                bias_N = bias_N.to(settings.output_dtype)
                 # In place only in eager code: torch 2.11's graphs return zero gradients for an
                 # output that is changed in place.
                 output_TN = output_TN + bias_N if torch.compiler.is_compiling() else output_TN.add_(bias_N)
-        if given.formats.activation is not None:
+        if settings.formats.activation is not None:
             saved = input, saved[1]  # not reshaped: other functions keep the same tensor
         ctx.save_for_backward(*saved, weight, layer._buffers["weight_dequant_scale"], weight_amax)
         return _in_shape(output_TN, input)
@@ -421,10 +421,10 @@ def _in_shape(output_TN: Tensor, input: Tensor) -> Tensor:
 
 
 def _output(
-    layer: Float8Linear, input_TK: Tensor, weight: Operand, given: ForwardPass, *, columns: bool
+    layer: Float8Linear, input_TK: Tensor, weight: Operand, settings: ForwardPass, *, columns: bool
 ) -> tuple[Tensor, Saved]:
     """Return the output, computed in FP8, and the input to save for backward. columns: save its codes (K, T)."""
-    plan, formats, handoff, dtype = given.plan, given.formats, given.input, given.output_dtype
+    plan, formats, handoff, dtype = settings.plan, settings.formats, settings.input, settings.output_dtype
     scaling: Any = layer._modules["input_scaling"]
     if formats.activation is not None:
         if plan.quantizes_input_first:
@@ -456,23 +456,23 @@ def _output(
 
 
 def _half_output(
-    layer: Float8Linear, input_TK: Tensor, bias_N: Tensor | None, given: ForwardPass, *, columns: bool
+    layer: Float8Linear, input_TK: Tensor, bias_N: Tensor | None, settings: ForwardPass, *, columns: bool
 ) -> tuple[Tensor, Saved]:
     """Return the output, computed in bf16, and the input to save for backward. columns: save its codes (K, T)."""
     saved: Saved = (None, None)
-    if given.formats.activation is not None:
-        input_half = kernels.ACTIVATIONS[given.formats.activation].forward(input_TK).to(torch.bfloat16)
+    if settings.formats.activation is not None:
+        input_half = kernels.ACTIVATIONS[settings.formats.activation].forward(input_TK).to(torch.bfloat16)
     else:
         input_half = input_TK.to(torch.bfloat16)
-        if "grad_weight" in given.plan.high_precision:
+        if "grad_weight" in settings.plan.high_precision:
             saved = (input_half, None)
         else:
             sides = {"rows": False, "columns": columns}
-            codes, _ = layer.input_scaling.codes_before_product(input_TK, given.input, **sides, is_first=True)
+            codes, _ = layer.input_scaling.codes_before_product(input_TK, settings.input, **sides, is_first=True)
             assert codes is not None
             saved = (None, None) if codes[1] is None else (codes[1].codes, codes[1].dequant_scale)
     output_TN = half_linear(input_half, layer.half_weight(), bias_N, torch.bfloat16)
-    return output_TN.to(given.output_dtype), saved
+    return output_TN.to(settings.output_dtype), saved
 
 
 def _grad_operands(

@@ -67,8 +67,8 @@ class NormForward(Wrapper):
             consumer, following.scaling = following.scaling, None  # the layer sets it again if it takes codes
         handoff, found = Handoff(consumer, following), list[kernels.Normalized]()
         known_scale = handoff.known_scale()
-        given = Pass(self.is_layer_norm, dtype, known_scale, found)
-        output: Tensor = Normalize.apply(input, weight, bias, self.eps, given)
+        settings = Pass(self.is_layer_norm, dtype, known_scale, found)
+        output: Tensor = Normalize.apply(input, weight, bias, self.eps, settings)
         handoff.record(Recorded(found[0].amax, found[0].codes, known_scale))
         return attach(output, handoff)
 
@@ -106,12 +106,11 @@ class Normalize(torch.autograd.Function):
     """A norm over the last dimension. It saves its input, not reshaped, and the statistics of each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, given: Pass) -> Tensor:
-        is_layer_norm, dtype, known_scale, results = given
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, settings: Pass) -> Tensor:
+        is_layer_norm, dtype, known_scale, results = settings
         shape = x.shape
         x_MN = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-        how: Any = {"is_layer_norm": is_layer_norm, "dtype": dtype, "known_scale": known_scale}
-        found = kernels.normalize(x_MN, weight, bias, eps, **how)
+        found = kernels.normalize(x_MN, weight, bias, eps, is_layer_norm=is_layer_norm, dtype=dtype, known_scale=known_scale)
         results.append(found)
         ctx.save_for_backward(x, weight, bias, found.mean, found.rstd)
         output = found.output

@@ -138,8 +138,14 @@ class OperandScaling(KeepsDtypes):
         """
         if amax is not None or not self.has_window:
             return held if amax is held.amax else Operand(held.data, held.dequant_scale, amax)
-        how: Any = {"margin": self.recipe.margin, "amax": self.window_amax, "uses_amax": self._is_full()}
-        rows, columns, _ = kernels.quantize_operand(held.data, self.format.dtype, sides=side, **how)
+        rows, columns, _ = kernels.quantize_operand(
+            held.data,
+            self.format.dtype,
+            margin=self.recipe.margin,
+            sides=side,
+            amax=self.window_amax,
+            uses_amax=self._is_full(),
+        )
         codes = rows or columns
         assert codes is not None
         return Operand(codes.codes, codes.dequant_scale)
@@ -157,8 +163,8 @@ class OperandScaling(KeepsDtypes):
         if self.has_window:
             rows, _, amax = self._by_window(x, "rows", None, activation)
         else:
-            how = Scaling(self.recipe.margin, "rows")
-            rows, _, amax = kernels.activate_operand(x, activation, self.format.dtype, self.format.kind, how)
+            scaling = Scaling(self.recipe.margin, "rows")
+            rows, _, amax = kernels.activate_operand(x, activation, self.format.dtype, self.format.kind, scaling)
         assert rows is not None
         if self.is_sampled and self.training:
             step = sampled_rows(*x.shape).step
@@ -171,8 +177,8 @@ class OperandScaling(KeepsDtypes):
         after: as for `kernels.activate_operand`.
         """
         to_scale_by = (self.window_amax, self._is_full()) if self.has_window else (None, None)
-        how = Scaling(self.recipe.margin, "columns", *to_scale_by)
-        columns = kernels.activate_operand(x, activation, self.format.dtype, self.format.kind, how, after=after).columns
+        scaling = Scaling(self.recipe.margin, "columns", *to_scale_by)
+        columns = kernels.activate_operand(x, activation, self.format.dtype, self.format.kind, scaling, after=after).columns
         assert columns is not None
         return columns
 
@@ -221,8 +227,8 @@ class OperandScaling(KeepsDtypes):
     def _by_own_amax(self, x: Tensor, sides: str, amax: Tensor | None) -> QuantizedOperand:
         """amax: fp32 (), of x, where it is known."""
         amax = amax if self.format.kind is ScaleKind.TENSOR else None
-        how: Any = {"margin": self.recipe.margin, "sides": sides, "amax": amax}
-        return kernels.quantize_operand(x, self.format.dtype, self.format.kind, **how)
+        margin = self.recipe.margin
+        return kernels.quantize_operand(x, self.format.dtype, self.format.kind, margin=margin, sides=sides, amax=amax)
 
     def _by_window(self, x: Tensor, sides: str, amax: Tensor | None, activation: str | None = None) -> QuantizedOperand:
         """x, or an activation of it, by the window's amax, or its own while the window fills. amax: its own, if it is known.
@@ -235,8 +241,7 @@ class OperandScaling(KeepsDtypes):
         held: Any = self._buffers  # a module takes ten times as long to find an attribute
         tensors = held["step_amax"], held["window_amax"], held["num_finite_steps"]
         window = kernels.Window(*tensors, recipe.amax_history_length, recipe.margin, self.training)
-        how: Any = {"sides": sides, "activation": activation, "amax": amax}
-        return kernels.quantize_delayed(x, window, self.format.dtype, **how)
+        return kernels.quantize_delayed(x, window, self.format.dtype, sides=sides, activation=activation, amax=amax)
 
     def _by_window_in_graph(self, x: Tensor, sides: str, amax: Tensor | None, activation: str | None) -> QuantizedOperand:
         """`_by_window` by ops that change nothing in place: a graph may compute a forward pass again.
@@ -250,8 +255,8 @@ class OperandScaling(KeepsDtypes):
             return QuantizedOperand(rows, columns, amax)
         is_full = self._is_full()
         if activation is None:
-            how: Any = {"margin": margin, "sides": sides, "amax": self.window_amax, "uses_amax": is_full}
-            rows, columns, own = kernels.quantize_operand(x, dtype, **how)
+            window = self.window_amax
+            rows, columns, own = kernels.quantize_operand(x, dtype, margin=margin, sides=sides, amax=window, uses_amax=is_full)
         else:
             scaling = Scaling(margin, sides, self.window_amax, is_full)
             rows, columns, own = kernels.activate_operand(x, activation, dtype, ScaleKind.TENSOR, scaling)

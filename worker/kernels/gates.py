@@ -100,8 +100,8 @@ def activate_backward(
     _check(x_MN, activation, gated_MN, "gated")
     num_gradients = 1 if gated_MN is None else 2
     wanted = known_scales[:num_gradients]
-    how = [part for one in wanted for part in one or _NO_CODES] if any(wanted) else ()
-    parts = _backward_op(grad_MN, x_MN, gated_MN, activation, *how)
+    flat = [part for one in wanted for part in one or _NO_CODES] if any(wanted) else ()
+    parts = _backward_op(grad_MN, x_MN, gated_MN, activation, *flat)
     gradients, amaxes, codes = parts[:num_gradients], parts[num_gradients], iter(parts[num_gradients + 1 :])
     return [
         WrittenGradient(gradient, amaxes[index, 0], None if one is None else next(codes))

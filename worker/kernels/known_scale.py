@@ -46,7 +46,7 @@ def complete(codes_MN: Tensor, x_MN: Tensor, own_amax: Tensor, known_scale: Know
     if x_MN.ndim != 2 or codes_MN.shape != x_MN.shape or codes_MN.dtype != known_scale.dtype:
         got = f"codes {tuple(codes_MN.shape)} of {codes_MN.dtype} for x {tuple(x_MN.shape)}"
         raise ValueError(f"{got}; allowed: a matrix and its codes in {known_scale.dtype}. Pass what was written with x.")
-    x, how = x_MN.detach(), (known_scale.margin, known_scale.amax, known_scale.uses_amax)
-    scale, codes_t = _complete_op(codes_MN, x, own_amax, *how, columns)
+    margin, amax, uses_amax = known_scale.margin, known_scale.amax, known_scale.uses_amax
+    scale, codes_t = _complete_op(codes_MN, x_MN.detach(), own_amax, margin, amax, uses_amax, columns)
     rows = ScaledCodes(codes_MN, scale, ScaleKind.TENSOR)
     return QuantizedOperand(rows, ScaledCodes(codes_t, scale, ScaleKind.TENSOR) if columns else None, own_amax)

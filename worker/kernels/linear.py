@@ -80,8 +80,9 @@ def output_by(kernels: Any) -> Function:
             rows = ScaledCodes(parts[0], parts[1], kind)
             kept = [] if keeps == "nothing" else parts[2:] if keeps == "columns" else parts
         else:
-            how = (dtype, kind, formats.margin, "rows", amax, None, None)
-            codes, scale, *kept = kernels.activate_operand(data, formats.activation, *how)
+            codes, scale, *kept = kernels.activate_operand(
+                data, formats.activation, dtype, kind, formats.margin, "rows", amax, None, None
+            )
             rows = ScaledCodes(codes, scale, kind)
             kept = [amax.clone()] if amax is not None else kept
         operand_NK = _weight_operand(kernels, weight, formats, "columns" if formats.is_transposed else "rows")
@@ -150,8 +151,9 @@ def _input_columns(kernels: Any, input: Operand, formats: LinearFormats) -> Scal
     dtype, kind = formats.input.dtype, formats.input.kind
     if scale is not None:
         return _codes(data, scale, kind)
-    how = (dtype, kind, formats.margin, "columns", amax, None, None)
-    codes, scale, *_ = kernels.activate_operand(data, formats.activation, *how)
+    codes, scale, *_ = kernels.activate_operand(
+        data, formats.activation, dtype, kind, formats.margin, "columns", amax, None, None
+    )
     return ScaledCodes(codes, scale, kind)
 
 

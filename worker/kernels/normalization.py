@@ -40,8 +40,8 @@ class NormGradients(NamedTuple):
     bias: Tensor | None
 
 
-def _fake_normalize(x: Tensor, _weight: Tensor | None, _bias: Tensor | None, _eps: float, *how: Any) -> list[Tensor]:
-    is_layer_norm, dtype, codes_dtype, *_ = (*how, None)
+def _fake_normalize(x: Tensor, _weight: Tensor | None, _bias: Tensor | None, _eps: float, *output: Any) -> list[Tensor]:
+    is_layer_norm, dtype, codes_dtype, *_ = (*output, None)
     statistics = [x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(1 + is_layer_norm)]
     codes = [] if codes_dtype is None else [x.new_empty(x.shape, dtype=codes_dtype)]
     return [x.new_empty(x.shape, dtype=dtype), *statistics, x.new_empty((), dtype=torch.float32), *codes]

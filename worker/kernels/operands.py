@@ -50,10 +50,20 @@ _operand_op = define(
 )
 
 
-def _fake_activated(x: Tensor, _activation: str, *how: Any) -> list[Tensor]:
-    _dtype, kind, _margin, _sides, amax, _uses_amax = (how := how[:-1])
+def _fake_activated(
+    x: Tensor,
+    _activation: str,
+    dtype: torch.dtype,
+    kind: ScaleKind,
+    margin: int,
+    sides: str,
+    amax: Tensor | None,
+    uses_amax: Tensor | None,
+    _after: Tensor | None,
+) -> list[Tensor]:
     finds_amax = kind is ScaleKind.TENSOR and amax is None
-    return [*_fake_operand(x, *how), *([x.new_empty((), dtype=torch.float32)] if finds_amax else [])]
+    operand = _fake_operand(x, dtype, kind, margin, sides, amax, uses_amax)
+    return [*operand, *([x.new_empty((), dtype=torch.float32)] if finds_amax else [])]
 
 
 _activate_op = define(
@@ -64,9 +74,9 @@ _activate_op = define(
 
 
 def _fake_delayed(
-    x: Tensor, _step_amax: Tensor, _window_amax: Tensor, _num_finite: Tensor, _amax: Tensor | None, *how: Any
+    x: Tensor, _step_amax: Tensor, _window_amax: Tensor, _num_finite: Tensor, _amax: Tensor | None, *settings: Any
 ) -> list[Tensor]:
-    dtype, _, margin, sides, *_ = how
+    dtype, _, margin, sides, *_ = settings
     parts = _fake_operand(x, dtype, ScaleKind.TENSOR, margin, sides, None, None)
     return [*parts, x.new_empty((), dtype=torch.float32)]
 
@@ -139,7 +149,7 @@ def activate_operand(
     activation: str,
     dtype: torch.dtype,
     kind: ScaleKind,
-    how: Scaling,
+    scaling: Scaling,
     *,
     after: Tensor | None = None,
 ) -> QuantizedOperand:
@@ -149,7 +159,7 @@ def activate_operand(
     tensor, the one found is returned. after: a tensor that a compiler may not put this before, where the result is made a
     second time in the backward pass. Autograd does not follow it.
     """
-    margin, sides, amax, uses_amax = how
+    margin, sides, amax, uses_amax = scaling
     _check(x_MN, dtype, kind, sides, amax)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}.")

@@ -97,12 +97,12 @@ def quantize_gradient(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes, dequant_scale + amax * 0.0
 
 
-def activate_operand(x_MN: Tensor, activation: str, dtype: torch.dtype, kind: ScaleKind, *how: Any) -> list[Tensor]:
+def activate_operand(x_MN: Tensor, activation: str, dtype: torch.dtype, kind: ScaleKind, *scaling: Any) -> list[Tensor]:
     """An activation of x, rounded to its dtype, as an operand of products; its amax comes last where it was looked for.
 
-    how: as for `quantize_operand`, and then a tensor that does not matter here.
+    scaling: as for `quantize_operand`, and then a tensor that does not matter here.
     """
-    margin, sides, amax, uses_amax = (*how, None, None)[:4]
+    margin, sides, amax, uses_amax = (*scaling, None, None)[:4]
     values_MN = ACTIVATIONS[activation].forward(x_MN)
     if kind is not ScaleKind.TENSOR or amax is not None:
         return quantize_operand(values_MN, dtype, kind, margin, sides, amax, uses_amax)
@@ -131,9 +131,11 @@ def _codes_at_known_scale(
     return [quantize(x, dtype, ScaleKind.TENSOR, margin, amax)[0]]
 
 
-def quantize_delayed(x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_finite_steps: Tensor, *how: Any) -> list[Tensor]:
+def quantize_delayed(
+    x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_finite_steps: Tensor, *settings: Any
+) -> list[Tensor]:
     """Return the tensors of `quantize_operand`, then the amax that codes are scaled by; step_amax is raised in place."""
-    amax, dtype, history_length, margin, sides, activation, remembers = how
+    amax, dtype, history_length, margin, sides, activation, remembers = settings
     values_MN = x_MN if activation is None else ACTIVATIONS[activation].forward(x_MN)
     amax = compute_amax(values_MN, ScaleKind.TENSOR) if amax is None else amax
     if remembers:

@@ -72,8 +72,8 @@ def partition(
     changing = {name for index, name in enumerate(inputs) if index not in static}
     gradients = _results(joint)[num_fwd_outputs:]
     differentiated = {name for name, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
-    how = {"compiler": "inductor", "static_lifetime_input_indices": static_lifetime_input_indices, **options}
-    forward, backward = torchs_partition()(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **how)
+    options = {"compiler": "inductor", "static_lifetime_input_indices": static_lifetime_input_indices, **options}
+    forward, backward = torchs_partition()(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
     depends, is_differentiated = _reached_from(forward.graph, changing), _reached_from(forward.graph, differentiated)
     received = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     results = _results(forward)

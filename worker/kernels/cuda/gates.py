@@ -150,8 +150,8 @@ def activate_backward(
 ) -> list[Tensor]:
     """See the reference. Two launches: one clears the amaxes."""
     if x.numel() == 0:
-        how = (codes_dtype, margin, amax, uses_amax, gated_codes_dtype, gated_margin, gated_amax, gated_uses_amax)
-        return reference.activate_backward(grad, x, gated, activation, *how)
+        scales = (codes_dtype, margin, amax, uses_amax, gated_codes_dtype, gated_margin, gated_amax, gated_uses_amax)
+        return reference.activate_backward(grad, x, gated, activation, *scales)
     grad, x, gated = grad.contiguous(), x.contiguous(), None if gated is None else gated.contiguous()
     gradients = [torch.empty_like(x) for _ in range(1 if gated is None else 2)]
     shape = (len(gradients), AMAX_STRIDE)

@@ -10,7 +10,7 @@ Shape suffixes: M rows, N columns.
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,18 +172,43 @@ def activate_operand(
     return [*_encode(x_MN, plan, dtype, amax), amax]
 
 
-def quantize_delayed(x_MN: Tensor, step_amax: Tensor, window_amax: Tensor, num_finite_steps: Tensor, *how: Any) -> list[Tensor]:
+def quantize_delayed(
+    x_MN: Tensor,
+    step_amax: Tensor,
+    window_amax: Tensor,
+    num_finite_steps: Tensor,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    history_length: int,
+    margin: int,
+    sides: str,
+    activation: str | None,
+    remembers: bool,
+) -> list[Tensor]:
     """See the reference. Two launches; the first reads nothing once the window is full. One launch if the amax is known."""
     if x_MN.numel() == 0:
-        return reference.quantize_delayed(x_MN, step_amax, window_amax, num_finite_steps, *how)
-    amax, dtype, history_length, margin, sides, activation, remembers = how
-    x_MN, is_known = x_MN.contiguous(), amax is not None
-    tracks_amax = remembers and not is_known
+        return reference.quantize_delayed(
+            x_MN,
+            step_amax,
+            window_amax,
+            num_finite_steps,
+            amax,
+            dtype,
+            history_length,
+            margin,
+            sides,
+            activation,
+            remembers,
+        )
+    x_MN = x_MN.contiguous()
+    tracks_amax = remembers and amax is None
     plan = _plan(x_MN.shape, x_MN.dtype, dtype, margin, sides, activation, False, in_window=True, tracks_amax=tracks_amax)
     is_full = num_finite_steps >= history_length
-    if is_known and remembers:
+    if amax is None:
+        amax = _find_amax(x_MN, plan, is_full)
+    elif remembers:
         torch.maximum(step_amax, amax, out=step_amax)
-    amax = torch.where(is_full, window_amax, amax if is_known else _find_amax(x_MN, plan, is_full))
+    amax = torch.where(is_full, window_amax, amax)
     return [*_encode(x_MN, plan, dtype, amax, new_amax=step_amax if tracks_amax else None), amax]
 
 
