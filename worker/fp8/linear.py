@@ -161,7 +161,7 @@ class Float8Linear(GuardedCodes):
     def weight_operand(self, weight: Tensor, plan: LinearPlan) -> Operand:
         """Return the weight as `linear_output` takes it. weight: the parameter; in a graph perhaps its gradient's port."""
         held = self._held(weight, plan)
-        if plan.held_as.is_product_ready:
+        if plan.multiplies_codes:
             if plan.held_as is HeldAs.GATHERED and held.amax is not None:
                 self.weight_scaling.remember_amax(held.amax)
             return Operand(held.data.t() if self.is_transposed else held.data, held.dequant_scale)
@@ -172,7 +172,7 @@ class Float8Linear(GuardedCodes):
     def weight_operand_again(self, weight: Tensor, amax: Tensor | None, plan: LinearPlan) -> Operand:
         """Return the weight as `linear_gradients` takes it. amax: the one that `weight_operand` returned."""
         held = self._held(weight, plan)
-        if plan.held_as.is_product_ready:
+        if plan.multiplies_codes:
             return Operand(held.data if self.is_transposed else held.data.t(), held.dequant_scale)
         scaling: Any = self._modules["weight_scaling"]
         side = "rows" if self.is_transposed else "columns"

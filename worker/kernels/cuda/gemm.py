@@ -102,12 +102,14 @@ def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The product of contiguous codes with scales that match."""
-    if a_MK.kind is b_NK.kind is ScaleKind.TENSOR:
-        return product_of_tensors(*a_MK[:2], b_NK.codes.t(), b_NK.dequant_scale, out_dtype, fast_accumulation)
     if a_MK.kind is ScaleKind.BLOCK_1X32:
         return _mx_matmul(a_MK, b_NK, out_dtype)
     a_codes, a_dequant_scale, a_kind = a_MK
     b_codes, b_dequant_scale, b_kind = b_NK
+    if a_kind is b_kind is ScaleKind.TENSOR:
+        # F.scaled_mm, which takes every kind of scale, spends on its arguments what five launches take.
+        scales = a_dequant_scale, b_dequant_scale
+        return scaled_mm(a_codes, b_codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     num_rows = a_codes.shape[0]
     if a_kind is ScaleKind.BLOCK_1X128 and num_rows % SCALE_ALIGNMENT:
         padding = (0, 0, 0, -num_rows % SCALE_ALIGNMENT)
@@ -119,14 +121,6 @@ def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, 
         output_dtype=out_dtype, use_fast_accum=fast_accumulation,
     )  # fmt: skip
     return out_MN[:num_rows]
-
-
-def product_of_tensors(
-    a_MK: Tensor, a_scale: Tensor, b_KN: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast_accumulation: bool
-) -> Tensor:
-    """a @ b of codes with one scale () each, on every device: a contiguous, b the transposed view of what is."""
-    # F.scaled_mm, which takes every kind of scale, spends on its arguments what five launches take.
-    return scaled_mm(a_MK, b_KN, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
 
 
 def _mx_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype) -> Tensor:
