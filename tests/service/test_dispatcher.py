@@ -251,6 +251,14 @@ def test_a_running_job_hears_of_its_cancellation_and_stops(world: World) -> None
     assert world.launcher.orders == {}
 
 
+def test_a_job_whose_rank_fails_while_it_stops_is_cancelled(world: World) -> None:
+    job_id, rank = world.start()
+    world.cancel(job_id)
+    rank.send(FinishedReport(outcome="failed", reason=FailureReason.OUT_OF_MEMORY))
+    assert world.job(job_id).state is JobState.CANCELLED
+    assert world.job(job_id).reason is None
+
+
 def test_a_job_that_does_not_stop_is_ended_after_the_grace(world: World) -> None:
     job_id, rank = world.start()
     world.cancel(job_id)
