@@ -98,7 +98,8 @@ def version_of(tensor: Tensor) -> int:
 
 def key_of_storage(storage: Any) -> int:
     """Return a number that two storages share if they are the same memory. An address would not do: fake tensors have none."""
-    return int(storage._cdata)
+    key: int = storage._cdata  # not int(…), which Dynamo cannot trace
+    return key
 
 
 def hooks_after_accumulation(parameter: Tensor) -> list[Callable[[Tensor], None]]:
