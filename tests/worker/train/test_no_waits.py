@@ -287,7 +287,7 @@ def test_copies_from_the_host_are_seen() -> None:
 
 
 class AloneWithItself(Axis):
-    """An axis of two ranks, of which the other one sends what this one sends."""
+    """An axis of two ranks. The other one sends what this one sends."""
 
     def start_exchange(self, parts_RS: Tensor) -> Pending:
         return Pending(torch.stack([parts_RS[0], parts_RS[0]]))

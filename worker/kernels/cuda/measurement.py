@@ -5,7 +5,6 @@ logarithm. One program measures the whole sample: it is small, and partial sums 
 would need a second launch. Shape suffixes: M rows, N columns.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
