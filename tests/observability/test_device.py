@@ -6,8 +6,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from octet.worker.metrics.device import bf16_peak, device_readings
+from octet.worker.metrics.device import bf16_peak, device_readings, no_peak_event
 from octet.worker.metrics.table import FAMILIES, Metrics
+from octet.worker.train import reports
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -60,6 +61,53 @@ def test_a_gpu_tells_base_units(cuda: ModuleType) -> None:
         "octet_gpu_utilization_ratio": 0.97,
     }
     assert bf16_peak(CUDA) == 989.4e12
+
+
+PEAKS = {
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA GH200 480GB": 989.4e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA RTX 6000 Ada Generation": 364.2e12,
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": 438.9e12,
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": None,
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA H20": None,
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_card_has_its_own_peak_or_says_that_none_is_known(
+    name: str, cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert bf16_peak(CUDA) == PEAKS[name]
+    event = no_peak_event(CUDA)
+    assert (event is None) == (PEAKS[name] is not None)
+    if event is not None:
+        assert event.type == "device.unknown_peak"
+        assert f"no bf16 peak is known for {name}; known: GB200, B200" in event.message
+
+
+def test_the_cpu_is_no_card_without_a_peak() -> None:
+    assert no_peak_event(CPU) is None
+
+
+def test_a_job_says_once_that_its_card_has_no_peak(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H20")
+    monkeypatch.setattr(reports, "conversion_events", lambda *_: ())
+    monkeypatch.setattr(reports, "compile_events", lambda *_: ())
+    job = SimpleNamespace(conversion=None, model=None, graph=SimpleNamespace(start_events=lambda: ()))
+    events = reports.start_events(None, job, CUDA)  # type: ignore[arg-type]
+    assert [event.type for event in events] == ["device.unknown_peak"]
 
 
 def test_without_nvml_torch_still_tells_the_memory(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from octet.worker.mesh.waits import Call, Waits
 
+# torch 2.13 renames it, and warns of the old name.
+_gather_into_one = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 class Pending:
     """A collective that is under way. It keeps the tensors alive that the backend still reads."""
@@ -95,9 +98,10 @@ class Axis:
             return Pending(own_S.unsqueeze(0))
         own_S = own_S.contiguous()
         gathered_RS = own_S.new_empty((self.size, *own_S.shape)) if into_RS is None else into_RS
-        gathered_bytes, own_bytes = list(gathered_RS.view(torch.uint8)), own_S.view(torch.uint8)
+        # One tensor, and not a list of its rows: for a list NCCL gathers into memory of its own, and copies.
+        gathered_bytes, own_bytes = gathered_RS.view(-1).view(torch.uint8), own_S.view(-1).view(torch.uint8)
         with (call := self.waits.call("gather", self.name, own_S.nbytes)):
-            work = dist.all_gather(gathered_bytes, own_bytes, group=self.group, async_op=True)
+            work = _gather_into_one(gathered_bytes, own_bytes, group=self.group, async_op=True)
         self.count_sent("gather", own_S.dtype, own_S.nbytes * (self.size - 1))
         return Pending(gathered_RS, work, own_S, call)
 

@@ -11,16 +11,35 @@ from typing import Any
 
 import torch
 
+from octet.api_schemas import EventReport
+
 Readings = Iterator[tuple[str, float]]
 
 PEAK_FLOPS = {
-    "H100 80GB HBM3": 989.4e12,
-    "H100 SXM": 989.4e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200 NVL": 835.5e12,
     "H200": 989.4e12,
+    "H100 80GB HBM3": 989.4e12,
+    "H100 SXM5": 989.4e12,
+    "GH200": 989.4e12,
+    "H100 NVL": 835.5e12,
     "H100 PCIe": 756.5e12,
     "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX PRO 6000 Blackwell Workstation Edition": 503.8e12,
+    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 438.9e12,
+    "RTX 6000 Ada Generation": 364.2e12,
+    "GeForce RTX 5090": 209.5e12,
+    "GeForce RTX 5080": 112.6e12,
+    "GeForce RTX 4090": 165.2e12,
 }
-"""Dense bf16 peaks by a part of the device's name, from vendors' data sheets. Ratios refer to these, also in FP8."""
+"""Dense bf16 peaks with sums in fp32, by words of the device's name, from vendors' data sheets. Ratios refer to these,
+also in FP8. GeForce cards add up in fp32 at half the rate that their sheets advertise."""
+_OTHER_CARDS = ("MIG", "Laptop", "D")
+"""Words after which a name is of another card: a slice of a GPU, or a smaller chip."""
 
 
 def device_readings(device: torch.device) -> Callable[[], Readings]:
@@ -35,8 +54,23 @@ def bf16_peak(device: torch.device) -> float | None:
     """Return the device's peak in dense bf16 FLOP/s; None if it is not known."""
     if device.type == "cpu":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    words = torch.cuda.get_device_name(device).split()
+    if set(words) & set(_OTHER_CARDS):
+        return None
+    name = f" {' '.join(words)} ".replace("-", " ")
+    parts = [part for part in PEAK_FLOPS if f" {part.replace('-', ' ')} " in name]
+    return PEAK_FLOPS[max(parts, key=len)] if parts else None
+
+
+def no_peak_event(device: torch.device) -> EventReport | None:
+    """Return the event for a GPU whose utilization nobody can compute; None for the CPU, and for a GPU with a known peak."""
+    if device.type == "cpu" or bf16_peak(device) is not None:
+        return None
+    message = (
+        f"octet_train_flops_utilization_ratio is left out: no bf16 peak is known for {torch.cuda.get_device_name(device)}; "
+        f"known: {', '.join(PEAK_FLOPS)}. Add its dense bf16 FLOP/s to PEAK_FLOPS in worker/metrics/device.py."
+    )
+    return EventReport(type="device.unknown_peak", message=message)
 
 
 def _read_process() -> Readings:

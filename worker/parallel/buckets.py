@@ -216,7 +216,11 @@ class WideBucket(Bucket):
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self.view_of(sent, index).copy_(gradient)
-        marks_G = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=device)
+        # Filled on the device: a copy from a list would let the host wait inside of the backward pass.
+        marks_G = torch.ones(len(gradients), dtype=torch.uint8, device=device)
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                marks_G[index].zero_()
         exchange = self.axis.start_exchange(sent.view(self.layout.num_ranks, -1))
         marks = self.axis.start_gather(marks_G)
         del sent

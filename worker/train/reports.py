@@ -16,6 +16,7 @@ from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.mesh import Mesh
 from octet.worker.mesh.stragglers import Straggler
+from octet.worker.metrics.device import no_peak_event
 from octet.worker.metrics.memory import host_bytes, memory_report
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.train.average import MovingAverage
@@ -83,6 +84,8 @@ def start_events(config: TrainConfig, job: JobModel, device: torch.device) -> It
     yield from conversion_events(job.conversion, job.model)
     yield from compile_events(config, job.model, device)
     yield from job.graph.start_events()
+    if (event := no_peak_event(device)) is not None:
+        yield event
 
 
 def conversion_events(conversion: ConversionReport, model: nn.Module) -> Iterator[EventReport]:

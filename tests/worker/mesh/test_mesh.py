@@ -1,9 +1,11 @@
 """Collectives over the axes of a mesh of real ranks (gloo): the ranks of each axis, the results, the counted bytes."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from octet.api_schemas import Layout
 from octet.worker.common.config import RankEnv
@@ -30,6 +32,11 @@ def work(rank: int, port: int, folder: str) -> None:
             "roles": [mesh.reports, mesh.owns_loss],
             "sent": dict(mesh.sent_bytes),
         }
+        into = torch.zeros(2, 3, 2, dtype=torch.bfloat16)
+        share = torch.arange(6.0).add(10 * rank).view(2, 3).t().bfloat16()  # not contiguous
+        with mock.patch.object(dist, "all_gather", side_effect=AssertionError("a list of views")):
+            pending = mesh.tensor.start_gather(share, into)
+        found |= {"is_into": pending.wait() is into, "share": share, "into": into}
     torch.save(found, f"{folder}/{rank}.pt")
 
 
@@ -55,6 +62,15 @@ def test_tensors_arrive_by_rank(results: list[dict[str, object]]) -> None:
     sent = [values.to(torch.float8_e4m3fn).float() for values in wide]
     assert torch.equal(results[2]["exchanged"], torch.stack((sent[0][1], sent[2][1])))  # type: ignore[arg-type]
     assert [result["broadcast"][0].item() for result in results] == [0, 1, 0, 1]  # type: ignore[index]
+
+
+def test_a_gather_writes_one_tensor(results: list[dict[str, object]]) -> None:
+    """NCCL gathers a list of views into memory of its own, and copies."""
+    assert all(result["is_into"] for result in results)
+    for first in (0, 2):
+        shares = torch.stack([result["share"] for result in results[first : first + 2]])  # type: ignore[misc]
+        for result in results[first : first + 2]:
+            assert torch.equal(result["into"], shares)  # type: ignore[arg-type]
 
 
 def test_one_rank_reports_and_one_of_each_tensor_group_owns_the_loss(results: list[dict[str, object]]) -> None:

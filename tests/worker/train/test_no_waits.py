@@ -5,7 +5,7 @@ The CPU behaves as an accelerator here. The optimizer takes its kernels' path, i
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from octet.api_schemas import EventReport, JobSpec, PhaseReport, StepReport
 from octet.api_schemas.levels import LEVELS
@@ -24,9 +26,10 @@ from octet.worker.common.config import RankEnv, resolve
 from octet.worker.common.errors import Cancelled, Diverged, NonFiniteLoss
 from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.health import STEPS_LATE, LayerDemoted
-from octet.worker.mesh import Mesh
+from octet.worker.mesh import Axis, Mesh, Pending
 from octet.worker.metrics.readback import HostCopy
 from octet.worker.models import build_model
+from octet.worker.parallel.data_parallel import GradientBuckets
 from octet.worker.train.log import StepLog
 from octet.worker.train.loop import Trainer
 from tests.kit.ports import free_port
@@ -37,6 +40,10 @@ from tests.worker.models.test_architectures import CONFIGS, batch_of
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 WAITING_METHODS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"}
+MAKING_METHODS = {"tensor", "as_tensor", "asarray"}
+"""Functions that make a tensor of the host's numbers."""
+STARTING_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+run_backward = torch.autograd._engine_run_backward
 IN_EVERY_RUN = {("O2", "nothing"), ("O2", "selective checkpointing")}
 REFUSED = {(name, "fp16-amp") for name in ("fused loss", "gradient release", "tensor")} | {("tensor", "ao"), ("pipeline", "ao")}
 """Savings and divisions that a level refuses."""
@@ -56,16 +63,49 @@ class WaitingOps(TorchDispatchMode):
 
 
 class WaitingMethods(TorchFunctionMode):
-    """Counts the methods of tensors that read values without an op, as `tolist` does."""
+    """Counts the methods of tensors that read values without an op, as `tolist` does, and copies from the host.
+
+    A GPU's copy from memory that is not pinned waits for all work before it. Where the CPU is the accelerator, its device is
+    a `torch.device`, and the host's is the string "cpu" or none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self.on_host = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        self.found.update([name] if name in WAITING_METHODS else [])
-        return func(*args, **(kwargs or {}))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if func in STARTING_BACKWARD:
+            with mock.patch.object(torch.autograd, "_engine_run_backward", self.run_backward):
+                return func(*args, **kwargs)
+        is_copy = self.copies_from_host(name, args, kwargs)
+        self.found.update([name] if name in WAITING_METHODS or is_copy else [])
+        made = func(*args, **kwargs)
+        if name in MAKING_METHODS and not is_copy:
+            self.on_host[made] = True
+        return made
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass whose hooks are seen: torch calls what it overrides without the mode."""
+        with self:
+            return run_backward(*args, **kwargs)
+
+    def copies_from_host(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return True for a copy to the device from memory of the host that is not pinned."""
+        names_device = any(isinstance(given, torch.device) for given in (*args, kwargs.get("device")))
+        from_host, *_ = [isinstance(given, Tensor) and given in self.on_host for given in args] or [False]
+        if name in MAKING_METHODS:
+            return names_device and (from_host or not isinstance(args[0], Tensor))
+        if name == "__setitem__" and isinstance(args[2], int | float):
+            return args[0][args[1]].dim() == 0  # a wider place is filled, without a copy
+        if name in ("__setitem__", "__getitem__"):
+            return any(isinstance(at, list) for at in (args[1] if isinstance(args[1], tuple) else (args[1],)))
+        if kwargs.get("non_blocking"):
+            return False
+        if name == "copy_":
+            return args[1] in self.on_host and not from_host
+        return name in ("new_tensor", "cuda") or (name == "to" and names_device and from_host)
 
 
 @contextmanager
@@ -219,6 +259,54 @@ def test_waits_are_seen() -> None:
         assert value
     assert ops.found["_local_scalar_dense"] == 2
     assert methods.found["tolist"] == 1
+
+
+def test_copies_from_the_host_are_seen() -> None:
+    device = torch.device("cpu")
+    with WaitingMethods() as methods:
+        on_host, on_device = torch.tensor([1.0, 2.0]), torch.zeros(2, device=device)
+        torch.tensor([1.0], device=device)
+        torch.as_tensor(on_host, device=device)
+        on_host.to(device)
+        on_device.copy_(on_host)
+        on_device[0] = 1.0
+        on_device[[0, 1]] += 1.0
+        on_device.new_tensor([1.0])
+    assert methods.found == {
+        "tensor": 1, "as_tensor": 1, "to": 1, "copy_": 1, "__setitem__": 2, "__getitem__": 1, "new_tensor": 1
+    }  # fmt: skip
+    with WaitingMethods() as methods:
+        on_host.to(device, non_blocking=True)
+        on_host.to(torch.bfloat16)
+        on_device.to(device)
+        on_device[:1] = 1.0
+        on_device[0].zero_()
+        on_device[0] = on_device[1]
+        torch.full((2,), 1.0, device=device)
+    assert methods.found == {}
+
+
+class AloneWithItself(Axis):
+    """An axis of two ranks. The other one sends what this one sends."""
+
+    def start_exchange(self, parts_RS: Tensor) -> Pending:
+        return Pending(torch.stack([parts_RS[0], parts_RS[0]]))
+
+    def start_gather(self, own_S: Tensor, into_RS: Tensor | None = None) -> Pending:
+        return Pending(torch.stack([own_S, own_S]))
+
+
+@pytest.mark.parametrize("has_all", [True, False])
+def test_an_exchange_of_gradients_copies_nothing_from_the_host(has_all: bool) -> None:
+    """Its hooks run in the backward pass. Without a gradient of its own a rank reads, at the end, if another one has some."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    buckets = GradientBuckets(model, AloneWithItself("data", 2, 0, torch.device("cpu")), max_elements=40)
+    loss = (model if has_all else model[0])(torch.ones(2, 4)).sum()
+    with WaitingMethods() as methods:
+        loss.backward()
+        buckets.finish()
+    assert methods.found == ({} if has_all else {"tolist": 1})
+    assert (model[1].weight.grad is None) == (not has_all)
 
 
 def test_the_curve_has_each_step_once_with_its_loss(tmp_path: Path, spec_document: dict[str, Any]) -> None:

@@ -156,19 +156,14 @@ def mean_of_shards_kernel(codes, scales, mean, amax, num_elements, stride, NUM_R
     language.atomic_amax(amax, language.amax(tl.where(inside, total, 0.0), 0))
 
 
+_launch_mean_of_shards = Launcher(mean_of_shards_kernel, **_EXACT)
+
+
 def mean_of_shards(codes_RS: Tensor, scales_R: Tensor) -> tuple[Tensor, Tensor]:
     """See the reference. One read of every rank's codes."""
     num_ranks, num_elements = codes_RS.shape
     mean_S, amax = torch.empty(num_elements, device=codes_RS.device), torch.zeros((), device=codes_RS.device)
-    mean_of_shards_kernel[(language.cdiv(num_elements, CHUNK),)](
-        codes_RS.view(torch.uint8),
-        scales_R.contiguous(),
-        mean_S,
-        amax,
-        num_elements,
-        codes_RS.stride(0),
-        num_ranks,
-        CHUNK,
-        **_EXACT,
-    )
+    num_programs, scales = language.cdiv(num_elements, CHUNK), scales_R.contiguous()
+    stride = codes_RS.stride(0)
+    _launch_mean_of_shards(num_programs, codes_RS, scales, mean_S, amax, num_elements, stride, num_ranks, CHUNK)
     return mean_S, amax

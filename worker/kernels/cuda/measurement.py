@@ -5,13 +5,13 @@ logarithm. One program measures the whole sample: it is small, and partial sums 
 would need a second launch. Shape suffixes: M rows, N columns.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octet.worker.kernels import reference
 from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda.launching import Launcher
 from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
 from octet.worker.kernels.formats import SCALED_FORMATS
 from octet.worker.kernels.sampling import MOST_DECIBELS, sampled_rows
@@ -83,6 +83,9 @@ def _measure_sample(
     tl.store(out + 4, tl.where(total_noise == 0, _MOST_DECIBELS, tl.log2(ratio) * _DECIBELS_PER_BINADE))
 
 
+_launch = Launcher(_measure_sample, num_warps=WARPS, enable_fp_fusion=False)
+
+
 def measure(x_MN: Tensor, quantized: ScaledCodes, stored_scale: Tensor | None, out: Tensor) -> None:
     """See the reference. One launch."""
     if x_MN.numel() == 0:
@@ -94,18 +97,8 @@ def measure(x_MN: Tensor, quantized: ScaledCodes, stored_scale: Tensor | None, o
     if kind.is_blockwise:
         scale_strides = (dequant_scale.stride(0), dequant_scale.stride(1))
     columns = min(triton.next_power_of_2(num_columns), MAX_COLUMNS)
-    given = (
-        x_MN,
-        *x_MN.stride(),
-        codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes,
-        *codes.stride(),
-        dequant_scale,
-        *scale_strides,
-        stored_scale,
-        out,
-    )
-    _measure_sample[(1,)](
-        *given, len(rows), num_columns, rows.step, *kind.block, FORMAT_NAMES[codes.dtype],
+    strided = (x_MN, *x_MN.stride(), codes, *codes.stride(), dequant_scale, *scale_strides)
+    _launch(
+        1, *strided, stored_scale, out, len(rows), num_columns, rows.step, *kind.block, FORMAT_NAMES[codes.dtype],
         SCALED_FORMATS[codes.dtype].max, stored_scale is not None, max(1, TILE // columns), columns,
-        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -2,14 +2,16 @@
 
 Triton's interpreter checks no types and knows no device's instructions; the compiler does. The arguments are those of a bf16
 matrix whose sizes and strides are multiples of 16, as in training. Run as a program, it prints what `test_compiles.py`
-checks for each kernel: how many loads and stores are 16 bytes wide, and instructions that a kernel should avoid. With
+checks for each kernel: how many loads and stores are 16 bytes wide, instructions to avoid, and resources. With
 `--spread` it compiles each kind once, and the update of each weight with the states of one level, instead of all.
 """
 
 import argparse
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -274,13 +276,24 @@ def accesses(ptx: str) -> dict[str, int]:
     }
 
 
+def resources(kernel: Any) -> dict[str, int]:
+    """Return what a thread has in registers and on its stack, where spills go, and a program's bytes of shared memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        program = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+        printed = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", printed)
+    return {"registers": int(registers), "stack": int(stack), "shared": kernel.metadata.shared}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spread", action="store_true", help="update each weight with the states of one level")
     parser.add_argument("--capability", type=int, choices=CAPABILITIES, default=90, help="ten times the compute capability")
     parsed = parser.parse_args()
-    compiled = {
-        name: accesses(compile_kernel(name, kernel, constants, parsed.capability).asm["ptx"])
-        for name, kernel, constants in kernels(spread=parsed.spread)
-    }
+    compiled = {}
+    for name, kernel, constants in kernels(spread=parsed.spread):
+        made = compile_kernel(name, kernel, constants, parsed.capability)
+        compiled[name] = accesses(made.asm["ptx"]) | resources(made) | {"threads": 32 * num_warps(name)}
     json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

@@ -13,6 +13,15 @@ ROOT = Path(__file__).parents[4]
 OTHER_TRITON = ROOT / "build" / "triton-3.6.0"
 """The Triton of torch 2.11, which the GPU machines have. `make test-matrix` installs it there."""
 
+SHARED_BYTES = {"89": 99 << 10, "90": 227 << 10, "100": 227 << 10, "120": 99 << 10}
+"""Shared memory that one program can have, by ten times the compute capability."""
+NUM_REGISTERS = 65_536
+"""Registers of a multiprocessor."""
+KNOWN_SPILLS = {"amax_flat gelu": 24, "quantize_tile gelu": 80}
+"""Bytes of stack of kernels that compute erf and run out of registers: Hopper, pinned Triton. The list only shrinks."""
+ALONE = ("matmul", "measure", "amax_flat gelu")
+"""Kernels whose program takes more than half of a multiprocessor's registers."""
+
 
 @pytest.mark.parametrize(
     ("triton", "options"),
@@ -38,6 +47,7 @@ def test_kernels_compile_and_move_16_bytes_at_a_time(triton: Path | None, option
     compiled = json.loads(result.stdout)
     assert triton is None or triton.name == f"triton-{compiled['triton']}"
     accesses = compiled["kernels"]
+    check_resources(accesses, options[-1] if "--capability" in options else "90", is_pinned=triton is None)
     assert len(accesses) > (35 if options else 65)
     assert {"update fp16-scaled fp8-dre fp16-block", "update lion split int8-companded"} <= set(accesses)
     # A kernel whose formats have one byte moves 8 of them at a time, whole sectors all the same.
@@ -50,3 +60,22 @@ def test_kernels_compile_and_move_16_bytes_at_a_time(triton: Path | None, option
     assert [name for name in writers if not accesses[name]["wide_stores"]] == []
     assert [name for name, access in accesses.items() if access["other_casts"]] == []  # encode_scaled leaves it to the cast
     assert all(accesses[name]["saturating_casts"] for name in accesses if name.startswith("quantize"))
+
+
+def check_resources(kernels: dict[str, dict[str, int]], capability: str, *, is_pinned: bool) -> None:
+    """Check that kernels fit, that two programs run on a multiprocessor, and that none spills. Only Hopper's were read."""
+    assert {name: kernel["shared"] for name, kernel in kernels.items() if kernel["shared"] > SHARED_BYTES[capability]} == {}
+    if capability != "90" or not is_pinned:
+        return
+    stacks = {name: kernel["stack"] for name, kernel in kernels.items() if kernel["stack"] > KNOWN_SPILLS.get(name, 0)}
+    assert stacks == {}
+    wide = [name for name, kernel in kernels.items() if 2 * kernel["registers"] * kernel["threads"] > NUM_REGISTERS]
+    assert [name for name in wide if not name.startswith(ALONE)] == []
+
+
+def test_a_kernel_that_spills_is_seen() -> None:
+    kernel = {"registers": 128, "stack": 0, "shared": 1024, "threads": 256}
+    check_resources({"fits": kernel}, "90", is_pinned=True)
+    for change in ({"stack": 8}, {"registers": 136}, {"shared": 228 << 10}):
+        with pytest.raises(AssertionError):
+            check_resources({"one": kernel | change}, "90", is_pinned=True)

@@ -1,7 +1,9 @@
 """A launch that Triton has made once is made again without it, and only where nothing that it specializes on has changed."""
 
+import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -160,3 +162,36 @@ def test_shapes_without_end_do_not_fill_the_memory(by_triton: list[Compiled], la
         for num_elements in range(9):
             launch(5, X, num_elements, None)
     assert len(launching.COMPILED) <= 4
+
+
+def launches_by_grid(source: str, kernels: set[str]) -> list[int]:
+    """Return the lines that launch by Triton's own `kernel[grid]`: of a named kernel, or by a grid that is a tuple."""
+    called = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        node.lineno
+        for node in called
+        if isinstance(node, ast.Subscript)
+        and (isinstance(node.slice, ast.Tuple) or ast.unparse(node.value).rpartition(".")[2] in kernels)
+    ]
+
+
+def kernels_in(source: str) -> set[str]:
+    """Return the names of the functions that `triton.jit` compiles."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return {node.name for node in functions if any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)}
+
+
+def test_only_the_launcher_launches_by_triton() -> None:
+    """Triton launches on the current device, wherever the tensors are."""
+    sources = {path: path.read_text() for path in Path(launching.__file__).parents[2].rglob("*.py")}
+    kernels = set().union(*map(kernels_in, sources.values()))
+    assert len(kernels) > 50
+    found = {path.name: lines for path, source in sources.items() if (lines := launches_by_grid(source, kernels))}
+    assert list(found) == ["launching.py"]
+    assert len(found["launching.py"]) == 1
+
+
+@pytest.mark.parametrize("line", ["a_kernel[grid](x)", "module.a_kernel[n](x, num_warps=4)", "other[(1,)](x)"])
+def test_a_launch_by_grid_is_seen(line: str) -> None:
+    assert launches_by_grid(line, {"a_kernel"}) == [1]
+    assert launches_by_grid("TABLE[kind](x); a_kernel(x)[0]", {"a_kernel"}) == []
