@@ -1,5 +1,6 @@
 """Commands that read: list, show, attempts, checkpoints, metrics, events, logs, models, levels, pools."""
 
+import re
 from typing import Annotated
 
 import typer
@@ -15,19 +16,31 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the jo
 
 def list_jobs(
     state: Annotated[JobState | None, typer.Option("--state", help="Only jobs in this state.")] = None,
-    label: Annotated[str | None, typer.Option("--label", metavar="KEY:VALUE", help="Only jobs so labelled.")] = None,
+    label: Annotated[
+        str | None, typer.Option("--label", metavar="KEY:VALUE", help="Only jobs so labelled; KEY=VALUE too.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 20,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
     terminal = Terminal()
+    wanted = None if label is None else _label(label)
     with connect(url) as client:
-        jobs = list(client.jobs(state=state.value if state else None, label=label, limit=limit))
+        jobs = list(client.jobs(state=state.value if state else None, label=wanted, limit=limit))
     if as_json:
         terminal.show_json_array(jobs)
     else:
         terminal.show(render.jobs_table(jobs) if jobs else Text("No jobs. Submit one with: octet submit job.yaml"))
+
+
+def _label(text: str) -> str:
+    """Read key:value or key=value, which no key contains, and return it as the server takes it."""
+    found = re.fullmatch(r"([^:=]+)[:=](.*)", text)
+    if found is None:
+        allowed = "key:value or key=value, such as team:research"
+        raise typer.BadParameter(f"got {text!r}; allowed: {allowed}. Give the value too.", param_hint="--label")
+    return f"{found[1]}:{found[2]}"
 
 
 def show(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
