@@ -8,7 +8,7 @@ from rich.text import Text
 
 from octet.api_schemas import JobState, MetricPoint
 from octet.client import render
-from octet.client.cli.options import DEFAULT_URL, AsJson, Commands, JobId, Url, connect
+from octet.client.cli.options import DEFAULT_URL, AsJson, Commands, JobId, Url, connect, find_job
 from octet.client.terminal import Terminal
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]
@@ -47,18 +47,18 @@ def show(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None
     """Show a job: its state, why it waits or failed, its results."""
     terminal = Terminal()
     with connect(url) as client:
-        job = client.job(job_id)
+        job = find_job(client, job_id)
         if as_json:
             terminal.show_json(job)
         else:
-            terminal.show(render.job_details(job, list(client.checkpoints(job_id))))
+            terminal.show(render.job_details(job, list(client.checkpoints(job.id))))
 
 
 def attempts(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show a job's attempts, and why each ended."""
     terminal = Terminal()
     with connect(url) as client:
-        found = list(client.attempts(job_id))
+        found = list(client.attempts(find_job(client, job_id).id))
     terminal.show_json_array(found) if as_json else terminal.show(render.attempts_table(found))
 
 
@@ -66,7 +66,7 @@ def checkpoints(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) 
     """Show the checkpoints of a job."""
     terminal = Terminal()
     with connect(url) as client:
-        found = list(client.checkpoints(job_id))
+        found = list(client.checkpoints(find_job(client, job_id).id))
     terminal.show_json_array(found) if as_json else terminal.show(render.checkpoints_table(found))
 
 
@@ -79,7 +79,7 @@ def metrics(
     """Show a job's curve."""
     terminal = Terminal()
     with connect(url) as client:
-        points = list(client.metrics(job_id))
+        points = list(client.metrics(find_job(client, job_id).id))
     terminal.show_json_array(points) if as_json else terminal.show(render.metrics_table(_spread(points, rows)))
 
 
@@ -87,7 +87,7 @@ def events(job_id: JobId, follow: Follow = False, url: Url = DEFAULT_URL, as_jso
     """Show what happened to a job."""
     terminal = Terminal()
     with connect(url) as client:
-        for event in client.events(job_id, follow=follow):
+        for event in client.events(find_job(client, job_id).id, follow=follow):
             terminal.show_json_line(event) if as_json else terminal.show(render.event_line(event))
 
 
@@ -101,7 +101,7 @@ def logs(
     """Show a job's log."""
     terminal = Terminal()
     with connect(url) as client:
-        for line in client.logs(job_id, follow=follow, rank=rank):
+        for line in client.logs(find_job(client, job_id).id, follow=follow, rank=rank):
             terminal.show_json_line(line) if as_json else terminal.show(render.log_line(line))
 
 
