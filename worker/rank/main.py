@@ -74,6 +74,8 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
                 reporter.send(PhaseReport(phase="process_up"))
             run = Run(StepLines(reporter), metrics, Path(order.job_dir), order.checkpoints, order.pool, order.files)
             outcome = _train(order.spec, env, run)
+            if outcome.succeeded and env.reports:
+                logger.info("%s", outcome.message)
             if outcome.finished is not None and (env.reports or outcome.finished.outcome == "failed"):
                 reporter.send(outcome.finished)
             return outcome

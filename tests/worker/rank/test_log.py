@@ -1,4 +1,4 @@
-"""What a rank logs for people: the run in a few lines, then steps, and why a job file is refused."""
+"""The log of a rank for people: the run in a few lines, then steps, and the reasons why a job file is refused."""
 
 import json
 import logging
