@@ -43,10 +43,18 @@ class JobSpec(Contract):
     retry: RetrySpec = RetrySpec()
     labels: Labels = Field(default_factory=dict, max_length=64)
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _read_preset(cls, model: Any) -> Any:
+        """Accept the name of a preset in place of a `model`."""
+        return {"preset": model} if isinstance(model, str) else model
+
     @field_validator("precision", mode="before")
     @classmethod
-    def _read_accelerate(cls, precision: Any) -> Any:
-        """Accept an Accelerate `fp8_config` block, or its whole config.yaml, in place of a `precision`."""
+    def _read_precision(cls, precision: Any) -> Any:
+        """Accept a level's name, an Accelerate `fp8_config` block, or its whole config.yaml, in place of a `precision`."""
+        if isinstance(precision, str | int):
+            return {"level": precision}
         if not isinstance(precision, Mapping) or not is_accelerate(precision):
             return precision
         try:

@@ -9,6 +9,16 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from octet.api_schemas.base import Contract, contract_in
+from octet.api_schemas.intents import (
+    advice_for_model,
+    advice_for_name,
+    advice_for_part,
+    advice_for_value,
+    example_of,
+    presets,
+    words_of_pattern,
+)
+from octet.api_schemas.job import JobSpec
 from octet.api_schemas.union import annotation_of, tagged_members
 
 CONTENT_TYPE = "application/problem+json"
@@ -67,7 +77,8 @@ def explain_details(details: Iterable[Mapping[str, Any]], root: type[BaseModel])
 
 def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
     context = detail.get("ctx", {})
-    path, owner = _locate(root, detail["loc"])
+    path, owner, part = _locate(root, detail["loc"])
+    is_job = issubclass(root, JobSpec)
     got, allowed, message = _echo(detail.get("input")), None, str(detail["msg"])
     match detail["type"]:
         case "refused":
@@ -76,25 +87,39 @@ def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
         case "extra_forbidden":
             known = sorted(owner.model_fields) if owner else []
             allowed = ", ".join(known)
-            message = f"unknown field {path[-1]!r}.{_did_you_mean(path[-1], known)} Remove it or correct its name."
+            advice = advice_for_name(path, detail.get("input"), root) if is_job else None
+            change = f" {advice}" if advice else f"{_did_you_mean(path[-1], known)} Remove it or correct its name."
+            message = f"unknown field {path[-1]!r}.{change}"
+        case "union_tag_invalid" if (preset := _unknown_preset(detail["input"])) is not None:
+            path, got, allowed = [*path, "preset"], _echo(preset), ", ".join(presets())
+            message = f"no such preset.{_did_you_mean(preset, presets())} {advice_for_model(preset)}"
         case "literal_error" | "enum" | "union_tag_invalid":
             if "tag" in context:
                 path, got = [*path, _tag_field(owner, path)], _echo(context["tag"])
             expected = str(context.get("expected") or context["expected_tags"])
             choices = [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(", ")]
             allowed = ", ".join(choices)
-            hint = _did_you_mean(str(context.get("tag", detail.get("input"))), choices)
-            message = f"not one of the allowed values.{hint} Change {'.'.join(path)}."
+            given = context.get("tag", detail.get("input"))
+            change = advice_for_value(path, given) or f"{_did_you_mean(str(given), choices)} Change {'.'.join(path)}.".strip()
+            message = f"not one of the allowed values. {change}"
         case "missing":
-            got, allowed, message = "nothing", "a value: the field is required", f"Set {'.'.join(path)}."
+            got, allowed = "nothing", "a value: the field is required"
+            message = f"Set {'.'.join(path)}.{example_of(path)}"
+        case "model_type" | "model_attributes_type":
+            allowed = f"fields: {', '.join(sorted(part.model_fields))}" if part else "a mapping of fields"
+            message = advice_for_part(path, detail.get("input")) or f"Change {'.'.join(path) or 'the document'}."
         case _:
             allowed = str(detail["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
-            message = f"Change {'.'.join(path) or 'the document'}."
+            if detail["type"] == "string_pattern_mismatch" and (words := words_of_pattern(path, is_job)):
+                allowed = f"{words} (pattern {context['pattern']})"
+            message = advice_for_value(path, detail.get("input")) or f"Change {'.'.join(path) or 'the document'}."
     return Violation(field=".".join(path), got=got, allowed=allowed, message=_printable(message))
 
 
-def _locate(root: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return a field's path as a user writes it, and the model that owns its last part (None inside a list or dict).
+def _locate(
+    root: type[BaseModel], location: Sequence[str | int]
+) -> tuple[list[str], type[BaseModel] | None, type[BaseModel] | None]:
+    """Return a field's path as a user writes it, the model that owns its last part (None inside a list or dict), and its own.
 
     pydantic puts the tag of a union's member into the location; documents do not contain it.
     """
@@ -110,7 +135,13 @@ def _locate(root: type[BaseModel], location: Sequence[str | int]) -> tuple[list[
         owner = contract_in(annotation)
         field = owner.model_fields.get(str(part)) if owner else None
         annotation = annotation_of(field) if field else None
-    return path, owner
+    return path, owner, contract_in(annotation)
+
+
+def _unknown_preset(given: Any) -> str | None:
+    """Return the preset of a model that names no family and no preset of any; None for every other value."""
+    is_hint = isinstance(given, Mapping) and not given.get("family") and isinstance(given.get("preset"), str)
+    return str(given["preset"]) if is_hint else None
 
 
 def _tag_field(owner: type[BaseModel] | None, path: list[str]) -> str:

@@ -6,10 +6,12 @@ if __name__ != "octet.client":
 
 from octet.client.api import Client
 from octet.client.errors import (
+    AmbiguousJob,
     ApiError,
     ConnectionFailed,
     DownloadFailed,
     JobFileError,
+    NoSuchJob,
     OctetError,
     ServerFailed,
     SpecRefused,
@@ -18,11 +20,13 @@ from octet.client.errors import (
 )
 
 __all__ = [
+    "AmbiguousJob",
     "ApiError",
     "Client",
     "ConnectionFailed",
     "DownloadFailed",
     "JobFileError",
+    "NoSuchJob",
     "OctetError",
     "ServerFailed",
     "SpecRefused",

@@ -12,6 +12,7 @@ A call raises ApiError if the server refuses it, ConnectionFailed if no server a
 
 import itertools
 import random
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -39,12 +40,18 @@ from octet.api_schemas import (
 from octet.api_schemas.catalog import ModelFamily
 from octet.api_schemas.levels import Level
 from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
-from octet.client.errors import DownloadFailed, WaitTimeout
+from octet.client.errors import AmbiguousJob, DownloadFailed, WaitTimeout
 
 Item = TypeVar("Item")
 Shown = TypeVar("Shown", bound=Contract)
 
 MOST_JOBS_PER_PAGE = 100
+MOST_MATCHES = 5
+"""Jobs that are listed where a name or the beginning of an id has several."""
+_ID_LENGTH = 30
+_ID = re.compile(rf"job_[0-7][0-9a-hjkmnp-tv-z]{{{_ID_LENGTH - 5}}}")
+_PREFIX = re.compile(r"job_[0-7][0-9a-hjkmnp-tv-z]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_RECORDS_PER_PAGE = 1000
 
 
@@ -95,6 +102,23 @@ class Client:
     def job(self, job_id: str) -> Job:
         """Return a job as it is now."""
         return self._job(job_id, self._patience_s)
+
+    def find(self, text: str) -> Job | None:
+        """Return the job with this id or name, or the only one with an id that begins so; None if there is none.
+
+        Raises AmbiguousJob, which lists them, for several.
+        """
+        if _ID.fullmatch(text):
+            return self.job(text)
+        found = list(self.jobs(name=text, limit=MOST_MATCHES + 1)) if _NAME.fullmatch(text) else []
+        if not found and _PREFIX.fullmatch(text):
+            # Ids sort by time and jobs are listed from the newest, so those with the prefix follow its greatest id.
+            params = {"limit": str(MOST_MATCHES + 1), "after": text.ljust(_ID_LENGTH, "z")}
+            page = self._connection.request("GET", "/v1/jobs", params=params, patience_s=self._patience_s)
+            found = [job for job in read(Page[Job], page).data if job.id.startswith(text)]
+        if len(found) > 1:
+            raise AmbiguousJob(text, found[:MOST_MATCHES], has_more=len(found) > MOST_MATCHES)
+        return found[0] if found else None
 
     def jobs(
         self,

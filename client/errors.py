@@ -6,6 +6,8 @@ OctetError
 ├── ConnectionFailed    nothing answered at all
 ├── JobFileError        a job file that cannot be read, or a --set that cannot be applied to it
 ├── SpecRefused         a job file that is no valid job; `violations` are those the server would list
+├── AmbiguousJob        a name, or the beginning of an id, that several jobs have
+├── NoSuchJob           a name, or the beginning of an id, that no job has
 ├── WaitTimeout         the job was still alive when the caller's patience ended; it goes on
 ├── DownloadFailed      a file that arrived is not the one that the server lists
 └── ServerFailed        the server that `octet demo` starts did not start, or ended early
@@ -55,6 +57,23 @@ class SpecRefused(OctetError):
         self.violations = tuple(violations)
         count = f"{len(self.violations)} field{'s' if len(self.violations) > 1 else ''} to change"
         super().__init__("\n".join([f"{source} is not a valid job: {count}.", *map(describe_violation, violations)]))
+
+
+class AmbiguousJob(OctetError):
+    """Several jobs have the name, or an id that begins so."""
+
+    def __init__(self, text: str, jobs: Sequence[Job], *, has_more: bool) -> None:
+        self.jobs = tuple(jobs)
+        lines = [f"  {job.id}  {job.name}  {job.state.value}" for job in jobs]
+        heading = f"{text!r} is the name, or the beginning of the id, of several jobs. Give the id of one:"
+        super().__init__("\n".join([heading, *lines, *(["  …"] if has_more else [])]))
+
+
+class NoSuchJob(OctetError):
+    """No job has the name, and none an id that begins so."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"there is no job {text!r}: it is no id, no beginning of one, and no name. List them with: octet list")
 
 
 class WaitTimeout(OctetError, TimeoutError):

@@ -1,7 +1,7 @@
 """Format the commands' output: tables without frames, which read the same on a terminal and in a file."""
 
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 
 from rich.table import Table
 from rich.text import Text
@@ -257,4 +257,5 @@ def log_line(line: LogLine) -> Text:
 
 
 def moment(at: datetime) -> str:
-    return at.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    """Write a time in the reader's zone, and name the zone. JSON has UTC."""
+    return at.astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 from pydantic import Field, field_validator
 
 from octet.api_schemas.base import Contract, refusal
-from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.data.files import ANY_FILE, Files, absolute_path
 from octet.api_schemas.data.stores import check_url, is_url, place_of
 from octet.api_schemas.inputs import BatchKind, ImageInput
 
@@ -48,9 +48,7 @@ class SourceSpec(Contract):
                 return check_url(path)
             except ValueError as error:
                 raise refusal("", got=path, allowed=f"a URL: {error}", change="Change data.path.") from None
-        if "\0" in path or not path.startswith("/"):
-            raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.path.")
-        return path
+        return absolute_path("data.path", path)
 
     @property
     def place(self) -> Path:

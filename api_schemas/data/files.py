@@ -5,18 +5,52 @@ where an open file lies (/proc/self/fd), and an opening with O_PATH has no effec
 """
 
 import os
+import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from octet.api_schemas.base import SpecConflict
+from octet.api_schemas.base import SpecConflict, refusal
 from octet.api_schemas.data.stores import NO_STORES, StoreAccess
 
 NEVER_READ = ("/proc", "/sys", "/dev")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""The form of a name such as org/model. A relative path of two parts has it too."""
+NO_HUBS = "That looks like the id of a hub, and hubs are not reached."
+
+
+def absolute_path(field: str, path: str) -> str:
+    """Return a path as it is. Raises a refusal unless it is absolute."""
+    if "\0" in path or not path.startswith("/"):
+        allowed = "an absolute path without a zero byte"
+        raise refusal("", got=path, allowed=allowed, change=change_of_relative(field, path))
+    return path
+
+
+def change_of_relative(field: str, path: str) -> str:
+    """Return what to change for a path that is not absolute. It may be the id of a model or a data set on a hub."""
+    if "\0" in path:
+        return f"Change {field}: a path cannot contain a zero byte."
+    absolute = "the absolute path of a file or folder below one of the server's data roots (octet serve --data-root)"
+    if path.startswith("~"):
+        return f"~ is not expanded, because a worker may be another user. Set {field} to {absolute}."
+    if HUB_ID.fullmatch(path):
+        return f"{NO_HUBS} Download it, and set {field} to {absolute}. A relative path has no meaning to a worker."
+    return f"A relative path has no meaning to a worker. Set {field} to {absolute}."
+
+
+def outside_of_roots(field: str, path: object, roots: Iterable[str]) -> SpecConflict:
+    """Build the error of a path that no root contains. It does not say what is there."""
+    allowed = f"a file or folder inside {', '.join(roots)}, and never {', '.join(NEVER_READ)}"
+    change = (
+        f"The path is outside of the server's data roots. Change {field}, or have the operator add its folder: "
+        "octet serve --data-root FOLDER, or OCTET_DATA_ROOTS."
+    )
+    return SpecConflict(field, path, allowed, change)
 
 
 @dataclass(frozen=True)
@@ -117,10 +151,7 @@ class Files:
             return
         found = os.readlink(_link(descriptor))
         if any(_is_below(found, closed) for closed in NEVER_READ) or not any(_is_below(found, root) for root in self.roots):
-            allowed = f"a file or folder inside {', '.join(self.roots)}, and never {', '.join(NEVER_READ)}"
-            raise SpecConflict(
-                "data.path", path, allowed, "Change data.path, or have the operator add its folder to the data roots."
-            )
+            raise outside_of_roots("data.path", path, self.roots)
 
     def _check_limits(self, folder: Path, num_entries: int, ends_at: float | None) -> None:
         change = "Name a smaller folder, exclude subfolders with globs such as build/**, or have the operator raise the limit."

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator
 
-from octet.api_schemas.base import SpecConflict, refusal
+from octet.api_schemas.base import SpecConflict
 from octet.api_schemas.data.base import Needs, SourceSpec
-from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.data.files import ANY_FILE, Files, absolute_path
 
 MAX_LINE_BYTES = 16 << 20
 MAX_CHECKED_BYTES = 16 << 20
@@ -186,9 +186,7 @@ def record_of(document: Any) -> Record:
 
 def absolute_tokenizer(path: str | None) -> str | None:
     """Return a tokenizer's path as it is. Raises a refusal unless it is absolute."""
-    if path is not None and ("\0" in path or not path.startswith("/")):
-        raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change data.tokenizer.")
-    return path
+    return None if path is None else absolute_path("data.tokenizer", path)
 
 
 def has_tokenizer(folder: Path, files: Files = ANY_FILE) -> bool:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from octet.api_schemas.base import SpecConflict, refusal
-from octet.api_schemas.data.files import ANY_FILE, Files
+from octet.api_schemas.data.files import ANY_FILE, Files, absolute_path
 from octet.api_schemas.inputs import ImageInput, Task, TokenInput
 from octet.api_schemas.models.architectures import (
     ARCHITECTURES,
@@ -134,9 +134,7 @@ class HuggingFaceSpec(FamilySpec):
     @field_validator("path")
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
-        if path is not None and ("\0" in path or not path.startswith("/")):
-            raise refusal("", got=path, allowed="an absolute path without a zero byte", change="Change model.path.")
-        return path
+        return None if path is None else absolute_path("model.path", path)
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

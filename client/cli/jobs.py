@@ -7,7 +7,19 @@ from rich.text import Text
 
 from octet.api_schemas import JobState, ValidatedJob
 from octet.client.api import Client
-from octet.client.cli.options import DEFAULT_URL, FAILED, INTERRUPTED, AsJson, Commands, JobFile, JobId, Settings, Url, connect
+from octet.client.cli.options import (
+    DEFAULT_URL,
+    FAILED,
+    INTERRUPTED,
+    AsJson,
+    Commands,
+    JobFile,
+    JobId,
+    Settings,
+    Url,
+    connect,
+    find_job,
+)
 from octet.client.job_file import apply_settings, check_spec, load_job_file
 from octet.client.render import job_details
 from octet.client.terminal import Terminal
@@ -42,8 +54,8 @@ def submit(
 def watch(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show a job's progress until it is over; exit 0 if it succeeds."""
     with connect(url) as client:
-        client.job(job_id)  # a wrong id or URL fails at once; later, a server that is away is waited for
-        _see_through(client, job_id, Terminal(), as_json)
+        job = find_job(client, job_id)  # a wrong id or URL fails at once; later, a server that is away is waited for
+        _see_through(client, job.id, Terminal(), as_json)
 
 
 def validate(file: JobFile, settings: Settings = None, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
@@ -77,7 +89,7 @@ def cancel(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> No
     """Cancel a job."""
     terminal = Terminal()
     with connect(url) as client:
-        job = client.cancel(job_id)
+        job = client.cancel(find_job(client, job_id).id)
     terminal.show_json(job) if as_json else terminal.show(Text(f"{job.id} is {job.state.value}."))
 
 

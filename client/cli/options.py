@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from octet.api_schemas import Job
 from octet.client.api import Client
 from octet.client.errors import (
+    AmbiguousJob,
     ApiError,
     ConnectionFailed,
     JobFileError,
+    NoSuchJob,
     OctetError,
     ServerFailed,
     SpecRefused,
@@ -31,7 +34,7 @@ INTERRUPTED = 130
 
 Url = Annotated[str, typer.Option("--url", envvar="OCTET_URL", help="The server. Its API key: OCTET_API_KEY.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: one document, or one per line of a stream.")]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id, job_…, in full.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, job_…, the beginning of it, or its name.")]
 JobFile = Annotated[str, typer.Argument(metavar="FILE", help="A job as YAML or JSON; - reads standard input.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field: --set training.steps=50")
@@ -44,6 +47,14 @@ def connect(url: str) -> Client:
         return Client(url, os.environ.get("OCTET_API_KEY"), patience_s=0.5)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--url") from error
+
+
+def find_job(client: Client, text: str) -> Job:
+    """Return the job that was meant by an id, the beginning of one, or a name. Raises NoSuchJob and AmbiguousJob."""
+    job = client.find(text)
+    if job is None:
+        raise NoSuchJob(text)
+    return job
 
 
 PACKAGES_OF_EXTRAS = {"service": ("fastapi", "ray"), "worker": ("torch",), "models": ("transformers",)}
@@ -67,7 +78,7 @@ def exit_status(error: OctetError) -> int:
             return UNREACHABLE
         case ApiError() if error.problem.status >= 500:
             return UNREACHABLE
-        case ApiError() | SpecRefused() | JobFileError():
+        case ApiError() | SpecRefused() | JobFileError() | AmbiguousJob() | NoSuchJob():
             return REFUSED
         case _:
             return FAILED

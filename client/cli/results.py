@@ -10,7 +10,7 @@ from rich.text import Text
 
 from octet.api_schemas import Checkpoint
 from octet.client.api import Client
-from octet.client.cli.options import DEFAULT_URL, REFUSED, AsJson, Commands, JobId, Url, connect, require_extras
+from octet.client.cli.options import DEFAULT_URL, REFUSED, AsJson, Commands, JobId, Url, connect, find_job, require_extras
 from octet.client.terminal import Terminal
 from octet.client.text import num_bytes
 
@@ -30,7 +30,7 @@ def download(
     """Download a checkpoint of a job and check every file's SHA-256."""
     terminal = Terminal()
     with connect(url) as client:
-        chosen = _choose(client, job_id, checkpoint)
+        chosen = _choose(client, find_job(client, job_id).id, checkpoint)
         try:
             files = client.download(chosen, out)
         except OSError as error:

@@ -29,6 +29,9 @@ def serve(
     """Run Octet on this machine: API, dispatcher, database and a local Ray in one process."""
     require_extras("serve", "service", "worker")
     with _refusing():
+        from octet.service.processes.sockets import bound
+
+        bound(host, port).close()  # the rest takes seconds to import, and a port that is taken is said at once
         from octet.service.processes.embedded import serve as run_server
 
         run_server(

@@ -1,5 +1,6 @@
 """Commands that read: list, show, attempts, checkpoints, metrics, events, logs, models, levels, pools."""
 
+import re
 from typing import Annotated
 
 import typer
@@ -7,7 +8,7 @@ from rich.text import Text
 
 from octet.api_schemas import JobState, MetricPoint
 from octet.client import render
-from octet.client.cli.options import DEFAULT_URL, AsJson, Commands, JobId, Url, connect
+from octet.client.cli.options import DEFAULT_URL, AsJson, Commands, JobId, Url, connect, find_job
 from octet.client.terminal import Terminal
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]
@@ -15,37 +16,49 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the jo
 
 def list_jobs(
     state: Annotated[JobState | None, typer.Option("--state", help="Only jobs in this state.")] = None,
-    label: Annotated[str | None, typer.Option("--label", metavar="KEY:VALUE", help="Only jobs so labelled.")] = None,
+    label: Annotated[
+        str | None, typer.Option("--label", metavar="KEY:VALUE", help="Only jobs so labelled; KEY=VALUE too.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 20,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
     terminal = Terminal()
+    wanted = None if label is None else _label(label)
     with connect(url) as client:
-        jobs = list(client.jobs(state=state.value if state else None, label=label, limit=limit))
+        jobs = list(client.jobs(state=state.value if state else None, label=wanted, limit=limit))
     if as_json:
         terminal.show_json_array(jobs)
     else:
         terminal.show(render.jobs_table(jobs) if jobs else Text("No jobs. Submit one with: octet submit job.yaml"))
 
 
+def _label(text: str) -> str:
+    """Read key:value or key=value, which no key contains, and return it as the server takes it."""
+    found = re.fullmatch(r"([^:=]+)[:=](.*)", text)
+    if found is None:
+        allowed = "key:value or key=value, such as team:research"
+        raise typer.BadParameter(f"got {text!r}; allowed: {allowed}. Give the value too.", param_hint="--label")
+    return f"{found[1]}:{found[2]}"
+
+
 def show(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show a job: its state, why it waits or failed, its results."""
     terminal = Terminal()
     with connect(url) as client:
-        job = client.job(job_id)
+        job = find_job(client, job_id)
         if as_json:
             terminal.show_json(job)
         else:
-            terminal.show(render.job_details(job, list(client.checkpoints(job_id))))
+            terminal.show(render.job_details(job, list(client.checkpoints(job.id))))
 
 
 def attempts(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show a job's attempts, and why each ended."""
     terminal = Terminal()
     with connect(url) as client:
-        found = list(client.attempts(job_id))
+        found = list(client.attempts(find_job(client, job_id).id))
     terminal.show_json_array(found) if as_json else terminal.show(render.attempts_table(found))
 
 
@@ -53,7 +66,7 @@ def checkpoints(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) 
     """Show the checkpoints of a job."""
     terminal = Terminal()
     with connect(url) as client:
-        found = list(client.checkpoints(job_id))
+        found = list(client.checkpoints(find_job(client, job_id).id))
     terminal.show_json_array(found) if as_json else terminal.show(render.checkpoints_table(found))
 
 
@@ -66,7 +79,7 @@ def metrics(
     """Show a job's curve."""
     terminal = Terminal()
     with connect(url) as client:
-        points = list(client.metrics(job_id))
+        points = list(client.metrics(find_job(client, job_id).id))
     terminal.show_json_array(points) if as_json else terminal.show(render.metrics_table(_spread(points, rows)))
 
 
@@ -74,7 +87,7 @@ def events(job_id: JobId, follow: Follow = False, url: Url = DEFAULT_URL, as_jso
     """Show what happened to a job."""
     terminal = Terminal()
     with connect(url) as client:
-        for event in client.events(job_id, follow=follow):
+        for event in client.events(find_job(client, job_id).id, follow=follow):
             terminal.show_json_line(event) if as_json else terminal.show(render.event_line(event))
 
 
@@ -88,7 +101,7 @@ def logs(
     """Show a job's log."""
     terminal = Terminal()
     with connect(url) as client:
-        for line in client.logs(job_id, follow=follow, rank=rank):
+        for line in client.logs(find_job(client, job_id).id, follow=follow, rank=rank):
             terminal.show_json_line(line) if as_json else terminal.show(render.log_line(line))
 
 

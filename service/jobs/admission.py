@@ -16,7 +16,7 @@ from anyio import CapacityLimiter, move_on_after
 from anyio.to_thread import run_sync
 
 from octet.api_schemas import DataSpec, FamilySizes, ImageInput, JobSpec, ModelSpec, Needs, SpecConflict, Violation, check_data
-from octet.api_schemas.data.files import NEVER_READ, Files
+from octet.api_schemas.data.files import NEVER_READ, Files, outside_of_roots
 from octet.api_schemas.rules.table import check_without_effect
 from octet.service.errors import EntrypointNotAllowed, InvalidRequest, NotReady
 from octet.service.settings import Settings
@@ -199,14 +199,15 @@ def _readable_path(field: str, asked: str, files: Files) -> Path:
         _refuse(field, asked, "a path that can be resolved", f"Change {field}: {_words(error)}.")
     roots = files.roots or ()
     if any(_is_inside(path, never) for never in NEVER_READ) or not any(_is_inside(path, root) for root in roots):
-        allowed = f"a file or folder inside {', '.join(roots)}, and never {', '.join(NEVER_READ)}"
-        _refuse(field, asked, allowed, f"Change {field}, or have the operator add its folder to the data roots.")
+        conflict = outside_of_roots(field, asked, roots)
+        _refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
     try:
         is_there = path.is_file() or path.is_dir()
     except OSError as error:
         _refuse(field, asked, "a path that can be read", f"Change {field}: {_words(error)}.")
     if not is_there:
-        _refuse(field, asked, "a file or folder that exists", f"Nothing of that kind is there. Change {field}.")
+        change = f"Nothing of that kind is there, though jobs may read in that place. Correct {field}, or put the data there."
+        _refuse(field, asked, "a file or folder that exists where the server runs", change)
     if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
         _refuse(field, asked, "a path that the service can read", f"Change its permissions or {field}.")
     return path

@@ -4,6 +4,7 @@ Every function runs in the caller's transaction with the job's row locked, moves
 events. Only `finish` decides if a failed job is tried again.
 """
 
+import logging
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import get_args
@@ -20,6 +21,8 @@ from octet.service.store.ids import new_id
 START_PHASES: tuple[StartPhase, ...] = get_args(StartPhase)
 MAX_PLATFORM_FAILURES = 10
 LONGEST_BACKOFF_S = 60.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def started(session: Session, job: JobRow, attempt: AttemptRow, now: datetime, r
     where = f"after step {resumed_from_step}" if resumed_from_step else "from the beginning"
     message = f"attempt {attempt.epoch} trains {where} on {attempt.node} ({attempt.device})"
     store.jobs.add_event(session, job, now, "attempt.started", message, attempt_id=attempt.id)
+    logger.info("job %s (%s) started: %s", job.id, job.name, message)
 
 
 def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, now: datetime) -> None:
@@ -170,6 +174,7 @@ def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime) -> N
     job.remaining_s = None
     because = f": {job.reason.value}. {job.reason.hint}" if job.reason else ""
     store.jobs.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}")
+    logger.info("job %s (%s) ended: it %s%s", job.id, job.name, _WORDS[job.state], because)
 
 
 _WORDS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}

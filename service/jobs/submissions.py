@@ -1,6 +1,7 @@
 """Stores submissions, those that arrive together in one transaction."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from octet.service.db.engine import Database
 from octet.service.db.group_commit import GroupCommit
 from octet.service.jobs import commands
 from octet.service.jobs.requests import Request, Submission
+
+logger = logging.getLogger(__name__)
 
 
 class Shown(NamedTuple):
@@ -55,4 +58,7 @@ class Submissions:
             pairs = zip(requests, results, strict=True)
             stored = [(request, result) for request, result in pairs if isinstance(result, Submission)]
             shown = iter(self._show(connection, stored))
+        for request, result in stored:
+            if not result.replayed:
+                logger.info("job %s (%s) submitted, for pool %s", result.job.id, request.spec.name, request.spec.resources.pool)
         return [Stored(next(shown), result.replayed) if isinstance(result, Submission) else result for result in results]

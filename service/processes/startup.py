@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from octet.service.db.engine import LOCK_TIMEOUT_S, Database
+from octet.service.processes.sockets import bound
 from octet.service.settings import Settings
 
 SHUTDOWN_S = 3
@@ -93,8 +94,9 @@ def freeze_what_is_there() -> None:
 
 
 def log_to_stderr() -> None:
-    """Send the log of the whole process to stderr, from INFO upwards."""
+    """Send the log of the whole process to stderr, from INFO upwards. Alembic's lines about its plugins are left out."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 def end_by_exception() -> None:
@@ -116,16 +118,7 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
 
     Raises OSError for an address that cannot be bound.
     """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # With protocol 0 asyncio would not know that this is TCP and leave Nagle's algorithm on: 44 ms for each answer.
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((settings.host, settings.port))
-        except OSError as error:
-            raise OSError(
-                f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another with --port."
-            ) from error
+    with bound(settings.host, settings.port) as listener:
         listener.listen(256)
         yield listener
 

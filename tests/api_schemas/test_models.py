@@ -74,7 +74,7 @@ def test_sizes_that_follow_from_others() -> None:
         (LLAMA | {"architecture": None}, "model.architecture", "Set model.architecture or model.path"),
         (LLAMA | {"path": "/models/x"}, "model.architecture", "Set model.architecture or model.path"),
         ({"family": "huggingface", "path": "/models/x", "config": {"a": 1}}, "model.config", "config.json"),
-        ({"family": "huggingface", "path": "models/x"}, "model.path", "Change model.path"),
+        ({"family": "huggingface", "path": "models/x"}, "model.path", "set model.path to the absolute path"),
         (LLAMA | {"config": {}}, "model.config.vocab_size", "Set config.vocab_size"),
         (LLAMA | {"config": {"vocab_size": "256"}}, "model.config.vocab_size", "Change config.vocab_size"),
         (LLAMA | {"config": {"vocab_size": 256, "auto_map": {}}}, "model.config.auto_map", "Remove"),

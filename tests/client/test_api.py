@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from octet.api_schemas.levels import LEVELS
 from octet.client import ApiError, Client, SpecRefused
 from octet.client.job_file import check_spec
 from tests.client.octet_app import API_KEY, OctetApp, step_report
+from tests.docs.blocks import blocks
 
 MakeSummary = Callable[..., JobSummary]
 
@@ -35,6 +37,25 @@ def test_a_submitted_job_can_be_read_and_found(client: Client, runnable: dict[st
     assert client.job(job.id) == job
     assert job.id in [found.id for found in client.jobs(label="team:research", state="queued", name="first", pool="cpu")]
     assert job.id not in [found.id for found in client.jobs(state="failed")]
+
+
+def test_the_example_of_the_docs(app: OctetApp, client: Client, runnable: dict[str, Any], make_summary: MakeSummary) -> None:
+    def train() -> None:
+        while (job := next(client.jobs(name="from-python"), None)) is None:
+            time.sleep(0.02)
+        rank = app.start_rank(job.id)
+        rank.train(steps=3)
+        rank.succeed(make_summary())
+
+    (example,) = blocks("docs/job-lifecycle.md", "python")
+    example = example.replace("http://127.0.0.1:8000", app.url).replace("/usr/share/doc", runnable["data"]["path"])
+    thread = threading.Thread(target=train)
+    thread.start()
+    shown: dict[str, Any] = {}
+    exec(example, shown)
+    thread.join()
+    assert len(shown["losses"]) == 3
+    assert shown["job"].state is JobState.SUCCEEDED
 
 
 def test_one_key_is_one_job(client: Client, runnable: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """A job as the client shows it, with and without each of its parts. Control characters never reach the terminal."""
 
 import io
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -69,7 +70,7 @@ def test_jobs_are_listed_with_and_without_progress(make_job: MakeJob) -> None:
     progress = {"step": 7, "steps": 100, "loss": 2.5, "tokens_per_s": 10.0, "remaining_s": 5.0, "reported_at": AT}
     header, first, second = lines(render.jobs_table([make_job(), make_job(progress=progress)]))
     assert header.split()[:4] == ["ID", "NAME", "LEVEL", "STATE"]
-    assert " ".join(first.split()) == "job_0123456789abcdefghjkmnpqrs first O2 running –/100 – cpu 2026-01-31 12:00:00Z"
+    assert " ".join(first.split()) == "job_0123456789abcdefghjkmnpqrs first O2 running –/100 – cpu 2026-01-31 12:00:00 UTC"
     assert second.split()[4:6] == ["7/100", "2.5000"]
 
 
@@ -146,4 +147,14 @@ def test_progress_hides_what_is_not_known(make_job: MakeJob) -> None:
 
 def test_a_traceback_in_the_log_keeps_its_lines() -> None:
     line = LogLine(seq=1, at=AT, attempt_id="att_1", rank=3, level="ERROR", message="Traceback\n  File \x1b[1m")
-    assert lines(render.log_line(line)) == ["2026-01-31 12:00:00Z  rank 3  ERROR    Traceback", "  File \\x1b[1m"]
+    assert lines(render.log_line(line)) == ["2026-01-31 12:00:00 UTC  rank 3  ERROR    Traceback", "  File \\x1b[1m"]
+
+
+def test_a_time_is_local_with_its_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "CET-1")
+    time.tzset()
+    try:
+        assert render.moment(datetime(2026, 1, 31, 23, 30, tzinfo=UTC)) == "2026-02-01 00:30:00 CET"
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -49,7 +49,10 @@ def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_docu
     assert [step for step, _, evaluation in losses(server, job) if evaluation is not None] == [3, 6]
     assert [checkpoint.step for checkpoint in server.client.checkpoints(job.id)] == [2, 4, 6]
     assert [event.seq for event in server.client.events(job.id)] == list(range(1, 1 + len(list(server.client.events(job.id)))))
-    assert any("finished" in line.message or "TrainConfig" in line.message for line in server.client.logs(job.id))
+    messages = [line.message for line in server.client.logs(job.id)]
+    assert any(message.startswith("model: ") for message in messages)
+    assert any(message.startswith("step 1: loss ") for message in messages)
+    assert messages[-1].startswith("finished 6 steps: training loss ")
     assert job.start is not None
     *moments, warmed_up_at = job.start.model_dump().values()
     assert warmed_up_at is None  # nothing is compiled on a CPU

@@ -83,6 +83,20 @@ def test_what_is_not_there_or_not_a_file(root: Path, spec_document: Document) ->
         assert found.field == "data.path"
 
 
+def test_a_missing_path_and_one_outside_the_roots_read_differently(root: Path, spec_document: Document) -> None:
+    missing = violation(root, spec_document, data={"path": str(root / "missing")})
+    outside = violation(root, spec_document, data={"path": "/etc/passwd"})
+    outside_and_missing = violation(root, spec_document, data={"path": "/no/such"})
+    assert missing is not None
+    assert outside is not None
+    assert outside_and_missing is not None
+    assert "Nothing of that kind is there" in missing.message
+    assert "--data-root" not in missing.message
+    assert "outside of the server's data roots" in outside.message
+    assert "octet serve --data-root" in outside.message
+    assert (outside_and_missing.allowed, outside_and_missing.message) == (outside.allowed, outside.message)
+
+
 def test_a_file_that_cannot_be_read(root: Path, spec_document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
     write(root, {"a.txt": 500})
     monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who can read everything

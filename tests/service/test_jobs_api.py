@@ -107,6 +107,8 @@ BAD_SPECS: list[tuple[Document, str, str]] = [
     ({"resources": {"pool": "cup"}}, "resources.pool", "Did you mean 'cpu'?"),
     ({"resources": {"workers": 4}}, "resources.workers", "Lower resources.workers"),
     ({"data": {"path": "/no/such/folder"}}, "data.path", "Nothing of that kind is there"),
+    ({"lr": 0.1}, "lr", "Set training.optimizer.learning_rate: 0.1."),
+    ({"precision": "fp8"}, "precision.level", "O2: O1 with an FP8 first"),
     ({"labels": {"team": "a\0b"}}, "labels.team", "Change labels.team"),
     ({"name": "a/b"}, "name", "Change name"),
 ]
@@ -123,6 +125,12 @@ def test_a_bad_spec_is_refused_with_what_to_change(
         assert words in problem.errors[0].message
         assert problem.errors[0].allowed
         assert world.all_jobs() == []
+
+
+def test_a_label_of_another_form_is_refused_in_words(client: TestClient) -> None:
+    problem = problem_of(client.get("/v1/jobs", params={"label": "team"}), 422)
+    assert problem.errors[0].allowed is not None
+    assert problem.errors[0].allowed.startswith("key:value, such as team:research")
 
 
 def test_countless_mistakes_are_answered_briefly(client: TestClient, spec_document: Document) -> None:

@@ -36,7 +36,15 @@ class AveragedModel(swa_utils.AveragedModel):
         multi_avg_fn: Callable[[Any, Any, Tensor | int], None] | None = None,
         use_buffers: bool = False,
     ) -> None:
-        """Arguments as torch's. multi_avg_fn: called with one parameter at a time. ValueError for two averaging functions."""
+        """Arguments as torch's. multi_avg_fn: called with one parameter at a time.
+
+        ValueError for two averaging functions, TypeError for a decay in the place of the device.
+        """
+        if isinstance(device, float):
+            raise TypeError(
+                f"device is {device}; allowed: a torch.device, a device's number or None. To average with a decay, pass "
+                f"multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn({device})."
+            )
         if avg_fn is not None and multi_avg_fn is not None:
             raise ValueError("got both avg_fn and multi_avg_fn; allowed: one of them. Leave one out.")
         nn.Module.__init__(self)  # torch's own would copy the codes

@@ -29,7 +29,7 @@ from octet.api_schemas import (
     explain,
 )
 from octet.api_schemas.data import ANY_FILE, Files
-from octet.worker.common.config import RankEnv, resolve
+from octet.worker.common.config import RankEnv, TrainConfig, resolve
 from octet.worker.common.errors import (
     Cancelled,
     Fenced,
@@ -42,7 +42,7 @@ from octet.worker.common.errors import (
 )
 from octet.worker.metrics.exporter import exported
 from octet.worker.metrics.table import Metrics
-from octet.worker.reporting.reporter import HttpReporter, LogReporter, Reporter, ReportHandler
+from octet.worker.reporting.reporter import HttpReporter, LogReporter, Reporter, ReportHandler, StepLines
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +72,10 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
             if env.reports:
                 reporter.send(PhaseReport(phase="placed"), at=placed_at)
                 reporter.send(PhaseReport(phase="process_up"))
-            run = Run(reporter, metrics, Path(order.job_dir), order.checkpoints, order.pool, order.files)
+            run = Run(StepLines(reporter), metrics, Path(order.job_dir), order.checkpoints, order.pool, order.files)
             outcome = _train(order.spec, env, run)
+            if outcome.succeeded and env.reports:
+                logger.info("%s", outcome.message)
             if outcome.finished is not None and (env.reports or outcome.finished.outcome == "failed"):
                 reporter.send(outcome.finished)
             return outcome
@@ -109,7 +111,8 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
                 config = resolve(spec, env, run.files)
             except ValueError as error:
                 raise InvalidConfig(str(error)) from error
-            logger.info("%s", config)
+            for line in run_lines(config, device):
+                logger.info("%s", line)
             mesh = stack.enter_context(Mesh(env, device, config.layout, config.training.collective_timeout_s))
             summary = Trainer(config, mesh, run.reporter, run.job_dir, run.metrics).run(run.checkpoints)
         return Outcome(FinishedReport(outcome="succeeded", summary=summary), _describe(summary))
@@ -143,6 +146,30 @@ def _device(env: RankEnv, pool: PoolConfig | None) -> "torch.device":
             f"has {found[0]}.{found[1]}. Correct the node's label or the pool."
         )
     return device
+
+
+def run_lines(config: TrainConfig, device: "torch.device") -> tuple[str, ...]:
+    """Return what a rank logs first: on rank 0 the run in a few lines, on others their place in it."""
+    env, batch, training, layout = config.env, config.batch, config.training, config.layout
+    if not env.reports:
+        return (f"rank {env.rank} of {env.world_size} on {device}",)
+    counted = config.sizes.num_parameters
+    parameters = "parameters counted when it is built" if counted is None else f"{counted:,} parameters"
+    recipe = config.precision.resolved_recipe
+    length = f"{training.steps:,} steps" if training.steps is not None else f"{training.epochs:g} epochs"
+    degrees = {"data": layout.data, "tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
+    divided = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    zero = f", ZeRO {config.parallelism.zero_stage}" if config.parallelism.zero_stage else ""
+    return (
+        f"model: {config.model.title} ({config.model.family}), {parameters}{', with adapters' if config.adapter else ''}",
+        f"level: {config.precision.level}{'' if recipe is None else f': {recipe}'}",
+        f"data: {config.data.source}, {config.data.path}",
+        f"batch: {batch.global_batch_size} samples of {config.sequence_length} tokens a step, in {batch.num_micro_batches} "
+        f"micro-batches of {batch.micro_batch_size} on each of {layout.data} data ranks",
+        f"steps: {length}, {config.optimizer.name} at learning rate {config.optimizer.learning_rate:g}, "
+        f"{config.schedule.name}, seed {config.seed}",
+        f"ranks: {env.world_size}{f' ({divided})' if divided else ''}{zero}, this one on {device}",
+    )
 
 
 def _describe(summary: JobSummary) -> str:

@@ -38,12 +38,17 @@ FLUSH_INTERVAL_S = 0.25
 """The least time from one request to the next."""
 CURVE_INTERVAL_S = 1.0
 """The same, where only the curve and log lines wait: a request takes as long however many steps it carries."""
+STEP_LINE_INTERVAL_S = 1.0
+"""The least time from one line about a step in the log to the next."""
+STEP_LINE_SHARE = 0.01
+"""The same, as a share of the time since the first."""
 _REQUEST_TIMEOUT_S = 10.0
 _BACKOFF_MAX_S = 5.0
 _FINAL_DELIVERY_S = 900.0
 _FENCED_STATUSES = frozenset({401, 404, 409})
 
 logger = logging.getLogger(__name__)
+_STEPS = logging.getLogger(f"{__name__}.steps")  # ReportHandler leaves out what this module itself logs
 
 
 class Reporter(Protocol):
@@ -76,6 +81,39 @@ class LogReporter:
 
     def check(self) -> None:
         return None
+
+
+class StepLines:
+    """Passes reports on, and logs steps for people: a line a second, and later one for each hundredth of the time so far.
+
+    A run of a day then has some 800 lines. The control plane gets every step as a report all the same.
+    """
+
+    def __init__(self, reporter: Reporter, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reporter = reporter
+        self._clock = clock
+        self._began_at = self._due_at = clock()
+        self._num_tokens = 0
+        self._train_time_s = 0.0
+
+    def send(self, body: ReportBody, at: datetime | None = None) -> None:
+        self._reporter.send(body, at)
+        if isinstance(body, StepReport):
+            self._num_tokens += body.tokens
+            self._train_time_s += body.step_time_s
+            if (now := self._clock()) >= self._due_at:
+                self._log(body, now)
+
+    def check(self) -> None:
+        self._reporter.check()
+
+    def _log(self, step: StepReport, now: float) -> None:
+        loss = "not finite" if step.loss is None else f"{step.loss:.4f}"
+        speed = self._num_tokens / self._train_time_s if self._train_time_s > 0 else 0.0
+        rate = f"learning rate {step.learning_rate:.3g}"
+        _STEPS.info("step %d: loss %s, %s, %s tokens/s", step.step, loss, rate, f"{speed:,.0f}")
+        self._num_tokens, self._train_time_s = 0, 0.0
+        self._due_at = now + max(STEP_LINE_INTERVAL_S, (now - self._began_at) * STEP_LINE_SHARE)
 
 
 class HttpReporter:

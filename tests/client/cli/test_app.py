@@ -85,6 +85,21 @@ def test_a_bad_spec_is_refused_before_any_server_is_asked(command: str, job_file
     assert "Did you mean 'steps'?" in shown.stderr
 
 
+def test_a_wrong_job_is_answered_by_the_table_of_intents(job_file: str) -> None:
+    shown = octet("submit", job_file, "--set", "lr=0.1", "--set", "precision=fp8", "--url", NOBODY)
+    assert shown.exit_code == 2
+    assert "Set training.optimizer.learning_rate: 0.1." in shown.stderr
+    assert "O2: O1 with an FP8 first" in shown.stderr
+
+
+def test_a_label_without_a_value_is_refused_in_words() -> None:
+    shown = octet("list", "--label", "team", "--url", NOBODY)
+    assert shown.exit_code == 2
+    assert "key:value or key=value" in shown.stderr
+    assert "[^" not in shown.stderr
+    assert octet("list", "--label", "team=research", "--url", NOBODY).exit_code == 3
+
+
 def test_a_job_on_standard_input(spec: dict[str, Any]) -> None:
     assert octet("submit", "-", "--url", NOBODY, stdin=json.dumps(spec)).exit_code == 3
     assert octet("submit", "-", "--url", NOBODY, stdin="name: x").exit_code == 2

@@ -167,7 +167,7 @@ def test_show(octet: Callable[..., Result], finished: Job) -> None:
     assert Job.model_validate_json(octet("show", finished.id, "--json").stdout) == finished
     unknown = octet("show", "job_unknown")
     assert unknown.exit_code == 2
-    assert "not_found" in unknown.stderr
+    assert "there is no job 'job_unknown'" in unknown.stderr
 
 
 @pytest.mark.parametrize(
@@ -229,3 +229,26 @@ def test_a_reader_that_goes_away_is_no_traceback(app: OctetApp, finished: Job) -
     command = f"{sys.executable} -m octet.client.cli events {finished.id} --url {app.url} | true"
     piped = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert piped.stderr == ""
+
+
+def test_a_job_is_found_by_its_name_and_by_a_beginning_of_its_id(
+    octet: Callable[..., Result], client: Client, runnable: dict[str, Any]
+) -> None:
+    first = client.submit(runnable | {"name": "found-once"})
+    again = [client.submit(runnable | {"name": "found-twice"}) for _ in range(2)]
+    for text in (first.id, "found-once", first.id[:-1]):
+        assert json.loads(octet("show", text, "--json").stdout)["id"] == first.id
+        assert octet("events", text).exit_code == 0
+    shown = octet("show", "found-twice")
+    assert shown.exit_code == 2
+    assert all(job.id in shown.stderr for job in again)
+    assert first.id not in shown.stderr
+    shown = octet("cancel", "job_")
+    assert shown.exit_code == 2
+    shown = octet("show", again[0].id[:5])
+    assert shown.exit_code == 2
+    assert first.id in shown.stderr
+    assert "there is no job 'secnd'" in octet("show", "secnd").stderr
+    assert client.job(first.id).state.value == "queued"
+    assert octet("cancel", "found-once").exit_code == 0
+    assert client.job(first.id).state.value == "cancelled"

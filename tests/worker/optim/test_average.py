@@ -127,3 +127,12 @@ def test_torchs_own_works_or_names_ours(level: str) -> None:
         ours.update_parameters(model)
     for one, other in zip(average.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_decay_in_place_of_the_device_is_refused_with_what_to_pass() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match=r"multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn\(0.99\)"):
+        AveragedModel(model, 0.99)  # type: ignore[arg-type]
+    average = AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.99))
+    average.update_parameters(model)
+    assert torch.equal(average.module.weight, model.weight)
