@@ -77,6 +77,14 @@ class JobSpec(Contract):
         return BatchDivision(training.global_batch_size, micro_batch_size, num_data_ranks)
 
     @property
+    def resolved_precision(self) -> PrecisionSpec:
+        """The precision with the format of gradients between micro-batches settled.
+
+        From ZeRO stage 2 on a rank adds up the means over ranks in fp32 and holds no sum of its own, so one is counted.
+        """
+        return self.precision.resolved(1 if self.parallelism.zero_stage >= 2 else self.batch.num_micro_batches)
+
+    @property
     def tokens_per_sample(self) -> int:
         """Tokens of one sample: those of a sequence, or those that the model takes from an image."""
         return tokens_per_sample(self.model.sizes.takes, self.training.sequence_length)
@@ -128,6 +136,9 @@ class ValidatedJob(Contract):
     recipe: RecipeSpec | None = Field(description=_RECIPE)
     num_block_weights: int | None = Field(description="elements of the weight matrices that the level converts; null as above")
     micro_batch_size: int
+    gradient_accumulation: Literal["fp8", "fp32"] = Field(
+        description="format in which a rank holds gradients of converted weights between micro-batches"
+    )
     tokens_per_step: int
 
 

@@ -13,6 +13,10 @@ LevelName = Literal["fp32", "fp16-amp", "bf16-amp", "te", "ao", "O1", "O2", "O3"
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Globs = tuple[Annotated[str, Field(min_length=1, max_length=200)], ...]
 
+GradientAccumulation = Literal["auto", "fp8", "fp32"]
+MOST_FP8_MICRO_BATCHES = 4
+"""Up to so many, the sum of independent micro-batches in FP8 is off by no more than the products (docs/log.md)."""
+
 DEFAULT_STATISTICS_EVERY = 50
 """A sample takes one launch for each operand, over at most 131,072 of its elements."""
 
@@ -55,8 +59,10 @@ class PrecisionSpec(Contract):
     skip_last_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's end")
     strict: bool = Field(default=False, description="fail if a layer would be skipped that no field above excludes")
     auto_filter: bool = Field(default=True, description="leave layers in bf16 if their shapes gain nothing in FP8 here")
-    gradient_accumulation: Literal["fp8", "fp32"] = Field(
-        default="fp8", description="format between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter"
+    gradient_accumulation: GradientAccumulation = Field(
+        default="auto",
+        description="format between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter; auto: fp32 "
+        f"above {MOST_FP8_MICRO_BATCHES} micro-batches that a rank adds up itself, which it does below zero_stage 2, else fp8",
     )
     statistics_every: int | None = Field(
         default=None,
@@ -84,7 +90,18 @@ class PrecisionSpec(Contract):
     @property
     def gradient_communication(self) -> CommunicationDtype:
         """The format in which ranks exchange gradients of converted layers: the level's, or fp32 if kept in fp32."""
-        return self.storage.gradient_communication if self.gradient_accumulation == "fp8" else "fp32"
+        return "fp32" if self.gradient_accumulation == "fp32" else self.storage.gradient_communication
+
+    @property
+    def holds_fp8_gradients(self) -> bool:
+        """True if gradients of converted layers are held in FP8. An `auto` that no job resolved is fp8."""
+        return self.storage.weight_gradient == "fp8" and self.gradient_accumulation != "fp32"
+
+    def resolved(self, num_added: int) -> Self:
+        """Return the spec with `gradient_accumulation` settled. num_added: micro-batches that a rank adds up in a step."""
+        if self.gradient_accumulation != "auto":
+            return self
+        return self.model_copy(update={"gradient_accumulation": "fp32" if num_added > MOST_FP8_MICRO_BATCHES else "fp8"})
 
     @property
     def resolved_statistics_every(self) -> int:

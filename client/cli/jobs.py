@@ -73,7 +73,8 @@ def validate(file: JobFile, settings: Settings = None, url: Url = DEFAULT_URL, a
             Text(
                 f"{file} is a valid job: {_size_words(valid)}; {valid.tokens_per_step:,} tokens a step in "
                 f"{spec.batch.num_micro_batches} micro-batches of {valid.micro_batch_size} {samples} "
-                f"on each of {spec.resources.workers} workers. Level {spec.precision.level}"
+                f"on each of {spec.resources.workers} workers, with gradients in {valid.gradient_accumulation}. "
+                f"Level {spec.precision.level}"
                 f"{'' if valid.recipe is None else f': {valid.recipe}'}."
             )
         )

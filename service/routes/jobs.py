@@ -65,6 +65,7 @@ async def validate(http_request: HttpRequest, context: AppContextDep) -> Validat
         recipe=spec.precision.resolved_recipe,
         num_block_weights=sizes.num_block_weights,
         micro_batch_size=spec.batch.micro_batch_size,
+        gradient_accumulation="fp8" if spec.resolved_precision.holds_fp8_gradients else "fp32",
         tokens_per_step=spec.training.global_batch_size * spec.tokens_per_sample,
     )
 

@@ -95,6 +95,7 @@ def test_validate_says_what_the_job_would_run_as_and_stores_nothing(
     validated = ValidatedJob.model_validate_json(response.content)
     assert validated.num_parameters == validated.sizes.num_parameters > 0
     assert validated.tokens_per_step == 4 * 32
+    assert validated.gradient_accumulation == "fp32"  # what level fp32 stores
     assert validated.spec.training.optimizer.name == "adamw"
     assert world.all_jobs() == []
 

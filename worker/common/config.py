@@ -113,7 +113,7 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
         training = training.model_copy(update={"compile": "off"})
     sizes = _read_sizes(spec, files)
     return TrainConfig(
-        precision=spec.precision,
+        precision=spec.resolved_precision,
         model=spec.model,
         adapter=spec.adapter,
         sizes=sizes,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from octet.worker.common.errors import InvalidConfig
 
@@ -31,15 +32,18 @@ class LogitsAreRead(InvalidConfig, AttributeError):
 
     def __init__(self, used: str) -> None:
         super().__init__(
-            f"training.fused_loss: the network computes with its logits ({used}), as those that cap or scale them do; allowed: "
-            "networks whose logits are what the head returns. Remove training.fused_loss."
+            f"training.fused_loss: the network computes with its logits ({used}), or its loss does; those that scale or cap "
+            "them do (config.logit_scale, logits_scaling, final_logit_softcapping); allowed: networks whose logits are what "
+            "the head returns, and the mean or sum of functional.cross_entropy. Remove training.fused_loss, or leave out "
+            "fuse_loss."
         )
 
 
 class DeferredLogits(NamedTuple):
     """The operands of a head, returned instead of its logits. inputs: (…, D). weight: (V, D). bias: (V) or None.
 
-    Any use of the logits but the methods here raises LogitsAreRead.
+    They go through what changes no logit and into torch's cross entropy, so the losses of transformers and of people take
+    them. Any other use raises LogitsAreRead.
     """
 
     inputs: Tensor
@@ -47,12 +51,42 @@ class DeferredLogits(NamedTuple):
     bias: Tensor | None
     multiply: Product
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits."""
+        return torch.Size((*self.inputs.shape[:-1], len(self.weight)))
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the logits would be on."""
+        return self.inputs.device
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape of the logits, or one of its dimensions, as `Tensor.size` does."""
+        return self.shape if dim is None else self.shape[dim]
+
     def flatten(self, first_dim: int, last_dim: int) -> "DeferredLogits":
         """Join dimensions of tokens, as `Tensor.flatten` does."""
         return self._replace(inputs=self.inputs.flatten(first_dim, last_dim))
 
+    def view(self, *shape: int) -> "DeferredLogits":
+        """Join or divide dimensions of tokens, as `Tensor.view` does."""
+        if not shape or shape[-1] != len(self.weight):
+            raise LogitsAreRead(f"view{shape} of {len(self.weight)} entries")
+        return self._replace(inputs=self.inputs.reshape(*shape[:-1], self.inputs.shape[-1]))
+
     def contiguous(self) -> "DeferredLogits":
         """Return itself: logits that do not exist have no order in memory."""
+        return self
+
+    def float(self) -> "DeferredLogits":
+        """Return itself: the loss is computed in fp32."""
+        return self
+
+    def to(self, target: Any) -> "DeferredLogits":
+        """Return itself for fp32, in which the loss is computed, and for the device of the inputs."""
+        if target not in (torch.float32, self.inputs.device):
+            raise LogitsAreRead(f"to {target}")
         return self
 
     def at(self, positions_BP: Tensor) -> "DeferredLogits":
@@ -60,26 +94,64 @@ class DeferredLogits(NamedTuple):
         index_BPD = positions_BP[..., None].expand(-1, -1, self.inputs.shape[-1])
         return self._replace(inputs=self.inputs.gather(1, index_BPD))
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Tensor:
+        """Compute torch's cross entropy; refuse every other function."""
+        if function is not functional.cross_entropy or not isinstance(args[0], cls):
+            raise LogitsAreRead(getattr(function, "__name__", str(function)))
+        return _torch_cross_entropy(*args, **(kwargs or {}))
+
     def __getattr__(self, name: str) -> Any:
         raise LogitsAreRead(name)
 
     def __getitem__(self, index: Any) -> Any:
-        raise LogitsAreRead("a part of them")
+        """Keep runs of tokens, as `logits[..., :-1, :]` does."""
+        parts = index if isinstance(index, tuple) else (index,)
+        is_of_tokens = len(parts) == self.inputs.ndim or Ellipsis in parts
+        if not is_of_tokens or parts[-1] != slice(None) or not all(type(part) in (slice, type(...)) for part in parts):
+            raise LogitsAreRead("a part of them")
+        return self._replace(inputs=self.inputs[index])
 
     def __mul__(self, other: Any) -> Any:
-        raise LogitsAreRead("arithmetic")
+        raise LogitsAreRead("a multiplication")
 
     def __rmul__(self, other: Any) -> Any:
-        raise LogitsAreRead("arithmetic")
+        raise LogitsAreRead("a multiplication")
 
     def __truediv__(self, other: Any) -> Any:
-        raise LogitsAreRead("arithmetic")
+        raise LogitsAreRead("a division")
 
     def __add__(self, other: Any) -> Any:
-        raise LogitsAreRead("arithmetic")
+        raise LogitsAreRead("an addition")
 
     def __sub__(self, other: Any) -> Any:
-        raise LogitsAreRead("arithmetic")
+        raise LogitsAreRead("a subtraction")
+
+
+def _torch_cross_entropy(
+    logits: DeferredLogits,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    **unset: Any,
+) -> Tensor:
+    """Return `functional.cross_entropy` of logits (N, V) and targets (N), with its options where they keep logits whole."""
+    options = {name: value for name, value in unset.items() if value is not None}
+    if label_smoothing:
+        options["label_smoothing"] = label_smoothing
+    if reduction not in ("mean", "sum"):
+        options["reduction"] = reduction
+    if options or targets.is_floating_point():
+        raise LogitsAreRead(f"cross entropy with {', '.join(options) or 'shares of several entries as targets'}")
+    if logits.inputs.ndim != 2:
+        raise LogitsAreRead(f"cross entropy of {tuple(logits.shape)}, not of (tokens, entries)")
+    counts_N = targets != ignore_index
+    weights_N = counts_N / counts_N.sum() if reduction == "mean" else counts_N.float()
+    return linear_cross_entropy(logits, targets.where(counts_N, 0), weights_N)
 
 
 def linear_cross_entropy(logits: DeferredLogits, targets_N: Tensor, weights_N: Tensor | None = None) -> Tensor:

@@ -151,10 +151,9 @@ def _float8_converter(precision: PrecisionSpec, seed: int) -> Callable[[nn.Linea
     storage, spec = precision.storage, precision.resolved_recipe
     assert spec is not None
     recipe, streams = Recipe.resolve(spec), count(FIRST_GRADIENT_STREAM)
-    holds_fp8_gradients = storage.weight_gradient == "fp8" and precision.gradient_accumulation == "fp8"
 
     def make(linear: nn.Linear) -> nn.Module:
-        position = RoundingPosition(seed, next(streams)) if holds_fp8_gradients else None
+        position = RoundingPosition(seed, next(streams)) if precision.holds_fp8_gradients else None
         encoded = encode_weight(linear.weight, storage)
         return Float8Linear(linear, recipe, encoded, position, precision.resolved_statistics_every)
 

@@ -1,6 +1,6 @@
 """The options of a training that save memory, put into a converted model and its optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,15 +58,18 @@ def _check_blocks(model: nn.Module, training: TrainingSpec) -> None:
 
 
 def fuse_loss(model: nn.Module) -> None:
-    """Let a model of ours that predicts tokens compute its loss without the logits of all tokens (`linear_cross_entropy.py`).
+    """Let a model that predicts tokens compute its loss without the logits of all tokens (`linear_cross_entropy.py`).
 
-    Call it after `initialize`. While gradients are computed, the model returns `DeferredLogits` in the place of logits, and its
-    `loss` takes them; without gradients it returns logits. Raises ValueError for a model whose head is no plain linear layer,
-    and at levels that scale the loss.
+    Call it after `initialize`. It takes our models, which have a `head`, and any network of transformers, bare or inside
+    another module, by its `get_output_embeddings()`. While gradients are computed, the head returns `DeferredLogits` in the
+    place of logits, and `loss`, or torch's cross entropy, takes them; without gradients it returns logits.
+    Raises ValueError for a model whose head is no plain linear layer, and at levels that scale the loss. A network that
+    computes with its logits raises LogitsAreRead, an InvalidConfig, in its first forward pass.
     """
-    head = _head_of(model)
-    is_plain = head is not None and type(head) in (nn.Linear, HalfLinear) and "forward" not in vars(head)
-    if head is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:
+    network = _network_of(model)
+    head = getattr(model, "head", None) if network is None else network.get_output_embeddings()
+    is_plain = type(head) in (nn.Linear, HalfLinear) and "forward" not in vars(head)
+    if not isinstance(head, nn.Module) or not is_plain or head._forward_hooks or head._forward_pre_hooks:
         found = "none" if head is None else f"a {type(head).__name__}"
         raise ValueError(
             f"a fused loss needs a model's head, and found {found}; allowed: a linear layer in 16 bits or fp32, without hooks "
@@ -78,7 +81,7 @@ def fuse_loss(model: nn.Module) -> None:
             "bf16-amp, or leave out fused_loss."
         )
     wrap(head, DeferredHead())
-    model.register_forward_hook(_check_logits)
+    (model if network is None else network).register_forward_hook(_check_logits)
 
 
 class DeferredHead(Wrapper):
@@ -101,15 +104,21 @@ def _product_of(head: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return functional.linear
 
 
-def _head_of(model: nn.Module) -> nn.Module | None:
-    network = getattr(model, "network", None)
-    head = getattr(model, "head", None) if network is None else network.get_output_embeddings()
-    return head if isinstance(head, nn.Module) else None
+def _network_of(model: nn.Module) -> Any:
+    """Return the outermost module that has output embeddings, as transformers' networks with a head do, or None."""
+    for module in model.modules():
+        find_head = getattr(type(module), "get_output_embeddings", None)
+        if find_head is not None and find_head(module) is not None:
+            return module
+    return None
 
 
 def _check_logits(model: nn.Module, _inputs: Any, outputs: Any) -> None:
     """Reject a network that does not call its head as a layer, or not last."""
-    if torch.is_grad_enabled() and model.training and not isinstance(outputs, DeferredLogits):
+    if not (torch.is_grad_enabled() and model.training) or isinstance(outputs, DeferredLogits):
+        return
+    parts = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, tuple) else ()
+    if not any(isinstance(part, DeferredLogits) for part in parts):
         raise InvalidConfig(
             "training.fused_loss: the network returned logits, so it does not call its head as a layer; allowed: false for "
             "this model. Remove training.fused_loss."

@@ -16,7 +16,16 @@ from octet.worker.optim import REPRESENTABLE, check_adoptable
 
 
 class LibraryPrecision(PrecisionSpec):
-    """The precision of a model in a user's loop: `initialize` has two options more than a job."""
+    """The precision of a model in a user's loop: `initialize` has two options more than a job.
+
+    gradient_accumulation: without `auto`, as a user's loop alone knows its number of micro-batches.
+    """
+
+    gradient_accumulation: Literal["fp8", "fp32"] = Field(
+        default="fp8",
+        description="format between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter and is worth it "
+        "above 4 micro-batches",
+    )
 
     norms: Literal["fp32", "bf16"] = Field(
         default="fp32", description="dtype of the weights and outputs of LayerNorm and RMSNorm; statistics are fp32"

@@ -10,6 +10,7 @@ from tests.numerics.measure import assert_sqnr, mixed_magnitudes, sqnr_db
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, BLOCK_1, BLOCK_128, MX, *_ = ScaleKind
+LARGEST = torch.finfo(torch.float32).max
 MIN_DB = [(E4M3, 28.0), (E5M2, 24.0)]  # of a product with an E4M3 operand; NUMERICS.md, section 7
 
 
@@ -90,6 +91,40 @@ class TestValue:
         a[2, 3] = torch.nan
         out = kernels.matmul(quantized(a, TENSOR), quantized(gaussian(5, 40, 1), TENSOR))
         assert out.isnan().any(1).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("kind", [TENSOR, ROW, BLOCK_1, MX])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+class TestExtremes:
+    """One behaviour of every kind of scale on inputs (16, 256) at both ends of fp32."""
+
+    weight = gaussian(32, 256, 0)
+    weight[::2, :64] = 0.0
+
+    def product(self, a: Tensor, kind: ScaleKind, dtype: torch.dtype) -> Tensor:
+        return kernels.matmul(quantized(a, kind, dtype), quantized(self.weight * 2.0**-10, kind))
+
+    def test_the_largest_numbers_saturate(self, dtype: torch.dtype, kind: ScaleKind) -> None:
+        """Products that fp32 holds are right, also where the weight is zero or large numbers cancel."""
+        a = torch.zeros(16, 256)
+        a[:, 3], a[:8, 4], a[:, 200] = LARGEST, -LARGEST, LARGEST
+        expected = exact(a.double(), (self.weight * 2.0**-10).double())
+        found = self.product(a, kind, dtype)
+        assert sqnr_db((found * 2.0**-100), (expected * 2.0**-100)) > 25
+        assert bool(found.isfinite().all())
+
+    @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+    def test_what_is_not_finite_makes_its_row_nan(self, dtype: torch.dtype, kind: ScaleKind, bad: float) -> None:
+        a = gaussian(16, 256, 1)
+        a[5, 40] = bad
+        assert self.product(a, kind, dtype).isnan().all(1).tolist() == [row == 5 for row in range(16)]
+
+    def test_subnormal_inputs_make_no_nan(self, dtype: torch.dtype, kind: ScaleKind) -> None:
+        a = torch.full((16, 256), 2.0**-140)
+        a[::2] *= -1
+        found = self.product(a, kind, dtype)
+        assert bool(found.isfinite().all())
+        assert bool((found.abs() < 2.0**-130).all())
 
 
 class TestRules:

@@ -15,6 +15,10 @@ E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
 DTYPES = (E4M3, E5M2, FP16)
 GRANULARITIES = (("tensor", (1, 128)), ("row", (1, 128)), ("block", (1, 128)), ("block", (128, 128)), ("mx", (1, 32)))
 
+LARGEST = torch.finfo(torch.float32).max
+SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16, FP16: 2.0**-24}
+"""Each format's smallest positive code."""
+
 GOLDEN_QUANT_SCALES = {  # NUMERICS.md, section 3
     E4M3: {
         0.001: 2.0**18, 0.5: 512, 1: 256, 3.5: 128, 10: 32, 100: 4, 224: 2, 448: 1, 449: 0.5, 10000: 1 / 32,
@@ -85,6 +89,38 @@ class TestQuantizeAgainstOracle:
         x[3, 140] = 3e38
         x[140, 5], x[200, 200], x[201, 131] = math.nan, math.inf, -math.inf
         assert_equals_oracle(x, dtype, granularity, block)
+
+    def test_the_largest_numbers_have_codes_that_are_no_nan(
+        self, dtype: torch.dtype, granularity: str, block: tuple[int, int]
+    ) -> None:
+        x = mixed_magnitudes(140, 260)
+        x[:, ::37], x[5, 200] = LARGEST, -LARGEST
+        assert_equals_oracle(x, dtype, granularity, block)
+        codes, dequant_scale = kernels.quantize(x, dtype, granularity, block=block)
+        assert float(codes[3, 37].float()) * float(dequant_scale.max()) == 2.0**128
+        assert bool(codes.float().isfinite().all())
+
+    def test_an_infinite_element_is_nan_and_others_of_its_group_saturate(
+        self, dtype: torch.dtype, granularity: str, block: tuple[int, int]
+    ) -> None:
+        """The scale of a group with Inf is 1: its own codes say so, and no other element becomes NaN."""
+        x = torch.full((2, 256), 1.0)
+        x[0, 3], x[0, 4], x[0, 5], x[0, 200] = math.inf, -math.inf, LARGEST, -LARGEST
+        assert_equals_oracle(x, dtype, granularity, block)
+        codes, dequant_scale = kernels.quantize(x, dtype, granularity, block=block)
+        assert dequant_scale.flatten()[0] == 1
+        values = kernels.dequantize(codes, dequant_scale)
+        assert values.isnan().nonzero().tolist() == [[0, 3], [0, 4]]
+        assert values[0, 5] == torch.finfo(dtype).max
+
+    @pytest.mark.parametrize("magnitude", [2.0**-149, 2.0**-140, 2.0**-127])
+    def test_subnormal_inputs(self, dtype: torch.dtype, granularity: str, block: tuple[int, int], magnitude: float) -> None:
+        """Their scale is 2^-126, so those below a format's smallest code at it become zero, of the right sign."""
+        x = torch.full((130, 260), magnitude)
+        x[:, ::2] *= -1
+        assert_equals_oracle(x, dtype, granularity, block)
+        values = kernels.dequantize(*kernels.quantize(x, dtype, granularity, block=block))
+        assert bool(((values - x).abs() <= 2.0**-126 * SMALLEST[dtype] / 2).all())
 
     def test_values_between_codes(self, dtype: torch.dtype, granularity: str, block: tuple[int, int]) -> None:
         """Ties and their neighbours, subnormal codes, and everything around the largest code."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from octet.api_schemas import TokenInput
 from octet.api_schemas.models.architectures import TASKS
@@ -19,6 +20,7 @@ from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.layout import layout_of
 from octet.worker.models import build_model
 from octet.worker.models.huggingface import AUTO_CLASSES, transformers
+from octet.worker.models.linear_cross_entropy import DeferredLogits
 from octet.worker.models.wrapped import wrap
 from octet.worker.prepare.initialize import initialize
 from octet.worker.train.reports import conversion_events
@@ -64,7 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 IN_EVERY_RUN = ("qwen3", "deberta-v2", "gpt2")
 """Three kinds: a decoder with all recent features, an encoder with its own attention, and a network of Conv1D layers."""
 LEARNED = 0.9
-WITH_OTHER_LOGITS = {"gemma2": "arithmetic", "granite": "arithmetic", "cohere": "arithmetic"}
+WITH_OTHER_LOGITS = {"gemma2": "a division", "granite": "a division", "cohere": "a multiplication"}
 """Architectures that compute with what their head returns."""
 
 
@@ -204,3 +206,104 @@ def test_a_network_that_computes_with_its_logits_is_refused_a_fused_loss(archite
     with pytest.raises(InvalidConfig, match=expected):
         model.loss(batch_of(architecture))
     assert torch.isfinite(model.eval().loss(batch_of(architecture)).loss)
+
+
+BARE: dict[str, dict[str, Any]] = {
+    "llama": GROUPED,
+    "qwen3": CONFIGS["qwen3"] | {"tie_word_embeddings": True},
+    "gpt2": CONFIGS["gpt2"],
+    "phi": GROUPED,
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64, "vocab_size": VOCABULARY}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "roberta": CONFIGS["roberta"],
+}
+"""Networks without our wrapper: an untied head, tied ones, heads with a bias (phi, gptj; roberta's is tied, too)."""
+
+
+def bare_network(architecture: str, config: dict[str, Any]) -> nn.Module:
+    """Return transformers' own network in training, converted, as people have it in their loops."""
+    loaded = transformers()
+    torch.manual_seed(0)
+    auto_class = getattr(loaded, AUTO_CLASSES[TASKS[architecture]])
+    network: nn.Module = auto_class.from_config(loaded.AutoConfig.for_model(architecture, **config)).train()
+    return initialize(network, opt_level="bf16-amp")[0]
+
+
+def labelled(**options: Any) -> dict[str, Any]:
+    """Return what a network of transformers computes a loss of; a few targets do not count."""
+    tokens = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens.index_fill(1, torch.tensor([2, 5, 6]), -100), **options}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 40}], ids=["mean", "sum"])
+@pytest.mark.parametrize("architecture", BARE)
+def test_a_bare_networks_fused_loss_is_the_unfused_one(architecture: str, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    if options and TASKS[architecture] != "next_token":
+        options = {}
+    found = []
+    for is_fused in (False, True):
+        network = bare_network(architecture, BARE[architecture])
+        if is_fused:
+            fuse_loss(network)
+        output = network(**labelled(**options))
+        output.loss.backward()
+        gradients = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
+        with torch.no_grad():
+            found.append((output, gradients, network.eval()(**labelled()).logits))
+    (plain, gradients, logits), (fused, fused_gradients, fused_logits) = found
+    assert isinstance(fused.logits, DeferredLogits)
+    assert torch.equal(fused_logits, logits)
+    torch.testing.assert_close(fused.loss.detach(), plain.loss.detach(), rtol=1e-6, atol=0.0)
+    assert fused_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (fused_gradients[name] - gradient).norm() <= 2.0**-7 * gradient.norm() + 1e-8, name
+
+
+def test_a_persons_own_loss_of_a_fused_network_is_the_unfused_one() -> None:
+    """Around a module of theirs, with shifted logits, as most loops have it."""
+    losses = []
+    for is_fused in (False, True):
+        network = bare_network("llama", GROUPED)
+        if is_fused:
+            fuse_loss(nn.Sequential(network))
+        batch = labelled()
+        logits = network(batch["input_ids"]).logits[..., :-1, :].contiguous()
+        targets = batch["labels"][..., 1:].contiguous()
+        losses.append(nn.CrossEntropyLoss()(logits.view(-1, logits.size(-1)), targets.view(-1)).detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("architecture", WITH_OTHER_LOGITS)
+def test_a_bare_network_that_computes_with_its_logits_is_refused(architecture: str) -> None:
+    network = bare_network(architecture, CONFIGS.get(architecture, GROUPED))
+    fuse_loss(network)
+    with pytest.raises(
+        InvalidConfig, match=rf"\({WITH_OTHER_LOGITS[architecture]}\).*final_logit_softcapping.*leave out fuse_loss"
+    ):
+        network(**labelled())
+
+
+@pytest.mark.parametrize(
+    ("compute", "used"),
+    [
+        (lambda logits, targets: functional.cross_entropy(logits, targets, label_smoothing=0.1), "label_smoothing"),
+        (lambda logits, targets: functional.cross_entropy(logits, targets, reduction="none"), "reduction"),
+        (lambda logits, targets: functional.cross_entropy(logits, targets, weight=torch.ones(VOCABULARY)), "weight"),
+        (lambda logits, _: functional.cross_entropy(logits, torch.rand(64, VOCABULARY)), "shares of several entries"),
+        (lambda logits, _: functional.log_softmax(logits, -1), "log_softmax"),
+        (lambda logits, _: torch.tanh(logits), "tanh"),
+        (lambda logits, _: logits.bfloat16(), "bfloat16"),
+        (lambda logits, _: logits.to(torch.bfloat16), "to torch.bfloat16"),
+        (lambda logits, _: logits[:, :7], "a part of them"),
+        (lambda logits, _: logits.view(-1), "view"),
+        (lambda logits, _: torch.ones(64, 1) * logits, "mul"),
+    ],
+)
+def test_any_other_use_of_fused_logits_is_refused_by_name(compute: Any, used: str) -> None:
+    network = bare_network("llama", GROUPED)
+    fuse_loss(network)
+    batch = labelled()
+    logits = network(batch["input_ids"]).logits.view(-1, VOCABULARY)
+    with pytest.raises(InvalidConfig, match=used):
+        compute(logits, batch["labels"].view(-1))

@@ -240,8 +240,8 @@ def _matmul(
         else:
             total += _dot(a_tile, b_tile)
     if not IS_BLOCKWISE:
-        total *= tl.load(a_scales, mask=is_row, other=0.0)[:, None]
-        total *= tl.load(b_scales, mask=is_column, other=0.0)[None, :]
+        a_all, b_all = tl.load(a_scales, mask=is_row, other=0.0), tl.load(b_scales, mask=is_column, other=0.0)
+        total *= a_all[:, None] * b_all[None, :]
     outputs = out + rows[:, None] * num_columns + columns[None, :]
     tl.store(outputs, language.cast(total, out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 

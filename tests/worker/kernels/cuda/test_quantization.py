@@ -140,6 +140,33 @@ class TestQuantize:
             assert_same(rescale.encode(x, dequant_scale, kind, dtype), reference.encode(x, dequant_scale, kind, dtype))
 
 
+LARGEST = torch.finfo(torch.float32).max
+EXTREMES = {
+    "largest": (LARGEST, -LARGEST),
+    "infinite": (math.inf, -math.inf, LARGEST),
+    "subnormal": (2.0**-149, -(2.0**-140), 2.0**-127),
+}
+
+
+@pytest.mark.parametrize("extremes", EXTREMES.values(), ids=EXTREMES)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("kind", list(ScaleKind))
+def test_extreme_inputs(kind: ScaleKind, dtype: torch.dtype, extremes: tuple[float, ...]) -> None:
+    """Both sides of an operand, and the values of codes, on what lies at both ends of fp32."""
+    x = torch.zeros(34, 140)
+    for number, extreme in enumerate(extremes):
+        x[number::5, number::7] = extreme
+    x = x.to(DEVICE)
+    parts = quantization.quantize_operand(x, dtype, kind, 0, "both")
+    for one, other in zip(parts, reference.quantize_operand(x, dtype, kind, 0, "both"), strict=True):
+        assert_same(one, other)
+    codes, dequant_scale = quantization.quantize(x, dtype, kind, 0, None)
+    quantized = ScaledCodes(codes, dequant_scale, kind)
+    values = rescale.dequantize(quantized, torch.float32)
+    assert_same(values, reference.dequantize(quantized, torch.float32))
+    assert torch.equal(values.isnan(), ~x.isfinite())
+
+
 @pytest.mark.parametrize(("dtype", "kind"), formats((E4M3, E5M2)))
 class TestOperand:
     @pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (5, 0)])
