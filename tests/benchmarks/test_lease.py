@@ -108,7 +108,7 @@ def test_a_call_runs_each_of_its_parts_and_says_if_one_failed(
     assert call_of(scripts[1:], monkeypatch, tmp_path) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_part_that_hangs_is_ended_and_leaves_the_others_their_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,7 @@ def trained(jobs: Jobs, case: Case) -> list[tuple[Result, Result]]:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=[pytest.mark.system] * number) for number, case in enumerate(FAST)),
+        *(pytest.param(case, marks=pytest.mark.system) for case in FAST),
         *(pytest.param(case, marks=pytest.mark.matrix) for case in CASES if case not in FAST),
     ],
 )

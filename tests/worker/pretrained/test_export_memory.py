@@ -66,6 +66,7 @@ def test_an_export_decodes_one_weight_at_a_time(build: Any, format: str, tmp_pat
 
 
 @pytest.mark.usefixtures("small_shards")
+@pytest.mark.system
 def test_a_checkpoint_is_exported_without_a_copy_in_fp32(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     document = spec_document | {"model": {"family": "llama", "vocab_size": 256, "max_sequence_length": 64} | SIZES}
     document = with_training(document, "O3", steps=1, checkpoint_every=1)
