@@ -20,6 +20,7 @@ OTHER_TRITON := build/triton-3.6.0
 # the CUDA build: with it .venv takes 5.7 GB, with a CPU build 1.3 GB. To change the build: make clean.
 $(RUNTIME): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Octet needs Python 3.11 or later, got {sys.version.split()[0]}; set PYTHON=/path/to/python3.11")'
+	@test -d octet/worker || { echo "octet/worker is a file; allowed: a link to ../worker, as git has it. Run: git config core.symlinks true && git checkout -- octet"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) --constraint constraints.txt --editable '.[service,worker]'
