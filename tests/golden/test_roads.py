@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # raised by Dynamo itself
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo reads inputs
     pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),  # a norm that Dynamo traces
 ]
 
 IN_EVERY_RUN = {
@@ -82,6 +83,9 @@ def assert_as_recorded(got: Result, expected: Result, *, on_this_machine: bool) 
     else:
         assert got["losses"] == pytest.approx(expected["losses"], rel=ON_ANOTHER_MACHINE)
         assert got["memory_bytes"] == expected["memory_bytes"]
+    if got["events"] != expected["events"]:  # another machine demotes another layer, which takes other ops
+        assert not on_this_machine
+        return
     for step, ops in expected["ops"].items():
         found = got["ops"][step]
         assert sum(found["ours"].values()) <= sum(ops["ours"].values()), (step, found["ours"], ops["ours"])
