@@ -14,7 +14,7 @@ LOSS_SUMS = (0.5, 21.0, 1.0, 15.0, 8.0, 2.0, 0.9, 6.0)
 
 
 class Completions:
-    """A source of eight samples, of which each has its own number of targets."""
+    """A source of eight samples with differing numbers of targets."""
 
     facts: Mapping[str, float] = {}
     num_train_samples = len(NUM_TARGETS)
