@@ -10,7 +10,7 @@ from octet.worker.mesh import Axis
 from octet.worker.parallel.agree import agree_on_amaxes
 
 OTHER_RANK = 3.0
-"""How many times as large everything is on the other rank."""
+"""The factor by which everything is larger on the other rank."""
 
 
 @pytest.fixture
