@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _foreach_supported_types
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
@@ -40,6 +40,20 @@ def raise_for_raw_pointers(tensor: Tensor) -> None:
     C++ would send from that address.
     """
     torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+# What a subclass returns from a view op: autograd and compiled graphs then know which memory it shows.
+correct_aliasing: Callable[..., Any] = return_and_correct_aliasing
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Return True if a tensor is a parameter; a subclass is marked by an attribute, as `nn.Parameter` does it."""
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Let a tensor of a subclass count as a parameter, as `nn.Parameter(tensor)` would, without an alias."""
+    tensor._is_param = True
 
 
 def schema_of(op: Any) -> Any:

@@ -1,0 +1,640 @@
+"""A weight that is its values: an fp32 tensor for whoever looks at it, held as codes, a scale and what refines them.
+
+Our own products, optimizer, loaders and collectives take the parts: `codes`, `dequant_scale`, `amax`, `residual`. Any other op
+of torch reads decoded values; one that writes, into the weight or a view of it, has the result encoded again. Parts are changed
+in place, so that captured graphs, compiled graphs and aliases stay valid.
+
+A write that assigns finished values (`copy_`, `fill_`, loading) is rounded to nearest. Any other write (`mul_`, `add_`, an
+average) also keeps its fp32 result, `state.wide`, until our optimizer's next step: rounding every small change to nearest would
+lose most of them. Readers see `wide` while it is there; `settle` drops it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from octet.worker import kernels
+from octet.worker.fp8 import collectives
+from octet.worker.fp8.weights import EncodedWeight, decode_values, encode_values
+from octet.worker.kernels.formats import E4M3, FP16, Format
+from octet.worker.kernels.torch_private import (
+    correct_aliasing,
+    disabled_torch_function,
+    is_parameter,
+    make_wrapper_subclass,
+    mark_as_parameter,
+    schema_of,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
+
+aten = torch.ops.aten
+Draw = Callable[[range], Tensor]
+"""Returns a random number of 16 bits, int32, for each element of a range."""
+ENCODED_DTYPES = (FP16.dtype, E4M3.dtype)
+
+
+@dataclass(eq=False)
+class WeightState:
+    """What all aliases and views of one weight share.
+
+    codes, residual: of the whole weight. wide: fp32, in its shape, the result of a write that the codes round. is_assigned:
+    `wide` are finished values, to be rounded to nearest. master: FP16 codes, flat, with their scale, which the optimizer keeps
+    for E4M3 codes. elements: those that `master`, or a residual of its own, refines, where ranks divide it. has_master: values
+    that are assigned wait in `wide` for the optimizer. has_new_codes: codes were loaded since the optimizer's last step.
+    is_replaced: a layer holds another parameter now. reduce_amax: makes an amax that of all ranks that hold shards.
+    """
+
+    codes: Tensor
+    residual: Tensor | None
+    wide: Tensor | None = None
+    is_assigned: bool = False
+    master: dict[str, Tensor] | None = None
+    elements: range | None = None
+    own_residual: Tensor | None = None
+    has_master: bool = False
+    has_new_codes: bool = False
+    is_replaced: bool = False
+    reduce_amax: Callable[[Tensor], Tensor] | None = None
+
+    def values(self, dequant_scale: Tensor) -> Tensor:
+        """Return the fp32 values of the whole weight, as precisely as this process holds them all; maybe `wide` itself."""
+        if self.wide is not None:
+            return self.wide
+        if self.master is not None and self.elements is None:
+            return _of_master(self.master, self.codes)
+        return _decoded(self.codes, dequant_scale, self.residual)
+
+    def values_to_change(self, dequant_scale: Tensor) -> Tensor:
+        """Return values that a write may change in place, refined where ranks divide what refines them."""
+        values = self.values(dequant_scale)
+        if self.wide is not None or self.elements is None or not len(self.elements):
+            return values
+        own = values.view(-1)[self.elements.start : self.elements.stop]
+        if self.master is not None:
+            own.copy_(_of_master(self.master, own))
+        elif self.own_residual is not None:
+            codes = self.codes.view(-1)[self.elements.start : self.elements.stop]
+            own.copy_(kernels.split_dequantize(codes, self.own_residual, dequant_scale))
+        return values
+
+
+class Float8Weight(Tensor):
+    """Codes in FP16 or E4M3 with a scale, seen by torch as an fp32 tensor of the same shape.
+
+    dequant_scale, amax: fp32 (); (E, 1, 1) for a stack of E weights (E, N, K) with a scale each. amax: of the values.
+    residual: INT8, refines E4M3 codes. `value = codes × dequant_scale`.
+    """
+
+    codes: Tensor
+    dequant_scale: Tensor
+    amax: Tensor
+    residual: Tensor | None
+    state: WeightState
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        codes: Tensor,
+        dequant_scale: Tensor,
+        amax: Tensor,
+        residual: Tensor | None = None,
+        state: WeightState | None = None,
+    ) -> "Float8Weight":
+        made: Float8Weight = make_wrapper_subclass(
+            cls, codes.shape, codes.stride(), codes.storage_offset(), dtype=torch.float32, device=codes.device
+        )
+        return made
+
+    def __init__(
+        self,
+        codes: Tensor,
+        dequant_scale: Tensor,
+        amax: Tensor,
+        residual: Tensor | None = None,
+        state: WeightState | None = None,
+    ) -> None:
+        """state: of the weight that this is an alias or a view of."""
+        if codes.dtype not in ENCODED_DTYPES:
+            raise ValueError(f"a weight has codes of {codes.dtype}; allowed: float16, float8_e4m3fn.")
+        if residual is not None and (codes.dtype != E4M3.dtype or residual.dtype != torch.int8):
+            raise ValueError(f"a residual refines float8_e4m3fn codes by int8; got {codes.dtype} and {residual.dtype}.")
+        self.codes, self.dequant_scale, self.amax, self.residual = codes, dequant_scale, amax, residual
+        self.state = WeightState(codes, residual) if state is None else state
+
+    @classmethod
+    def encode(cls, values: Tensor, dtype: torch.dtype, *, has_residual: bool = False) -> "Float8Weight":
+        """Return values of any floating dtype rounded to nearest, with one scale."""
+        return cls(*encode_values(values, dtype, has_residual=has_residual))
+
+    @property
+    def format(self) -> Format:
+        """The format of the codes."""
+        return FP16 if self.codes.dtype == FP16.dtype else E4M3
+
+    @property
+    def needs_master(self) -> bool:
+        """True if the codes alone are too coarse to be trained."""
+        state = self.state
+        return self.codes.dtype == E4M3.dtype and state.residual is None and state.own_residual is None
+
+    def dequantize(self) -> Tensor:
+        """Return the fp32 values, in memory of their own."""
+        values = _values(self)
+        return values.clone() if values is self.state.wide or values._base is not None else values
+
+    def assign(self, values: Tensor) -> None:
+        """Hold other values, of the same shape: rounded to nearest at once."""
+        with torch.no_grad():
+            self.copy_(values)
+
+    def hold_codes(self, codes: Tensor, residual: Tensor | None) -> None:
+        """Hold codes that lie elsewhere, as ZeRO does. For the weight itself, not for a view; aliases do not follow."""
+        self.codes = self.state.codes = codes
+        self.residual = self.state.residual = residual
+
+    @torch.no_grad()
+    def settle(self, draw: Draw | None = None) -> None:
+        """Drop the fp32 result of writes. draw: round it stochastically, else the codes stay, which are the nearest.
+
+        For the optimizer: a master weight is not renewed here (`optim/weights.py`).
+        """
+        state = self.state
+        wide, state.wide = state.wide, None
+        if wide is None or draw is None or state.is_assigned or self.needs_master:
+            return
+        scaled = wide / self.dequant_scale
+        numbers = draw(range(wide.numel())).view(wide.shape)
+        if state.residual is None:
+            state.codes.copy_(kernels.stochastic_round(scaled, self.format, numbers))
+        else:
+            codes, residual = kernels.split_encode(scaled, numbers)
+            state.codes.copy_(codes)
+            state.residual.copy_(residual)
+        _note_write(state)
+
+    # What torch asks of a tensor without going through an op ---------------------------------------------------------------
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """An alias that autograd does not see. Assigning values encodes them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values.shape != self.shape:
+            raise ValueError(
+                f"a weight of shape {tuple(self.shape)} got data of {tuple(values.shape)}; allowed: the same shape, since its "
+                "codes keep their memory. Assign a new parameter to the layer instead."
+            )
+        self.assign(values)
+
+    def data_ptr(self) -> NoReturn:
+        """Raise: values have no address."""
+        raise ValueError(
+            "a weight held as codes has no values in memory, so data_ptr() would be the address of something else; allowed: "
+            "weight.codes.data_ptr() with weight.dequant_scale, or weight.dequantize()."
+        )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values."""
+        if self.requires_grad and not force:
+            raise RuntimeError("can't call numpy() on a weight that requires grad; use weight.detach().numpy()")
+        return self.dequantize().numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dequantize().__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dequantize().__dlpack__(*args, **kwargs)
+
+    def share_memory_(self) -> "Float8Weight":
+        """Move the parts to shared memory."""
+        for part in (*self._parts().values(), self.state.wide):
+            if part is not None:
+                part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return True if the codes lie in shared memory."""
+        return bool(self.codes.is_shared())
+
+    def __copy__(self) -> "Float8Weight":
+        return self._like_this(Float8Weight(self.codes, self.dequant_scale, self.amax, self.residual, self.state))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Weight":
+        if id(self) in memo:
+            known: Float8Weight = memo[id(self)]
+            return known
+        copied = self._copied(lambda part: deepcopy(part.detach(), memo))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        parts = self._parts()
+        parts["codes"] = parts["codes"].contiguous().view(torch.uint8)  # pickle knows no float8
+        kept = {name: part for name, part in parts.items() if part is not None}
+        return rebuild, (kept, self.codes.dtype, self._refinements(), self.requires_grad, is_parameter(self))
+
+    def _copied(self, copy: Callable[[Tensor], Tensor]) -> "Float8Weight":
+        """Return a weight of its own with copies of the parts, and of what refines them."""
+        parts = {name: None if part is None else copy(part) for name, part in self._parts().items()}
+        copied = Float8Weight(**parts)  # type: ignore[arg-type]
+        copied._refine(tree_map_only(Tensor, copy, self._refinements()))
+        return self._like_this(copied)
+
+    def _refinements(self) -> dict[str, Any]:
+        """Return what the values are finer by than the codes; nothing for a view, whose parts are its own."""
+        state = self.state
+        if self.codes is not state.codes:
+            return {}
+        refinements = {"wide": state.wide, "master": state.master if state.elements is None else None}
+        return {name: part for name, part in refinements.items() if part is not None}
+
+    def _refine(self, refinements: dict[str, Any]) -> None:
+        self.state.wide, self.state.master = refinements.get("wide"), refinements.get("master")
+
+    def _like_this(self, other: "Float8Weight") -> "Float8Weight":
+        """Let another weight require a gradient, and be a parameter, as this one does."""
+        other.requires_grad_(self.requires_grad)
+        if is_parameter(self):
+            mark_as_parameter(other)
+        return other
+
+    def _parts(self) -> dict[str, Tensor | None]:
+        return {"codes": self.codes, "dequant_scale": self.dequant_scale, "amax": self.amax, "residual": self.residual}
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        name = "Parameter of Float8Weight" if is_parameter(self) else "Float8Weight"
+        refined = "" if self.residual is None else " + int8"
+        return f"{name}(shape={tuple(self.shape)}, codes={self.codes.dtype}{refined}, device={self.device})"
+
+    # torch's extension points ----------------------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [name for name, part in self._parts().items() if part is not None], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], _context: None, _size: Any, _stride: Any) -> "Float8Weight":
+        return Float8Weight(**parts)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, tuple(args), kwargs or {})
+
+
+def rebuild(
+    parts: dict[str, Tensor], dtype: torch.dtype, refinements: dict[str, Any], requires_grad: bool, is_a_parameter: bool
+) -> Float8Weight:
+    """Make a weight of what was pickled."""
+    weight = Float8Weight(**{**parts, "codes": parts["codes"].view(dtype)})
+    weight._refine(refinements)
+    weight.requires_grad_(requires_grad)
+    if is_a_parameter:
+        mark_as_parameter(weight)
+    return weight
+
+
+torch.serialization.add_safe_globals([rebuild, Float8Weight])
+
+
+def stored(parameter: Tensor) -> Tensor:
+    """Return the tensor that lies in memory for a parameter: a weight's codes, or the parameter itself."""
+    return parameter.codes if type(parameter) is Float8Weight else parameter
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op of torch with a weight among its arguments."""
+    if func in _ON_PARTS:
+        result = _ON_PARTS[func](func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if collectives.is_collective(func):
+        return _run_collective(func, args, kwargs)
+    if func.namespace not in ("aten", "prim", "prims"):
+        raise NotImplementedError(
+            f"{func} got a weight that is held as codes; allowed: ops of torch, which read and write its values. Give it "
+            "weight.dequantize(), and weight.copy_(values) what it has changed."
+        )
+    if func.is_view or func is aten._unsafe_view.default:
+        return _view(func, args, kwargs)
+    if _is_list(args) and ("foreach" in str(func) or "fused" in str(func)):  # one weight is wide at a time
+        return _run_each(func, args, kwargs)
+    return _on_values(func, args, kwargs)
+
+
+class _Decoded:
+    """The values of the weights among an op's arguments; each weight is decoded once."""
+
+    def __init__(self, written: Sequence[Float8Weight]) -> None:
+        self.bases: dict[int, Tensor] = {}
+        """The whole values by the id of a weight's state."""
+        self._changed = {id(weight.state) for weight in written}
+        self._originals: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def decode(self, argument: Any) -> Any:
+        """Return the values of a weight, and any other argument as it is."""
+        if type(argument) is not Float8Weight:
+            return argument
+        state = argument.state
+        if id(state) in self._changed:
+            if id(state) not in self.bases:
+                self.bases[id(state)] = state.values_to_change(argument.dequant_scale)
+            values = _part_of(self.bases[id(state)], argument)
+        else:
+            values = _values(argument)
+        self._originals[id(values)] = (argument, values)
+        return values
+
+    def original(self, result: Tensor) -> Tensor:
+        """Return the weight that a tensor was decoded from, and any other tensor as it is."""
+        return self._originals.get(id(result), (result,))[0]
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on fp32 values; encode again the weights that it has written into."""
+    written = list(_weights_in(_written(func, args, kwargs)))
+    decoded = _Decoded(written)
+    result = func(*tree_map(decoded.decode, args), **tree_map(decoded.decode, kwargs))
+    if not written:
+        return result
+    is_finished = func in _FINISHED
+    for weight in {id(weight.state): weight for weight in written}.values():
+        _encode_base(weight, decoded.bases[id(weight.state)], is_finished=is_finished)
+    return tree_map_only(Tensor, decoded.original, result)
+
+
+def _run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a collective on values, wait, and encode what it has written to nearest: ranks with the same values agree."""
+    written = list(_weights_in(collectives.written_by(func, args, kwargs)))
+    decoded = _Decoded(written)
+    result = func(*tree_map(decoded.decode, args), **tree_map(decoded.decode, kwargs))
+    if written:
+        collectives.wait(result)
+    for weight in {id(weight.state): weight for weight in written}.values():
+        _encode_base(weight, decoded.bases[id(weight.state)], is_finished=True)
+    return tree_map_only(Tensor, decoded.original, result)
+
+
+def _run_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on lists: once where all is plain, else for one entry at a time."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and arg]
+    ones = [
+        tuple([arg[index]] if isinstance(arg, list | tuple) and arg else arg for arg in args) for index in range(len(lists[0]))
+    ]
+    results = []
+    for one in ones:
+        has_weight = next(_weights_in((one, kwargs)), None) is not None
+        results.append(_on_values(func, one, kwargs) if has_weight else func(*one, **kwargs))
+    if results and isinstance(results[0], list | tuple):
+        return [entry for result in results for entry in result]
+    return None
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a view of the weight that is the op's first argument: the same view of its codes, and of its residual."""
+    weight, rest = args[0], args[1:]
+    if type(weight) is not Float8Weight or func in _OF_BITS:
+        raise NotImplementedError(
+            f"{func} cannot view a weight that is held as codes; allowed: views that keep the dtype. Use weight.dequantize()."
+        )
+    codes = func(weight.codes, *rest, **kwargs)
+    residual = None if weight.residual is None else func(weight.residual, *rest, **kwargs)
+
+    def made(codes: Tensor, residual: Tensor | None) -> Float8Weight:
+        return Float8Weight(codes, weight.dequant_scale, weight.amax, residual, weight.state)
+
+    if isinstance(codes, Tensor):
+        return correct_aliasing(func, args, kwargs, made(codes, residual))
+    residuals = [None] * len(codes) if residual is None else residual
+    return correct_aliasing(func, args, kwargs, [made(*pair) for pair in zip(codes, residuals, strict=True)])
+
+
+def _values(weight: Float8Weight) -> Tensor:
+    """Return a weight's or a view's fp32 values; maybe a view of `wide`."""
+    state = weight.state
+    is_refined = state.wide is not None or (state.master is not None and state.elements is None)
+    if not is_refined and weight.dequant_scale.dim() == 0 and weight.codes.is_contiguous():
+        return _decoded(weight.codes, weight.dequant_scale, weight.residual)
+    return _part_of(state.values(weight.dequant_scale), weight)
+
+
+def _part_of(base: Tensor, weight: Float8Weight) -> Tensor:
+    """Return the values that a view shows, as a view of the whole weight's values."""
+    whole = weight.state.codes
+    if weight.codes.shape == whole.shape and weight.codes.stride() == whole.stride():
+        return base
+    offset = weight.codes.storage_offset() - whole.storage_offset()
+    return base.as_strided(weight.codes.shape, weight.codes.stride(), base.storage_offset() + offset)
+
+
+def _decoded(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None) -> Tensor:
+    """Return the fp32 values of codes. Raises ValueError where ranks divide a weight that is not gathered."""
+    if codes.numel() and 0 in codes.stride() and codes.numel() > 1 and codes.untyped_storage().nbytes() < codes.nbytes:
+        raise ValueError(
+            f"a weight of shape {tuple(codes.shape)} is divided over the ranks (ZeRO stage 3) and not gathered now; allowed: "
+            "reading it inside of its block's passes, model.state_dict() or octet.plain_state_dict(model, optimizer), called "
+            "by all ranks together."
+        )
+    if codes.numel() and codes.untyped_storage().nbytes() == 0:
+        raise ValueError(f"a weight of shape {tuple(codes.shape)} has no memory yet: its data is not allocated.")
+    if dequant_scale.dim() == 0:
+        return decode_values(codes, dequant_scale, residual, torch.float32)
+    residuals = [None] * len(codes) if residual is None else list(residual)
+    return torch.stack(
+        [
+            decode_values(one, scale.reshape(()), fine, torch.float32)
+            for one, scale, fine in zip(codes, dequant_scale, residuals, strict=True)
+        ]
+    )
+
+
+def _of_master(master: dict[str, Tensor], like: Tensor) -> Tensor:
+    """Return a master weight's fp32 values in a shape. It may lie in host memory."""
+    codes, scale = master["codes"], master["dequant_scale"]
+    if codes.device != like.device:
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)  # it may be on its way to the host
+        codes, scale = codes.to(like.device), scale.to(like.device)
+    return decode_values(codes, scale, None, torch.float32).view(like.shape)
+
+
+def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> None:
+    """Hold other values of the whole weight, of which `weight` is an alias or a view."""
+    state = weight.state
+    for part, new in zip((state.codes, weight.dequant_scale, weight.amax, state.residual), _encoded(weight, values), strict=True):
+        if part is not None:
+            part.copy_(new)
+    keeps = state.has_master or not is_finished or (state.wide is not None and not _is_whole(weight))
+    state.is_assigned = is_finished and (state.wide is None or state.is_assigned or _is_whole(weight))
+    state.wide = values if keeps else None
+    state.has_new_codes = True
+    _note_write(state)
+
+
+def _encoded(weight: Float8Weight, values: Tensor) -> EncodedWeight:
+    """Return values in the weight's format, with a scale for each of its scales."""
+    state = weight.state
+    dtype, has_residual = state.codes.dtype, state.residual is not None
+    if weight.dequant_scale.dim() == 0:
+        amax = None if state.reduce_amax is None else state.reduce_amax(kernels.compute_amax(values))
+        return encode_values(values, dtype, has_residual=has_residual, amax=amax)
+    each = [encode_values(one, dtype, has_residual=has_residual) for one in values]
+    codes, scales, amaxes, residuals = (list(parts) for parts in zip(*each, strict=True))
+    shape = weight.dequant_scale.shape
+    return EncodedWeight(
+        torch.stack([one.view(torch.uint8) for one in codes]).view(dtype) if dtype == E4M3.dtype else torch.stack(codes),
+        torch.stack(scales).view(shape),
+        torch.stack(amaxes).view(shape),
+        torch.stack(residuals) if has_residual else None,
+    )
+
+
+def _is_whole(weight: Float8Weight) -> bool:
+    return weight.codes.numel() == weight.state.codes.numel()
+
+
+def _note_write(state: WeightState) -> None:
+    """Count a change, by which autograd finds that a saved weight is not what it was; nothing is counted below it."""
+    parts = [part for part in (state.codes, state.residual) if part is not None and not part.is_inference()]
+    torch.autograd.graph.increment_version(parts)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that the op writes into."""
+    schema = schema_of(func)
+    if not schema.is_mutable:
+        return []
+    return [
+        args[number] if number < len(args) else kwargs.get(parameter.name)
+        for number, parameter in enumerate(schema.arguments)
+        if parameter.is_write
+    ]
+
+
+def _weights_in(arguments: Any) -> Iterator[Float8Weight]:
+    return (leaf for leaf in tree_leaves(arguments) if type(leaf) is Float8Weight)
+
+
+def _is_list(args: tuple[Any, ...]) -> bool:
+    return bool(args) and isinstance(args[0], list | tuple) and len(args[0]) > 0
+
+
+# Ops that take parts -------------------------------------------------------------------------------------------------------
+
+
+def _alias(func: Any, weight: Float8Weight) -> Float8Weight:
+    made = Float8Weight(weight.codes, weight.dequant_scale, weight.amax, weight.residual, weight.state)
+    aliased: Float8Weight = correct_aliasing(func, (weight,), {}, made)
+    return aliased
+
+
+def _clone(_func: Any, weight: Float8Weight, *, memory_format: Any = None) -> Tensor:
+    """Return a snapshot as a plain tensor, exact and in no need of encoding."""
+    return weight.dequantize()
+
+
+def _copy_(_func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    """Copy parts where both are weights of one format and no write waits; else values."""
+    if type(target) is not Float8Weight or type(source) is not Float8Weight or target.shape != source.shape:
+        return NotImplemented
+    if source.state.wide is not None or source.state.master is not None or not _are_alike(target, source):
+        return NotImplemented
+    if not _is_whole(target) and target.dequant_scale is not source.dequant_scale:
+        return NotImplemented
+    if target.state.wide is not None and not _is_whole(target):
+        return NotImplemented
+    for name, part in target._parts().items():
+        if part is not None:
+            part.copy_(getattr(source, name), non_blocking)
+    state = target.state
+    state.wide = source.dequantize() if state.has_master else None
+    state.is_assigned = state.has_new_codes = True
+    _note_write(state)
+    return target
+
+
+def _are_alike(one: Float8Weight, other: Float8Weight) -> bool:
+    has_residual = one.residual is not None
+    return one.codes.dtype == other.codes.dtype and has_residual == (other.residual is not None)
+
+
+def _to_copy(_func: Any, weight: Float8Weight, **options: Any) -> Any:
+    """Copy a weight to another device, its parts with it; in another dtype it is a plain tensor."""
+    if options.get("dtype") not in (None, torch.float32) or options.get("layout") not in (None, torch.strided):
+        return NotImplemented
+    device = options.get("device") or weight.device
+    non_blocking = bool(options.get("non_blocking"))
+
+    def to_device(part: Tensor) -> Tensor:
+        return part.to(device, non_blocking=non_blocking, copy=True)
+
+    moved = Float8Weight(**{name: None if part is None else to_device(part) for name, part in weight._parts().items()})  # type: ignore[arg-type]
+    if not weight.codes.is_meta:
+        moved._refine(tree_map_only(Tensor, to_device, weight._refinements()))
+    return moved
+
+
+def _pin(_func: Any, weight: Float8Weight, *args: Any) -> Float8Weight:
+    return weight._copied(lambda part: part.pin_memory())
+
+
+def _zeros(func: Any, weight: Float8Weight, size: Sequence[int], **options: Any) -> Any:
+    """Return zeros, or memory, as FSDP2 pads a cut: a weight with the same scale."""
+    if options.get("dtype") not in (None, torch.float32):
+        return NotImplemented
+    codes = func(weight.codes, size, **(options | {"dtype": None}))
+    residual = None if weight.residual is None else func(weight.residual, size, **(options | {"dtype": None}))
+    device = options.get("device")
+    numbers = [number if device is None else number.to(device) for number in (weight.dequant_scale, weight.amax)]
+    return Float8Weight(codes, *numbers, residual)
+
+
+def _like(func: Any, weight: Float8Weight, *args: Any, **options: Any) -> Tensor:
+    """Run an op that reads the shape alone."""
+    options.setdefault("device", weight.device)
+    made: Tensor = func(torch.empty(weight.shape, device="meta"), *args, **options)
+    return made
+
+
+def _is_same_size(_func: Any, one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape
+
+
+_FINISHED = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten._foreach_copy_.default}
+_FINISHED |= {aten._foreach_zero_.default}
+_OF_BITS = {aten.view.dtype, aten.view_as_complex.default, aten.view_as_real.default}
+_LIKE = (
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.rand_like.default, aten.randn_like.default, aten.new_ones.default, aten.new_full.default,
+)  # fmt: skip
+_ON_PARTS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _clone,
+    aten.copy_.default: _copy_,
+    aten._to_copy.default: _to_copy,
+    aten._pin_memory.default: _pin,
+    aten.new_zeros.default: _zeros,
+    aten.new_empty.default: _zeros,
+    aten.is_same_size.default: _is_same_size,
+    **dict.fromkeys(_LIKE, _like),
+}
+
+
+def parameter_of(encoded: EncodedWeight, requires_grad: bool = True) -> nn.Parameter:
+    """Return a parameter that holds encoded values."""
+    return nn.Parameter(Float8Weight(*encoded), requires_grad)
