@@ -23,6 +23,7 @@ from octet.api_schemas.levels import LEVELS
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.kernels import gradient_reference, reference
 from octet.worker.kernels.scales import ScaledCodes, ScaleKind
 from octet.worker.mesh import Mesh
@@ -88,7 +89,7 @@ def train(name: str, env: RankEnv, corpus: Path, folder: Path) -> dict[str, Any]
     with Mesh(env, torch.device("cpu")) as mesh:
         trainer = Trainer(config, mesh, recorder, job_dir)
         summary = trainer.run()
-    state = digest({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
+    state = digest({"model": exact_state_dict(trainer.model), "optimizer": trainer.optimizer.state_dict()})
     result: dict[str, Any] = {"losses": [report.loss for report in recorder.of(StepReport)], "state": state}
     result |= {"evaluation_loss": summary.evaluation_loss, "memory_bytes": summary.memory_bytes}
     if env.world_size == 1:
@@ -163,8 +164,8 @@ def quantizer_hashes(kernels: Any = reference, of_gradients: Any = gradient_refe
 
 def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
     """Hash the tensors after three optimizer steps, for each level that stores less than fp32."""
+    from octet.worker.fp8.weight import Float8Weight
     from octet.worker.fp8.weights import encode_weight
-    from octet.worker.optim import QuantizedWeight
 
     found = {}
     for name, row in LEVELS.items():
@@ -173,16 +174,16 @@ def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
         values = uneven(48, 129)
         stored = encode_weight(values, row)
         assert stored is not None
-        parameter = nn.Parameter(stored.codes)
-        parameter.grad_dtype = torch.float32
-        initial = values if row.master_weight == "fp16+scale" else None
-        weight = QuantizedWeight.of(parameter, stored.dequant_scale, stored.residual, stored.amax, initial)
+        weight = Float8Weight(*stored)
+        if row.master_weight == "fp16+scale":
+            weight.state.wide, weight.state.is_assigned = values, True
+        parameter = nn.Parameter(weight)
         options = Hyperparameters(lr=1e-2, exp_avg_codec=row.exp_avg, exp_avg_sq_codec=row.exp_avg_sq)
-        optimizer = LowBitAdamW([parameter], options, quantized=[weight], seed=5, fused=fused)
+        optimizer = LowBitAdamW([parameter], options, seed=5, fused=fused)
         for step in range(3):
             parameter.grad = Float8Gradient.quantize(uneven(48, 129, seed=10 + step), RoundingPosition(0, 0))
             optimizer.step()
-        held = [parameter.detach(), weight.dequant_scale, weight.amax, weight.residual]
+        held = [weight.codes, weight.dequant_scale, weight.amax, weight.residual]
         state = {key: part for key, part in optimizer.state[parameter].items() if key != "step"}
         found[name] = digest([*(part for part in held if part is not None), state])
     return found

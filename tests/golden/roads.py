@@ -25,6 +25,7 @@ from octet.api_schemas import CheckpointReport, EvaluationReport, EventReport, J
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Mesh
 from octet.worker.train.loop import Trainer
 from tests.golden import record
@@ -116,7 +117,10 @@ def train(run: Run, env: RankEnv, corpus: Path, folder: Path) -> Result:
     with on_road(run.road), Mesh(env, torch.device("cpu"), config.layout) as mesh:
         trainer = CountingTrainer(config, mesh, recorder, job_dir)
         summary = trainer.run()
-        model, optimizer = trainer.model.state_dict(), trainer.optimizer.state_dict()  # under ZeRO, all ranks join the states
+        model, optimizer = (
+            exact_state_dict(trainer.model),
+            trainer.optimizer.state_dict(),
+        )  # under ZeRO, all ranks join the states
         sent = sorted(mesh.sent_bytes.items())
         sent_bytes = {" ".join(key): num_bytes for key, num_bytes in sent if "float64" not in key}
     steps = recorder.of(StepReport)

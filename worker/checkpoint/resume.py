@@ -16,7 +16,7 @@ from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.layout import layout_of
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
-from octet.worker.fp8.stored import CODES, drop_history, put_values
+from octet.worker.fp8.stored import CODES, drop_history, exact_state_dict, put_values
 from octet.worker.mesh import SavedTensor
 from octet.worker.mesh.saved import read_now
 from octet.worker.models.blocks import repeated_blocks
@@ -56,7 +56,7 @@ def load_model(
 
     optimizer: maps saved states to parameters; it is not changed. dtypes: as for `resume`.
     """
-    dtypes = _tensors_by_name(model.state_dict()) if dtypes is None else dtypes
+    dtypes = _tensors_by_name(exact_state_dict(model)) if dtypes is None else dtypes
     has_same_storage = _tensors_by_name(saved_model) == dtypes
     keys = {} if has_same_storage else names_by_key(model, optimizer, saved_optimizer)
     is_read = not any(isinstance(held, SavedTensor) for held in saved_model.values())

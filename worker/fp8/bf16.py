@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from octet.worker.fp8.accelerator import is_accelerator
 from octet.worker.fp8.layout import layout_of
-from octet.worker.fp8.stored import drop_history, read_weight
+from octet.worker.fp8.stored import drop_history, put_values
 
 
 class HalfLinear(nn.Module):
@@ -38,7 +38,7 @@ class HalfLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Read what a layer of any level has saved."""
-        read_weight(self, state_dict, prefix)
+        put_values(state_dict, prefix)
         drop_history(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

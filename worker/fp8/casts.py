@@ -28,7 +28,7 @@ class KeepsDtypes(nn.Module):
     def _apply(self, fn: Change, recurse: bool = True) -> Any:
         check_cast(self, fn)
         plain = {id(tensor) for tensor in self.plain_tensors()}
-        return super()._apply(lambda tensor: fn(tensor) if id(tensor) in plain else _move(tensor, fn), recurse)
+        return super()._apply(lambda tensor: fn(tensor) if id(tensor) in plain else moved(tensor, fn), recurse)
 
 
 class GuardedApply:
@@ -42,7 +42,7 @@ class GuardedApply:
         check_cast(self.module, fn)
         kept = {id(self.module._buffers[name]) for name in self.keep}
         return type(self.module)._apply(
-            self.module, lambda tensor: _move(tensor, fn) if id(tensor) in kept else fn(tensor), recurse
+            self.module, lambda tensor: moved(tensor, fn) if id(tensor) in kept else fn(tensor), recurse
         )
 
 
@@ -74,7 +74,7 @@ def check_cast(module: nn.Module, fn: Change) -> None:
             )
 
 
-def _move(tensor: Tensor, fn: Change) -> Tensor:
+def moved(tensor: Tensor, fn: Change) -> Tensor:
     """Apply what a change does apart from the dtype."""
     changed = fn(tensor)
     return changed if changed.dtype == tensor.dtype else tensor.to(changed.device)

@@ -14,6 +14,9 @@ FP8 is quantized, or decoded to bf16, again in the backward pass: cheaper than a
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,9 +25,9 @@ from torch import Tensor, nn
 from octet.api_schemas.recipe import GemmName
 from octet.worker import kernels
 from octet.worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
+from octet.worker.fp8.casts import KeepsDtypes, moved
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.gradient_hooks import keep_gradient_in_fp8, once_differentiable, open_port, product_dtype, zero_gradients
-from octet.worker.fp8.guards import GuardedCodes
 from octet.worker.fp8.handoff import (
     GraphHandoff,
     Handoff,
@@ -38,25 +41,27 @@ from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.plan import PLANNED_BY, HeldAs, LinearPlan, plan_of
 from octet.worker.fp8.recipe import E4M3, Recipe
 from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.stored import read_weight, save_layer
+from octet.worker.fp8.weight import Float8Weight, hold_encoded
 from octet.worker.fp8.weights import EncodedWeight
 from octet.worker.kernels import LinearFormats, Operand, ScaledCodes, ScaleKind
 from octet.worker.kernels.torch_private import unsafe_view
 
 
-class Float8Linear(GuardedCodes):
+class Float8Linear(KeepsDtypes):
     """Takes over the parameters of an `nn.Linear` or a `Conv1D` and multiplies in FP8.
 
-    `weight` holds values, or codes with `value = weight * weight_dequant_scale`; its gradient is that of the value. It is
-    (N, K), or, where `is_transposed`, (K, N).
+    `weight` is a `Float8Weight`, or a plain tensor of values. It is (N, K), or, where `is_transposed`, (K, N).
+    whole_residual: where ranks divide the residual, a context that puts it together: all ranks enter it together.
+    values_plan: the plan for a weight of plain values in the place of codes, as `functional_call` and `weight_norm` give it.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    weight_dequant_scale: Tensor | None
-    weight_amax: Tensor | None
-    weight_residual: Tensor | None
     num_steps: int
     plan: LinearPlan
+    values_plan: LinearPlan
+    whole_residual: Callable[[], AbstractContextManager[None]] | None = None
     returns_16_bits: ClassVar[bool] = True
     keeps_products = False
     """True if selective checkpointing keeps only the results of products."""
@@ -88,11 +93,8 @@ class Float8Linear(GuardedCodes):
         self.activation: str | None = None  # what comes right before it in its sequence; one of kernels' ACTIVATIONS
         self.num_breaches = 0  # samples in a row that broke a limit
         self.fallback = Fallback.NONE
-        self.register_buffer("weight_dequant_scale", None)
-        self.register_buffer("weight_amax", None)  # of the values; the optimizer keeps it
-        self.register_buffer("weight_residual", None)
         if encoded_weight is not None:
-            self.weight.data, self.weight_dequant_scale, self.weight_amax, self.weight_residual = encoded_weight
+            hold_encoded(self.weight, encoded_weight)
         self.prepare_gradient()
         self.train(linear.training)
         self.start_step(0)
@@ -101,6 +103,8 @@ class Float8Linear(GuardedCodes):
     def forward(self, input: Tensor, *, takes_over_activation: bool = False) -> Tensor:
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
         plan: LinearPlan = self.plan
+        if plan.held_as is not HeldAs.VALUES and type(self.weight) is not Float8Weight:
+            plan = self.values_plan
         if not plan.high_precision:
             return self._multiplied(input, plan, takes_over_activation=takes_over_activation)
         output_dtype = activation_dtype(input)
@@ -119,7 +123,7 @@ class Float8Linear(GuardedCodes):
         weight: Tensor = self.weight
         formats = plan.after_activation if takes_over_activation else plan.formats
         is_compiling = torch.compiler.is_compiling()
-        if is_compiling and weight.requires_grad and self._gradient_port is not None:
+        if is_compiling and plan is self.plan and weight.requires_grad and self._gradient_port is not None:
             weight = self._gradient_port
         grad_output = grad_before = None
         keeps = torch.is_grad_enabled()
@@ -150,17 +154,17 @@ class Float8Linear(GuardedCodes):
         return self.plan.high_precision
 
     def weight_values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight's values in the parameter's shape, as precisely as the layer holds them, or rounded once to dtype."""
-        if self.weight_dequant_scale is None:
+        """The weight's values in the parameter's shape, as a product reads them, or rounded once to dtype."""
+        weight: Any = self.weight
+        if type(weight) is not Float8Weight:
             return self.weight.detach().to(dtype)
-        self.check_residual()
-        if self.weight_residual is None:
-            return kernels.values_of(self._stored_weight(), dtype)
-        return kernels.split_dequantize(self.weight.detach(), self.weight_residual, self.weight_dequant_scale, dtype)
+        if weight.residual is None:
+            return kernels.values_of(ScaledCodes(weight.codes, weight.dequant_scale, ScaleKind.TENSOR), dtype)
+        return kernels.split_dequantize(weight.codes, weight.residual, weight.dequant_scale, dtype)
 
     def weight_operand(self, weight: Tensor, plan: LinearPlan) -> Operand:
         """Return the weight as `linear_output` takes it. weight: the parameter; in a graph perhaps its gradient's port."""
-        held = self._held(weight, plan)
+        held = Operand(self.weight_values()) if plan.held_as is HeldAs.DECODED else self._held(weight, plan)
         if plan.multiplies_codes:
             if plan.held_as is HeldAs.GATHERED and held.amax is not None:
                 self.weight_scaling.remember_amax(held.amax)
@@ -169,11 +173,16 @@ class Float8Linear(GuardedCodes):
         operand: Operand = scaling.weight_operand(held, "columns" if self.is_transposed else "rows")
         return operand
 
-    def weight_operand_again(self, weight: Tensor, amax: Tensor | None, plan: LinearPlan) -> Operand:
-        """Return the weight as `linear_gradients` takes it. amax: the one that `weight_operand` returned."""
-        held = self._held(weight, plan)
+    def weight_operand_again(self, saved: Operand, amax: Tensor | None, plan: LinearPlan) -> Operand:
+        """Return the weight as `linear_gradients` takes it.
+
+        saved: what `saved_weight` returned. amax: the one that `weight_operand` returned.
+        """
+        if plan.held_as is HeldAs.GATHERED:
+            saved = self._held(self.weight, plan)
         if plan.multiplies_codes:
-            return Operand(held.data if self.is_transposed else held.data.t(), held.dequant_scale)
+            return Operand(saved.data if self.is_transposed else saved.data.t(), saved.dequant_scale)
+        held = Operand(self.weight_values()) if plan.held_as is HeldAs.DECODED else saved
         scaling: Any = self._modules["weight_scaling"]
         side = "rows" if self.is_transposed else "columns"
         operand: Operand
@@ -183,41 +192,46 @@ class Float8Linear(GuardedCodes):
             operand = scaling.weight_operand_again(held, side, amax)
         return operand
 
+    def saved_weight(self, weight: Tensor, plan: LinearPlan) -> Operand:
+        """Return what waits for the backward pass: autograd checks that it is unchanged then."""
+        return Operand(weight) if plan.held_as is HeldAs.GATHERED else self._held(weight, plan)
+
     def _held(self, weight: Tensor, plan: LinearPlan) -> Operand:
-        """Return the weight in the form that the plan names: values, or codes with their scale and amax."""
+        """Return the weight in the form that it has: values, or codes with their scale and amax."""
+        if plan.held_as is HeldAs.VALUES:
+            # Not detached: autograd does not look into the function, and each call of torch costs the host.
+            return Operand(weight)
         if torch.compiler.is_compiling() or plan.held_as is HeldAs.GATHERED:
             weight = self.weight
-        if plan.held_as is HeldAs.GATHERED:
-            gathered: Any = weight  # a GatheredWeight of `gathered.py`
-            return Operand(gathered.codes, gathered.dequant_scale, gathered.whole_amax)
-        if plan.held_as is HeldAs.DECODED:
-            return Operand(self.weight_values())
-        # Not detached: autograd does not look into the function, and each call of torch costs the host.
-        return Operand(weight, self._buffers["weight_dequant_scale"], self._buffers["weight_amax"])
+        held: Any = weight
+        if plan.held_as is HeldAs.GATHERED:  # a GatheredWeight of `gathered.py`
+            return Operand(held.codes, held.dequant_scale, held.whole_amax)
+        return Operand(held.codes, held.dequant_scale, held.amax)
 
     def half_weight(self, *, transposed: bool = False) -> Tensor:
         """The weight in bf16, (N, K), or transposed, (K, N)."""
         values = self.weight_values(torch.bfloat16)
         return values if transposed == self.is_transposed else values.t()
 
-    def _stored_weight(self) -> ScaledCodes:
-        """The codes that the parameter holds."""
-        assert self.weight_dequant_scale is not None
-        return ScaledCodes(self.weight.detach(), self.weight_dequant_scale, ScaleKind.TENSOR)
+    @property
+    def encoded(self) -> Float8Weight | None:
+        """The weight, if it is held as codes."""
+        return self.weight if type(self.weight) is Float8Weight else None
 
     def hold_values(self) -> None:
         """Hold the weight as a plain parameter of fp32 values from now on, whose gradient is plain, too."""
-        if self.weight_dequant_scale is None:
+        if self.encoded is None:
             return
-        self.weight = nn.Parameter(self.weight_values(), requires_grad=self.weight.requires_grad)
-        self.weight_dequant_scale = self.weight_amax = self.weight_residual = self.gradient_position = None
+        self.weight = nn.Parameter(self.encoded.dequantize(), requires_grad=self.weight.requires_grad)
+        self.gradient_position = None
         self._open_port()
 
     def extra_repr(self) -> str:
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
         products = str(self.recipe) if self.fallback is Fallback.NONE else f"{self.fallback.name.lower()}, all in bf16"
         activation = "" if self.activation is None else f"after {self.activation}, "
-        return f"{activation}{shape}, weight={self.weight.dtype}, {products}"
+        held = self.weight.dtype if self.encoded is None else self.encoded.codes.dtype
+        return f"{activation}{shape}, weight={held}, {products}"
 
     def start_step(self, num_steps: int) -> None:
         """Prepare for the forward passes between two optimizer steps, after that many of them."""
@@ -242,30 +256,39 @@ class Float8Linear(GuardedCodes):
     def _settle(self) -> None:
         """Take the plan for the layer as it is now."""
         uses_fp8 = self.fallback is Fallback.NONE and (self.training or self.recipe.fp8_in_evaluation)
-        vars(self)["plan"] = plan_of(
-            self.recipe,
-            self._held_as(),
-            self.activation,
-            uses_fp8=uses_fp8,
-            is_transposed=self.is_transposed,
-            is_sampled=self.is_sampled and self.training,
-            keeps_products=self.keeps_products,
-        )
+        for name, held_as in (("plan", self._held_as()), ("values_plan", HeldAs.VALUES)):
+            vars(self)[name] = plan_of(
+                self.recipe,
+                held_as,
+                self.activation,
+                uses_fp8=uses_fp8,
+                is_transposed=self.is_transposed,
+                is_sampled=self.is_sampled and self.training,
+                keeps_products=self.keeps_products,
+            )
 
     def _held_as(self) -> HeldAs:
         if self.gathers_codes:
             return HeldAs.GATHERED
-        if self._buffers["weight_dequant_scale"] is None:
+        if self.encoded is None:
             return HeldAs.VALUES
-        if self.weight.dtype != E4M3:
+        if self.encoded.codes.dtype != E4M3:
             return HeldAs.SCALED
         return HeldAs.DECODED if self.recipe.weight.kind.is_blockwise else HeldAs.CODES
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and take another plan where the plan depends on it."""
+        if name == "weight":
+            self._note_replaced(value)
         super().__setattr__(name, value)
         if name in PLANNED_BY and "plan" in vars(self):
             self._settle()
+
+    def _note_replaced(self, new: Any) -> None:
+        """Let the optimizer of a weight find out that the layer holds another one."""
+        for weight, is_replaced in ((self._parameters.get("weight"), True), (new, False)):
+            if type(weight) is Float8Weight:
+                weight.state.is_replaced = is_replaced
 
     def get_extra_state(self) -> Tensor:
         """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback. int64, (4,)."""
@@ -283,15 +306,33 @@ class Float8Linear(GuardedCodes):
         """The scaling of each operand, by the operand's name."""
         return {name: self._modules[f"{name}_scaling"] for name in ("input", "weight", "grad_output")}  # type: ignore[misc]
 
+    def plain_tensors(self) -> Iterator[Tensor | None]:
+        """Yield the tensors that are values, and follow a cast."""
+        for parameter in (self.weight, self.bias):
+            if parameter is not None and type(parameter) is not Float8Weight:
+                yield from (parameter, parameter.grad)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with nullcontext() if self.whole_residual is None else self.whole_residual():
+            save_layer(self, super()._save_to_state_dict, destination, prefix, keep_vars=keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
+    ) -> None:
+        """Read what a layer of any level, or a plain one, has saved."""
+        with nullcontext() if self.whole_residual is None else self.whole_residual():
+            came_as_values = read_weight(self, state_dict, prefix, metadata, rest[-1])
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        if came_as_values:
+            missing[:] = [name for name in missing if name != prefix + "_extra_state"]
+
     def prepare_gradient(self) -> None:
-        if self.weight_dequant_scale is not None:
-            self.weight.grad_dtype = torch.float32
         self._open_port()
         if self.gradient_position is not None and self.weight.requires_grad:
             keep_gradient_in_fp8(self.weight, self.gradient_position)
 
     def _open_port(self) -> None:
-        self._gradient_port = None if self.weight_dequant_scale is None else open_port(self.weight, self.gradient_position)
+        self._gradient_port = None if self.encoded is None else open_port(self.weight, self.gradient_position)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what a copied or unpickled parameter loses: the dtype of its gradient and the hook."""
@@ -301,8 +342,17 @@ class Float8Linear(GuardedCodes):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         """Move to another device, or cast what is plain."""
-        super()._apply(fn, recurse)
-        self._open_port()
+        parameters, weight = self._parameters, self.encoded
+        if weight is None:
+            super()._apply(fn, recurse)
+            return self
+        self._parameters = {name: parameter for name, parameter in parameters.items() if name != "weight"}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters = {**parameters, **self._parameters}
+        weight.move(partial(moved, fn=fn))
+        self.prepare_gradient()
         return self
 
 
@@ -360,7 +410,7 @@ class Float8Products(torch.autograd.Function):
                 output_TN = output_TN + bias_N if torch.compiler.is_compiling() else output_TN.add_(bias_N)
         if settings.formats.activation is not None:
             saved = input, saved[1]  # not reshaped: other functions keep the same tensor
-        ctx.save_for_backward(*saved, weight, layer._buffers["weight_dequant_scale"], weight_amax)
+        ctx.save_for_backward(*saved, *layer.saved_weight(weight, plan), weight_amax)
         return _in_shape(output_TN, input)
 
     @staticmethod
@@ -371,7 +421,7 @@ class Float8Products(torch.autograd.Function):
         if ctx.is_empty:
             return zero_gradients(ctx, grad_output_TN)
         # Reading them checks that the weight is unchanged.
-        input_saved, input_number, weight, _, weight_amax = ctx.saved_tensors
+        input_saved, input_number, *held, weight_amax = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if formats.activation is not None:
             input_saved = input_saved.reshape(-1, layer.in_features)
@@ -383,7 +433,7 @@ class Float8Products(torch.autograd.Function):
         if rows or columns:
             grads = _grad_operands(layer, plan, grad_output_TN, ctx.grad_output, rows=rows, columns=columns)
             input = _input_again(layer, plan, formats, (input_saved, input_number), grad_output_TN) if columns else None
-            operand = layer.weight_operand_again(weight, weight_amax, plan) if rows else None
+            operand = layer.weight_operand_again(Operand(*held), weight_amax, plan) if rows else None
             sides = "both" if rows and columns else "rows" if rows else "columns"
             dtypes = (ctx.input_dtype, ctx.grad_weight_dtype)
             gradients = kernels.linear_gradients(*grads, input, operand, formats, sides, dtypes)

@@ -18,6 +18,7 @@ from octet.worker import kernels
 from octet.worker.fp8.casts import KeepsDtypes
 from octet.worker.fp8.handoff import NOTHING, Codes, Handoff, amax_in_graph
 from octet.worker.fp8.recipe import Recipe
+from octet.worker.fp8.stored import keep_in_metadata, kept_in_metadata
 from octet.worker.kernels import KnownScale, Operand, QuantizedOperand, ScaledCodes, ScaleKind
 from octet.worker.kernels.operands import Scaling
 from octet.worker.kernels.sampling import NUM_MEASURES, sampled_rows
@@ -213,8 +214,14 @@ class OperandScaling(KeepsDtypes):
     def extra_repr(self) -> str:
         return f"{self.format}, {self.format.kind.value} scales"
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        keep_in_metadata(destination, prefix, REMEMBERED)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         """Start afresh where the state dict, of a plain model or another recipe, remembers nothing or in another shape."""
+        for name, kept in kept_in_metadata(metadata).items():
+            state_dict.setdefault(prefix + name, kept)
         own = {name: buffer for name, buffer in self.named_buffers() if name in REMEMBERED}
         saved = {name: state_dict[prefix + name] for name in REMEMBERED if prefix + name in state_dict}
         is_whole = len(saved) in (0, len(REMEMBERED))  # of a damaged one, torch says what is missing
@@ -222,7 +229,7 @@ class OperandScaling(KeepsDtypes):
             for name in saved:
                 del state_dict[prefix + name]
             state_dict.update({prefix + name: torch.zeros_like(buffer) for name, buffer in own.items()})
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
     def _by_own_amax(self, x: Tensor, sides: str, amax: Tensor | None) -> QuantizedOperand:
         """amax: fp32 (), of x, where it is known."""

@@ -13,9 +13,7 @@ from octet.api_schemas.recipe import GemmName
 from octet.worker.fp8.recipe import ALL_GEMMS, Recipe
 from octet.worker.kernels import LinearFormats
 
-PLANNED_BY = frozenset(
-    ("training", "fallback", "activation", "weight", "weight_dequant_scale", "gathers_codes", "keeps_products")
-)
+PLANNED_BY = frozenset(("training", "fallback", "activation", "weight", "gathers_codes", "keeps_products"))
 """The attributes of a layer that its plan depends on. It is also sampled in some steps (`Float8Linear.start_step`)."""
 
 

@@ -1,55 +1,168 @@
-"""A linear layer's weight in a state dict: under a name that says what it is, and read whatever level saved it.
+"""A linear layer's weight in a state dict: values under the names of a plain layer, or exact parts where they are asked for.
 
-`weight` are values. `weight_codes` are codes, with `weight_dequant_scale`, `weight_amax` and `weight_residual`: a plain layer
-finds no `weight` there, and says so. A layer of any level reads both: values are encoded as the layer holds its weight, codes
-of another storage are decoded first.
+`model.state_dict()` has the names and the values of a plain model. What a layer remembers besides (its scale, counts, windows
+of delayed scaling) travels in the state dict's metadata, where torch keeps the versions of modules: whoever loads the dict as
+it is continues exactly, and whoever does not know of it finds nothing strange.
+
+`exact_state_dict(model)` has the parts: `weight_codes`, with `weight_dequant_scale`, `weight_amax`, `weight_residual`, and the
+rest under names of its own. Checkpoints are made of it. A layer of any level reads all of this.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from octet.worker import kernels
-from octet.worker.fp8.weights import EncodedWeight
+from octet.worker.fp8.weight import Float8Weight
 
 CODES = "weight_codes"
 PARTS = ("weight_dequant_scale", "weight_amax", "weight_residual")
+WIDE = "weight_wide"
 _SCALINGS = ("input_scaling.", "weight_scaling.", "grad_output_scaling.")
 _EXTRA_STATE = "_extra_state"
-
-Encode = Callable[[Tensor], EncodedWeight]
-"""Makes what a layer holds of fp32 values."""
-
-
-def name_codes(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """After a layer has saved its tensors: say that its weight are codes, in the place where it stands."""
-    if layer._buffers.get("weight_dequant_scale") is not None:
-        for name in [name for name in state if name.startswith(prefix)]:
-            state[prefix + CODES if name == prefix + "weight" else name] = state.pop(name)
+_OWN_METADATA = "octet"
+_is_exact: ContextVar[bool] = ContextVar("exact_state_dict", default=False)
 
 
-def read_weight(layer: nn.Module, state: dict[str, Any], prefix: str, encode: Encode | None = None) -> bool:
-    """Change a layer's part of a state dict into what the layer copies. Returns whether the weight came as values.
+class Layer(Protocol):
+    """A layer that may hold its weight as codes."""
 
-    encode: of a layer that holds codes. Raises ValueError for codes without their scale.
+    weight: nn.Parameter
+    _parameters: Any
+
+    @property
+    def encoded(self) -> Float8Weight | None:
+        """The weight, if it is held as codes."""
+
+
+def exact_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:
+    """Return a state dict with codes, scales and all that layers remember under names of their own.
+
+    A converted model loads it as it loads any state dict, bit for bit at the same level. options: of `nn.Module.state_dict`.
     """
-    own = {name: state[prefix + name] for name in ("weight", CODES, *PARTS) if prefix + name in state}
-    if CODES not in own and "weight_dequant_scale" in own and "weight" in own:
-        own[CODES] = own.pop("weight")  # as saved before codes had a name of their own
-    if CODES in own and "weight_dequant_scale" not in own:
-        raise ValueError(f"{prefix}{CODES} came without {prefix}weight_dequant_scale; allowed: both, or {prefix}weight.")
-    if CODES in own and encode is not None and _is_same_storage(layer, own):
-        loaded, came_as_values = {("weight" if name == CODES else name): part for name, part in own.items()}, False
-    elif own:
-        values, came_as_values = _decode(own) if CODES in own else own["weight"], CODES not in own
-        loaded = {"weight": values} if encode is None else _parts(encode(values))
+    with exact_names():
+        state: dict[str, Any] = model.state_dict(**options)
+        return state
+
+
+@contextmanager
+def exact_names() -> Iterator[None]:
+    """Inside, state dicts of converted models have exact parts."""
+    token = _is_exact.set(True)
+    try:
+        yield
+    finally:
+        _is_exact.reset(token)
+
+
+def keep_in_metadata(destination: dict[str, Any], prefix: str, names: tuple[str, ...]) -> None:
+    """Move a module's entries of a state dict into its metadata, unless exact names are asked for."""
+    if _is_exact.get():
+        return
+    held = {name: destination.pop(prefix + name) for name in names if prefix + name in destination}
+    note_in_metadata(destination, prefix, held)
+
+
+def note_in_metadata(destination: dict[str, Any], prefix: str, held: dict[str, Any]) -> None:
+    """Keep tensors of a module beside its version in a state dict; a dict of a caller's own may have no place for them."""
+    places = getattr(destination, "_metadata", None)
+    if places is not None and held:
+        own = places.setdefault(prefix[:-1], {}).setdefault(_OWN_METADATA, {})
+        own.update({name: part.detach().clone() for name, part in held.items()})
+
+
+def kept_in_metadata(metadata: dict[str, Any]) -> dict[str, Tensor]:
+    """Return what `keep_in_metadata` has kept for a module."""
+    kept: dict[str, Tensor] = metadata.get(_OWN_METADATA, {})
+    return kept
+
+
+def save_layer(layer: Layer, save: Callable[..., None], destination: dict[str, Any], prefix: str, *, keep_vars: bool) -> None:
+    """Save a layer's own tensors. save: torch's method, which does it for a plain layer."""
+    weight, parameters = layer.encoded, layer._parameters
+    layer._parameters = {name: held for name, held in parameters.items() if weight is None or name != "weight"}
+    try:
+        if weight is not None:  # in its place, before the bias
+            destination[prefix + "weight"] = None
+        save(destination, prefix, keep_vars)
+    finally:
+        layer._parameters = parameters
+    if weight is None:
+        keep_in_metadata(destination, prefix, (_EXTRA_STATE,))
+    elif _is_exact.get():
+        _name_parts(destination, prefix, weight, keep_vars=keep_vars)
     else:
-        return False
-    for name in ("weight", *own):
-        state.pop(prefix + name, None)
-    state.update({prefix + name: part for name, part in loaded.items()})
+        destination[prefix + "weight"] = weight if keep_vars else weight.dequantize()
+        note_in_metadata(destination, prefix, {"dequant_scale": weight.dequant_scale, "amax": weight.amax})
+        keep_in_metadata(destination, prefix, (_EXTRA_STATE,))
+
+
+def _name_parts(destination: dict[str, Any], prefix: str, weight: Float8Weight, *, keep_vars: bool) -> None:
+    own = {name: destination.pop(name) for name in [name for name in destination if name.startswith(prefix)]}
+    extra = own.pop(prefix + _EXTRA_STATE, None)
+    del own[prefix + "weight"]
+    destination[prefix + CODES] = weight.codes if keep_vars else weight.codes.detach()
+    destination.update(own)
+    for name, part in zip(PARTS, (weight.dequant_scale, weight.amax, weight.residual), strict=True):
+        if part is not None:
+            destination[prefix + name] = part if keep_vars else part.detach()
+    if weight.state.wide is not None:
+        destination[prefix + WIDE] = weight.state.wide
+    if extra is not None:
+        destination[prefix + _EXTRA_STATE] = extra
+
+
+def read_weight(layer: Layer, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], errors: list[str]) -> bool:
+    """Load a layer's weight from what a layer of any level, or a plain one, has saved. Torch loads the rest afterwards.
+
+    Returns True if the weight came as values. Raises ValueError for codes without their scale.
+    """
+    own = take_weight(state_dict, prefix)
+    came_as_values = "weight" in own
+    kept = kept_in_metadata(metadata)
+    if _EXTRA_STATE in kept:
+        state_dict.setdefault(prefix + _EXTRA_STATE, kept[_EXTRA_STATE])
+    weight = layer.encoded
+    if weight is None and own:
+        state_dict[prefix + "weight"] = own["weight"] if came_as_values else decode(own)
+    elif weight is not None and own:
+        _load_weight(weight, own, kept, prefix, errors)
+        state_dict[prefix + "weight"] = weight  # torch copies it into itself, and keeps it where it would assign
     return came_as_values
+
+
+def _load_weight(weight: Float8Weight, own: dict[str, Tensor], kept: dict[str, Tensor], prefix: str, errors: list[str]) -> None:
+    shape = own.get(CODES, own.get("weight", weight)).shape
+    if shape != weight.shape:
+        errors.append(
+            f"size mismatch for {prefix}weight: copying a param with shape {shape} from checkpoint, the shape in current "
+            f"model is {weight.shape}."
+        )
+        return
+    if CODES in own and _is_same_storage(weight, own):
+        weight.assign_codes(own[CODES], own[PARTS[0]], own[PARTS[1]], own.get(PARTS[2]))
+        if WIDE in own:
+            weight.state.wide, weight.state.is_assigned = own[WIDE].to(weight.device, copy=True), False
+    else:
+        values = own["weight"] if "weight" in own else decode(own)
+        weight.assign(values, kept.get("dequant_scale"), kept.get("amax"))
+
+
+def take_weight(state: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+    """Take what belongs to a weight out of a state dict: `weight`, or codes with their parts, under names of today.
+
+    Raises ValueError for codes without their scale.
+    """
+    names = ("weight", CODES, *PARTS, WIDE)
+    own = {name: state.pop(prefix + name) for name in names if prefix + name in state}
+    if CODES not in own and PARTS[0] in own and "weight" in own:
+        own[CODES] = own.pop("weight")  # as saved before codes had a name of their own
+    if CODES in own and PARTS[0] not in own:
+        raise ValueError(f"{prefix}{CODES} came without {prefix}{PARTS[0]}; allowed: both, or {prefix}weight.")
+    return own
 
 
 def make_plain(state: dict[str, Any], prefix: str) -> None:
@@ -60,9 +173,11 @@ def make_plain(state: dict[str, Any], prefix: str) -> None:
 
 def put_values(state: dict[str, Any], prefix: str, values: Tensor | None = None) -> None:
     """Replace a layer's codes in a state dict by fp32 values, if it has any. values: finer ones than those of the codes."""
-    own = {name: state.pop(prefix + name) for name in (CODES, *PARTS) if prefix + name in state}
+    own = take_weight(state, prefix)
     if CODES in own:
-        state[prefix + "weight"] = _decode(own) if values is None else values
+        own["weight"] = decode(own) if values is None else values
+    if "weight" in own:
+        state[prefix + "weight"] = own["weight"]
 
 
 def drop_history(state: dict[str, Any], prefix: str) -> None:
@@ -72,18 +187,14 @@ def drop_history(state: dict[str, Any], prefix: str) -> None:
             del state[name]
 
 
-def _is_same_storage(layer: nn.Module, own: dict[str, Tensor]) -> bool:
-    has_residual = layer._buffers.get("weight_residual") is not None
-    return own[CODES].dtype == layer.get_parameter("weight").dtype and ("weight_residual" in own) == has_residual
+def _is_same_storage(weight: Float8Weight, own: dict[str, Tensor]) -> bool:
+    return own[CODES].dtype == weight.codes.dtype and (PARTS[2] in own) == (weight.residual is not None)
 
 
-def _decode(own: dict[str, Tensor]) -> Tensor:
-    """The fp32 values."""
-    if "weight_residual" in own:
-        return kernels.split_dequantize(own[CODES], own["weight_residual"], own["weight_dequant_scale"])
-    return kernels.dequantize(own[CODES], own["weight_dequant_scale"])
-
-
-def _parts(encoded: EncodedWeight) -> dict[str, Tensor]:
-    parts = zip(("weight", *PARTS), encoded, strict=True)
-    return {name: part for name, part in parts if part is not None}
+def decode(own: dict[str, Tensor]) -> Tensor:
+    """Return the fp32 values of exact parts."""
+    if WIDE in own:
+        return own[WIDE]
+    if PARTS[2] in own:
+        return kernels.split_dequantize(own[CODES], own[PARTS[2]], own[PARTS[0]])
+    return kernels.dequantize(own[CODES], own[PARTS[0]])

@@ -11,7 +11,7 @@ lose most of them. Readers see `wide` while it is there; `settle` drops it.
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octet.worker import kernels
 from octet.worker.fp8 import collectives
-from octet.worker.fp8.weights import EncodedWeight, decode_values, encode_values
+from octet.worker.fp8.weights import EncodedWeight, amax_of, decode_values, encode_values
 from octet.worker.kernels.formats import E4M3, FP16, Format
 from octet.worker.kernels.torch_private import (
     correct_aliasing,
@@ -150,15 +150,56 @@ class Float8Weight(Tensor):
         values = _values(self)
         return values.clone() if values is self.state.wide or values._base is not None else values
 
-    def assign(self, values: Tensor) -> None:
-        """Hold other values, of the same shape: rounded to nearest at once."""
-        with torch.no_grad():
-            self.copy_(values)
+    @torch.no_grad()
+    def assign(self, values: Tensor, dequant_scale: Tensor | None = None, amax: Tensor | None = None) -> None:
+        """Hold other values, of the same shape: rounded to nearest at once.
+
+        dequant_scale, amax: fp32 (), of the weight that the values were read from. Its codes return bit for bit, unless the
+        values were changed so much since that the scale does not fit them.
+        """
+        values = values.detach().to(self.device, torch.float32).expand(self.shape)
+        if dequant_scale is None or amax is None or self.dequant_scale.dim() or self.state.reduce_amax is not None:
+            encoded = _encoded(self, values)
+        else:
+            scale, known, own = (number.to(self.device) for number in (dequant_scale, amax, amax_of(values)))
+            fits = (own - known).abs() <= known * 2.0**-self.format.mantissa_bits
+            is_known = bool(fits & (own <= scale * self.format.max))
+            own_residual = self.state.residual is not None
+            numbers = {"amax": known, "dequant_scale": scale} if is_known else {"amax": own}
+            encoded = encode_values(values, self.codes.dtype, has_residual=own_residual, **numbers)
+        _hold(self, encoded, values.clone() if self.state.has_master else None, is_assigned=True)
 
     def hold_codes(self, codes: Tensor, residual: Tensor | None) -> None:
         """Hold codes that lie elsewhere, as ZeRO does. For the weight itself, not for a view; aliases do not follow."""
         self.codes = self.state.codes = codes
         self.residual = self.state.residual = residual
+
+    @torch.no_grad()
+    def assign_codes(self, codes: Tensor, dequant_scale: Tensor, amax: Tensor, residual: Tensor | None) -> None:
+        """Hold codes of the weight's own format, exactly. A master weight that does not round to them is made again."""
+        for part, new in zip(self._parts().values(), (codes, dequant_scale, amax, residual), strict=True):
+            if part is not None:
+                assert new is not None
+                part.copy_(new)
+        self.state.wide, self.state.has_new_codes = None, True
+        _note_write(self.state)
+
+    def move(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Hold the parts that a function makes of them, elsewhere. The parameter stays the same object.
+
+        Its hooks, and the dtype of its gradient, are lost: whoever moves it installs them again.
+        """
+        parts = {name: None if part is None else change(part) for name, part in self._parts().items()}
+        if parts["codes"] is self.codes:
+            return
+        gradient = self.grad
+        moved = Float8Weight(**parts)  # type: ignore[arg-type]
+        moved.state = replace(self.state, codes=moved.codes, residual=moved.residual)
+        if moved.state.wide is not None:
+            moved.state.wide = change(moved.state.wide)
+        self.grad = None
+        _become(self, moved)
+        self.grad = None if gradient is None else change(gradient)
 
     @torch.no_grad()
     def settle(self, draw: Draw | None = None) -> None:
@@ -314,6 +355,24 @@ torch.serialization.add_safe_globals([rebuild, Float8Weight])
 def stored(parameter: Tensor) -> Tensor:
     """Return the tensor that lies in memory for a parameter: a weight's codes, or the parameter itself."""
     return parameter.codes if type(parameter) is Float8Weight else parameter
+
+
+def hold(parameter: Tensor, held: Tensor) -> None:
+    """Let a parameter lie in other memory: a weight's codes, or the values of another parameter."""
+    if type(parameter) is Float8Weight:
+        parameter.hold_codes(held, parameter.residual)
+    else:
+        parameter.data = held
+
+
+def tensors_in_memory(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the plain tensors in which a model's parameters and buffers are held."""
+    for parameter in model.parameters():
+        yield stored(parameter)
+    for parameter in model.parameters():
+        if type(parameter) is Float8Weight:
+            yield from (part for name, part in parameter._parts().items() if part is not None and name != "codes")
+    yield from model.buffers()
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -474,14 +533,20 @@ def _of_master(master: dict[str, Tensor], like: Tensor) -> Tensor:
 
 def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> None:
     """Hold other values of the whole weight, of which `weight` is an alias or a view."""
+    state, is_whole = weight.state, _is_whole(weight)
+    keeps = state.has_master or not is_finished or (state.wide is not None and not is_whole)
+    is_assigned = is_finished and (state.wide is None or state.is_assigned or is_whole)
+    _hold(weight, _encoded(weight, values), values if keeps else None, is_assigned=is_assigned)
+
+
+def _hold(weight: Float8Weight, encoded: EncodedWeight, wide: Tensor | None, *, is_assigned: bool) -> None:
     state = weight.state
-    for part, new in zip((state.codes, weight.dequant_scale, weight.amax, state.residual), _encoded(weight, values), strict=True):
+    parts = (state.codes, weight.dequant_scale, weight.amax, state.residual)
+    for part, new in zip(parts, encoded, strict=True):
         if part is not None:
+            assert new is not None
             part.copy_(new)
-    keeps = state.has_master or not is_finished or (state.wide is not None and not _is_whole(weight))
-    state.is_assigned = is_finished and (state.wide is None or state.is_assigned or _is_whole(weight))
-    state.wide = values if keeps else None
-    state.has_new_codes = True
+    state.wide, state.is_assigned, state.has_new_codes = wide, is_assigned, True
     _note_write(state)
 
 
@@ -551,6 +616,8 @@ def _copy_(_func: Any, target: Any, source: Any, non_blocking: bool = False) -> 
     """Copy parts where both are weights of one format and no write waits; else values."""
     if type(target) is not Float8Weight or type(source) is not Float8Weight or target.shape != source.shape:
         return NotImplemented
+    if target.codes is source.codes:
+        return target
     if source.state.wide is not None or source.state.master is not None or not _are_alike(target, source):
         return NotImplemented
     if not _is_whole(target) and target.dequant_scale is not source.dequant_scale:
@@ -635,6 +702,24 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def parameter_of(encoded: EncodedWeight, requires_grad: bool = True) -> nn.Parameter:
-    """Return a parameter that holds encoded values."""
-    return nn.Parameter(Float8Weight(*encoded), requires_grad)
+def hold_encoded(parameter: nn.Parameter, encoded: EncodedWeight) -> None:
+    """Turn a parameter into a weight that holds encoded values. It stays the same object, in groups and ties.
+
+    Raises ValueError if an autograd graph, or a weak reference, still refers to it.
+    """
+    gradient, parameter.grad = parameter.grad, None
+    _become(parameter, Float8Weight(*encoded))
+    parameter.grad = gradient
+
+
+def _become(parameter: Tensor, weight: Float8Weight) -> None:
+    weight.requires_grad_(parameter.requires_grad)
+    mark_as_parameter(weight)
+    try:
+        torch.utils.swap_tensors(parameter, weight)
+    except RuntimeError as error:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} cannot become a weight of codes, or move: {error}; allowed: "
+            "parameters that no autograd graph and no weak reference refers to. Delete the loss and outputs of earlier passes, "
+            "or call it before the first pass."
+        ) from error

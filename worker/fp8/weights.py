@@ -49,21 +49,29 @@ def amax_of(values: Tensor) -> Tensor:
 
 
 def encode_values(
-    values: Tensor, dtype: torch.dtype, *, has_residual: bool = False, amax: Tensor | None = None
+    values: Tensor,
+    dtype: torch.dtype,
+    *,
+    has_residual: bool = False,
+    amax: Tensor | None = None,
+    dequant_scale: Tensor | None = None,
 ) -> EncodedWeight:
     """Return codes of FP16 or E4M3 with one scale, rounded to nearest.
 
     has_residual: E4M3 codes are refined by an INT8 residual. amax: of the whole weight, if the
-    values are only a part of it. Apart from the result this takes the memory of temporaries of
+    values are only a part of it. dequant_scale: by default that of the amax.
+
+    Apart from the result this takes the memory of temporaries of
     PIECE_ELEMENTS elements, and of a copy of values that are not contiguous.
     """
     values = values.detach().contiguous()
     amax = amax_of(values) if amax is None else amax
     codes = torch.empty(values.shape, dtype=dtype, device=values.device)
-    dequant_scale = kernels.dequant_scale_from_amax(amax, dtype)
+    if dequant_scale is None:
+        dequant_scale = kernels.dequant_scale_from_amax(amax, dtype)
     if not has_residual:
         for piece, place in in_pieces(values, codes):
-            place.copy_(kernels.quantize(piece.float(), dtype, amax=amax)[0])
+            place.copy_(kernels.encode(piece.float(), dequant_scale, dtype))
         return EncodedWeight(codes, dequant_scale, amax)
     residual = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     for piece, *places in in_pieces(values, codes, residual):

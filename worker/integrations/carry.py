@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from octet.worker.checkpoint.resume import load_model, make_masters
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
-from octet.worker.fp8.stored import CODES
-from octet.worker.prepare.export_state_dict import as_plain, drop_codes
+from octet.worker.fp8.stored import CODES, exact_state_dict, take_weight
+from octet.worker.prepare.export_state_dict import as_plain
 
 MODEL_STATE = "octet_model_state"
 """The key in an optimizer's state dict."""
@@ -27,7 +27,7 @@ class _Carrier:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict with the tensors of the model that are no values of a plain model."""
-        held = self.model.state_dict()
+        held = exact_state_dict(self.model)
         plain = as_plain(self.model, held)
         own = {name: tensor for name, tensor in held.items() if plain.get(name) is not tensor}
         return type(self.optimizer).state_dict(self.optimizer) | {MODEL_STATE: own}
@@ -54,13 +54,11 @@ class _Carrier:
 
     def _completed(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the carried state, with the values that the model has loaded from elsewhere."""
-        state = self.model.state_dict()
+        state = exact_state_dict(self.model)
         state.pop(STATE_BUFFER, None)
         for name in saved:
             if name.rpartition(".")[2] == CODES:
-                prefix = name.removesuffix(CODES)
-                drop_codes(state, prefix)
-                state.pop(prefix + "weight", None)
+                take_weight(state, name.removesuffix(CODES))
         return state | saved
 
 

@@ -6,20 +6,19 @@ addresses, and the dtypes and sizes of parameters. Gradients are not compared; `
 addresses in each step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import compress
 from operator import is_, not_
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from octet.worker.fp8.weight import stored
 from octet.worker.optim.fused import Rows
 from octet.worker.optim.rules.rule import Group
 from octet.worker.optim.states import OptimizerStates
-from octet.worker.optim.weights import QuantizedWeight
 
-_OF_HOLDERS = ("weight", "weight_dequant_scale", "weight_amax", "weight_residual")
 _Updates = Sequence[tuple[Tensor, Group]]
 
 
@@ -34,9 +33,8 @@ class AddressCache:
         """updates: each parameter of the step and its group, in the order of the rows."""
         self.rows = rows
         weights = map(optimizer.quantized.get, [parameter for parameter, _ in updates])
-        self._slots = [slot for weight in weights if weight is not None for slot in _slots(weight)]
-        masters = [row.update.weight for row in rows.rows]
-        self._holders = [weight.holder for weight in masters if weight is not None and weight.needs_master]
+        self._weights = [weight for weight in weights if weight is not None]
+        self._written = [weight.weight.state for weight in self._weights]
         self._objects, self._values = self._identify(optimizer, updates), self._read(optimizer, updates)
 
     def is_unchanged(self, optimizer: OptimizerStates, updates: _Updates) -> bool:
@@ -46,21 +44,23 @@ class AddressCache:
             len(objects) == len(self._objects)
             and all(map(is_, objects, self._objects))
             and self._read(optimizer, updates) == self._values
-            and not any(holder.has_new_codes or holder.initial_values is not None for holder in self._holders)
+            and not any(state.wide is not None or state.is_replaced for state in self._written)
+            and not any(state.has_master and state.has_new_codes for state in self._written)
         )
 
     def _identify(self, optimizer: OptimizerStates, updates: _Updates) -> list[Any]:
         """Return, in a fixed order, what is compared by identity: states on the host, groups, parameters and weights."""
         parameters, groups = [parameter for parameter, _ in updates], [group for _, group in updates]
         origins, weights = map(optimizer.origins.get, parameters), map(optimizer.quantized.get, parameters)
-        held = [slots[name] for slots, name in self._slots if name == "weight"]
-        return [optimizer.host_states, *optimizer.param_groups, *groups, *parameters, *origins, *weights, *held]
+        return [optimizer.host_states, *optimizer.param_groups, *groups, *parameters, *origins, *weights]
 
     def _read(self, optimizer: OptimizerStates, updates: _Updates) -> list[Any]:
         """Return what is compared by value: addresses, the rest that rows depend on, codecs of groups, and `fused`."""
-        parameters = [parameter for parameter, _ in updates]
-        parts = [slots[name] for slots, name in self._slots]
-        for state in map(optimizer.state.get, parameters):
+        parameters = [stored(parameter) for parameter, _ in updates]
+        parts: list[Any] = []
+        for weight in self._weights:
+            parts += (weight.dequant_scale, weight.amax, weight.residual, weight.elements)
+        for state in map(optimizer.state.get, [parameter for parameter, _ in updates]):
             for value in () if state is None else state.values():
                 if isinstance(value, dict):
                     parts += value.values()
@@ -84,13 +84,3 @@ class AddressCache:
 def _is_tensor(kind: type) -> bool:
     """Return True for a class of tensors. Cached, since torch takes longer for this check than all else done to a part."""
     return issubclass(kind, Tensor)
-
-
-def _slots(weight: QuantizedWeight) -> list[tuple[Mapping[str, Any], str]]:
-    """Return where the tensors of a weight are kept: (names, name). Attributes of a layer would take longer to read."""
-    holder: Any = weight.holder
-    slots: list[tuple[Mapping[str, Any], str]] = [(vars(weight), name) for name in ("piece", "own_residual", "elements")]
-    for name in _OF_HOLDERS:
-        places: list[Mapping[str, Any]] = [holder._parameters, holder._buffers] if isinstance(holder, nn.Module) else []
-        slots.append((next((place for place in places if name in place), vars(holder)), name))
-    return slots

@@ -1,6 +1,5 @@
 """Take over an optimizer for a level: its parameter groups, and its states if it has stepped."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,16 +8,13 @@ from octet.api_schemas.levels import Level
 from octet.worker.optim.optimizer import LowBitOptimizer
 from octet.worker.optim.registry import OPTIMIZERS
 from octet.worker.optim.rules.adam import LowBitAdamW
-from octet.worker.optim.weights import QuantizedWeight
 
 REPRESENTABLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, *OPTIMIZERS)
 _UNREPRESENTABLE_OPTIONS = ("amsgrad", "differentiable")
 _IMPLEMENTATION_OPTIONS = ("foreach", "capturable", "fused")  # how torch computes; the result is the same
 
 
-def adopt(
-    optimizer: torch.optim.Optimizer, level: Level, *, quantized: Iterable[QuantizedWeight] = (), seed: int = 0
-) -> LowBitOptimizer:
+def adopt(optimizer: torch.optim.Optimizer, level: Level, *, seed: int = 0) -> LowBitOptimizer:
     """Return an optimizer with the groups, hyperparameters and states of another one, its states stored as the level says.
 
     torch's Adam and AdamW become a `LowBitAdamW`; an optimizer of `OPTIMIZERS` becomes one of its own class. A group may
@@ -37,7 +33,6 @@ def adopt(
     adopted = optimizer_class(
         [own_options(group, optimizer) for group in optimizer.param_groups],
         optimizer_class.rule.defaults(**own),
-        quantized=quantized,
         seed=seed,
         all_ranks_finite=getattr(optimizer, "all_ranks_finite", None),
     )

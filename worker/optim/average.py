@@ -16,6 +16,7 @@ from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.layout import layout_of
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.stored import drop_history
+from octet.worker.fp8.weight import Float8Weight
 
 
 class AveragedModel(swa_utils.AveragedModel):
@@ -74,7 +75,7 @@ class AveragedModel(swa_utils.AveragedModel):
         """Take the present values into the average; the first call copies them. One weight at a time is decoded."""
         num_averaged, is_first = self.n_averaged, not self._has_begun and bool(self.n_averaged == 0)
         pairs = list(zip(self.module.parameters(), _values(model), strict=True))
-        buffers = list(zip(self.module.buffers(), _buffers(model), strict=True))
+        buffers = [(mine, theirs.detach) for mine, theirs in zip(self.module.buffers(), model.buffers(), strict=True)]
         for averaged, read in [*pairs, *buffers]:
             value = read().to(averaged.device)
             is_averaged = not is_first and (self.use_buffers or isinstance(averaged, nn.Parameter))
@@ -91,23 +92,5 @@ class AveragedModel(swa_utils.AveragedModel):
 
 def _values(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
     """A function for each parameter, in their order, that returns its values."""
-    encoded = {id(layer.weight): layer for layer in _encoded_layers(model)}
     for parameter in model.parameters():
-        yield encoded[id(parameter)].weight_values if id(parameter) in encoded else parameter.detach
-
-
-def _buffers(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """A function for each buffer that returns it; not for those that belong to codes, which the average has none of."""
-    of_codes = {
-        id(buffer)
-        for layer in _encoded_layers(model)
-        for buffer in (layer.weight_dequant_scale, layer.weight_amax, layer.weight_residual)
-    }
-    for buffer in model.buffers():
-        if id(buffer) not in of_codes:
-            yield buffer.detach
-
-
-def _encoded_layers(model: nn.Module) -> list[Float8Linear]:
-    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    return [layer for layer in layers if layer.weight_dequant_scale is not None]
+        yield parameter.dequantize if type(parameter) is Float8Weight else parameter.detach

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.weight import stored
 from octet.worker.kernels.cuda import optimizer as kernel
 from octet.worker.kernels.cuda import optimizer_tables as tables
 from octet.worker.kernels.held import hold
@@ -174,13 +175,13 @@ def _addresses(update: Update, rule: Rule) -> list[int]:
     """The parameter's row, without its gradient. `AddressCache` compares everything that is read here."""
     parameter, state, weight = update.parameter, update.state, update.weight
     row = [0] * tables.NUM_PARAMETER_COLUMNS.value
-    row[_WEIGHT] = parameter.data_ptr()
+    row[_WEIGHT] = stored(parameter).data_ptr()
     if weight is not None:
         row[_WEIGHT_SCALE], row[_AMAX] = weight.dequant_scale.data_ptr(), weight.amax.data_ptr()
-        residual = None if parameter.dtype == torch.float16 else weight.residual
+        residual = weight.residual
         if residual is not None:
             row[_REFINEMENT] = residual.data_ptr()
-        elif parameter.dtype != torch.float16:  # the codes alone are too coarse
+        elif weight.needs_master:
             master = state["master_weights"]
             row[_REFINEMENT], row[_MASTER_SCALE] = master["codes"].data_ptr(), master["dequant_scale"].data_ptr()
     column = _STATES

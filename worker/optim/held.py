@@ -16,7 +16,7 @@ from octet.worker.optim.weights import QuantizedWeight
 class HeldParameter:
     """A parameter with what the optimizer keeps for it. The tensors are the optimizer's own: a step changes them in place.
 
-    parameter: codes where `weight` is not None, else values; a 1-D piece of the model's parameter under ZeRO.
+    parameter: of the model; under ZeRO a 1-D piece of it, of codes where `weight` is not None.
     state: by name the stored states, dicts of tensors, and `step`; empty before they are allocated.
     codecs: the name of each state's codec, in the rule's order.
     """

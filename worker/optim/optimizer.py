@@ -30,7 +30,7 @@ class LowBitOptimizer(OptimizerStates):
 
     params: parameters or groups, as for any torch optimizer; plain fp32, bf16 and fp16 ones are trained as they are.
     defaults: the rule's hyperparameters, where a group has none of its own.
-    quantized: parameters stored as codes × dequant_scale. E4M3 codes without a residual get an FP16 master weight.
+    Of a `Float8Weight` it steps the parts. E4M3 codes without a residual get an FP16 master weight.
     all_ranks_finite: given whether this rank's gradients are finite (a 0-dim bool), returns whether those of all ranks are.
     fused: one pass by Triton kernels, for which the host does not wait; by default on CUDA. Parameters that are not contiguous
     are stepped by plain torch everywhere.

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from octet.worker.common.deferred import sliceable
+from octet.worker.fp8.weight import Float8Weight, stored
 from octet.worker.mesh import Cut, SavedStates
 from octet.worker.optim.codecs import CODECS, select_entries, zeros
 from octet.worker.optim.optimizer import LowBitOptimizer
 from octet.worker.optim.rules.rule import Group
-from octet.worker.optim.weights import QuantizedWeight, master_of
+from octet.worker.optim.weights import QuantizedWeight, link_master, master_of
 
 
 def cut_into_pieces(optimizer: LowBitOptimizer, elements: Mapping[nn.Parameter, range]) -> None:
@@ -39,15 +40,16 @@ def cut_into_pieces(optimizer: LowBitOptimizer, elements: Mapping[nn.Parameter, 
 
 def make_piece(parameter: nn.Parameter, elements: range) -> nn.Parameter:
     """Some elements of a contiguous parameter as a parameter, 1-D, in the same memory."""
-    with sliceable(parameter):
-        piece = nn.Parameter(parameter.detach().view(-1)[elements.start : elements.stop], parameter.requires_grad)
+    with sliceable(stored(parameter)) as held:
+        piece = nn.Parameter(held.detach().view(-1)[elements.start : elements.stop], parameter.requires_grad)
     piece.grad_dtype = parameter.grad_dtype
     return piece
 
 
 def shares_memory(piece: Tensor, parameter: Tensor, first_element: int) -> bool:
     """Return True if a piece still lies in the parameter's memory; a move to another device, or an assignment, ends that."""
-    return piece.numel() == 0 or piece.data_ptr() == parameter.data_ptr() + first_element * parameter.element_size()
+    held = stored(parameter)
+    return piece.numel() == 0 or piece.data_ptr() == held.data_ptr() + first_element * held.element_size()
 
 
 def _cut(optimizer: LowBitOptimizer, parameter: nn.Parameter, elements: range) -> nn.Parameter:
@@ -57,7 +59,11 @@ def _cut(optimizer: LowBitOptimizer, parameter: nn.Parameter, elements: range) -
         name: _copied(select_entries(value, elements)) if isinstance(value, dict) else value
         for name, value in held.state.items()
     }
-    weight = None if held.weight is None else QuantizedWeight(held.weight.holder, piece, elements)
+    weight = None if held.weight is None else QuantizedWeight(held.weight.weight, piece, elements)
+    if weight is not None:
+        weight.weight.state.elements = elements
+        if "master_weights" in state:
+            link_master(weight, state["master_weights"])
     optimizer.hold(piece, parameter, held.origin._replace(first_element=elements.start), weight, state)
     optimizer.pieces[parameter] = piece
     return piece
@@ -98,14 +104,16 @@ def _hold_shard(optimizer: LowBitOptimizer, whole: nn.Parameter, shard: nn.Param
     if whole not in optimizer.origins:  # a parameter of the model that nobody trains
         optimizer.state.pop(whole, None)
         return
-    state, weight = optimizer.state.get(whole), optimizer.quantized.get(whole)
+    state = optimizer.state.get(whole)
+    weight = QuantizedWeight(shard) if type(shard) is Float8Weight else None
     origin = optimizer.origins[whole]._replace(num_elements=shard.numel(), shard=rank, num_shards=cut.num_shards)
-    optimizer.hold(shard, whole, origin, weight, None)  # the weight reads the layer, which holds the shard by now
+    optimizer.hold(shard, whole, origin, weight, None)
     if state:
         new = optimizer.zero_states(shard, optimizer.held(shard).group)
         if (master := state.get("master_weights")) is not None:
+            assert weight is not None
             codes = cut.shard(master["codes"].view(cut.whole_shape), rank).view(-1)
-            new["master_weights"] = {"codes": codes, "dequant_scale": master["dequant_scale"].clone()}
+            new["master_weights"] = link_master(weight, {"codes": codes, "dequant_scale": master["dequant_scale"].clone()})
         optimizer.state[shard] = new
 
 

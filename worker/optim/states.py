@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octet.worker import kernels
 from octet.worker.common.deferred import is_deferred
 from octet.worker.fp8.casts import TRAINABLE_DTYPES
+from octet.worker.fp8.weight import Float8Weight, stored
 from octet.worker.kernels.rounding import NUMBERS_PER_DRAW
 from octet.worker.kernels.torch_private import STEP_HOOKS
 from octet.worker.metrics.readback import DeferredValue, HostCopy
@@ -34,8 +35,12 @@ from octet.worker.optim.weights import (
     SplitWeight,
     StoredWeight,
     is_stale,
+    link_master,
     new_master,
 )
+
+WRITE_STREAM = 1 << 30
+"""The first random stream of writes from outside; those below are of steps, those from 1 << 31 of gradients."""
 
 
 class OptimizerStates(torch.optim.Optimizer):
@@ -50,7 +55,6 @@ class OptimizerStates(torch.optim.Optimizer):
         params: Iterable[Any],
         defaults: Defaults | None = None,
         *,
-        quantized: Iterable[QuantizedWeight] = (),
         seed: int = 0,
         all_ranks_finite: Callable[[Tensor], Tensor] | None = None,
         fused: bool | None = None,
@@ -63,7 +67,7 @@ class OptimizerStates(torch.optim.Optimizer):
         self.all_ranks_finite = all_ranks_finite
         self.fused = fused
         self._num_skipped = torch.zeros((), dtype=torch.int64)
-        self._weights: dict[Tensor, QuantizedWeight] = {weight.codes: weight for weight in quantized}
+        self._weights: dict[Tensor, QuantizedWeight] = {}
         self._origins: dict[Tensor, Origin] = {}
         self.pieces: dict[Tensor, nn.Parameter] = {}
         """The piece of each parameter of the model that this optimizer holds instead of the parameter (`sharding.py`)."""
@@ -94,10 +98,12 @@ class OptimizerStates(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self.rule.check(group)
         for parameter in group["params"]:
-            if parameter not in self._weights and parameter.dtype not in TRAINABLE_DTYPES:
-                raise ValueError(f"{wrong_dtype(parameter)} Name codes, and the scale that belongs to them, in `quantized`.")
+            if type(parameter) is Float8Weight:
+                self._weights[parameter] = QuantizedWeight(parameter)
+            elif parameter.dtype not in TRAINABLE_DTYPES:
+                raise ValueError(wrong_dtype(parameter))
             self._origins[parameter] = Origin(len(self._origins), 0, parameter.numel())
-            if parameter.requires_grad and not is_deferred(parameter):
+            if parameter.requires_grad and not is_deferred(stored(parameter)):
                 self.allocate(parameter, group)
 
     def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int, num_elements: int) -> None:
@@ -139,7 +145,9 @@ class OptimizerStates(torch.optim.Optimizer):
     @property
     def own_residuals(self) -> dict[Tensor, Tensor]:
         """The residuals of pieces that no layer holds as a whole, by piece."""
-        own = {piece: self._weights[piece].own_residual for piece in self.pieces.values() if piece in self._weights}
+        own = {
+            piece: self._weights[piece].weight.state.own_residual for piece in self.pieces.values() if piece in self._weights
+        }
         return {piece: residual for piece, residual in own.items() if residual is not None}
 
     @property
@@ -168,8 +176,8 @@ class OptimizerStates(torch.optim.Optimizer):
         """Return `state_dict` with a `DeferredValue` for the number of skipped steps: the host does not wait."""
         if self.host_states is not None:
             self.host_states.synchronize()
-        for parameter, weight in self._weights.items():
-            self._renew_master(weight, self.state.get(parameter))
+        for parameter in self._weights:
+            self._follow_writes(parameter)
         return super().state_dict() | {"seed": self.seed, "num_skipped_steps": DeferredValue(HostCopy(self._num_skipped).read)}
 
     @torch.no_grad()
@@ -193,7 +201,7 @@ class OptimizerStates(torch.optim.Optimizer):
                     saved = state_dict["state"][key]
                     master = own_masters.pop(parameter, None)
                     if "master_weights" in saved and parameter in self._weights:
-                        self._weights[parameter].holder.initial_values = None
+                        self._weights[parameter].weight.state.wide = None
                     elif master is not None:
                         saved = saved | {"master_weights": master}
                     self._load(parameter, group, saved, saved_group)
@@ -214,31 +222,46 @@ class OptimizerStates(torch.optim.Optimizer):
         weight, state = self._weights.get(parameter), self.state.get(parameter)
         if weight is None and parameter.dtype not in TRAINABLE_DTYPES:
             raise ValueError(wrong_dtype(parameter))
-        if weight is not None and weight.codes is not parameter:
+        if weight is not None and weight.weight.state.is_replaced:
             raise ValueError(
-                "a layer holds another parameter than the optimizer: it was replaced after initialize, as load_state_dict("
-                "assign=True) and to_empty do. Call initialize after what replaces parameters."
+                "a layer holds another parameter than the optimizer: its weight was assigned after initialize. Write into the "
+                "parameter (layer.weight.copy_(values)), or call initialize after what replaces parameters."
             )
         if not state:
             return
         if weight is not None:
-            self._renew_master(weight, state)
+            self._follow_writes(parameter)
         held = state[next(iter(self.rule.state_codecs))]["codes"]
         if self.host_states is None and held.device != parameter.device:
             for name, value in state.items():
                 if isinstance(value, dict):
                     state[name] = copy_parts(value, parameter.device)
+            if weight is not None and weight.needs_master:
+                link_master(weight, state["master_weights"])
             state["step"] = self._new_step_count(parameter, int(state["step"]))
 
-    def _renew_master(self, weight: QuantizedWeight, state: dict[str, Any] | None) -> None:
-        """Make the master weight from what the layer has loaded since it was made, if it has loaded anything."""
-        if state and weight.needs_master and is_stale(state["master_weights"], weight):
-            state["master_weights"] = new_master(weight)
+    def _follow_writes(self, parameter: Tensor) -> None:
+        """Take over what was written into a weight from outside, and make its master of it, since the last step."""
+        weight, state = self._weights[parameter], self.state.get(parameter)
+        if not state:
+            return
+        if not weight.needs_master:
+            if weight.weight.state.wide is not None:
+                weight.weight.settle(self._draw_for_write(parameter))
+        elif is_stale(state["master_weights"], weight):
+            state["master_weights"] = new_master(weight, self._draw_for_write(parameter))
+        elif weight.weight.state.master is not state["master_weights"]:  # of a copied model and optimizer
+            link_master(weight, state["master_weights"])
+
+    def _draw_for_write(self, parameter: Tensor) -> Draw:
+        """Return the random numbers by which a write from outside is rounded before the parameter's next step."""
+        return self._draw(parameter, WRITE_STREAM + self.first_stream(parameter))
 
     def is_fused(self, parameter: Tensor) -> bool:
         """Return True if kernels step the parameter; the host does not wait for them."""
-        wanted = parameter.is_cuda if self.fused is None else self.fused
         starts_a_draw = self._origins[parameter].first_draw % NUMBERS_PER_DRAW == 0  # kernels use whole draws
+        parameter = stored(parameter)
+        wanted = parameter.is_cuda if self.fused is None else self.fused
         return wanted and parameter.is_contiguous() and starts_a_draw
 
     def _new_step_count(self, parameter: Tensor, num_steps: int) -> int | Tensor:
@@ -281,7 +304,8 @@ class OptimizerStates(torch.optim.Optimizer):
         weight = self._weights.get(parameter)
         if weight is not None and weight.needs_master:
             if "master_weights" in saved:
-                state["master_weights"] = copy_parts(self._own_entries(parameter, saved["master_weights"]), parameter.device)
+                master = copy_parts(self._own_entries(parameter, saved["master_weights"]), parameter.device)
+                state["master_weights"] = link_master(weight, master)
             else:
                 state["master_weights"] = new_master(weight)
         if self.host_states is not None:

@@ -8,12 +8,12 @@ the step (`Rule.bound_after_step`).
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from octet.worker import kernels
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.fp8.weights import in_pieces
 from octet.worker.kernels.formats import E4M3, FP16, ROUNDED_FORMATS
 from octet.worker.kernels.rounding import E4M11
@@ -23,115 +23,74 @@ RUN_LENGTH = 1 << 15
 """Elements that are fp32 at a time: the temporaries of one run, about 2 MB, stay in a CPU's L2 cache."""
 
 
-class WeightHolder(Protocol):
-    """A layer that holds a weight as codes. Its tensors may be replaced at any time, as by a move to another device."""
-
-    weight: nn.Parameter
-    weight_dequant_scale: Tensor | None
-    weight_residual: Tensor | None
-    weight_amax: Tensor | None
-    initial_values: Tensor | None
-    has_master: bool
-    has_new_codes: bool
-
-
-@dataclass(eq=False)
-class HeldTensors:
-    """A holder that is no layer; fields as in `QuantizedWeight`."""
-
-    weight: nn.Parameter
-    weight_dequant_scale: Tensor | None
-    weight_residual: Tensor | None = None
-    weight_amax: Tensor | None = None
-    initial_values: Tensor | None = None
-    has_master: bool = False
-    has_new_codes: bool = False
-
-
 @dataclass(eq=False)
 class QuantizedWeight:
-    """A parameter that holds codes: `value = codes × dequant_scale`, with one fp32 scale () that is updated in place.
+    """The part of a weight of codes that is stepped: all of it, or a piece, 1-D, that shares memory with its codes.
 
-    fp16 codes hold all that training needs. float8_e4m3fn codes also need the digits that they round away: in `residual`,
-    INT8, the value's position inside the code's rounding interval, or in a master weight that the optimizer holds.
-    amax: of the values, fp32 (), updated in place; it belongs to the codes and is saved and loaded with them.
-    initial_values: fp32 values that the master starts from, released once it exists; without them it starts from the codes.
-
-    All are read from the holder each time, so that the optimizer steps what the layer computes with.
-    piece: 1-D, shares memory with the holder's weight: the `elements` of it that are stepped, where that is not all.
+    FP16 codes hold all that training needs. float8_e4m3fn codes also need the digits that they round away: in `residual`, INT8,
+    the value's position inside the code's rounding interval, or in a master weight that the optimizer holds.
+    elements: those of the piece. codes_amax: the amax of the whole weight's decoded codes, fp32 (), where no rank holds the
+    whole codes for long.
     """
 
-    holder: WeightHolder
+    weight: Float8Weight
     piece: nn.Parameter | None = None
     elements: range | None = None
-    own_residual: Tensor | None = None
-    """The residual of a piece whose holder has none: no rank holds the whole."""
     codes_amax: Tensor | None = None
-    """The amax of the whole weight's decoded codes, fp32 (), where no rank holds the whole codes for long."""
-
-    @classmethod
-    def of(
-        cls,
-        codes: nn.Parameter,
-        dequant_scale: Tensor,
-        residual: Tensor | None = None,
-        amax: Tensor | None = None,
-        initial_values: Tensor | None = None,
-    ) -> "QuantizedWeight":
-        """A weight whose tensors belong to no layer."""
-        return cls(HeldTensors(codes, dequant_scale, residual, amax, initial_values))
-
-    def __post_init__(self) -> None:
-        if self.codes.dtype not in (FP16.dtype, E4M3.dtype):
-            raise ValueError(f"a quantized weight has dtype {self.codes.dtype}; allowed: float16, float8_e4m3fn.")
-        whole = self.own_residual if self.holder.weight_residual is None else self.holder.weight_residual
-        if whole is not None and (self.codes.dtype != E4M3.dtype or whole.dtype != torch.int8):
-            raise ValueError(f"a residual refines float8_e4m3fn codes by int8; got {self.codes.dtype} and {whole.dtype}.")
-        if self.holder.weight_amax is None:
-            self.holder.weight_amax = kernels.compute_amax(self.values())
 
     @property
-    def codes(self) -> nn.Parameter:
-        return self.holder.weight if self.piece is None else self.piece
+    def parameter(self) -> Tensor:
+        """What the optimizer's groups hold."""
+        return self.weight if self.piece is None else self.piece
+
+    @property
+    def codes(self) -> Tensor:
+        return self.weight.codes if self.piece is None else self.piece.detach()
 
     @property
     def dequant_scale(self) -> Tensor:
-        assert self.holder.weight_dequant_scale is not None
-        return self.holder.weight_dequant_scale
-
-    @property
-    def residual(self) -> Tensor | None:
-        residual = self.holder.weight_residual
-        if residual is None:
-            return self.own_residual
-        return residual if self.elements is None else self.select(residual)
+        return self.weight.dequant_scale
 
     @property
     def amax(self) -> Tensor:
-        assert self.holder.weight_amax is not None
-        return self.holder.weight_amax
+        return self.weight.amax
+
+    @property
+    def residual(self) -> Tensor | None:
+        """The residual of what is stepped."""
+        residual = self.weight.residual
+        if residual is None:
+            return self.weight.state.own_residual
+        return residual if self.elements is None else self.select(residual)
 
     @property
     def needs_master(self) -> bool:
         """True if the codes alone are too coarse to be trained."""
-        return self.codes.dtype == E4M3.dtype and self.residual is None
+        return self.weight.needs_master
 
     def select(self, whole: Tensor) -> Tensor:
-        """The weight's elements of a tensor in the shape of the holder's weight, 1-D; a view where strides allow it."""
+        """The weight's elements of a tensor in the shape of the whole weight, 1-D; a view where strides allow it."""
         flat = whole.reshape(-1)
         return flat if self.elements is None else flat[self.elements.start : self.elements.stop]
 
     def note_whole_codes(self) -> None:
-        """Store the amax of loaded codes while the holder has the whole of them; a new master weight needs it."""
+        """Store the amax of loaded codes while the weight has the whole of them; a new master weight needs it."""
         if self.needs_master:
-            self.codes_amax = kernels.compute_amax(QuantizedWeight(self.holder).values())
+            self.codes_amax = kernels.compute_amax(self._decoded(self.weight.codes, self.weight.residual))
 
     def values(self) -> Tensor:
-        """The fp32 values, in the parameter's shape."""
-        codes = self.codes.detach()
-        if self.residual is None:
+        """Return the fp32 values of the codes that are stepped, in their shape."""
+        return self._decoded(self.codes, self.residual)
+
+    def whole_values(self) -> Tensor:
+        """Return the fp32 values that wait for the optimizer, or those of the whole weight's codes."""
+        wide = self.weight.state.wide
+        return self._decoded(self.weight.codes, self.weight.residual) if wide is None else wide
+
+    def _decoded(self, codes: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is None:
             return kernels.dequantize(codes, self.dequant_scale)
-        return kernels.split_dequantize(codes, self.residual, self.dequant_scale)
+        return kernels.split_dequantize(codes, residual, self.dequant_scale)
 
 
 def runs(num_elements: int, length: int = RUN_LENGTH) -> Iterator[range]:
@@ -264,48 +223,63 @@ class MasterWeight(CodesWeight):
         self.weight.dequant_scale.copy_(self.finite(self.rounded_scale))
 
 
-def new_master(weight: QuantizedWeight) -> dict[str, Tensor]:
+def new_master(weight: QuantizedWeight, draw: Draw | None = None) -> dict[str, Tensor]:
     """Make the master weight of E4M3 codes: flat FP16 codes with one scale, NaN where a value is not finite.
 
-    It is made from the fp32 values that the weight was encoded from, which are released, or else from the codes.
+    It is made from the fp32 values that the weight was encoded from, which are released, or else from the codes. draw: rounds
+    the result of a write that was no assignment stochastically.
     """
-    holder = weight.holder
-    if holder.initial_values is None and weight.codes_amax is not None:
-        values, amax = weight.values(), weight.codes_amax
-    else:
-        whole = QuantizedWeight(holder).values() if holder.initial_values is None else holder.initial_values
-        values, amax = weight.select(whole.detach().float()), kernels.compute_amax(whole.detach().float())
-    return master_of(weight, values, amax)
+    wide = weight.weight.state.wide
+    if wide is None and weight.codes_amax is not None:
+        return master_of(weight, weight.values(), weight.codes_amax)
+    whole = weight.whole_values().float()
+    is_rounded_again = wide is not None and not weight.weight.state.is_assigned
+    return master_of(weight, weight.select(whole), kernels.compute_amax(whole), draw if is_rounded_again else None)
 
 
-def master_of(weight: QuantizedWeight, values: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    """Make the master weight of fp32 values, flat, of the elements that are stepped. amax: of the whole weight, ()."""
-    holder = weight.holder
-    holder.initial_values, holder.has_master, holder.has_new_codes = None, True, False
+def master_of(weight: QuantizedWeight, values: Tensor, amax: Tensor, draw: Draw | None = None) -> dict[str, Tensor]:
+    """Make the master weight of fp32 values, flat, of the elements that are stepped. amax: of the whole weight, ().
+
+    draw: of the random numbers to round by; without it the values are rounded to nearest.
+    """
     dequant_scale = kernels.finite_or_nan(amax, FP16.dtype)
     codes = torch.empty(values.shape, dtype=FP16.dtype, device=values.device)
+    first = 0
     for piece, place in in_pieces(values, codes):
-        place.copy_(kernels.encode(piece, dequant_scale, FP16.dtype))
-    return {"codes": codes, "dequant_scale": dequant_scale}
+        if draw is None:
+            place.copy_(kernels.encode(piece, dequant_scale, FP16.dtype))
+        else:
+            numbers = draw(range(first, first + piece.numel()))
+            place.copy_(kernels.stochastic_round(piece / dequant_scale, FP16, numbers))
+        first += piece.numel()
+    return link_master(weight, {"codes": codes.reshape(-1), "dequant_scale": dequant_scale})
+
+
+def link_master(weight: QuantizedWeight, master: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Let a weight's values be those of its master from now on; what waited for it is released. Returns the master."""
+    state = weight.weight.state
+    state.wide, state.has_master, state.has_new_codes, state.master = None, True, False, master
+    return master
 
 
 def is_stale(master: Parts, weight: QuantizedWeight) -> bool:
-    """Return True if the codes were loaded since the master was made or loaded, and are not its rounding.
+    """Return True if the weight was written since the master was made or loaded, and is not its rounding.
 
-    Initial values that no master was made from count as loaded codes do. Clears `has_new_codes`.
+    Values that no master was made from count as written. Clears `has_new_codes`.
     """
-    if weight.holder.initial_values is not None:
+    state = weight.weight.state
+    if state.wide is not None:
         return True
-    if not weight.holder.has_new_codes:
+    if not state.has_new_codes:
         return False
-    weight.holder.has_new_codes = False
+    state.has_new_codes = False
     return not is_rounding(weight, master)
 
 
 def is_rounding(weight: QuantizedWeight, master: Parts) -> bool:
     """Return True if the E4M3 codes are a rounding of the master weight."""
     one_code = float(weight.dequant_scale) * 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
-    for codes, finer_codes in in_pieces(weight.codes.detach(), master["codes"]):
+    for codes, finer_codes in in_pieces(weight.codes, master["codes"]):
         held, exact = kernels.dequantize(codes, weight.dequant_scale), kernels.dequantize(finer_codes, master["dequant_scale"])
         if not torch.allclose(held, exact, rtol=2.0**-E4M3.mantissa_bits, atol=one_code, equal_nan=True):
             return False

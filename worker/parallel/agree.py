@@ -52,7 +52,7 @@ def agree_on_weight_scales(
         weight.amax.copy_(amax)
         weight.dequant_scale.copy_(dequant_scale)
         if weight.needs_master:
-            master_scale = optimizer.state[weight.codes]["master_weights"]["dequant_scale"]
+            master_scale = optimizer.state[weight.parameter]["master_weights"]["dequant_scale"]
             master_scale.copy_(torch.where(dequant_scale.isfinite(), master_scale, torch.nan))
 
 

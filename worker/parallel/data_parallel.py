@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.weight import stored, tensors_in_memory
 from octet.worker.kernels.torch_private import call_after_backward
 from octet.worker.mesh import Axis
 from octet.worker.parallel.bucket_layout import fill_buckets
@@ -179,7 +180,7 @@ def _advanced(runs: list[Iterator[None]]) -> list[Iterator[None]]:
 
 def broadcast_parameters(model: nn.Module, axis: Axis) -> None:
     """Give every rank of the axis the parameters and buffers of the first rank, bit for bit."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in tensors_in_memory(model):
         axis.broadcast_(tensor)
 
 
@@ -196,7 +197,7 @@ def _make_buckets(
     place = {parameter: index for index, parameter in enumerate(ordered)}
     kinds: dict[tuple[bool, torch.dtype, torch.device, int | None], list[nn.Parameter]] = {}
     for parameter in ordered:
-        kind = (parameter in positions, parameter.dtype, parameter.device, blocks.get(parameter))
+        kind = (parameter in positions, stored(parameter).dtype, parameter.device, blocks.get(parameter))
         kinds.setdefault(kind, []).append(parameter)
     buckets: list[Bucket] = []
     for (is_in_codes, *_), parameters in kinds.items():

@@ -7,9 +7,10 @@ one for example, see the values again in the backward pass.
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octet.worker.common.deferred import is_deferred
+from octet.worker.fp8.weight import hold, stored
 from octet.worker.kernels.torch_private import key_of_storage
 from octet.worker.mesh import Axis, Pending
 from octet.worker.optim import QuantizedWeight
@@ -31,13 +32,13 @@ class GatheredBucket:
         owns them too.
         """
         self.bucket, self.axis = bucket, axis
-        first = bucket.parameters[0]
+        first = stored(bucket.parameters[0])
         shape = (axis.size, bucket.layout.share_size)
         has_values = not is_deferred(first)
         self._whole_RS = first.detach().new_zeros(shape) if has_values else first.detach().new_empty(shape)
         self._bound = [bucket.view_of(self._whole_RS.view(-1), index) for index in range(len(bucket.parameters))]
         for whole, parameter in zip(self._bound, bucket.parameters, strict=True) if has_values else ():
-            whole.copy_(parameter.detach())
+            whole.copy_(stored(parameter).detach())
         self.share_S = self._whole_RS[axis.rank].clone() if has_values else first.detach().new_zeros(shape[1])
         assert bucket.pieces is not None
         for parameter in bucket.parameters:
@@ -48,7 +49,7 @@ class GatheredBucket:
         self._quantized = [quantized[piece] for piece in pieces if piece in quantized]
         self._sent_dtype = sent_dtype if first.dtype == torch.float32 else first.dtype
         self._num_bytes = self._whole_RS.untyped_storage().nbytes()
-        self._released = [_placeholder(parameter) for parameter in bucket.parameters]
+        self._released = [_placeholder(stored(parameter)) for parameter in bucket.parameters]
         self._pending: Pending | None = None
         self._is_bound = True
         self.release()
@@ -77,7 +78,7 @@ class GatheredBucket:
             self._whole_RS.copy_(gathered_RS)
         self._is_bound = True
         for parameter, whole in zip(self.bucket.parameters, self._bound, strict=True):
-            parameter.data = whole
+            hold(parameter, whole)
 
     def release(self) -> None:
         """Free the whole. The parameters keep shape and dtype, and read as NaN."""
@@ -85,7 +86,7 @@ class GatheredBucket:
             self._pending.wait()  # the backend still writes
             self._pending = None
         for parameter, released in zip(self.bucket.parameters, self._released, strict=True) if self._is_bound else ():
-            parameter.data = released
+            hold(parameter, released)
         self._is_bound = False
         self._whole_RS.untyped_storage().resize_(0)
 
@@ -95,16 +96,14 @@ class GatheredBucket:
         for weight in self._quantized:
             weight.note_whole_codes()
 
-    def parameter_of(self, tensor: Tensor) -> nn.Parameter | None:
-        """Return the parameter that a tensor of a state dict stands for, while it is released."""
-        storages = {key_of_storage(released.untyped_storage()): index for index, released in enumerate(self._released)}
-        index = storages.get(key_of_storage(tensor.untyped_storage()))
-        return None if index is None else self.bucket.parameters[index]
+    def holds(self, tensor: Tensor) -> bool:
+        """Return True if a tensor lies in the memory of the whole."""
+        return key_of_storage(tensor.untyped_storage()) == key_of_storage(self._whole_RS.untyped_storage())
 
     def check(self) -> None:
         """Raise ValueError if a parameter has other memory than it was released to."""
         for parameter, released in zip(self.bucket.parameters, self._released, strict=True):
-            if not self._is_bound and parameter.data_ptr() != released.data_ptr():
+            if not self._is_bound and stored(parameter).data_ptr() != released.data_ptr():
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} has other memory than when the model was made parallel; "
                     "a move to another device, or load_state_dict(assign=True), does that. Make the model parallel after it."

@@ -7,7 +7,7 @@ rank never holds more than its own share and the largest parameter in fp32. The 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octet.worker.common.deferred import allocate, is_deferred
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.weight import stored, tensors_in_memory
 from octet.worker.fp8.weights import amax_of, encode_values
 from octet.worker.mesh import Axis
 from octet.worker.metrics.memory import memory_report
@@ -60,7 +61,7 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
     in_codes = {
         f"{name}.weight".removeprefix("."): layer
         for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, Float8Linear) and layer.weight_dequant_scale is not None
+        if isinstance(layer, Float8Linear) and layer.encoded is not None
     }
     fill, num_held = _Fill(optimizer, parallel), 0
     try:
@@ -70,7 +71,7 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
             if name is None:
                 values.skip(parameter)
             elif (layer := in_codes.get(name)) is not None:
-                fill.codes(layer, values.read(parameter))
+                fill.codes(layer.encoded, values.read(parameter))
             else:
                 fill.plain(held[name], values.read(parameter))
             num_held += name is not None
@@ -78,10 +79,11 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
         if not _is_out_of_memory(error):
             raise
         raise DoesNotFit(_explained(model, optimizer, parallel, values, num_held)) from error
-    left = [name for name, parameter in held.items() if is_deferred(parameter)]
+    left = [name for name, parameter in held.items() if is_deferred(stored(parameter))]
     assert not left, f"no values for {left}"
-    for tensor in (*model.parameters(), *model.buffers()):
-        if parallel.holds_whole(tensor):
+    divided = {stored(parameter) for parameter in model.parameters() if not parallel.holds_whole(parameter)}
+    for tensor in tensors_in_memory(model):
+        if tensor not in divided:
             replicas.broadcast_(tensor)
     report = model.octet_report
     assert isinstance(report, ConversionReport)
@@ -103,25 +105,22 @@ class _Fill:
         """Fill a parameter that is held as values."""
         self._put(parameter, self.parallel.own_values(parameter, whole))
 
-    def codes(self, layer: Float8Linear, whole: Tensor) -> None:
-        """Fill a layer's weight that is held as codes, its scale, and its residual or master weight."""
-        assert layer.weight_dequant_scale is not None
-        assert layer.weight_amax is not None
-        parameter, amax = layer.weight, amax_of(whole)
+    def codes(self, parameter: Any, whole: Tensor) -> None:
+        """Fill a `Float8Weight`: its codes, its scale, and its residual or master weight."""
+        amax, own_residual = amax_of(whole), parameter.state.own_residual
         own = self.parallel.own_values(parameter, whole).contiguous()
         stepped, elements = self.parallel.piece_of(parameter)
         weight = self.optimizer.quantized.get(stepped)
-        is_whole = is_deferred(parameter) or layer.weight_residual is not None  # else codes and residual are pieces
+        is_whole = is_deferred(parameter.codes) or parameter.residual is not None  # else codes and residual are pieces
         encoded_part = own if is_whole else own.view(-1)[elements.start : elements.stop]
-        own_residual = None if weight is None else weight.own_residual
-        has_residual = layer.weight_residual is not None or own_residual is not None
-        encoded = encode_values(encoded_part, parameter.dtype, has_residual=has_residual, amax=amax)
-        layer.weight_dequant_scale.copy_(encoded.dequant_scale)
-        layer.weight_amax.copy_(amax)
+        has_residual = parameter.residual is not None or own_residual is not None
+        encoded = encode_values(encoded_part, parameter.codes.dtype, has_residual=has_residual, amax=amax)
+        parameter.dequant_scale.copy_(encoded.dequant_scale)
+        parameter.amax.copy_(amax)
         self._put(parameter, encoded.codes, is_piece=not is_whole)
-        if layer.weight_residual is not None:
+        if parameter.residual is not None:
             assert encoded.residual is not None
-            allocate(layer.weight_residual).copy_(encoded.residual)
+            allocate(parameter.residual).copy_(encoded.residual)
         elif own_residual is not None:
             assert encoded.residual is not None
             flat = encoded.residual.view(-1)
@@ -132,24 +131,26 @@ class _Fill:
 
     def _put(self, parameter: nn.Parameter, values: Tensor, *, is_piece: bool = False) -> None:
         """Write what a rank holds of a parameter. is_piece: the values are those of its piece alone, flat."""
-        if is_deferred(parameter):
-            allocate(parameter).copy_(values)
+        held = stored(parameter)
+        if is_deferred(held):
+            allocate(held).copy_(values)
             return
         piece, elements = self.parallel.piece_of(parameter)
-        piece.copy_(values if is_piece else values.reshape(-1)[elements.start : elements.stop])
+        stored(piece).copy_(values if is_piece else values.reshape(-1)[elements.start : elements.stop])
 
 
 def needed_bytes(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel) -> int:
     """Return the bytes that this rank holds of a divided model for good: weights, master weights, states; no gradients."""
-    total = sum(buffer.nbytes for buffer in model.buffers())
+    total = sum(tensor.nbytes for tensor in tensors_in_memory(model))
+    total -= sum(stored(parameter).nbytes for parameter in model.parameters())
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in model.parameters():
         stepped, elements = parallel.piece_of(parameter)
         num_held = parameter.numel() if parallel.holds_whole(parameter) else len(elements)
-        total += num_held * parameter.element_size()
+        total += num_held * stored(parameter).element_size()
         weight = optimizer.quantized.get(stepped)
-        if weight is not None and weight.own_residual is not None:
-            total += weight.own_residual.nbytes
+        if weight is not None and weight.weight.state.own_residual is not None:
+            total += weight.weight.state.own_residual.nbytes
         if weight is not None and weight.needs_master:
             total += len(elements) * torch.float16.itemsize
         if stepped in groups:

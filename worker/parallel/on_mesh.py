@@ -6,6 +6,7 @@ from torch import nn
 from octet.api_schemas.layout import ParallelismSpec
 from octet.worker.common.deferred import is_deferred
 from octet.worker.common.errors import InvalidConfig
+from octet.worker.fp8.weight import stored
 from octet.worker.mesh import Mesh
 from octet.worker.parallel.data_parallel import broadcast_parameters
 from octet.worker.parallel.parallel import WIDE_DTYPES, Parallel
@@ -25,7 +26,7 @@ def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, para
         parts = divide(model, optimizer, mesh, sequence=parallelism.sequence)
     except CannotDivide as error:
         raise InvalidConfig(f"parallelism.{error.axis}: {error}") from None
-    if not any(map(is_deferred, model.parameters())):  # else `materialize` does it
+    if not any(map(is_deferred, map(stored, model.parameters()))):  # else `materialize` does it
         broadcast_parameters(model, mesh.replicas)
     wide_dtype = WIDE_DTYPES[parallelism.wide_communication]
     return Parallel(model, optimizer, mesh, zero_stage=parallelism.zero_stage, wide_dtype=wide_dtype, parts=parts)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from octet.api_schemas import AxisName
 from octet.api_schemas.layout import WideDtype
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Axes, Axis, TensorInPieces
 from octet.worker.models.model import Losses, TrainedModel
 from octet.worker.optim import LowBitOptimizer, clip_grad_norm_
@@ -178,14 +179,14 @@ class Parallel:
         if self._sharded is not None:
             model, optimizer_state = self._sharded.state_dicts_in_pieces()
         else:
-            model, optimizer_state = self.model.state_dict(), late_state_of(self.optimizer)
+            model, optimizer_state = exact_state_dict(self.model), late_state_of(self.optimizer)
         for part in reversed(self.parts):
             model, optimizer_state = part.mark(model, optimizer_state, self.optimizer)
         return model, optimizer_state
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype of each tensor in the model's state dict, without putting any together."""
-        held = self.model.state_dict() if self._sharded is None else self._sharded.model_in_pieces()
+        held = exact_state_dict(self.model) if self._sharded is None else self._sharded.model_in_pieces()
         return {name: value.own.dtype if isinstance(value, TensorInPieces) else value.dtype for name, value in held.items()}
 
     def own_part(self, model: dict[str, Any], optimizer_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

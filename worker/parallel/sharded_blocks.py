@@ -109,7 +109,8 @@ class ShardedBlock:
         module._compiled_call_impl = self._call
         module.register_load_state_dict_pre_hook(self._before_loading)
         module.register_load_state_dict_post_hook(self._after_loading)
-        module.register_state_dict_post_hook(partial(self._put_whole))
+        module.register_state_dict_pre_hook(partial(self._before_saving))
+        module.register_state_dict_post_hook(partial(self._after_saving))
 
     def start(self) -> None:
         """Start to gather the weights that are neither there nor on their way."""
@@ -156,22 +157,20 @@ class ShardedBlock:
             part.keep_share()
         self.release()
 
+    def _before_saving(self, *_save: Any) -> None:
+        if not self.blocks.is_saving_pieces:
+            self.gather()
+
     @torch.no_grad()
-    def _put_whole(self, _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """Put whole weights, on the host, in the place of the values of released parameters."""
+    def _after_saving(self, _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """Move the block's whole weights to the host, where there is room for those of all blocks, and free them."""
         if self.blocks.is_saving_pieces:
             return
-        names = [name for name, held in state_dict.items() if name.startswith(prefix) and isinstance(held, Tensor)]
-        found = {
-            name: parameter
-            for name in names
-            for part in self.weights
-            if (parameter := part.parameter_of(state_dict[name])) is not None
-        }
-        self.gather()
-        wholes = {parameter: parameter.detach().to("cpu", copy=True) for parameter in dict.fromkeys(found.values())}
+        moved: dict[Tensor, Tensor] = {}  # tied weights stay one tensor
+        for name, held in state_dict.items():
+            if name.startswith(prefix) and isinstance(held, Tensor) and any(part.holds(held) for part in self.weights):
+                state_dict[name] = moved.setdefault(held, held.detach().to("cpu", copy=True))
         self.release()
-        state_dict.update({name: wholes[parameter] for name, parameter in found.items()})
 
 
 class _GatheringCall:

@@ -18,16 +18,16 @@ from octet.worker.parallel.buckets import Bucket
 class ShardedResidual:
     """The residual of one weight of a bucket. Without a residual, or where the layer reads it, nothing is divided."""
 
-    def __init__(self, weight: QuantizedWeight, bucket: Bucket, index: int) -> None:
-        """weight: this rank's piece, maybe of no elements. index: the parameter's, in the bucket."""
-        self.weight, self.bucket, self.index = weight, bucket, index
+    def __init__(self, weight: QuantizedWeight, layer: Float8Linear | None, bucket: Bucket, index: int) -> None:
+        """weight: this rank's piece, maybe of no elements. layer: that holds it. index: the parameter's, in the bucket."""
+        self.weight, self._layer, self.bucket, self.index = weight, layer, bucket, index
         self.stays_in_pieces = False
         """True while state dicts leave the residual out; whoever writes pieces sets it, and sets it back."""
         self._divide()
 
     def describe_piece(self) -> TensorInPieces | None:
         """Return this rank's piece for a checkpoint; None where the layer holds the whole, or there is no residual."""
-        layer, own = self._layer, self.weight.own_residual
+        layer, own = self._layer, self.weight.weight.state.own_residual
         if layer is None or own is None or layer.whole_residual is None:
             return None
         return self.bucket.describe_piece(self.index, own, 1, tuple(layer.weight.shape))
@@ -42,30 +42,26 @@ class ShardedResidual:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the layer holds the whole residual. All ranks enter together."""
-        layer, own = self._layer, self.weight.own_residual
-        assert layer is not None
+        weight, own = self.weight.weight, self.weight.weight.state.own_residual
         assert own is not None
-        layer.weight_residual = self.bucket.join_pieces(self.index, own, 1).view(layer.weight.shape)
+        weight.hold_codes(weight.codes, self.bucket.join_pieces(self.index, own, 1).view(weight.shape))
         try:
             yield
         finally:
             self._divide()
 
-    @property
-    def _layer(self) -> Float8Linear | None:
-        return self.weight.holder if isinstance(self.weight.holder, Float8Linear) else None
-
     def _divide(self) -> None:
         """Keep the own piece of the layer's residual, if the layer does not read it."""
-        layer = self._layer
-        if layer is None or layer.weight_residual is None:
+        layer, weight = self._layer, self.weight.weight
+        if layer is None or weight.residual is None:
             return
         if reads_residual(layer):
-            self.weight.own_residual = layer.whole_residual = None
+            weight.state.own_residual = layer.whole_residual = None
             return
-        with sliceable(layer.weight_residual) as whole:
-            self.weight.own_residual = self.weight.select(whole).clone()
-        layer.weight_residual, layer.whole_residual = None, _Whole(self)
+        with sliceable(weight.residual) as whole:
+            weight.state.own_residual = self.weight.select(whole).clone()
+        weight.hold_codes(weight.codes, None)
+        layer.whole_residual = _Whole(self)
 
 
 def reads_residual(layer: Float8Linear) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.mesh import Axes, Axis, Cut, SavedStates, TensorInPieces
 from octet.worker.mesh.saved import changed
 from octet.worker.models.model import Part, TensorRole, TrainedModel
@@ -201,6 +202,9 @@ def cut_model(
         divide_tokens(model, roles, axis, runs)
     hold_shards(optimizer, new, cuts, axis.rank)
     shards.cuts = {new[whole]: cut for whole, cut in cuts.items()}
+    for shard in shards.cuts:
+        if type(shard) is Float8Weight:
+            shard.state.reduce_amax = axis.max_
     _share_rounding(model, shards)
     if isinstance(model, TrainedModel) and "head" in roles.values():
         model.vocabulary = axis
@@ -209,7 +213,13 @@ def cut_model(
 
 def _shard(whole: nn.Parameter, cut: Cut, rank: int) -> nn.Parameter:
     """A rank's shard as a parameter of its own: autograd remembers the shape of one that it has seen."""
-    shard = nn.Parameter(cut.shard(whole.detach(), rank), requires_grad=whole.requires_grad)
+    if type(whole) is Float8Weight:
+        residual = None if whole.residual is None else cut.shard(whole.residual, rank)
+        numbers = whole.dequant_scale.clone(), whole.amax.clone()
+        values: Tensor = Float8Weight(cut.shard(whole.codes, rank), *numbers, residual)
+    else:
+        values = cut.shard(whole.detach(), rank)
+    shard = nn.Parameter(values, requires_grad=whole.requires_grad)
     shard.grad_dtype = whole.grad_dtype
     shard.num_shards = cut.num_shards  # reports count the whole model by it
     return shard
@@ -221,8 +231,6 @@ def _divide(
     """Give a module its shards."""
     if role == "partial-gradients":
         return
-    if isinstance(module, Float8Linear) and module.weight_residual is not None:
-        module.weight_residual = cuts[module.weight].shard(module.weight_residual, axis.rank)
     for name, parameter in list(module._parameters.items()):
         if parameter in new:
             setattr(module, name, new[parameter])

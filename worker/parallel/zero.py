@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.stored import exact_state_dict
+from octet.worker.fp8.weight import stored
 from octet.worker.kernels.formats import BLOCK
 from octet.worker.mesh import Axis, Pending, TensorInPieces
 from octet.worker.models.blocks import repeated_blocks
@@ -92,8 +94,9 @@ class ShardedStates:
             self._pieces[parameter] = make_piece(parameter, elements[parameter])
         for bucket in gradients.buckets:
             bucket.pieces = self._pieces
+        layers = {layer.weight: layer for layer in gradients.model.modules() if isinstance(layer, Float8Linear)}
         self._residuals = [
-            ShardedResidual(optimizer.quantized[self._pieces[parameter]], bucket, index)
+            ShardedResidual(optimizer.quantized[self._pieces[parameter]], layers.get(parameter), bucket, index)
             for bucket in gradients.buckets
             for index, parameter in enumerate(bucket.parameters)
             if self._pieces[parameter] in optimizer.quantized
@@ -164,24 +167,26 @@ class ShardedStates:
         """Return the model's part of `state_dicts_in_pieces`. No rank waits for another."""
         self._keep_pieces(True)
         try:
-            model: dict[str, Any] = self.gradients.model.state_dict(keep_vars=True)
+            model = exact_state_dict(self.gradients.model, keep_vars=True)
         finally:
             self._keep_pieces(False)
-        places: dict[Tensor, tuple[Bucket, int]] = {
-            parameter: (bucket, index) for bucket in self.gradients.buckets for index, parameter in enumerate(bucket.parameters)
+        places = {
+            stored(parameter): (bucket, index)
+            for bucket in self.gradients.buckets
+            for index, parameter in enumerate(bucket.parameters)
         }
         for name, held in model.items():
             if isinstance(held, Tensor):
                 is_shared = held in places
                 model[name] = self._described(*places[held], held) if is_shared else held.detach()
-        residuals = {residual.weight.holder: residual.describe_piece() for residual in self._residuals}
+        residuals = {residual.weight.weight: residual.describe_piece() for residual in self._residuals}
         for name, layer in self.gradients.model.named_modules(remove_duplicate=False):
-            if isinstance(layer, Float8Linear) and residuals.get(layer) is not None:
-                model[f"{name}.weight_residual".removeprefix(".")] = residuals[layer]
+            if isinstance(layer, Float8Linear) and residuals.get(layer.weight) is not None:
+                model[f"{name}.weight_residual".removeprefix(".")] = residuals[layer.weight]
         return model
 
-    def _described(self, bucket: Bucket, index: int, parameter: Tensor) -> TensorInPieces:
-        return bucket.describe_piece(index, self._pieces[parameter], 1, tuple(parameter.shape))
+    def _described(self, bucket: Bucket, index: int, held: Tensor) -> TensorInPieces:
+        return bucket.describe_piece(index, self._pieces[bucket.parameters[index]], 1, tuple(held.shape))
 
     def _keep_pieces(self, is_on: bool) -> None:
         self._keeps_pieces = is_on
@@ -207,7 +212,7 @@ class ShardedStates:
         if all(residual is None for residual in held[0]):
             held = []
         if wants_weights:
-            held.append([parameter.detach() for parameter in bucket.parameters])
+            held.append([stored(parameter).detach() for parameter in bucket.parameters])
         gathers = [_start_gather(bucket, whole) for whole in held]
         yield
         for whole, gather in zip(held, gathers, strict=True):
@@ -220,7 +225,7 @@ class ShardedStates:
     def _residual(self, parameter: Tensor) -> Tensor | None:
         """Return the whole residual of a weight, where every rank holds it."""
         weight = self.optimizer.quantized.get(self._pieces[parameter])
-        return None if weight is None else weight.holder.weight_residual
+        return None if weight is None else weight.weight.residual
 
     def _all_ranks_finite(self, finite: Tensor) -> Tensor:
         finite = finite if self._own_finite is None else self._own_finite(finite)

@@ -24,7 +24,7 @@ from octet.worker.common.errors import InvalidConfig
 from octet.worker.fp8.accelerator import is_accelerator
 from octet.worker.fp8.convert import HEADS, replaceable_linears, select_layers
 from octet.worker.fp8.layout import layout_of
-from octet.worker.fp8.stored import CODES, PARTS
+from octet.worker.fp8.stored import CODES, PARTS, exact_state_dict
 
 NAME = "adapters"
 """The model's attribute that holds all adapters, by the names of their layers with SEPARATOR for each dot."""
@@ -110,7 +110,7 @@ def with_frozen(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     if not adapters_of(model):
         return saved
     frozen = _frozen_names(model)
-    return saved | {name: value for name, value in model.state_dict().items() if name in frozen}
+    return saved | {name: value for name, value in exact_state_dict(model).items() if name in frozen}
 
 
 def _frozen_names(model: nn.Module) -> set[str]:

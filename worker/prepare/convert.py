@@ -26,8 +26,8 @@ from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.fp8.sequence import take_over_activations
 from octet.worker.fp8.speedups import DEFAULT_TOKENS, Chip
 from octet.worker.fp8.torchao_linear import torchao_converter
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.fp8.weights import encode_weight
-from octet.worker.optim import QuantizedWeight
 
 MIN_COMPUTE_CAPABILITY = (8, 9)
 MIN_MX_COMPUTE_CAPABILITY = (10, 0)
@@ -38,14 +38,10 @@ FIRST_GRADIENT_STREAM = 1 << 31
 
 @dataclass(frozen=True)
 class Conversion:
-    """A converted model.
-
-    quantized: the weights that it holds as codes, with what an optimizer needs to step them.
-    """
+    """A converted model."""
 
     model: nn.Module
     report: ConversionReport
-    quantized: list[QuantizedWeight]
 
 
 class WeightSource(Protocol):
@@ -79,15 +75,16 @@ def convert(
     selected, skipped = select_layers(model, precision)
     filtered = filter_layers(model, selected, precision, tokens, chip)
     weights = [model.get_parameter(f"{name}.weight".lstrip(".")) for name in selected]
+    num_parameters = sum(weight.numel() for weight in weights)
     needs_master = precision.storage.master_weight == "fp16+scale" and source is None
-    originals = {weight: weight.detach() for weight in weights} if needs_master else {}
+    originals = {weight: weight.data for weight in weights} if needs_master else {}
     model = _replace(model, selected, precision, seed, source)
+    _let_values_wait(originals)
     for layer in filtered:
         model.get_submodule(layer.name).fallback = Fallback.TOO_SMALL  # type: ignore[assignment]
-    num_parameters = sum(weight.numel() for weight in weights)
     borrowed = table_borrowed_by(chip, precision) if selected else None
     report = ConversionReport(precision.level, tuple(selected), tuple(skipped), tuple(filtered), num_parameters, borrowed)
-    return Conversion(model, report, _quantized_weights(model, originals))
+    return Conversion(model, report)
 
 
 def check_chip(chip: Chip, precision: PrecisionSpec) -> None:
@@ -160,17 +157,11 @@ def _float8_converter(precision: PrecisionSpec, seed: int) -> Callable[[nn.Linea
     return make
 
 
-def _quantized_weights(model: nn.Module, originals: dict[nn.Parameter, Tensor]) -> list[QuantizedWeight]:
-    """Return the weights that are held as codes.
-
-    originals: fp32 values of weights that need a master.
-    """
-    layers = [
-        module for module in model.modules() if isinstance(module, Float8Linear) and module.weight_dequant_scale is not None
-    ]
-    for layer in layers:
-        layer.initial_values = originals.pop(layer.weight, None)
-    return [QuantizedWeight(layer) for layer in layers]
+def _let_values_wait(originals: dict[nn.Parameter, Tensor]) -> None:
+    """Keep the fp32 values of weights that need a master until the optimizer has made it."""
+    for weight, values in originals.items():
+        if type(weight) is Float8Weight:
+            weight.state.wide, weight.state.is_assigned = values, True
 
 
 def share_rounding(model: nn.Module, rank: int, num_ranks: int) -> None:

@@ -1,16 +1,19 @@
 """Export what was trained as a state dict with the names and values of a plain model, for any other program."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
-from octet.worker.fp8.stored import CODES, PARTS, make_plain
-from octet.worker.fp8.weights import decode_values
-from octet.worker.optim.weights import QuantizedWeight, is_rounding
+from octet.worker.fp8.operand import OperandScaling
+from octet.worker.fp8.stored import make_plain
+from octet.worker.fp8.weight import Float8Weight
+
+READER = "octet_read"
+"""The attribute of a model that ranks divide, with its `Reader`."""
 
 
 def plain_state_dict(
@@ -18,44 +21,63 @@ def plain_state_dict(
 ) -> dict[str, Tensor]:
     """The state dict that the model would have without `initialize`: weights are values.
 
-    optimizer: its master weights are taken where it has any; without it an O3 weight has the precision of E4M3.
-    dtype: of the weights that are held as codes; what is held as values keeps its dtype. The weights of codes are new tensors.
+    Where ranks divide the model (`parallelize`), all ranks call it together, and each gets the whole. optimizer: not needed
+    any more, since a weight knows its master; accepted for callers of before. dtype: of the weights that are held as codes,
+    which are new tensors; what is held as values keeps its dtype.
     """
-    return dict(plain_tensors(model, optimizer, dtype=dtype))
+    return dict(plain_tensors(model, dtype=dtype))
 
 
 def plain_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, dtype: torch.dtype = torch.float32
+    model: nn.Module, *, dtype: torch.dtype = torch.float32, leave_out: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of `plain_state_dict`; a weight of codes is decoded when its turn comes."""
-    state, layers = model.state_dict(), layers_of_codes(model)
-    for name, _ in layers:
-        drop_codes(state, join(name, ""))
-    yield from as_plain(model, state).items()
-    for name, layer in layers:
-        yield join(name, "weight"), finest_values(layer, optimizer, dtype)
+    """Yield the names and tensors of `plain_state_dict`; a weight is decoded, or gathered, when its turn comes."""
+    reader = reader_of(model)
+    for name, held in held_names(model).items():
+        if name not in leave_out:
+            values = reader.values(held) if isinstance(held, nn.Parameter) else held.detach()
+            yield name, values.to(dtype) if type(held) is Float8Weight else values
 
 
-def finest_values(layer: Float8Linear, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of a layer's weight in dtype, in its shape: those of its master weight if the optimizer holds one.
-
-    A master weight that is older than the layer's codes, because codes were loaded since, does not count.
-    """
-    if layer.initial_values is not None:
-        return layer.initial_values.to(dtype)
-    master = optimizer.state.get(layer.weight, {}).get("master_weights") if optimizer is not None else None
-    if master is None or (layer.has_new_codes and not is_rounding(QuantizedWeight(layer), master)):
-        if layer.weight_dequant_scale is None:
-            return layer.weight_values(dtype)
-        layer.check_residual()
-        return decode_values(layer.weight.detach(), layer.weight_dequant_scale, layer.weight_residual, dtype)
-    return decode_values(master["codes"].view_as(layer.weight), master["dequant_scale"], None, dtype)
+def held_names(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and persistent buffers by their names in a plain state dict, in its order."""
+    held: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, OperandScaling):
+            continue
+        own = {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in (module._parameters | own).items():
+            if tensor is not None and join(prefix, name) != STATE_BUFFER:
+                held[join(prefix, name)] = tensor
+    return held
 
 
-def drop_codes(state: dict[str, Any], prefix: str) -> None:
-    """Remove the weight of a layer of codes, with what belongs to it, from a state dict."""
-    for name in (CODES, *PARTS):
-        state.pop(prefix + name, None)
+class Reader(Protocol):
+    """Reads whole parameters of a model. Where ranks divide it, all ranks call each method together."""
+
+    def values(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's values, as precisely as the ranks hold them: fp32 of codes, else in its dtype."""
+
+    def codes(self, weight: Float8Weight) -> Tensor:
+        """Return a weight's codes."""
+
+
+class OwnParameters:
+    """Reads the parameters of a model that this process holds whole."""
+
+    def values(self, parameter: Tensor) -> Tensor:
+        """Return the values."""
+        return parameter.dequantize() if type(parameter) is Float8Weight else parameter.detach()
+
+    def codes(self, weight: Float8Weight) -> Tensor:
+        """Return the codes."""
+        return weight.codes.detach()
+
+
+def reader_of(model: nn.Module) -> Reader:
+    """Return what reads a model's parameters: over ranks, where `parallelize` has divided it."""
+    reader: Reader = getattr(model, READER, None) or OwnParameters()
+    return reader
 
 
 def as_plain(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -84,14 +106,6 @@ def save_plainly(model: nn.Module) -> None:
     """Let `save_pretrained`, where a model has it, write values instead of codes."""
     if callable(getattr(model, "save_pretrained", None)):
         model.save_pretrained = PlainSaving(model)  # type: ignore[assignment]
-
-
-def layers_of_codes(model: nn.Module) -> list[tuple[str, Float8Linear]]:
-    """The layers that hold their weight as codes, under every name each is known by."""
-    layers = model.named_modules(remove_duplicate=False)
-    return [
-        (name, layer) for name, layer in layers if isinstance(layer, Float8Linear) and layer.weight_dequant_scale is not None
-    ]
 
 
 def join(name: str, attribute: str) -> str:

@@ -126,9 +126,9 @@ class FileSource:
     def make_masters(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Make each master weight of the file's values; so far they were made of codes."""
         for name, layer in model.named_modules():
-            if isinstance(layer, Float8Linear) and layer.has_master:
+            if isinstance(layer, Float8Linear) and layer.encoded is not None and layer.encoded.state.has_master:
                 assert isinstance(optimizer, LowBitOptimizer)
-                layer.initial_values = self._values(f"{name}.weight".lstrip(".")).float()
+                layer.encoded.assign(self._values(f"{name}.weight".lstrip(".")))
                 optimizer.follow_weight(layer.weight)
 
     def _parameter(self, on_meta: nn.Parameter) -> nn.Parameter:

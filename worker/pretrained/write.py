@@ -12,8 +12,9 @@ from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.recipe import E4M3
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.models.wrapped import WrappedModel
-from octet.worker.prepare.export_state_dict import as_plain, drop_codes, finest_values, join, layers_of_codes, plain_tensors
+from octet.worker.prepare.export_state_dict import join, plain_tensors, reader_of
 from octet.worker.pretrained import folder as shards
 from octet.worker.pretrained.compressed import KINDS, CompressedWeight, compress, quantization_config
 from octet.worker.pretrained.folder import MappedValues, ShardWriter, check_new, new_folder
@@ -51,14 +52,12 @@ def export(
     _check(model, folder, format, strategy, layout)
     if format == "fp8":
         strategy = _strategy_of(model) if strategy is None else strategy
-        tensors = _each(
-            _in_fp8(model, optimizer, strategy, layout), lambda name, tensor: (name, _cast(tensor, name, plain_dtype))
-        )
+        tensors = _each(_in_fp8(model, strategy, layout), lambda name, tensor: (name, _cast(tensor, name, plain_dtype)))
         extra = {"dtype": _name(plain_dtype), "quantization_config": quantization_config(strategy, _ignored(model, layout))}
     else:
         dtype = PLAIN_DTYPES[format]
         tensors = _each(
-            plain_tensors(model, optimizer, dtype=dtype),
+            plain_tensors(model, dtype=dtype),
             lambda name, tensor: (layout.rename(name), layout.to_file(name, _cast(tensor, name, dtype))),
         )
         extra = {"dtype": _name(dtype)}
@@ -99,40 +98,30 @@ def _converted(model: nn.Module) -> Collection[str]:
 def _strategy_of(model: nn.Module) -> str:
     """The strategy that loses nothing: a tensor's where codes are held, else that of the products' weight scales."""
     layer = model.get_submodule(next(iter(_converted(model))))
-    if not isinstance(layer, Float8Linear) or layer.weight.dtype == E4M3:
+    if not isinstance(layer, Float8Linear) or (layer.encoded is not None and layer.encoded.codes.dtype == E4M3):
         return "tensor"
     return next(strategy for strategy, kind in KINDS.items() if kind is layer.recipe.weight.kind)
 
 
-def _in_fp8(model: nn.Module, optimizer: torch.optim.Optimizer | None, strategy: str, layout: Layout) -> Tensors:
+def _in_fp8(model: nn.Module, strategy: str, layout: Layout) -> Tensors:
     """Yield the tensors under the file's names. One weight at a time is decoded."""
     converted = set(_converted(model))
-    held = model.state_dict()
-    for name, _ in layers_of_codes(model):
-        drop_codes(held, join(name, ""))
-    held = as_plain(model, held)
-    for name in converted:
-        held.pop(join(name, "weight"), None)
-    for name, tensor in held.items():
+    for name, tensor in plain_tensors(model, leave_out={join(name, "weight") for name in converted}):
         yield layout.rename(name), layout.to_file(name, tensor)
     for name in _converted(model):
-        codes, scale = _compressed(name, model.get_submodule(name), optimizer, strategy, layout)
+        codes, scale = _compressed(model, name, strategy, layout)
         theirs = layout.rename_module(name)
         yield join(theirs, "weight"), codes
         yield join(theirs, "weight_scale"), scale
 
 
-def _compressed(
-    name: str, layer: nn.Module, optimizer: torch.optim.Optimizer | None, strategy: str, layout: Layout
-) -> CompressedWeight:
+def _compressed(model: nn.Module, name: str, strategy: str, layout: Layout) -> CompressedWeight:
     weight_name = join(name, "weight")
-    if not isinstance(layer, Float8Linear):
-        return compress(layout.to_file(weight_name, layer.get_parameter("weight").detach().float()), strategy)
-    if layer.weight.dtype == E4M3 and strategy == "tensor":
-        assert layer.weight_dequant_scale is not None
-        codes = layout.to_file(weight_name, layer.weight.detach().view(torch.uint8)).view(E4M3)
-        return CompressedWeight(codes, layer.weight_dequant_scale.detach().reshape(1))
-    return compress(layout.to_file(weight_name, finest_values(layer, optimizer).float()), strategy)
+    weight, reader = model.get_parameter(weight_name), reader_of(model)
+    if type(weight) is Float8Weight and weight.codes.dtype == E4M3 and strategy == "tensor":
+        codes = layout.to_file(weight_name, reader.codes(weight).view(torch.uint8)).view(E4M3)
+        return CompressedWeight(codes, weight.dequant_scale.detach().reshape(1))
+    return compress(layout.to_file(weight_name, reader.values(weight).float()), strategy)
 
 
 def _ignored(model: nn.Module, layout: Layout) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.metrics.memory import memory_report
 from octet.worker.optim.average import AveragedModel
 
@@ -38,7 +39,7 @@ class MovingAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average and the number of steps in it; nothing if there is none."""
-        return {} if self._average is None else self._average.state_dict()
+        return {} if self._average is None else exact_state_dict(self._average)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue a saved average. From a checkpoint without one, the average begins with the next step."""
