@@ -308,7 +308,7 @@ class Float8Linear(KeepsDtypes):
 
     def plain_tensors(self) -> Iterator[Tensor | None]:
         """Yield the tensors that are values, and follow a cast."""
-        for parameter in (self.weight, self.bias):
+        for parameter in self._parameters.values():
             if parameter is not None and type(parameter) is not Float8Weight:
                 yield from (parameter, parameter.grad)
 
@@ -342,10 +342,11 @@ class Float8Linear(KeepsDtypes):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         """Move to another device, or cast what is plain."""
-        parameters, weight = self._parameters, self.encoded
+        weight = self.encoded
         if weight is None:
             super()._apply(fn, recurse)
             return self
+        parameters = self._parameters
         self._parameters = {name: parameter for name, parameter in parameters.items() if name != "weight"}
         try:
             super()._apply(fn, recurse)
