@@ -352,8 +352,8 @@ class Float8Linear(KeepsDtypes):
             super()._apply(fn, recurse)
         finally:
             self._parameters = {**parameters, **self._parameters}
-        weight.move(partial(moved, fn=fn))
-        self.prepare_gradient()
+        if weight.move(partial(moved, fn=fn)):
+            self._open_port()
         return self
 
 

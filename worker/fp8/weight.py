@@ -27,6 +27,7 @@ from octet.worker.kernels.torch_private import (
     is_parameter,
     make_wrapper_subclass,
     mark_as_parameter,
+    restore_hooks,
     schema_of,
     tree_leaves,
     tree_map,
@@ -184,14 +185,11 @@ class Float8Weight(Tensor):
         self.state.wide, self.state.has_new_codes = None, True
         _note_write(self.state)
 
-    def move(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Hold the parts that a function makes of them, elsewhere. The parameter stays the same object.
-
-        Its hooks, and the dtype of its gradient, are lost: whoever moves it installs them again.
-        """
+    def move(self, change: Callable[[Tensor], Tensor]) -> bool:
+        """Hold the parts that a function makes of them, elsewhere; False if it changes nothing. The object stays the same."""
         parts = {name: None if part is None else change(part) for name, part in self._parts().items()}
         if parts["codes"] is self.codes:
-            return
+            return False
         gradient = self.grad
         moved = Float8Weight(**parts)  # type: ignore[arg-type]
         moved.state = replace(self.state, codes=moved.codes, residual=moved.residual)
@@ -200,6 +198,7 @@ class Float8Weight(Tensor):
         self.grad = None
         _become(self, moved)
         self.grad = None if gradient is None else change(gradient)
+        return True
 
     @torch.no_grad()
     def settle(self, draw: Draw | None = None) -> None:
@@ -715,6 +714,7 @@ def hold_encoded(parameter: nn.Parameter, encoded: EncodedWeight) -> None:
 def _become(parameter: Tensor, weight: Float8Weight) -> None:
     weight.requires_grad_(parameter.requires_grad)
     mark_as_parameter(weight)
+    grad_dtype = parameter.grad_dtype if parameter.is_leaf else torch.float32
     try:
         torch.utils.swap_tensors(parameter, weight)
     except RuntimeError as error:
@@ -723,3 +723,6 @@ def _become(parameter: Tensor, weight: Float8Weight) -> None:
             "parameters that no autograd graph and no weak reference refers to. Delete the loss and outputs of earlier passes, "
             "or call it before the first pass."
         ) from error
+    restore_hooks(parameter)
+    if grad_dtype is None:
+        parameter.grad_dtype = None

@@ -56,6 +56,13 @@ def mark_as_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
+def restore_hooks(tensor: Tensor) -> None:
+    """Let autograd call a tensor's hooks again, after `swap_tensors`: the Python object has kept them, autograd has not."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(tensor, name, None):
+            setattr(tensor, name, hooks)
+
+
 def schema_of(op: Any) -> Any:
     """Return the schema of an op: its name, and which of its arguments it writes."""
     return op._schema
