@@ -107,11 +107,11 @@ def demoted(axis: Axis) -> Result:
     x, outputs, held = torch.ones(4, 32), [], []
     for parallel in (sharded, plain):
         layer = parallel.model.inner[0]
-        held.append(0 if layer.weight_residual is None else layer.weight_residual.numel())
+        held.append(0 if layer.weight.residual is None else layer.weight.residual.numel())
         layer.fallback = Fallback.DEMOTED
         parallel.publish()
         outputs.append(parallel.model(x).detach())
-    residual = sharded.model.inner[0].weight_residual
+    residual = sharded.model.inner[0].weight.residual
     return {"held before": held[0], "held after": residual.numel(), "output is the same": torch.equal(*outputs)}
 
 
