@@ -255,7 +255,7 @@ def resumed(axes: Axes, world: Axis, level: str, stage: int, folder: Path) -> Re
 
 
 def digest_of(parallel: Parallel) -> str:
-    return digest({"model": parallel.model.state_dict(), "optimizer": parallel.optimizer.state_dict()})
+    return digest({"model": exact_state_dict(parallel.model), "optimizer": parallel.optimizer.state_dict()})
 
 
 def work_of_two(rank: int, ports: list[int], folder: str, _cases: list[Case]) -> None:
