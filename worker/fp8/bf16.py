@@ -63,7 +63,7 @@ def half_to_save(activation: Tensor) -> Tensor:
     """
     half = activation.to(torch.bfloat16)
     if half is not activation and not torch.compiler.is_compiling():
-        half.octet_is_activation = True  # type: ignore[attr-defined]
+        half.octet_is_activation = True
     return half
 
 

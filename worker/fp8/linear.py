@@ -65,6 +65,8 @@ class Float8Linear(KeepsDtypes):
     returns_16_bits: ClassVar[bool] = True
     keeps_products = False
     """True if selective checkpointing keeps only the results of products."""
+    num_roundings = 0
+    """Gradient roundings before this run: an elastic job may accumulate in fp32 now, and in FP8 again later."""
     gathers_codes = False
     """True if FSDP2 gathers the weight as codes (`gathered.py`)."""
 
@@ -292,15 +294,15 @@ class Float8Linear(KeepsDtypes):
 
     def get_extra_state(self) -> Tensor:
         """The rest of `state_dict`: counts of steps, of gradient roundings and of breaches; the fallback. int64, (4,)."""
-        state = torch.tensor([self.num_steps, 0, self.num_breaches, self.fallback])
+        state = torch.tensor([self.num_steps, self.num_roundings, self.num_breaches, self.fallback])
         return self.gradient_position.with_count(state, 1) if self.gradient_position else state
 
     def set_extra_state(self, state: Tensor) -> None:
-        num_steps, num_roundings, self.num_breaches, fallback = state.tolist()
+        num_steps, self.num_roundings, self.num_breaches, fallback = state.tolist()
         self.start_step(num_steps)
         self.fallback = Fallback(fallback)
         if self.gradient_position:
-            self.gradient_position.count = num_roundings
+            self.gradient_position.count = self.num_roundings
 
     def scalings(self) -> dict[str, OperandScaling]:
         """The scaling of each operand, by the operand's name."""

@@ -27,6 +27,7 @@ from octet.worker.fp8.handoff import Handoff, NextConsumer, Recorded, attach, at
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
 from octet.worker.kernels.normalization import MOST_FEATURES
+from octet.worker.kernels.reference import normalize_rows
 from octet.worker.kernels.torch_private import unsafe_view
 
 PURE_BLOCKS = frozenset(
@@ -54,9 +55,10 @@ class NormForward(Wrapper):
 
     def __call__(self, input: Tensor) -> Tensor:
         is_compiling = torch.compiler.is_compiling()
-        if is_compiling and not self.is_pure:
-            return self._as_it_is(input)
-        runs_fused = not is_compiling and self.is_fused and (is_accelerator(input.device) or self._keeps_bf16(input))
+        if is_compiling:
+            output = self._in_graph(input)
+            return attach_place(output) if self.is_pure else output
+        runs_fused = self.is_fused and (is_accelerator(input.device) or self._keeps_bf16(input))
         weight: Any = self.norm.weight if runs_fused else None
         dtype = self._output_dtype(input, weight) if runs_fused else None
         if dtype is None:
@@ -68,9 +70,20 @@ class NormForward(Wrapper):
         handoff, found = Handoff(consumer, following), list[kernels.Normalized]()
         known_scale = handoff.known_scale()
         settings = Pass(self.is_layer_norm, dtype, known_scale, found)
-        output: Tensor = Normalize.apply(input, weight, bias, self.eps, settings)
+        output = Normalize.apply(input, weight, bias, self.eps, settings)
         handoff.record(Recorded(found[0].amax, found[0].codes, known_scale))
         return attach(output, handoff)
+
+    def _in_graph(self, input: Tensor) -> Tensor:
+        """Return what eager code returns. With a bf16 stream both save the bf16 input; torch's own function saves fp32."""
+        keeps_input = self.is_fused and self._keeps_bf16(input)
+        weight: Any = self.norm.weight if keeps_input else None
+        dtype = self._output_dtype(input, weight) if keeps_input else None
+        if dtype is None:
+            return self._as_it_is(input)
+        bias = self.norm._parameters.get("bias")
+        output: Tensor = NormalizeInGraph.apply(input, weight, bias, self.eps, self.is_layer_norm, dtype)
+        return output
 
     def _as_it_is(self, input: Tensor) -> Tensor:
         output: Tensor = type(self.norm).forward(self.norm, input)
@@ -125,6 +138,30 @@ class Normalize(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False) if is_cast else nullcontext():
             grad_x, *others = kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd))
         return grad_x if len(shape) == 2 else grad_x.view(shape), *others, None, None
+
+
+class NormalizeInGraph(torch.autograd.Function):
+    """`Normalize` in a graph of torch.compile: ops of torch, which the compiler joins to those before and behind."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
+    ) -> Tensor:
+        x_MN = x.reshape(-1, x.shape[-1])
+        output, *statistics = normalize_rows(x_MN, weight, bias, eps, is_layer_norm, dtype)
+        mean = statistics[0] if is_layer_norm else None
+        ctx.save_for_backward(x, weight, bias, mean, statistics[-1])
+        result: Tensor = unsafe_view(output, x.shape)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        grad_MN, x_MN = (part.reshape(-1, x.shape[-1]) for part in (grad, x))
+        with torch.autocast(x.device.type, enabled=False):
+            grad_x, *others = kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd))
+        return grad_x.view(x.shape), *others, None, None, None
 
 
 def carry_norms(model: nn.Module) -> int:

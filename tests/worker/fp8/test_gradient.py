@@ -1,11 +1,13 @@
 """The FP8 gradient: what torch does to gradients works on its codes, and accumulation loses nothing on average."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from octet.worker import initialize
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.gradient_hooks import keep_gradient_in_fp8
 from octet.worker.fp8.rounding_position import RoundingPosition
@@ -76,6 +78,40 @@ def test_accumulation_draws_new_random_numbers_each_time_and_the_same_ones_after
     later, _ = accumulate(6)
     assert not torch.equal(first.codes.view(torch.uint8), later.codes.view(torch.uint8))
     assert first.position.count == 6
+
+
+def test_draws_go_on_after_a_part_of_a_run_that_accumulates_in_fp32() -> None:
+    """An elastic job with fewer ranks has more micro-batches, which `gradient_accumulation: auto` adds up in fp32."""
+
+    def begin(accumulation: str, state: dict[str, Tensor] | None) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+        model, optimizer = initialize(
+            network, torch.optim.AdamW(network.parameters()), "O2", gradient_accumulation=accumulation
+        )
+        if state is not None:
+            model.load_state_dict(state)
+        return model, optimizer
+
+    def count_of(model: Any) -> list[int]:
+        return [layer.gradient_position.count for layer in model]
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            model(torch.ones(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = begin("fp8", None)
+    step(model, optimizer)
+    first = count_of(model)
+    assert first == [2, 2]
+    model, optimizer = begin("fp32", model.state_dict())
+    step(model, optimizer)
+    model, optimizer = begin("fp8", model.state_dict())
+    assert count_of(model) == first
+    step(model, optimizer)
+    assert count_of(model) == [4, 4]
 
 
 def test_a_non_finite_gradient_shows_in_the_norm() -> None:

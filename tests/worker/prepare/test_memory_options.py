@@ -16,7 +16,15 @@ from torch.utils._pytree import tree_flatten
 from benchmarks.gpu.live_bytes import LiveBytes
 from octet.api_schemas import GPTSizes, JobSpec, StepReport, TrainingSpec, explain
 from octet.api_schemas.recipe import RecipeSpec
-from octet.worker import fuse_loss, initialize, keep_activations_in_fp8, memory_report, offload_optimizer, release_gradients
+from octet.worker import (
+    fuse_loss,
+    initialize,
+    keep_activations_in_fp8,
+    keep_residual_in_bf16,
+    memory_report,
+    offload_optimizer,
+    release_gradients,
+)
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.linear import Float8Linear
@@ -255,6 +263,29 @@ def test_compiled_blocks_round_what_eager_blocks_round(family: str, level: str, 
         found.append(gradients_of(model))
     eager, compiled = found
     assert eager.keys() == compiled.keys()
+    for name, gradient in eager.items():
+        assert torch.equal(gradient, compiled[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.parametrize(
+    ("family", "level"),
+    [("gpt", "O2"), *(pytest.param(*pair, marks=pytest.mark.matrix) for pair in [("llama", "O2"), ("gpt", "bf16-amp")])],
+)
+def test_compiled_blocks_with_a_stream_in_bf16_have_the_bits_of_eager_ones(family: str, level: str) -> None:
+    found = []
+    for is_compiled in (False, True):
+        torch.compiler.reset()
+        model, _ = make(family, level)
+        keep_residual_in_bf16(model)
+        fuse_loss(model)
+        if is_compiled:
+            compile_blocks(model, backend="aot_eager")
+        for _ in range(2):
+            model.loss(batch_of(family)).loss.backward()
+        found.append(gradients_of(model))
+    eager, compiled = found
     for name, gradient in eager.items():
         assert torch.equal(gradient, compiled[name]), name
 
