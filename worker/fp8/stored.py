@@ -131,6 +131,8 @@ def read_weight(layer: Layer, state_dict: dict[str, Any], prefix: str, metadata:
     kept = kept_in_metadata(metadata)
     if _EXTRA_STATE in kept:
         state_dict.setdefault(prefix + _EXTRA_STATE, kept[_EXTRA_STATE])
+    elif not isinstance(state_dict.get(prefix + _EXTRA_STATE, torch.empty(0)), Tensor):
+        del state_dict[prefix + _EXTRA_STATE]  # torch's distributed checkpoints put a mark where they have none
     weight = layer.encoded
     if weight is None and own:
         state_dict[prefix + "weight"] = own["weight"] if came_as_values else decode(own)

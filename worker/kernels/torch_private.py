@@ -112,9 +112,9 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def unseen_by_autograd(tensor: Tensor) -> Any:
-    """Return a context in which writes into a tensor are not counted: what was saved is there again afterwards."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
+def set_version(tensor: Tensor, version: int) -> None:
+    """Set a tensor's count of changes back, where what autograd has saved of it is there again: see `version_of`."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def version_of(tensor: Tensor) -> int:
