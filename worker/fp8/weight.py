@@ -182,8 +182,8 @@ class Float8Weight(Tensor):
             if part is not None:
                 assert new is not None
                 part.copy_(new)
-        self.state.wide, self.state.has_new_codes = None, True
-        _note_write(self.state)
+        self.state.wide = None
+        _note_new_codes(self.state)
 
     def move(self, change: Callable[[Tensor], Tensor]) -> bool:
         """Hold the parts that a function makes of them, elsewhere; False if it changes nothing. The object stays the same."""
@@ -299,11 +299,14 @@ class Float8Weight(Tensor):
         state = self.state
         if self.codes is not state.codes:
             return {}
-        refinements = {"wide": state.wide, "master": state.master if state.elements is None else None}
+        master = state.master if state.elements is None else None
+        refinements = {"wide": state.wide, "is_assigned": state.is_assigned or None, "master": master}
         return {name: part for name, part in refinements.items() if part is not None}
 
     def _refine(self, refinements: dict[str, Any]) -> None:
-        self.state.wide, self.state.master = refinements.get("wide"), refinements.get("master")
+        state = self.state
+        state.wide, state.is_assigned = refinements.get("wide"), "is_assigned" in refinements
+        state.master, state.has_master = refinements.get("master"), "master" in refinements
 
     def _like_this(self, other: "Float8Weight") -> "Float8Weight":
         """Let another weight require a gradient, and be a parameter, as this one does."""
@@ -545,8 +548,8 @@ def _hold(weight: Float8Weight, encoded: EncodedWeight, wide: Tensor | None, *, 
         if part is not None:
             assert new is not None
             part.copy_(new)
-    state.wide, state.is_assigned, state.has_new_codes = wide, is_assigned, True
-    _note_write(state)
+    state.wide, state.is_assigned = wide, is_assigned
+    _note_new_codes(state)
 
 
 def _encoded(weight: Float8Weight, values: Tensor) -> EncodedWeight:
@@ -569,6 +572,12 @@ def _encoded(weight: Float8Weight, values: Tensor) -> EncodedWeight:
 
 def _is_whole(weight: Float8Weight) -> bool:
     return weight.codes.numel() == weight.state.codes.numel()
+
+
+def _note_new_codes(state: WeightState) -> None:
+    """Forget a master weight of former values; an optimizer brings its own back if the codes are its rounding."""
+    state.master, state.has_new_codes = None, True
+    _note_write(state)
 
 
 def _note_write(state: WeightState) -> None:
@@ -628,8 +637,8 @@ def _copy_(_func: Any, target: Any, source: Any, non_blocking: bool = False) -> 
             part.copy_(getattr(source, name), non_blocking)
     state = target.state
     state.wide = source.dequantize() if state.has_master else None
-    state.is_assigned = state.has_new_codes = True
-    _note_write(state)
+    state.is_assigned = True
+    _note_new_codes(state)
     return target
 
 
