@@ -56,6 +56,22 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtyp
     return output.to(compute_dtype).to(input.dtype)
 
 
+def half_to_save(activation: Tensor) -> Tensor:
+    """Return an activation in bf16, for a function that keeps it for its backward pass.
+
+    Autograd follows nothing inside of a function, so the cast is marked as an activation for `saved_activations.py`.
+    """
+    half = activation.to(torch.bfloat16)
+    if half is not activation and not torch.compiler.is_compiling():
+        half.octet_is_activation = True  # type: ignore[attr-defined]
+    return half
+
+
+def is_marked_activation(saved: Tensor) -> bool:
+    """Return True for a tensor of `half_to_save`."""
+    return hasattr(saved, "octet_is_activation")
+
+
 def activation_dtype(input: Tensor) -> torch.dtype:
     """The dtype that an FP8 layer returns: autocast's; else the input's, with at most 16 bits on an accelerator."""
     device = input.device

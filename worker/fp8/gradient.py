@@ -236,19 +236,18 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a collective on fp32 values, wait, and round what it has written to nearest.
+    """Run a collective on fp32 values, and round what it has written to nearest.
 
     To nearest, with a scale of the result's own amax: ranks that got the same values then hold the same codes, which
-    stochastic rounding by each rank's own numbers would make different. A handle of `async_op=True` is complete when it is
-    returned; on CUDA the stream has waited and not the host.
+    stochastic rounding by each rank's own numbers would make different.
     """
-    decoded, written = _Decoded(), _gradients_in(collectives.written_by(func, args, kwargs))
-    result = func(*tree_map(decoded.decode, args), **tree_map(decoded.decode, kwargs))
-    if written:
-        collectives.wait(result)
-    for gradient in written:
+    decoded = _Decoded()
+
+    def encode(written: Float8Gradient | GradientView) -> None:
+        [gradient] = _gradients_in([written])
         _copy_(gradient, decoded.values_of[id(gradient)])
-    return tree_map_only(Tensor, decoded.original, result)
+
+    return collectives.run_collective(func, args, kwargs, decoded.decode, encode)
 
 
 def _gradients_in(arguments: Any) -> list[Float8Gradient]:

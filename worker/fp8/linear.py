@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from octet.api_schemas.recipe import GemmName
 from octet.worker import kernels
-from octet.worker.fp8.bf16 import activation_dtype, half_linear, half_matmul
+from octet.worker.fp8.bf16 import activation_dtype, half_linear, half_matmul, half_to_save
 from octet.worker.fp8.casts import Change, check_cast, moved
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.gradient_hooks import keep_gradient_in_fp8, once_differentiable, open_port, product_dtype, zero_gradients
@@ -497,7 +497,7 @@ def _output(
         assert of_rows is not None
         [output_TN] = kernels.linear_output(Operand(of_rows.codes, of_rows.dequant_scale), weight, formats, dtype)
     if "grad_weight" in plan.high_precision:
-        return output_TN, (input_TK.to(torch.bfloat16), None)
+        return output_TN, (half_to_save(input_TK), None)
     return output_TN, (None, None) if of_columns is None else (of_columns.codes, of_columns.dequant_scale)
 
 
@@ -509,7 +509,7 @@ def _half_output(
     if settings.formats.activation is not None:
         input_half = kernels.ACTIVATIONS[settings.formats.activation].forward(input_TK).to(torch.bfloat16)
     else:
-        input_half = input_TK.to(torch.bfloat16)
+        input_half = half_to_save(input_TK)
         if "grad_weight" in settings.plan.high_precision:
             saved = (input_half, None)
         else:

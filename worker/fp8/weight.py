@@ -440,14 +440,12 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a collective on values, wait, and encode what it has written to nearest: ranks with the same values agree."""
-    written = list(_weights_in(collectives.written_by(func, args, kwargs)))
-    decoded = _Decoded(written)
-    result = func(*tree_map(decoded.decode, args), **tree_map(decoded.decode, kwargs))
-    if written:
-        collectives.wait(result)
-    for weight in {id(weight.state): weight for weight in written}.values():
+    decoded = _Decoded(list(_weights_in(collectives.written_by(func, args, kwargs))))
+
+    def encode(weight: Float8Weight) -> None:
         _encode_base(weight, decoded.bases[id(weight.state)], is_finished=True)
-    return tree_map_only(Tensor, decoded.original, result)
+
+    return collectives.run_collective(func, args, kwargs, decoded.decode, encode)
 
 
 def _run_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

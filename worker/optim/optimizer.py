@@ -24,6 +24,9 @@ class Release(Protocol):
     def close(self, finite: Tensor) -> Tensor:
         """End the step. Returns whether all its gradients were finite, and `finite` is true; bool ()."""
 
+    def drop_interrupted_step(self) -> None:
+        """Forget a backward pass that an exception has ended."""
+
 
 class LowBitOptimizer(OptimizerStates):
     """A torch optimizer by a rule, with a codec for each of the rule's states, by parameter group.
@@ -64,6 +67,12 @@ class LowBitOptimizer(OptimizerStates):
             finite = self.released.close(finite)
         self.count_step(finite)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, as torch's method; a step whose backward pass an exception has ended is over."""
+        super().zero_grad(set_to_none)
+        if self.released is not None:
+            self.released.drop_interrupted_step()
 
     @torch.no_grad()
     def step_parameter(self, parameter: Tensor, group: Group) -> Tensor:

@@ -7,6 +7,7 @@ skipped alone; `num_skipped_steps` counts a step in which any was.
 """
 
 from functools import partial
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ class GradientRelease:
         self.stepped: set[Tensor] = set()
         self.norms: list[Tensor] = []
         self.finite: list[Tensor] = []
+        # A parameter holds its hooks where Python's collector cannot see them: a strong reference would free nothing.
+        hooks = [partial(_step_at, ref(self), group_index=index) for index in range(len(optimizer.param_groups))]
         self.handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._step, group_index=index))
+            parameter.register_post_accumulate_grad_hook(hooks[index])
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
             if parameter.requires_grad
@@ -41,8 +44,12 @@ class GradientRelease:
     def close(self, finite: Tensor) -> Tensor:
         """End the step. Returns whether all its gradients were finite, and `finite` is true; bool ()."""
         flags = [flag.to(finite.device) for flag in self.finite]
-        self.stepped, self.norms, self.finite = set(), [], []
+        self.drop_interrupted_step()
         return torch.stack([finite, *flags]).all()
+
+    def drop_interrupted_step(self) -> None:
+        """Forget a backward pass that an exception has ended. What it has stepped stays stepped."""
+        self.stepped, self.norms, self.finite = set(), [], []
 
     @torch.no_grad()
     def _step(self, parameter: Tensor, group_index: int) -> None:
@@ -58,6 +65,13 @@ class GradientRelease:
         self.norms += norms_of([parameter.grad])
         self.finite.append(self.optimizer.step_parameter(parameter, self.optimizer.param_groups[group_index]))
         parameter.grad = None
+
+
+def _step_at(release: "ref[GradientRelease]", parameter: Tensor, group_index: int) -> None:
+    """Run the hook of a parameter's gradient, which only accumulates once the optimizer is gone."""
+    present = release()
+    if present is not None:
+        present._step(parameter, group_index)
 
 
 def release_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> GradientRelease:

@@ -5,8 +5,10 @@ arrives first: the reverse of the order in which the model names its parameters.
 end of the backward pass, or for `finish`, and so do those after it.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 
 import torch
@@ -59,8 +61,10 @@ class GradientBuckets:
         self._num_launched = 0
         self._under_way: list[Iterator[None]] = []
         if axis.size > 1:
+            # A parameter holds its hooks where Python's collector cannot see them: a strong reference would free nothing.
+            hook = partial(_arrive_at, weakref.ref(self))
             for parameter in self._home:
-                parameter.register_post_accumulate_grad_hook(self._arrive)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     @contextmanager
     def no_sync(self, is_on: bool = True) -> Iterator[None]:
@@ -96,6 +100,19 @@ class GradientBuckets:
         self.is_finished = True
         if self.after_finish is not None:
             self.after_finish()
+
+    @torch.no_grad()
+    def drop_interrupted_pass(self) -> None:
+        """Forget a backward pass that an exception has ended; without one, do nothing. All ranks call it together.
+
+        The ranks may have raised at different gradients, so each takes part in the rest of the exchange. Then it drops all
+        gradients, those of the step's earlier passes too.
+        """
+        if not (self._has_arrivals or self._num_launched or self._under_way):
+            return
+        self._end_pass(is_last=True)
+        for bucket in self.buckets:
+            bucket.drop()
 
     @torch.no_grad()
     def _end_pass(self, *, is_last: bool) -> None:
@@ -160,6 +177,17 @@ class GradientBuckets:
 
     def _advance(self) -> None:
         self._under_way = _advanced(self._under_way)
+
+
+def _arrive_at(buckets: "weakref.ref[GradientBuckets]", parameter: Tensor) -> None:
+    """Run the hook of a parameter's gradient. Raises RuntimeError where what exchanges gradients is gone."""
+    present = buckets()
+    if present is None:
+        raise RuntimeError(
+            f"a gradient of shape {tuple(parameter.shape)} arrived, and what parallelize returned was deleted, with the "
+            "optimizer; no rank would get its mean. Keep one of them while the model trains."
+        )
+    present._arrive(parameter)
 
 
 def in_turn(runs: Iterable[Iterator[None]]) -> None:

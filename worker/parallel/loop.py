@@ -164,6 +164,7 @@ class ParallelLoop(Parallel):
 
     def _zero_grad(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Drop gradients, exchanged ones too: a rank that has none in the next step takes part in its exchange."""
+        self.drop_interrupted_pass()
         zero_grad(*args, **kwargs)
         self.gradients.is_finished = False
         self.passes.forget(drops_gradients=True)

@@ -113,6 +113,12 @@ class Parallel:
             part.before_exchange()
         self.gradients.finish()
 
+    def drop_interrupted_pass(self) -> None:
+        """Forget a backward pass that an exception has ended on all ranks, which call it together. Else it does nothing."""
+        self.gradients.drop_interrupted_pass()
+        if self._sharded is not None and self._sharded.blocks is not None:
+            self._sharded.blocks.release()
+
     def clip_grad_norm_(self, max_norm: float = math.inf) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most max_norm. Returns the norm before, fp32 ()."""
         return self._clip(max_norm)

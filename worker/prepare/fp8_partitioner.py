@@ -1,13 +1,14 @@
 """Activations of compiled blocks, kept in FP8: the counterpart of `saved_activations.py` in graphs of torch.compile.
 
-A compiled block decides itself what its backward pass reads: torch's partitioner cuts the joint graph of both passes where the
-least bytes cross. What crosses and is an activation then leaves the forward graph as E4M3 codes with a scale for each row, by
-the same kernel as in eager blocks, and the backward graph begins with codes times scale, which the compiler joins with what
-reads them. Torch calls this extension point a custom partitioner (`torch._inductor.config.custom_partitioner_fn`).
+A compiled block has one joint graph of both passes, in which the backward ops read what autograd saves in an eager block. Each
+activation among these values becomes E4M3 codes with a scale for each row, by the same kernel and the same rule as in eager
+blocks; the backward pass reads codes times scale. Then torch cuts the graph where the least bytes cross, which are the codes.
+So gradients have the bits of eager blocks, wherever the cut lies (with the backend aot_eager; Inductor rounds in other places).
+Torch calls this extension point a custom partitioner (`torch._inductor.config.custom_partitioner_fn`).
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,11 @@ MIN_ROW_ELEMENTS = 16
 WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 aten = torch.ops.aten
 _SAME_VALUES = {aten.detach.default, aten.alias.default}
+_VIEWS_OF_WEIGHTS = _SAME_VALUES | {
+    *(aten.t.default, aten.transpose.int, aten.view.default, aten.permute.default),
+    *(aten._to_copy.default, torch.ops.prims.convert_element_type.default),
+}
+"""As in `saved_activations.py`, which names their nodes of autograd."""
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 
@@ -63,35 +69,38 @@ def partition(
     static_lifetime_input_indices: list[int] | None = None,
     **options: Any,
 ) -> Graphs:
-    """Cut a joint graph as torch does, and let activations cross in FP8. Returns the forward and the backward graph.
+    """Let activations cross a joint graph in FP8, and cut it as torch does. Returns the forward and the backward graph.
 
     num_fwd_outputs: results of the forward pass. static_lifetime_input_indices: the inputs that are parameters and buffers.
     """
-    static = set(static_lifetime_input_indices or ())
-    inputs = [node.name for node in joint.graph.find_nodes(op="placeholder") if "tangents" not in node.name]
-    changing = {name for index, name in enumerate(inputs) if index not in static}
-    gradients = _results(joint)[num_fwd_outputs:]
-    differentiated = {name for name, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
+    _round_what_crosses(joint, set(static_lifetime_input_indices or ()), _results(joint)[num_fwd_outputs:])
     options = {"compiler": "inductor", "static_lifetime_input_indices": static_lifetime_input_indices, **options}
-    forward, backward = torchs_partition()(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
-    depends, is_differentiated = _reached_from(forward.graph, changing), _reached_from(forward.graph, differentiated)
-    received = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    results = _results(forward)
-    kept: list[Any] = results[:num_fwd_outputs]
-    for node in results[num_fwd_outputs:]:
-        if node in depends and node in is_differentiated and received[node.name].users and _is_activation(node):
-            parts = _quantized(node)
-            _dequantize(received[node.name], parts)
-            kept.extend(parts)
-        else:
-            kept.append(node)
-    output = forward.graph.output_node()
-    output.args = (tuple(kept),)
-    output.meta.pop("desc", None)  # it describes each result
-    for module in (forward, backward):
-        module.graph.lint()
-        module.recompile()
-    return forward, backward
+    graphs: Graphs = torchs_partition()(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    return graphs
+
+
+def _round_what_crosses(joint: fx.GraphModule, static: set[int], gradients: Sequence[Any]) -> None:
+    """Let the backward pass of a joint graph read each activation that autograd saves as codes times scale.
+
+    The rest of the graph is exact, so whatever torch keeps, or computes again, has the values that it has in eager blocks.
+    static: the inputs that are parameters and buffers. gradients: of the inputs.
+    """
+    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if "tangents" not in node.name]
+    parameters = {node for index, node in enumerate(inputs) if index in static}
+    is_differentiated = _reached_from(
+        joint.graph, {node for node, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
+    )
+    nodes = list(joint.graph.nodes)
+    last = max(index for index, node in enumerate(nodes) if node.meta.get("partitioner_tag") == "is_forward")
+    place_in_backward = {node: index for index, node in enumerate(nodes[last + 1 :]) if node.op != "output"}
+    for node in nodes[: last + 1]:
+        users = sorted((user for user in node.users if user in place_in_backward), key=place_in_backward.__getitem__)
+        if users and node in is_differentiated and not _is_of_parameter(node, parameters) and _is_activation(node):
+            values = _dequantized(users[0], node, _quantized(node))
+            for user in users:
+                user.replace_input_with(node, values)
+    joint.graph.lint()
+    joint.recompile()
 
 
 def _results(module: fx.GraphModule) -> list[Any]:
@@ -112,14 +121,20 @@ def order_in_memory(saved: Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(saved.dim()), key=lambda dim: -strides[dim]))
 
 
-def _reached_from(graph: fx.Graph, inputs: Iterable[str]) -> set[fx.Node]:
-    """The nodes of a graph that depend on one of the inputs with these names."""
-    names = set(inputs)
-    found: set[fx.Node] = set()
+def _reached_from(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes of a graph that depend on one of these inputs, and the inputs."""
+    found = set(inputs)
     for node in graph.nodes:
-        if (node.op == "placeholder" and node.name in names) or not found.isdisjoint(node.all_input_nodes):
+        if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _is_of_parameter(node: fx.Node, parameters: set[fx.Node]) -> bool:
+    """Return True if a node is a parameter, viewed or cast."""
+    while node not in parameters and node.target in _VIEWS_OF_WEIGHTS:
+        node = node.all_input_nodes[0]
+    return node in parameters
 
 
 def _is_activation(node: fx.Node) -> bool:
@@ -156,24 +171,19 @@ def _quantized(saved: fx.Node) -> tuple[fx.Node, fx.Node]:
         return codes, _call(graph, operator.getitem, quantized, 1)
 
 
-def _dequantize(received: fx.Node, kept: tuple[fx.Node, fx.Node]) -> None:
-    """Let the backward graph take codes and scale in the place of an activation, and decode them before its first reader."""
-    graph, value = received.graph, received.meta["val"]
-    marks = {key: mark for key, mark in received.meta.items() if key == "saved_tensor_with_no_vc_check"}
-    with graph.inserting_before(received):
-        codes, dequant_scale = (graph.placeholder(f"{received.name}_{part}") for part in ("codes", "dequant_scale"))
-    for placeholder, part in zip((codes, dequant_scale), kept, strict=True):
-        placeholder.meta = {"val": part.meta["val"], **marks}
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    with graph.inserting_before(min(received.users, key=order.__getitem__)):
-        wide = _call(graph, torch.ops.prims.convert_element_type.default, codes, torch.float32)
-        wide = _call(graph, aten.mul.Tensor, wide, dequant_scale)
+def _dequantized(first_reader: fx.Node, saved: fx.Node, kept: tuple[fx.Node, fx.Node]) -> fx.Node:
+    """Decode an activation in the backward pass, before its first reader. kept: its codes and scale."""
+    graph, value = saved.graph, saved.meta["val"]
+    with graph.inserting_before(first_reader):
+        values = _call(graph, torch.ops.prims.convert_element_type.default, kept[0], torch.float32)
+        nodes = [values, values := _call(graph, aten.mul.Tensor, values, kept[1])]
         if value.dtype != torch.float32:
-            wide = _call(graph, torch.ops.prims.convert_element_type.default, wide, value.dtype)
+            nodes.append(values := _call(graph, torch.ops.prims.convert_element_type.default, values, value.dtype))
         dims = order_in_memory(value)
-        values = _call(graph, aten.permute.default, wide, sorted(range(len(dims)), key=dims.__getitem__))
-    received.replace_all_uses_with(values)
-    graph.erase_node(received)
+        nodes.append(values := _call(graph, aten.permute.default, values, sorted(range(len(dims)), key=dims.__getitem__)))
+    for node in nodes:
+        node.meta["partitioner_tag"] = "must_be_in_backward"
+    return values
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:

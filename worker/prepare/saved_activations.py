@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from octet.worker import kernels
 from octet.worker.common.wrap import Nesting, Wrapper, wrap
+from octet.worker.fp8.bf16 import is_marked_activation
 from octet.worker.kernels.formats import E4M3
 from octet.worker.kernels.torch_private import key_of_storage, version_of
 from octet.worker.models.blocks import repeated_blocks
@@ -116,11 +117,14 @@ def _unpack(packed: SavedAsItIs | SavedCodes) -> Tensor:
 
 def _is_activation(saved: Tensor) -> bool:
     """Return whether a tensor has long rows and gradients; statistics and constants have none."""
-    return not saved.is_leaf and has_long_rows(saved) and not _is_of_parameter(saved)
+    is_differentiated = saved.requires_grad or is_marked_activation(saved)
+    return is_differentiated and has_long_rows(saved) and not _is_of_parameter(saved)
 
 
 def _is_of_parameter(saved: Tensor) -> bool:
     """Return whether a tensor is a parameter, viewed or cast."""
+    if saved.is_leaf:
+        return isinstance(saved, nn.Parameter)
     node = saved.grad_fn
     while node is not None and node.name() in _VIEWS_OF_WEIGHTS:
         node = node.next_functions[0][0]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octet.worker import initialize
 from octet.worker.fp8 import collectives
@@ -143,10 +144,39 @@ def coalesced_by_the_manager(gradient: Tensor) -> Result:
     return [gradient, other]
 
 
+def all_gather_by_the_manager(gradient: Tensor) -> Result:
+    outputs = [plain(32, 32), plain(32, 32)]
+    with dist._coalescing_manager():
+        dist.all_gather_into_tensor(outputs[0], gradient)
+        dist.all_gather_into_tensor(outputs[1], of_rank())
+    return outputs
+
+
+def reduce_scatter_by_the_manager(gradient: Tensor) -> Result:
+    output = plain(8, 32)
+    with dist._coalescing_manager():
+        dist.reduce_scatter_tensor(gradient, torch.cat([of_rank(), 2 * of_rank()]))
+        dist.reduce_scatter_tensor(output, of_rank())
+    return [gradient, output]
+
+
 def functional_in_place(gradient: Tensor) -> Result:
     group = dist.group.WORLD
     assert group is not None
     torch.ops._c10d_functional.all_reduce_(gradient, "sum", group.group_name)
+    return [gradient]
+
+
+def functional_broadcast(gradient: Tensor) -> Result:
+    group = dist.group.WORLD
+    assert group is not None
+    return [torch.ops._c10d_functional.broadcast_(gradient, 1, group.group_name)]
+
+
+def functional_into_out(gradient: Tensor) -> Result:
+    group = dist.group.WORLD
+    assert group is not None
+    torch.ops._c10d_functional.all_gather_into_tensor_out(of_rank()[:8].contiguous(), 2, group.group_name, out=gradient)
     return [gradient]
 
 
@@ -175,6 +205,8 @@ COLLECTIVES: dict[str, Collective] = {
     "all_reduce of data": in_place(lambda gradient: dist.all_reduce(gradient.data)),
     "all_reduce_coalesced": coalesced,
     "the coalescing manager": coalesced_by_the_manager,
+    "the coalescing manager, all_gather": all_gather_by_the_manager,
+    "the coalescing manager, reduce_scatter": reduce_scatter_by_the_manager,
     "broadcast": in_place(partial(dist.broadcast, src=1)),
     "reduce": in_place(partial(dist.reduce, dst=0)),
     "all_gather": all_gather,
@@ -193,6 +225,12 @@ COLLECTIVES: dict[str, Collective] = {
     "functional all_reduce": lambda gradient: [functional.all_reduce(gradient, "sum", dist.group.WORLD) + 0],
     "functional all_gather": lambda gradient: [functional.all_gather_tensor(gradient, 0, dist.group.WORLD) + 0],
     "functional broadcast": lambda gradient: [functional.broadcast(gradient, 1, dist.group.WORLD) + 0],
+    "functional all_gather, coalesced": lambda gradient: [
+        gathered + 0 for gathered in functional.all_gather_into_tensor_coalesced([gradient, of_rank()], dist.group.WORLD)
+    ],
+    "functional all_to_all": lambda gradient: [functional.all_to_all_single(gradient, None, None, dist.group.WORLD) + 0],
+    "functional all_gather into out": functional_into_out,
+    "functional broadcast_": functional_broadcast,
     "functional reduce_scatter": lambda gradient: [
         functional.reduce_scatter_tensor(gradient, "sum", 0, dist.group.WORLD) + 0  # type: ignore[arg-type]
     ],
@@ -202,11 +240,26 @@ COLLECTIVES: dict[str, Collective] = {
 }
 ALIKE = ("all_reduce", "all_reduce, asynchronous", "all_reduce_coalesced", "broadcast", "functional all_reduce_")
 """Some after which both ranks have the same values."""
+UNSEEN = {"barrier", "monitored_barrier_", "check_for_nan"}
+"""Ops of c10d that take no tensor of a caller, or return nothing; the second is run under a flag of torch's alone."""
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "recv": partial(dist.recv, src=0),
     "recv from anybody": dist.recv,
     "irecv": partial(dist.irecv, src=0),
 }
+
+
+class Recorded(TorchDispatchMode):
+    """Records the names of the collectives that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if collectives.is_collective(func):
+            self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
 def gradient_of(rank: int) -> Float8Gradient:
@@ -229,10 +282,13 @@ def run(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     found: dict[str, Any] = {}
+    seen: set[str] = set()
     for name, collective in COLLECTIVES.items():
         gradient = gradient_of(rank)
         expected = collective(gradient.dequantize())
-        results = collective(gradient)
+        with Recorded() as recorded:
+            results = collective(gradient)
+        seen |= recorded.names
         codes = [each.codes.view(torch.uint8) for each in results if isinstance(each, Float8Gradient)]
         found[name] = {
             "expected": expected,
@@ -242,9 +298,11 @@ def run(rank: int, port: int, folder: str) -> None:
             "is_rounded": bool(codes),
         }
     for name, refused in REFUSED.items():
-        with pytest.raises(NotImplementedError, match=r"allowed: .*gradient\.copy_\(received\)"):
+        with pytest.raises(NotImplementedError, match=r"allowed: .*tensor\.copy_\(received\)"), Recorded() as recorded:
             refused(gradient_of(rank))
+        seen |= recorded.names
         found[name] = True
+    found["seen"] = seen
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         gradient_of(rank).data_ptr()
     gradient = of_a_model()
@@ -309,19 +367,34 @@ def test_an_overflow_on_one_rank_marks_the_sum(ranks: list[dict[str, Any]]) -> N
     assert all(of_rank["overflow"] for of_rank in ranks)
 
 
-def test_each_op_of_c10d_is_known() -> None:
-    """An op that a version of torch adds is refused until its writes are stated here."""
-    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")}
-    assert names <= collectives.WRITES_FIRST_ARGUMENT | collectives.WRITES_NOTHING | collectives.RECEIVES
-    assert "allreduce_" in names
+def test_each_op_of_c10d_is_known(ranks: list[dict[str, Any]]) -> None:
+    """An op that a version of torch adds is refused until its writes are stated here, and a case above runs it."""
+    ops = torch._C._dispatch_get_all_op_names()
+    names = {name.split(".")[0] for name in ops if name.startswith("c10d::")}
+    assert {name.split("::")[1] for name in names} <= collectives.KNOWN
+    assert names - ranks[0]["seen"] == {f"c10d::{name}" for name in UNSEEN}
 
 
-def test_an_unknown_collective_is_refused() -> None:
+def test_functional_collectives_that_declare_a_write_are_known_to_write() -> None:
+    ops = torch._C._dispatch_get_all_op_names()
+    names = {name.split("::")[1].split(".")[0] for name in ops if name.startswith("_c10d_functional::")}
+    known = names & (collectives.KNOWN - collectives.RECEIVES)
+    assert {"all_reduce_", "broadcast", "all_gather_into_tensor_out"} <= known
+    for name in known:
+        op = getattr(torch.ops._c10d_functional, name).default
+        arguments = {argument.name: argument.name for argument in op._schema.arguments}
+        declared = [argument.name for argument in op._schema.arguments if argument.is_write]
+        assert collectives.written_by(op, tuple(arguments), arguments) == declared, name
+
+
+@pytest.mark.parametrize("op", ["c10d::shuffle_", "symm_mem::two_shot_all_reduce_", "_c10d_functional::shuffle"])
+def test_an_unknown_collective_is_refused(op: str) -> None:
     class Unknown:
-        namespace = "c10d"
+        namespace = op.split("::")[0]
 
         class _schema:
-            name = "c10d::shuffle_"
+            name = op
 
+    assert collectives.is_collective(Unknown())
     with pytest.raises(NotImplementedError, match=r"octet\.parallelize"):
         collectives.written_by(Unknown(), (), {})
