@@ -265,17 +265,8 @@ def wait_for() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
-        *(
-            make_wrapper_subclass,
-            parameters,
-            restore_hooks,
-            correct_aliasing,
-            raise_for_raw_pointers,
-            schema_of,
-            let_foreach_take,
-            is_traceable_wrapper_subclass,
-            trees,
-        ),
+        *(make_wrapper_subclass, parameters, restore_hooks, correct_aliasing, raise_for_raw_pointers, schema_of),
+        *(let_foreach_take, is_traceable_wrapper_subclass, trees),
         *(foreach, scaled_mm, unsafe_view),
         *(num_modes, transforms, backward_pass, call_after_backward, version_of, key_of_storage, hooks_after_accumulation),
         *(compiler, inductor, flight_recorder_dumps, wait_for),
