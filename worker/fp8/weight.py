@@ -159,10 +159,11 @@ class Float8Weight(Tensor):
         values were changed so much since that the scale does not fit them.
         """
         values = values.detach().to(self.device, torch.float32).expand(self.shape)
-        if dequant_scale is None or amax is None or self.dequant_scale.dim() or self.state.reduce_amax is not None:
+        if dequant_scale is None or amax is None or dequant_scale.shape != self.dequant_scale.shape or self.dequant_scale.dim():
             encoded = _encoded(self, values)
         else:
             scale, known, own = (number.to(self.device) for number in (dequant_scale, amax, amax_of(values)))
+            own = own if self.state.reduce_amax is None else self.state.reduce_amax(own)
             fits = (own - known).abs() <= known * 2.0**-self.format.mantissa_bits
             is_known = bool(fits & (own <= scale * self.format.max))
             own_residual = self.state.residual is not None
