@@ -196,7 +196,7 @@ def test_a_pass_after_a_change_has_the_bits_of_its_steps(monkeypatch: pytest.Mon
             assert not torch.equal(step(unchanged, 1)[0], found[0][len(before)])
 
 
-@pytest.mark.parametrize("level", ["te", "O2", "O3", "O3-split"])
+@pytest.mark.parametrize("level", ["te", "O2", "O3"])
 def test_a_weight_that_is_parametrized_later_is_computed(level: str) -> None:
     class Twice(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
