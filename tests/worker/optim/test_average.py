@@ -121,7 +121,8 @@ def test_torchs_own_is_ours(level: str, kind: str) -> None:
         ours.update_parameters(model)
     wanted, found, present = values(ours.module), values(average.module), values(model)
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        rounding = 3 * 2**-12 * float(value.abs().max()) if kind == "swa" and LEVELS[level].weight != "fp32" else 0.0
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6 + rounding)
         assert not torch.allclose(found[name], present[name], rtol=1e-3)
 
 
