@@ -22,7 +22,7 @@ from octet.worker import initialize, memory_report
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.rounding_position import RoundingPosition
-from octet.worker.fp8.weight import hold_encoded, stored
+from octet.worker.fp8.weight import Float8Weight, stored
 from octet.worker.fp8.weights import encode_weight
 from octet.worker.kernels import formats
 from octet.worker.optim import Hyperparameters, LowBitAdamW, build_optimizer
@@ -64,7 +64,9 @@ def test_a_weight_and_its_gradient_of_any_size(level: str) -> None:
         encoded = encode_weight(values, row)
         live = dict.fromkeys(converted_weight_bytes(row, 1), 0)
         if encoded is not None:
-            hold_encoded(parameter, encoded)
+            weight = Float8Weight(*encoded)
+            weight.state.wide = values if row.master_weight == "fp16+scale" else None
+            parameter = nn.Parameter(weight)
             live["scales"] += num_bytes(encoded.dequant_scale)
             live["other"] += num_bytes(encoded.amax)
             live["master_weights"] += num_bytes(encoded.residual)

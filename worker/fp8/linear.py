@@ -41,7 +41,7 @@ from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.plan import PLANNED_BY, HeldAs, LinearPlan, plan_of
 from octet.worker.fp8.recipe import E4M3, Recipe
 from octet.worker.fp8.rounding_position import RoundingPosition
-from octet.worker.fp8.stored import read_weight, save_layer
+from octet.worker.fp8.stored import is_exact, read_weight, save_layer
 from octet.worker.fp8.weight import Float8Weight, hold_encoded
 from octet.worker.fp8.weights import EncodedWeight
 from octet.worker.kernels import LinearFormats, Operand, ScaledCodes, ScaleKind
@@ -307,7 +307,7 @@ class Float8Linear(nn.Module):
         return {name: self._modules[f"{name}_scaling"] for name in ("input", "weight", "grad_output")}  # type: ignore[misc]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        with nullcontext() if self.whole_residual is None else self.whole_residual():
+        with nullcontext() if self.whole_residual is None or not is_exact() else self.whole_residual():
             save_layer(self, super()._save_to_state_dict, destination, prefix, keep_vars=keep_vars)
 
     def _load_from_state_dict(

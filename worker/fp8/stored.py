@@ -49,6 +49,11 @@ def exact_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:
         return state
 
 
+def is_exact() -> bool:
+    """Return True inside of `exact_names`."""
+    return _is_exact.get()
+
+
 @contextmanager
 def exact_names() -> Iterator[None]:
     """Inside, state dicts of converted models have exact parts."""
@@ -96,7 +101,7 @@ def save_layer(layer: Layer, save: Callable[..., None], destination: dict[str, A
     elif _is_exact.get():
         _name_parts(destination, prefix, weight, keep_vars=keep_vars)
     else:
-        destination[prefix + "weight"] = weight if keep_vars else weight.dequantize()
+        destination[prefix + "weight"] = weight if keep_vars else weight.whole_values()
         note_in_metadata(destination, prefix, {_numbers(weight): torch.stack([weight.dequant_scale, weight.amax])})
         keep_in_metadata(destination, prefix, (_EXTRA_STATE,))
 

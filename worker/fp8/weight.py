@@ -49,6 +49,8 @@ class WeightState:
     for E4M3 codes. elements: those that `master`, or a residual of its own, refines, where ranks divide it. has_master: values
     that are assigned wait in `wide` for the optimizer. has_new_codes: codes were loaded since the optimizer's last step.
     is_replaced: a layer holds another parameter now. reduce_amax: makes an amax that of all ranks that hold shards.
+    read_whole: returns the finest values of a weight that ranks divide; all call it together. after_write: is called after
+    each change.
     """
 
     codes: Tensor
@@ -62,6 +64,8 @@ class WeightState:
     has_new_codes: bool = False
     is_replaced: bool = False
     reduce_amax: Callable[[Tensor], Tensor] | None = None
+    read_whole: Callable[["Float8Weight"], Tensor] | None = None
+    after_write: Callable[[], None] | None = None
 
     def values(self, dequant_scale: Tensor) -> Tensor:
         """Return the fp32 values of the whole weight, as precisely as this process holds them all; maybe `wide` itself."""
@@ -145,6 +149,10 @@ class Float8Weight(Tensor):
         """True if the codes alone are too coarse to be trained."""
         state = self.state
         return self.codes.dtype == E4M3.dtype and state.residual is None and state.own_residual is None
+
+    def whole_values(self) -> Tensor:
+        """Return the fp32 values as precisely as the ranks that divide the weight hold them; they call it together."""
+        return self.dequantize() if self.state.read_whole is None else self.state.read_whole(self)
 
     def dequantize(self) -> Tensor:
         """Return the fp32 values, in memory of their own."""
@@ -583,6 +591,8 @@ def _note_write(state: WeightState) -> None:
     """Count a change, by which autograd finds that a saved weight is not what it was; nothing is counted below it."""
     parts = [part for part in (state.codes, state.residual) if part is not None and not part.is_inference()]
     torch.autograd.graph.increment_version(parts)
+    if state.after_write is not None:
+        state.after_write()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
