@@ -4,9 +4,9 @@ Our own products, optimizer, loaders and collectives take the parts: `codes`, `d
 of torch reads decoded values; one that writes, into the weight or a view of it, has the result encoded again. Parts are changed
 in place, so that captured graphs, compiled graphs and aliases stay valid.
 
-A write that assigns finished values (`copy_`, `fill_`, loading) is rounded to nearest. Any other write (`mul_`, `add_`, an
-average) also keeps its fp32 result, `state.wide`, until our optimizer's next step: rounding every small change to nearest would
-lose most of them. Readers see `wide` while it is there; `settle` drops it.
+Loading, `fill_` and collectives round to nearest. Any other write also keeps its fp32 result, `state.wide`, until our
+optimizer's next step rounds it stochastically: to nearest, small changes are lost, all 200 of an average that is made by
+`mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there; `settle` drops it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -243,7 +243,7 @@ class Float8Weight(Tensor):
                 f"a weight of shape {tuple(self.shape)} got data of {tuple(values.shape)}; allowed: the same shape, since its "
                 "codes keep their memory. Assign a new parameter to the layer instead."
             )
-        self.assign(values)
+        self.detach().copy_(values)
 
     def data_ptr(self) -> NoReturn:
         """Raise: values have no address."""
@@ -698,8 +698,7 @@ def _is_same_size(_func: Any, one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape
 
 
-_FINISHED = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten._foreach_copy_.default}
-_FINISHED |= {aten._foreach_zero_.default}
+_FINISHED = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten._foreach_zero_.default}
 _OF_BITS = {aten.view.dtype, aten.view_as_complex.default, aten.view_as_real.default}
 _LIKE = (
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,

@@ -76,6 +76,11 @@ def assign(trained: Trained) -> None:
         trained.layer.weight.copy_(torch.linspace(-1, 1, 1024).view(32, 32))
 
 
+def zero(trained: Trained) -> None:
+    with torch.no_grad():
+        trained.layer.weight.zero_()
+
+
 def scale(trained: Trained) -> None:
     """Write what the optimizer rounds stochastically before its next step."""
     with torch.no_grad():
@@ -136,7 +141,7 @@ def move(trained: Trained) -> None:
 
 
 STALE: list[Change] = [
-    replace_data, scale, replace_states, load_optimizer, freeze, cast, shorten, regroup, reshard, redraw, swap_groups,
+    replace_data, assign, scale, replace_states, load_optimizer, freeze, cast, shorten, regroup, reshard, redraw, swap_groups,
     move,
 ]  # fmt: skip
 
@@ -171,7 +176,7 @@ def test_what_is_replaced_between_steps_is_stepped(level: str, change: Change) -
     assert all(map(torch.equal, watching.tensors(), forgetting.tensors()))
 
 
-@pytest.mark.parametrize("change", [set_rate, widen_gradient, decay, assign])
+@pytest.mark.parametrize("change", [set_rate, widen_gradient, decay, zero])
 def test_what_keeps_its_place_changes_without_new_rows(change: Change) -> None:
     watching, forgetting = Trained("O2"), Trained("O2")
     for trained in (watching, forgetting):

@@ -56,6 +56,19 @@ class TestStoredWeight:
         kept = float(weight.dequantize().double().mean() - start) / (100 * lr)
         assert 0.95 <= kept <= 1.05, f"kept {kept:.3f} of the drift"
 
+    def test_keeps_what_is_written_between_steps(self, kind: str) -> None:
+        """Decay by hand, a tenth of half a code a step; rounded to nearest, all of it is lost."""
+        weight = stored_weight(gaussian(128, 256), kind)
+        optimizer = LowBitAdamW([weight], Hyperparameters(lr=0.0, weight_decay=0.0))
+        start = weight.dequantize()
+        for _ in range(100):
+            weight.data = weight.data * (1 - 2e-5)
+            weight.grad = torch.zeros(128, 256)
+            optimizer.step()
+            assert weight.state.wide is None
+        kept = 1 - float((weight.dequantize() * start).sum() / start.square().sum())
+        assert kept == pytest.approx(100 * 2e-5, rel=0.05)
+
     def test_scale_follows_the_values(self, kind: str) -> None:
         weight = stored_weight(gaussian(64, 128), kind)
         before, same_tensor = float(weight.dequant_scale), weight.dequant_scale
