@@ -179,6 +179,14 @@ class Float8Weight(Tensor):
             encoded = encode_values(values, self.codes.dtype, has_residual=own_residual, **numbers)
         _hold(self, encoded, values.clone() if self.state.has_master else None, is_assigned=True)
 
+    def tensors_by_class(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what lies in memory, by classes of `memory_report`. Whatever refines codes counts as a master weight."""
+        yield from (("weights", self.codes), ("scales", self.dequant_scale), ("other", self.amax))
+        master = self.state.master or {}
+        for name, part in {"residual": self.residual, "wide": self.state.wide, **master}.items():
+            if part is not None:
+                yield "scales" if "scale" in name else "master_weights", part
+
     def hold_codes(self, codes: Tensor, residual: Tensor | None) -> None:
         """Hold codes that lie elsewhere, as ZeRO does. For the weight itself, not for a view; aliases do not follow."""
         self.codes = self.state.codes = codes
