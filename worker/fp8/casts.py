@@ -1,10 +1,11 @@
 """Move and cast a converted model: `.half()`, `.to(dtype)`, `.cuda()` and the like.
 
 Plain values follow. Codes, and what layers remember of scales, move to another device and keep their dtype
-(`Float8Linear._apply`, `OperandScaling._apply`). A cast that no step could train is refused before anything has changed.
+(`Float8Linear`, `OperandScaling`). A cast that no step could train is refused before anything has changed.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,13 @@ Change = Callable[[Tensor], Tensor]
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that plain parameters of a converted model may have."""
+
+
+class KeepsDtypes(nn.Module):
+    """A module whose own tensors keep their dtypes."""
+
+    def _apply(self, fn: Change, recurse: bool = True) -> Any:
+        return super()._apply(lambda tensor: moved(tensor, fn), recurse)
 
 
 class GuardedApply:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octet.worker import kernels
-from octet.worker.fp8.casts import Change, moved
+from octet.worker.fp8.casts import KeepsDtypes
 from octet.worker.fp8.handoff import NOTHING, Codes, Handoff, amax_in_graph
 from octet.worker.fp8.recipe import Recipe
 from octet.worker.fp8.stored import keep_in_metadata, kept_in_metadata
@@ -29,7 +29,7 @@ REMEMBERED = ("step_amax", "amax_history", "window_amax", "num_finite_steps")
 """The buffers of delayed scaling."""
 
 
-class OperandScaling(nn.Module):
+class OperandScaling(KeepsDtypes):
     """The scaling of one operand of one layer. Its buffers of delayed scaling are in `state_dict`."""
 
     sample: Tensor
@@ -59,10 +59,6 @@ class OperandScaling(nn.Module):
             self.register_buffer("amax_history", torch.zeros(recipe.amax_history_length, device=device))
             self.register_buffer("window_amax", torch.zeros((), device=device))
             self.register_buffer("num_finite_steps", torch.zeros((), dtype=torch.int64, device=device))
-
-    def _apply(self, fn: Change, recurse: bool = True) -> Any:
-        """Move to another device. Windows and samples are fp32 in a model of any dtype."""
-        return super()._apply(lambda tensor: moved(tensor, fn), recurse)
 
     def codes_before_product(
         self, x: Tensor, handoff: Handoff | None, *, rows: bool, columns: bool, is_first: bool

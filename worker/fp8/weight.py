@@ -664,7 +664,7 @@ def _are_alike(one: Float8Weight, other: Float8Weight) -> bool:
     return one.codes.dtype == other.codes.dtype and has_residual == (other.residual is not None)
 
 
-def _to_copy(_func: Any, weight: Float8Weight, **options: Any) -> Any:
+def _to_device(_func: Any, weight: Float8Weight, **options: Any) -> Any:
     """Copy a weight to another device, its parts with it; in another dtype it is a plain tensor."""
     if options.get("dtype") not in (None, torch.float32) or options.get("layout") not in (None, torch.strided):
         return NotImplemented
@@ -717,7 +717,7 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _alias,
     aten.clone.default: _clone,
     aten.copy_.default: _copy_,
-    aten._to_copy.default: _to_copy,
+    aten._to_copy.default: _to_device,
     aten._pin_memory.default: _pin,
     aten.new_zeros.default: _zeros,
     aten.new_empty.default: _zeros,
