@@ -286,7 +286,8 @@ class Float8Linear(nn.Module):
 
     def _note_replaced(self, new: Any) -> None:
         """Let the optimizer of a weight find out that the layer holds another one."""
-        for weight, is_replaced in ((self._parameters.get("weight"), True), (new, False)):
+        old = self._parameters.get("weight")
+        for weight, is_replaced in ((new, False), (old, old is not new)):  # in this order: an alias shares its state
             if type(weight) is Float8Weight:
                 weight.state.is_replaced = is_replaced
 

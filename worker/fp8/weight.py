@@ -42,7 +42,7 @@ ENCODED_DTYPES = (FP16.dtype, E4M3.dtype)
 
 @dataclass(eq=False)
 class WeightState:
-    """What all aliases and views of one weight share.
+    """The part of a weight that all its aliases and views share.
 
     codes, residual: of the whole weight. wide: fp32, in its shape, the result of a write that the codes round. is_assigned:
     `wide` are finished values, to be rounded to nearest. master: FP16 codes, flat, with their scale, which the optimizer keeps
@@ -549,7 +549,7 @@ def _of_master(master: dict[str, Tensor], like: Tensor) -> Tensor:
 
 
 def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> None:
-    """Hold other values of the whole weight, of which `weight` is an alias or a view."""
+    """Hold other values of the whole weight that `weight` shows, or shows a part of."""
     state, is_whole = weight.state, _is_whole(weight)
     keeps = state.has_master or not is_finished or (state.wide is not None and not is_whole)
     is_assigned = is_finished and (state.wide is None or state.is_assigned or is_whole)
