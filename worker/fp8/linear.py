@@ -103,7 +103,7 @@ class Float8Linear(nn.Module):
     def forward(self, input: Tensor, *, takes_over_activation: bool = False) -> Tensor:
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
         plan: LinearPlan = self.plan
-        if plan.held_as is not HeldAs.VALUES and type(self.weight) is not Float8Weight:
+        if plan.holds_codes and type(self.weight) is not Float8Weight:
             plan = self.values_plan
         if not plan.high_precision:
             return self._multiplied(input, plan, takes_over_activation=takes_over_activation)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octet.worker.common.deferred import is_deferred
 from octet.worker.fp8.weight import Float8Weight, hold, stored
-from octet.worker.kernels.torch_private import key_of_storage
+from octet.worker.kernels.torch_private import key_of_storage, unseen_by_autograd
 from octet.worker.mesh import Axis, Pending
 from octet.worker.optim import QuantizedWeight
 from octet.worker.parallel.buckets import Bucket
@@ -69,7 +69,8 @@ class GatheredBucket:
             return
         self._whole_RS.untyped_storage().resize_(self._num_bytes)
         if self._sent_dtype == self.share_S.dtype:
-            self._pending = self.axis.start_gather(self.share_S, self._whole_RS)
+            with unseen_by_autograd(self._whole_RS):  # the codes that it has saved are gathered again
+                self._pending = self.axis.start_gather(self.share_S, self._whole_RS)
         else:
             self._pending = self.axis.start_gather(self.share_S.to(self._sent_dtype))
 
@@ -77,9 +78,10 @@ class GatheredBucket:
         """Wait for what was started, and let the parameters be the whole."""
         if self._pending is None:
             return
-        gathered_RS, self._pending = self._pending.wait(), None
-        if gathered_RS is not self._whole_RS:
-            self._whole_RS.copy_(gathered_RS)
+        with unseen_by_autograd(self._whole_RS):
+            gathered_RS, self._pending = self._pending.wait(), None
+            if gathered_RS is not self._whole_RS:
+                self._whole_RS.copy_(gathered_RS)
         self._is_bound = True
         for parameter, whole in zip(self.bucket.parameters, self._bound, strict=True):
             hold(parameter, whole)
