@@ -20,8 +20,9 @@ from benchmarks.figures import Figure, add_write_option, command_line, write
 from octet.api_schemas.levels import LEVELS, Level
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.weight import Float8Weight, hold_encoded
 from octet.worker.fp8.weights import encode_weight
-from octet.worker.optim import LowBitAdamW, LowBitLion, LowBitOptimizer, QuantizedWeight
+from octet.worker.optim import LowBitAdamW, LowBitLion, LowBitOptimizer
 
 LEVEL_NAMES = ("fp32", "O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit")
 CASES: dict[str, tuple[type[LowBitOptimizer], Level]] = {
@@ -38,34 +39,25 @@ def layer_shapes(hidden_size: int, num_layers: int) -> list[tuple[int, ...]]:
     return shapes * num_layers
 
 
-def stored_weight(values: Tensor, level: Level) -> QuantizedWeight | None:
-    """The values as the level holds them; None where they stay fp32."""
-    encoded = encode_weight(values, level)
-    if encoded is None:
-        return None
-    parameter = nn.Parameter(encoded.codes)
-    parameter.grad_dtype = torch.float32
-    initial = values if level.master_weight == "fp16+scale" else None
-    return QuantizedWeight.of(parameter, encoded.dequant_scale, encoded.residual, encoded.amax, initial)
+def stored_weight(values: Tensor, level: Level) -> nn.Parameter:
+    """Return a parameter of the values as the level holds them."""
+    parameter, encoded = nn.Parameter(values), encode_weight(values, level)
+    if encoded is not None:
+        hold_encoded(parameter, encoded)
+    return parameter
 
 
 def prepare(optimizer: type[LowBitOptimizer], level: Level, shapes: list[tuple[int, ...]]) -> Callable[[], object]:
     """An optimizer step on random weights and gradients, FP8 gradients for what is stored in codes."""
     parameters: list[Tensor] = []
-    quantized: list[QuantizedWeight] = []
     for shape in shapes:
         values, gradient = torch.randn(shape) * 0.02, torch.randn(shape) * 1e-3
-        weight = stored_weight(values, level) if len(shape) == 2 else None
-        if weight is None:
-            parameter: Tensor = nn.Parameter(values)
-            parameter.grad = gradient
-        else:
-            quantized.append(weight)
-            parameter = weight.codes
-            parameter.grad = Float8Gradient.quantize(gradient, RoundingPosition(0, 0))
+        parameter = stored_weight(values, level) if len(shape) == 2 else nn.Parameter(values)
+        is_stored = type(parameter) is Float8Weight
+        parameter.grad = Float8Gradient.quantize(gradient, RoundingPosition(0, 0)) if is_stored else gradient
         parameters.append(parameter)
     codecs = {f"{state}_codec": getattr(level, state) for state in optimizer.rule.state_codecs}
-    return optimizer(parameters, optimizer.rule.defaults(**codecs), quantized=quantized).step
+    return optimizer(parameters, optimizer.rule.defaults(**codecs)).step
 
 
 def prepare_torch(shapes: list[tuple[int, ...]]) -> Callable[[], object]:

@@ -1,15 +1,16 @@
 """Move and cast a converted model: `.half()`, `.to(dtype)`, `.cuda()` and the like.
 
-Plain values follow. Codes, and the scales, histories and counters that belong to codes, move to another device and keep their
-dtype: codes in another dtype are other values. A cast that some layer or the optimizer cannot follow is refused before
-anything has changed.
+Plain values follow. Codes, and what layers remember of scales, move to another device and keep their dtype
+(`Float8Linear`, `OperandScaling`). A cast that no step could train is refused before anything has changed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from octet.worker.fp8.weight import Float8Weight
 
 Change = Callable[[Tensor], Tensor]
 """The argument of `nn.Module._apply`: makes the tensor that takes a tensor's place."""
@@ -19,16 +20,10 @@ TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class KeepsDtypes(nn.Module):
-    """A module whose tensors keep their dtypes, except those that `plain_tensors` yields."""
-
-    def plain_tensors(self) -> Iterator[Tensor | None]:
-        """Yield the tensors that are values, and follow a cast."""
-        yield from ()
+    """A module whose own tensors keep their dtypes."""
 
     def _apply(self, fn: Change, recurse: bool = True) -> Any:
-        check_cast(self, fn)
-        plain = {id(tensor) for tensor in self.plain_tensors()}
-        return super()._apply(lambda tensor: fn(tensor) if id(tensor) in plain else moved(tensor, fn), recurse)
+        return super()._apply(lambda tensor: moved(tensor, fn), recurse)
 
 
 class GuardedApply:
@@ -59,11 +54,8 @@ def guard_casts(model: nn.Module, keep: Iterable[str] = ()) -> None:
 
 def check_cast(module: nn.Module, fn: Change) -> None:
     """Raise ValueError if `fn` gives a plain parameter of the module a dtype that no step could train."""
-    held = {
-        id(tensor) for part in module.modules() if isinstance(part, KeepsDtypes) for tensor in part.parameters(recurse=False)
-    }
-    held -= {id(tensor) for part in module.modules() if isinstance(part, KeepsDtypes) for tensor in part.plain_tensors()}
-    kinds = {(parameter.dtype, parameter.device) for parameter in module.parameters() if id(parameter) not in held}
+    plain = (parameter for parameter in module.parameters() if type(parameter) is not Float8Weight)
+    kinds = {(parameter.dtype, parameter.device) for parameter in plain}
     for dtype, device in kinds:
         result = fn(torch.empty(0, dtype=dtype, device=device)).dtype
         if result != dtype and result not in TRAINABLE_DTYPES:

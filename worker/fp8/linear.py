@@ -14,7 +14,7 @@ FP8 is quantized, or decoded to bf16, again in the backward pass: cheaper than a
 Shape suffixes: T tokens (all leading dimensions), K in features, N out features.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from octet.api_schemas.recipe import GemmName
 from octet.worker import kernels
 from octet.worker.fp8.bf16 import activation_dtype, half_linear, half_matmul, half_to_save
-from octet.worker.fp8.casts import KeepsDtypes, moved
+from octet.worker.fp8.casts import Change, check_cast, moved
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.gradient_hooks import keep_gradient_in_fp8, once_differentiable, open_port, product_dtype, zero_gradients
 from octet.worker.fp8.handoff import (
@@ -48,7 +48,7 @@ from octet.worker.kernels import LinearFormats, Operand, ScaledCodes, ScaleKind
 from octet.worker.kernels.torch_private import unsafe_view
 
 
-class Float8Linear(KeepsDtypes):
+class Float8Linear(nn.Module):
     """Takes over the parameters of an `nn.Linear` or a `Conv1D` and multiplies in FP8.
 
     `weight` is a `Float8Weight`, or a plain tensor of values. It is (N, K), or, where `is_transposed`, (K, N).
@@ -288,7 +288,8 @@ class Float8Linear(KeepsDtypes):
 
     def _note_replaced(self, new: Any) -> None:
         """Let the optimizer of a weight find out that the layer holds another one."""
-        for weight, is_replaced in ((self._parameters.get("weight"), True), (new, False)):
+        old = self._parameters.get("weight")
+        for weight, is_replaced in ((new, False), (old, old is not new)):  # in this order: an alias shares its state
             if type(weight) is Float8Weight:
                 weight.state.is_replaced = is_replaced
 
@@ -307,12 +308,6 @@ class Float8Linear(KeepsDtypes):
     def scalings(self) -> dict[str, OperandScaling]:
         """The scaling of each operand, by the operand's name."""
         return {name: self._modules[f"{name}_scaling"] for name in ("input", "weight", "grad_output")}  # type: ignore[misc]
-
-    def plain_tensors(self) -> Iterator[Tensor | None]:
-        """Yield the tensors that are values, and follow a cast."""
-        for parameter in self._parameters.values():
-            if parameter is not None and type(parameter) is not Float8Weight:
-                yield from (parameter, parameter.grad)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         with nullcontext() if self.whole_residual is None or not is_exact() else self.whole_residual():
@@ -342,8 +337,9 @@ class Float8Linear(KeepsDtypes):
         self.prepare_gradient()
         self._settle()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
-        """Move to another device, or cast what is plain."""
+    def _apply(self, fn: Change, recurse: bool = True) -> "Float8Linear":
+        """Move to another device, or cast what is plain: codes would be rounded once more by a cast of their values."""
+        check_cast(self, fn)
         weight = self.encoded
         if weight is None:
             super()._apply(fn, recurse)

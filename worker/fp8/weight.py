@@ -4,9 +4,9 @@ Our own products, optimizer, loaders and collectives take the parts: `codes`, `d
 of torch reads decoded values; one that writes, into the weight or a view of it, has the result encoded again. Parts are changed
 in place, so that captured graphs, compiled graphs and aliases stay valid.
 
-A write that assigns finished values (`copy_`, `fill_`, loading) is rounded to nearest. Any other write (`mul_`, `add_`, an
-average) also keeps its fp32 result, `state.wide`, until our optimizer's next step: rounding every small change to nearest would
-lose most of them. Readers see `wide` while it is there; `settle` drops it.
+Loading, `fill_` and collectives round to nearest. Any other write also keeps its fp32 result, `state.wide`, until our
+optimizer's next step rounds it stochastically: to nearest, small changes are lost, all 200 of an average that is made by
+`mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there; `settle` drops it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ ENCODED_DTYPES = (FP16.dtype, E4M3.dtype)
 
 @dataclass(eq=False)
 class WeightState:
-    """What all aliases and views of one weight share.
+    """The part of a weight that all its aliases and views share.
 
     codes, residual: of the whole weight. wide: fp32, in its shape, the result of a write that the codes round. is_assigned:
     `wide` are finished values, to be rounded to nearest. master: FP16 codes, flat, with their scale, which the optimizer keeps
@@ -179,6 +179,14 @@ class Float8Weight(Tensor):
             encoded = encode_values(values, self.codes.dtype, has_residual=own_residual, **numbers)
         _hold(self, encoded, values.clone() if self.state.has_master else None, is_assigned=True)
 
+    def tensors_by_class(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what lies in memory, by classes of `memory_report`. Whatever refines codes counts as a master weight."""
+        yield from (("weights", self.codes), ("scales", self.dequant_scale), ("other", self.amax))
+        master = self.state.master or {}
+        for name, part in {"residual": self.residual, "wide": self.state.wide, **master}.items():
+            if part is not None:
+                yield "scales" if "scale" in name else "master_weights", part
+
     def hold_codes(self, codes: Tensor, residual: Tensor | None) -> None:
         """Hold codes that lie elsewhere, as ZeRO does. For the weight itself, not for a view; aliases do not follow."""
         self.codes = self.state.codes = codes
@@ -191,8 +199,8 @@ class Float8Weight(Tensor):
             if part is not None:
                 assert new is not None
                 part.copy_(new)
-        self.state.wide, self.state.has_new_codes = None, True
-        _note_write(self.state)
+        self.state.wide = None
+        _note_new_codes(self.state)
 
     def move(self, change: Callable[[Tensor], Tensor]) -> bool:
         """Hold the parts that a function makes of them, elsewhere; False if it changes nothing. The object stays the same."""
@@ -243,7 +251,7 @@ class Float8Weight(Tensor):
                 f"a weight of shape {tuple(self.shape)} got data of {tuple(values.shape)}; allowed: the same shape, since its "
                 "codes keep their memory. Assign a new parameter to the layer instead."
             )
-        self.assign(values)
+        self.detach().copy_(values)
 
     def data_ptr(self) -> NoReturn:
         """Raise: values have no address."""
@@ -308,11 +316,14 @@ class Float8Weight(Tensor):
         state = self.state
         if self.codes is not state.codes:
             return {}
-        refinements = {"wide": state.wide, "master": state.master if state.elements is None else None}
+        master = state.master if state.elements is None else None
+        refinements = {"wide": state.wide, "is_assigned": state.is_assigned or None, "master": master}
         return {name: part for name, part in refinements.items() if part is not None}
 
     def _refine(self, refinements: dict[str, Any]) -> None:
-        self.state.wide, self.state.master = refinements.get("wide"), refinements.get("master")
+        state = self.state
+        state.wide, state.is_assigned = refinements.get("wide"), "is_assigned" in refinements
+        state.master, state.has_master = refinements.get("master"), "master" in refinements
 
     def _like_this(self, other: "Float8Weight") -> "Float8Weight":
         """Let another weight require a gradient, and be a parameter, as this one does."""
@@ -538,7 +549,7 @@ def _of_master(master: dict[str, Tensor], like: Tensor) -> Tensor:
 
 
 def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> None:
-    """Hold other values of the whole weight, of which `weight` is an alias or a view."""
+    """Hold other values of the whole weight that `weight` shows, or shows a part of."""
     state, is_whole = weight.state, _is_whole(weight)
     keeps = state.has_master or not is_finished or (state.wide is not None and not is_whole)
     is_assigned = is_finished and (state.wide is None or state.is_assigned or is_whole)
@@ -552,8 +563,8 @@ def _hold(weight: Float8Weight, encoded: EncodedWeight, wide: Tensor | None, *, 
         if part is not None:
             assert new is not None
             part.copy_(new)
-    state.wide, state.is_assigned, state.has_new_codes = wide, is_assigned, True
-    _note_write(state)
+    state.wide, state.is_assigned = wide, is_assigned
+    _note_new_codes(state)
 
 
 def _encoded(weight: Float8Weight, values: Tensor) -> EncodedWeight:
@@ -576,6 +587,12 @@ def _encoded(weight: Float8Weight, values: Tensor) -> EncodedWeight:
 
 def _is_whole(weight: Float8Weight) -> bool:
     return weight.codes.numel() == weight.state.codes.numel()
+
+
+def _note_new_codes(state: WeightState) -> None:
+    """Forget a master weight of former values; an optimizer brings its own back if the codes are its rounding."""
+    state.master, state.has_new_codes = None, True
+    _note_write(state)
 
 
 def _note_write(state: WeightState) -> None:
@@ -637,8 +654,8 @@ def _copy_(_func: Any, target: Any, source: Any, non_blocking: bool = False) -> 
             part.copy_(getattr(source, name), non_blocking)
     state = target.state
     state.wide = source.dequantize() if state.has_master else None
-    state.is_assigned = state.has_new_codes = True
-    _note_write(state)
+    state.is_assigned = True
+    _note_new_codes(state)
     return target
 
 
@@ -647,7 +664,7 @@ def _are_alike(one: Float8Weight, other: Float8Weight) -> bool:
     return one.codes.dtype == other.codes.dtype and has_residual == (other.residual is not None)
 
 
-def _to_copy(_func: Any, weight: Float8Weight, **options: Any) -> Any:
+def _to_device(_func: Any, weight: Float8Weight, **options: Any) -> Any:
     """Copy a weight to another device, its parts with it; in another dtype it is a plain tensor."""
     if options.get("dtype") not in (None, torch.float32) or options.get("layout") not in (None, torch.strided):
         return NotImplemented
@@ -689,8 +706,7 @@ def _is_same_size(_func: Any, one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape
 
 
-_FINISHED = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten._foreach_copy_.default}
-_FINISHED |= {aten._foreach_zero_.default}
+_FINISHED = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten._foreach_zero_.default}
 _OF_BITS = {aten.view.dtype, aten.view_as_complex.default, aten.view_as_real.default}
 _LIKE = (
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
@@ -701,7 +717,7 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _alias,
     aten.clone.default: _clone,
     aten.copy_.default: _copy_,
-    aten._to_copy.default: _to_copy,
+    aten._to_copy.default: _to_device,
     aten._pin_memory.default: _pin,
     aten.new_zeros.default: _zeros,
     aten.new_empty.default: _zeros,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octet.worker.fp8.weight import Float8Weight
 from octet.worker.kernels.torch_private import is_traceable_wrapper_subclass, key_of_storage
 
 CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other")
@@ -87,25 +86,18 @@ def _buffer_class(name: str) -> str:
 
 
 def _parts(kind: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors inside a wrapper, dataclass or dict. A part with "scale" in its name has class `scales`."""
-    if type(value) is Float8Weight:
-        yield from _of_weight(value)
+    """Yield the plain tensors inside a wrapper, dataclass or dict. A part with "scale" in its name has class `scales`.
+
+    A weight of codes names the classes of its parts itself.
+    """
+    if hasattr(value, "tensors_by_class"):
+        yield from value.tensors_by_class()
         return
     is_wrapper = is_traceable_wrapper_subclass(value)
     if isinstance(value, Tensor) and not is_wrapper:
         yield kind, value
     for name, part in _members(value):
         yield from _parts("scales" if "scale" in name else kind, part)
-
-
-def _of_weight(weight: Float8Weight) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of a weight. The fp32 result of a write from outside refines the codes as a master weight does."""
-    state = weight.state
-    parts = {"weights": weight.codes, "scales": weight.dequant_scale, "other": weight.amax}
-    yield from parts.items()
-    for refinement in (weight.residual, state.wide):
-        if refinement is not None:
-            yield "master_weights", refinement
 
 
 def _members(value: Any) -> list[tuple[str, Any]]:

@@ -40,7 +40,7 @@ class QuantizedWeight:
 
     @property
     def parameter(self) -> Tensor:
-        """What the optimizer's groups hold."""
+        """The tensor in the optimizer's groups."""
         return self.weight if self.piece is None else self.piece
 
     @property

@@ -36,7 +36,7 @@ _VIEWS_OF_WEIGHTS = _SAME_VALUES | {
     *(aten.t.default, aten.transpose.int, aten.view.default, aten.permute.default),
     *(aten._to_copy.default, torch.ops.prims.convert_element_type.default),
 }
-"""As in `saved_activations.py`, which names their nodes of autograd."""
+"""The same as in `saved_activations.py`, which names their nodes of autograd."""
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 

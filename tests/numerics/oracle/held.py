@@ -19,17 +19,17 @@ def values(codes: Tensor, dequant_scale: Tensor) -> np.ndarray:
 
 def operand_weight(layer: nn.Module) -> np.ndarray:
     """The values, fp64, that a layer's products start from: of a residual or a master they see nothing."""
-    weight, scale = layer.get_parameter("weight"), getattr(layer, "weight_dequant_scale", None)
-    return weight.detach().double().numpy() if scale is None else values(weight, scale)  # type: ignore[arg-type]
+    weight: Any = layer.get_parameter("weight")
+    return values(weight.codes, weight.dequant_scale) if hasattr(weight, "codes") else weight.detach().double().numpy()
 
 
 def refined_weight(layer: nn.Module) -> np.ndarray:
     """The values, fp64, that a layer holds itself: codes with their residual, if there is one."""
-    residual = getattr(layer, "weight_residual", None)
-    if residual is None:
+    weight: Any = layer.get_parameter("weight")
+    if getattr(weight, "residual", None) is None:
         return operand_weight(layer)
-    raw = layer.get_parameter("weight").detach().view(torch.uint8).numpy()
-    return decode_split(raw, residual.numpy()) * float(layer.weight_dequant_scale)  # type: ignore[arg-type]
+    raw = weight.codes.view(torch.uint8).numpy()
+    return decode_split(raw, weight.residual.numpy()) * float(weight.dequant_scale)
 
 
 def trained_weight(layer: nn.Module, optimizer: torch.optim.Optimizer) -> np.ndarray:

@@ -91,4 +91,5 @@ def test_every_step_is_scaled_by_the_window(level: str, algorithm: str, interval
 def weight_operand(layer: nn.Module, margin: int) -> np.ndarray:
     """The weight in E4M3, as it is held or rounded. It never changes, so that its window has its own amax, if any."""
     values = held.operand_weight(layer)
-    return values if layer.weight.dtype == torch.float8_e4m3fn else Window(LENGTH, margin=margin).round(values, E4M3)
+    codes = getattr(layer.weight, "codes", layer.weight)
+    return values if codes.dtype == torch.float8_e4m3fn else Window(LENGTH, margin=margin).round(values, E4M3)

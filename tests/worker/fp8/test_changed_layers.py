@@ -15,6 +15,7 @@ from octet.worker.fp8 import operand
 from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.operand import OperandScaling, advance
+from octet.worker.fp8.weight import hold, stored
 from tests.worker.fp8.test_products import Names, quantized_by_either_amax, quantized_first
 
 Change = Callable[[nn.Module], Any]
@@ -65,16 +66,25 @@ def windows(model: nn.Module) -> list[OperandScaling]:
 def replace_data(model: nn.Module) -> None:
     """Put other memory with other values under the same parameters, as ranks do when they divide weights again."""
     for layer in (model.one, model.mlp[2]):
-        memory = torch.zeros(layer.weight.numel() + 16, dtype=layer.weight.dtype)
-        memory[16:] = layer.weight.detach().t().flatten()
-        layer.weight.data = memory[16:].view(layer.weight.shape)
+        held = stored(layer.weight).detach()
+        memory = torch.zeros(held.numel() + 16, dtype=held.dtype)
+        memory[16:] = held.t().flatten()
+        hold(layer.weight, memory[16:].view(held.shape))
         layer.bias.data = layer.bias.detach() + 1
+
+
+def assign(model: nn.Module) -> None:
+    """Write values into a weight, its data, a view of it, and put a plain parameter in the place of another."""
+    values = torch.linspace(-1, 1, 32 * 32).view(32, 32)
+    with torch.no_grad():
+        model.one.weight.copy_(values)
+        model.other.weight.t()[3:5] = 0.25
+        model.mlp[0].weight.data.mul_(2)
+    model.mlp[2].weight = nn.Parameter(torch.linspace(-2, 1, 32 * 64).view(32, 64))
 
 
 def tie(model: nn.Module) -> None:
     model.other.weight = model.one.weight
-    for name in ("weight_dequant_scale", "weight_amax", "weight_residual"):
-        setattr(model.other, name, getattr(model.one, name))
 
 
 def freeze(model: nn.Module) -> None:
@@ -138,6 +148,7 @@ CHANGES: dict[str, Change] = {
     "moved": lambda model: model._apply(lambda tensor: tensor.detach().clone()),
     "loaded": lambda model: model.load_state_dict({**network(model.level, seed=1).state_dict()}),
     "data replaced": replace_data,
+    "assigned": assign,
     "tied": tie,
     "frozen": freeze,
     "cast": lambda model: model.bfloat16(),
@@ -149,7 +160,7 @@ CHANGES: dict[str, Change] = {
     "evaluation": lambda model: model.eval(),
 }
 CHANGE_OUTPUTS = {
-    *("loaded", "data replaced", "tied", "without biases", "hooks before and after", "forward replaced"),
+    *("loaded", "data replaced", "assigned", "tied", "without biases", "hooks before and after", "forward replaced"),
     "parameters of one call",
 }
 
@@ -185,21 +196,22 @@ def test_a_pass_after_a_change_has_the_bits_of_its_steps(monkeypatch: pytest.Mon
             assert not torch.equal(step(unchanged, 1)[0], found[0][len(before)])
 
 
-def test_a_weight_that_is_parametrized_later_is_computed() -> None:
+@pytest.mark.parametrize("level", ["te", "O2", "O3"])
+def test_a_weight_that_is_parametrized_later_is_computed(level: str) -> None:
     class Twice(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return weight * 2
 
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     with cpu_as_accelerator(), torch.no_grad():
-        model, doubled = network("te"), network("te")
+        model, doubled = network(level), network(level)
         doubled.one.weight.mul_(2)
         parametrize.register_parametrization(model.one, "weight", Twice())
         assert torch.equal(model.one(x), doubled.one(x))
-        assert not torch.equal(model.one(x), network("te").one(x))
+        assert not torch.equal(model.one(x), network(level).one(x))
 
 
-@pytest.mark.parametrize("level", ["te", "te delayed"])
+@pytest.mark.parametrize("level", ["te", "te delayed", "O2", "O3", "O3-split"])
 def test_a_weight_that_changes_before_its_backward_pass_is_refused(level: str) -> None:
     with cpu_as_accelerator():
         layer = network(level).one

@@ -75,7 +75,7 @@ def test_the_three_products(level: str) -> None:
     stored_NK = rounded(weight_NK, torch.float16) if level == "O2" else weight_NK
     input_values, weight_values = rounded(input_TK, E4M3), rounded(stored_NK, E4M3)
     if level == "O3-split":  # rounded in two steps, so a tie may go the other way
-        codes = dequantize(layer.weight.detach(), layer.weight_dequant_scale)
+        codes = dequantize(layer.weight.codes, layer.weight.dequant_scale)
         torch.testing.assert_close(codes, weight_values, rtol=2**-3, atol=0)
         torch.testing.assert_close(layer.weight_values(), weight_NK, rtol=2**-11, atol=2**-20)
         weight_values = codes
@@ -190,13 +190,13 @@ class RecordsProducts(TorchDispatchMode):
 def test_codes_are_quantized_by_the_amax_that_the_optimizer_keeps(product: str) -> None:
     """No step reads a weight once more to find it: given one that is 2^20 times as large, all codes become zero."""
     layer, found = convert(make_linear(), "O2"), []
-    assert layer.weight_amax is not None
+    assert layer.encoded is not None
     for _ in range(2):
         input_TK = random_values(32, 48).requires_grad_()
         output_TN = layer(input_TK)
         output_TN.backward(random_values(32, 32, seed=2))
         found.append(output_TN.detach() if product == "output" else input_TK.grad)
-        layer.weight_amax *= 2.0**20
+        layer.encoded.amax *= 2.0**20
     assert found[0].count_nonzero() > found[0].numel() // 2
     assert not (found[1] - (layer.bias if product == "output" else 0)).any()
 
@@ -290,7 +290,7 @@ def test_state_dict_restores_every_bit() -> None:
     assert all(type(value) in (Tensor, nn.Parameter) for value in state.values())
     target.load_state_dict(state)
     assert torch.equal(target.weight, source.weight)
-    assert torch.equal(target.weight_dequant_scale, source.weight_dequant_scale)
+    assert torch.equal(target.encoded.dequant_scale, source.encoded.dequant_scale)
     assert target.gradient_position.count == 7
 
 

@@ -5,6 +5,7 @@ import torch
 
 from octet.api_schemas.levels import LEVELS
 from octet.worker.fp8 import weights
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.fp8.weights import decode_values, encode_weight
 from octet.worker.kernels import dequantize, split_dequantize
 
@@ -57,6 +58,14 @@ def test_a_value_that_is_not_finite_marks_the_weight_in_whichever_piece_it_lies(
     assert encoded is not None
     assert encoded.amax.isnan()
     assert bool(dequantize(encoded.codes, encoded.dequant_scale)[6].isnan())
+
+
+def test_what_a_weight_cannot_be_is_refused() -> None:
+    one = torch.ones(())
+    with pytest.raises(ValueError, match=r"codes of torch\.float32; allowed: float16, float8_e4m3fn"):
+        Float8Weight(torch.zeros(16), one, one)
+    with pytest.raises(ValueError, match="a residual refines float8_e4m3fn codes by int8"):
+        Float8Weight(torch.zeros(16).half(), one, one, torch.zeros(16, dtype=torch.int8))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,31 @@ def make_wrapper_subclass() -> None:
     assert float((Subclass(2, 3) + 1).sum()) == 12
 
 
+def parameters() -> None:
+    one, other = Subclass(2), nn.Parameter(torch.ones(2))
+    assert not private.is_parameter(one)
+    private.mark_as_parameter(one)
+    assert private.is_parameter(one)
+    assert private.is_parameter(other)
+
+
+def restore_hooks() -> None:
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    parameter.register_post_accumulate_grad_hook(calls.append)
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.zeros(2)))
+    parameter.sum().backward()
+    assert not calls  # else torch keeps them itself
+    private.restore_hooks(parameter)
+    parameter.sum().backward()
+    assert calls == [parameter]
+
+
+def correct_aliasing() -> None:
+    tensor = torch.ones(4)
+    view = private.correct_aliasing(torch.ops.aten.view.default, (tensor, [2, 2]), {}, torch.ones(2, 2))
+    assert view.shape == (2, 2)
+
+
 def raise_for_raw_pointers() -> None:
     tensor = Subclass(2)
     assert tensor.data_ptr() == 0
@@ -240,7 +265,8 @@ def wait_for() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
-        *(make_wrapper_subclass, raise_for_raw_pointers, schema_of, let_foreach_take, is_traceable_wrapper_subclass, trees),
+        *(make_wrapper_subclass, parameters, restore_hooks, correct_aliasing, raise_for_raw_pointers, schema_of),
+        *(let_foreach_take, is_traceable_wrapper_subclass, trees),
         *(foreach, scaled_mm, unsafe_view),
         *(num_modes, transforms, backward_pass, call_after_backward, version_of, key_of_storage, hooks_after_accumulation),
         *(compiler, inductor, flight_recorder_dumps, wait_for),

@@ -121,7 +121,7 @@ def test_a_layer_that_is_not_trained_holds_its_codes_alone(level: str) -> None:
     model, optimizer = initialize(model, optimizer, opt_level=level)
     layer, row = 128 * 128, LEVELS[level]
     report = memory_report(model, optimizer)
-    assert report["weights"] == 3 * layer * model.trained.weight.itemsize
+    assert report["weights"] == 3 * layer * model.trained.weight.codes.itemsize
     assert report["master_weights"] == layer * {"O3": 2, "O3-split": 3, "O2": 0}[level]
     for converted, values in zip((model.frozen, model.unused), weights, strict=True):
         torch.testing.assert_close(converted.weight_values(), values, rtol=2**-4, atol=2**-10)

@@ -13,7 +13,9 @@ from octet.api_schemas.levels import LEVELS
 from octet.worker import kernels
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
-from octet.worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight, adopt
+from octet.worker.fp8.weight import hold_encoded
+from octet.worker.fp8.weights import encode_values
+from octet.worker.optim import Hyperparameters, LowBitAdamW, adopt
 from octet.worker.optim.codecs import CODECS
 
 TORCH = {True: torch.optim.AdamW, False: torch.optim.Adam}
@@ -213,10 +215,9 @@ class TestLoading:
         torch_optimizer = torch.optim.AdamW([wide])
         wide.grad = torch.ones(64, 128)
         torch_optimizer.step()
-        codes, dequant_scale = kernels.quantize(values, torch.float8_e4m3fn)
-        wide.data = codes
-        weight = QuantizedWeight.of(wide, dequant_scale, initial_values=values)
-        master = adopt(torch_optimizer, LEVELS["O3"], quantized=[weight]).state[wide]["master_weights"]
+        hold_encoded(wide, encode_values(values, torch.float8_e4m3fn))
+        wide.state.wide, wide.state.is_assigned = values, True
+        master = adopt(torch_optimizer, LEVELS["O3"]).state[wide]["master_weights"]
         decoded = kernels.dequantize(master["codes"], master["dequant_scale"]).view(64, 128)
         assert float((decoded - values).norm() / values.norm()) < 3e-4
 
@@ -313,15 +314,8 @@ class TestRefusals:
             low_bit(small_model(), **options)
 
     def test_codes_that_nobody_explained(self) -> None:
-        with pytest.raises(ValueError, match=r"dtype torch\.float8_e4m3fn; allowed: torch\.float32.*`quantized`"):
+        with pytest.raises(ValueError, match=r"dtype torch\.float8_e4m3fn; allowed: torch\.float32, torch\.bfloat16"):
             LowBitAdamW([nn.Parameter(torch.zeros(16, 16).to(torch.float8_e4m3fn))])
-
-    def test_what_a_quantized_weight_cannot_be(self) -> None:
-        scale = torch.ones(())
-        with pytest.raises(ValueError, match=r"dtype torch\.float32; allowed: float16, float8_e4m3fn"):
-            QuantizedWeight.of(nn.Parameter(torch.zeros(16)), scale)
-        with pytest.raises(ValueError, match="a residual refines float8_e4m3fn codes by int8"):
-            QuantizedWeight.of(nn.Parameter(torch.zeros(16).half()), scale, torch.zeros(16, dtype=torch.int8))
 
     def test_optimizers_that_cannot_be_represented_by_name(self) -> None:
         model = small_model()

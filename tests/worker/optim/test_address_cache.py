@@ -11,9 +11,11 @@ from octet import initialize
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.weight import hold, stored
 from octet.worker.kernels.cuda import language
-from octet.worker.optim import LowBitAdamW, QuantizedWeight
+from octet.worker.optim import LowBitAdamW
 from octet.worker.optim.sharding import cut_into_pieces
+from tests.kit.stored_weights import parts_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of the interpreter
@@ -34,8 +36,7 @@ class Trained:
         self.model, self.layer, self.plain = model, layer, nn.Parameter(torch.randn(200))
         assert layer.bias is not None
         self.parameters: list[nn.Parameter] = [layer.weight, layer.bias, self.plain]
-        self.weight = QuantizedWeight(layer)
-        self.optimizer = LowBitAdamW(self.parameters, quantized=[self.weight], fused=True)
+        self.optimizer = LowBitAdamW(self.parameters, fused=True)
         self.num_steps, self.in_fp8 = 0, True
 
     def step(self, *, forgets: bool) -> bool:
@@ -54,8 +55,8 @@ class Trained:
         return before is not None and self.optimizer._stepper.cache is before
 
     def tensors(self) -> list[Tensor]:
-        layer = [self.layer.weight, self.layer.bias, self.layer.weight_dequant_scale, self.layer.weight_amax]
-        found = [part.detach() for part in (*layer, self.layer.weight_residual, self.plain) if part is not None]
+        assert self.layer.encoded is not None
+        found = [part.detach() for part in (*parts_of(self.layer.encoded), self.layer.bias, self.plain)]
         for state in self.optimizer.state.values():
             found += [state["step"], *(part for value in state.values() if isinstance(value, dict) for part in value.values())]
         return [part.contiguous().view(-1).view(torch.uint8).clone() for part in found]
@@ -65,13 +66,25 @@ Change = Callable[[Trained], object]
 
 
 def replace_data(trained: Trained) -> None:
+    """Hold everything elsewhere, codes too, as ZeRO does."""
     for parameter in trained.parameters:
-        parameter.data = parameter.data.clone()
+        hold(parameter, stored(parameter).detach().clone())
 
 
-def replace_buffers(trained: Trained) -> None:
-    for name, buffer in list(trained.layer._buffers.items()):
-        trained.layer._buffers[name] = None if buffer is None else buffer.clone()
+def assign(trained: Trained) -> None:
+    with torch.no_grad():
+        trained.layer.weight.copy_(torch.linspace(-1, 1, 1024).view(32, 32))
+
+
+def zero(trained: Trained) -> None:
+    with torch.no_grad():
+        trained.layer.weight.zero_()
+
+
+def scale(trained: Trained) -> None:
+    """Write what the optimizer rounds stochastically before its next step."""
+    with torch.no_grad():
+        trained.layer.weight.mul_(1 - 1e-5)
 
 
 def replace_states(trained: Trained) -> None:
@@ -128,7 +141,7 @@ def move(trained: Trained) -> None:
 
 
 STALE: list[Change] = [
-    replace_data, replace_buffers, replace_states, load_optimizer, freeze, cast, shorten, regroup, reshard, redraw, swap_groups,
+    replace_data, assign, scale, replace_states, load_optimizer, freeze, cast, shorten, regroup, reshard, redraw, swap_groups,
     move,
 ]  # fmt: skip
 
@@ -163,8 +176,8 @@ def test_what_is_replaced_between_steps_is_stepped(level: str, change: Change) -
     assert all(map(torch.equal, watching.tensors(), forgetting.tensors()))
 
 
-@pytest.mark.parametrize("change", [set_rate, widen_gradient, decay])
-def test_gradients_and_hyperparameters_change_without_new_rows(change: Change) -> None:
+@pytest.mark.parametrize("change", [set_rate, widen_gradient, decay, zero])
+def test_what_keeps_its_place_changes_without_new_rows(change: Change) -> None:
     watching, forgetting = Trained("O2"), Trained("O2")
     for trained in (watching, forgetting):
         for number in range(3):

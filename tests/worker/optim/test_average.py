@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.optim import swa_utils
 
 from octet.api_schemas.levels import LEVELS
 from octet.worker import AveragedModel, initialize
-from octet.worker.fp8.linear import Float8Linear
+from tests.kit.stored_weights import KINDS, stored_weight
 
 DECAY = 0.8
 
@@ -29,12 +30,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """The decoded values of every parameter, by name."""
-    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.itemsize > 1}
-    for name, layer in model.named_modules():
-        if isinstance(layer, Float8Linear):
-            found[f"{name}.weight"] = layer.weight_values().clone()
-    return found
+    """The values of every parameter, by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])
@@ -107,8 +104,10 @@ def test_the_model_is_left_alone_and_the_average_trains_on_as_a_model_of_its_own
     assert type(average.module[0].weight.grad) is Tensor
 
 
+@pytest.mark.parametrize("kind", ["ema", "swa"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_torchs_own_works_or_names_ours(level: str) -> None:
+def test_torchs_own_is_ours(level: str, kind: str) -> None:
+    """It holds codes, with the fp32 average beside them."""
     model, optimizer = make(level)
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -116,17 +115,42 @@ def test_torchs_own_works_or_names_ours(level: str) -> None:
     twins = [copy.deepcopy(model), torch.load(buffer, weights_only=False)]
     assert all(torch.equal(twin.eval()(torch.ones(2, 32)), model.eval()(torch.ones(2, 32))) for twin in twins)
     model.train()
-    if LEVELS[level].weight != "fp32":
-        with pytest.raises(ValueError, match=r"octet\.AveragedModel"):
-            swa_utils.AveragedModel(model)
-        return
-    average, ours = swa_utils.AveragedModel(model), AveragedModel(model)
+    averaging = swa_utils.get_ema_multi_avg_fn(DECAY) if kind == "ema" else None
+    average, ours = (each(model, multi_avg_fn=averaging) for each in (swa_utils.AveragedModel, AveragedModel))
     for step in range(3):
         train(model, optimizer, step)
         average.update_parameters(model)
         ours.update_parameters(model)
-    for one, other in zip(average.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    wanted, found, present = values(ours.module), values(average.module), values(model)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(found[name], present[name], rtol=1e-3)
+
+
+def by_assignment(average: Tensor, target: Tensor) -> None:
+    average.copy_(average * 0.999 + target * 0.001)
+
+
+def by_data(average: Tensor, target: Tensor) -> None:
+    average.data = average.data * 0.999 + target * 0.001
+
+
+def in_place(average: Tensor, target: Tensor) -> None:
+    average.lerp_(target, 0.001)
+
+
+@pytest.mark.parametrize("update", [by_assignment, by_data, in_place])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_average_by_hand_loses_nothing(kind: str, update: Callable[[Tensor, Tensor], None]) -> None:
+    """Each change is below half a code: rounded to nearest every time, the average would stay where it was."""
+    start = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    average = stored_weight(start, kind)
+    expected, target = average.dequantize(), start * 1.1
+    with torch.no_grad():
+        for _ in range(50):
+            update(average, target)
+            update(expected, target)
+    torch.testing.assert_close(average.dequantize(), expected, rtol=1e-5, atol=1e-8)
 
 
 def test_a_decay_in_place_of_the_device_is_refused_with_what_to_pass() -> None:

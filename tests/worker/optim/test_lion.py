@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from octet.api_schemas.levels import LEVELS
-from octet.worker import initialize, kernels, memory_report
+from octet.worker import initialize, memory_report
 from octet.worker.fp8.gradient import Float8Gradient
-from octet.worker.optim import Hyperparameters, LionHyperparameters, LowBitAdamW, LowBitLion, QuantizedWeight
+from octet.worker.optim import Hyperparameters, LionHyperparameters, LowBitAdamW, LowBitLion
 from octet.worker.optim.codecs import CODECS
 from octet.worker.optim.rules.lion import Lion
+from tests.kit.stored_weights import KINDS, stored_weight
 from tests.numerics.measure import relative_error
 
 NUM_STEPS = 6
@@ -68,51 +69,33 @@ def test_every_codec_follows_fp32(codec: str) -> None:
     assert set(optimizer.state[stored]["exp_avg"]) == set(CODECS[codec].parts)
 
 
-def quantized(values: Tensor, kind: str) -> QuantizedWeight:
-    dtype = torch.float16 if kind == "fp16" else torch.float8_e4m3fn
-    codes, dequant_scale = kernels.quantize(values, dtype)
-    parameter = nn.Parameter(codes)
-    parameter.grad_dtype = torch.float32
-    residual = torch.zeros(values.shape, dtype=torch.int8) if kind == "split" else None
-    return QuantizedWeight.of(parameter, dequant_scale, residual, initial_values=values if kind == "master" else None)
-
-
-@pytest.mark.parametrize("kind", ["fp16", "split", "master"])
-class TestQuantizedWeight:
+@pytest.mark.parametrize("kind", KINDS)
+class TestStoredWeight:
     def test_keeps_a_steady_drift(self, kind: str) -> None:
         """Every weight moves by lr: a relative 1e-5 per step, a hundredth of FP16's step between numbers."""
         values = gaussian(128, 256)
         lr = 1e-5 * float(values.square().mean().sqrt())
-        weight = quantized(values, kind)
-        optimizer = LowBitLion([weight.codes], LionHyperparameters(lr), quantized=[weight])
-        start = best_values(weight, optimizer).double().mean()
-        step_through(weight.codes, optimizer, [-torch.ones_like(values)] * 100)
-        kept = float(best_values(weight, optimizer).double().mean() - start) / (100 * lr)
+        weight = stored_weight(values, kind)
+        optimizer = LowBitLion([weight], LionHyperparameters(lr))
+        start = weight.dequantize().double().mean()
+        step_through(weight, optimizer, [-torch.ones_like(values)] * 100)
+        kept = float(weight.dequantize().double().mean() - start) / (100 * lr)
         assert 0.95 <= kept <= 1.05, f"kept {kept:.3f} of the drift"
 
     @pytest.mark.parametrize("decay", [0.0, 0.5])
     def test_one_pass_never_saturates(self, kind: str, decay: float) -> None:
         """The scale comes from the bound: lr, and what decay leaves of the largest weight."""
         values = torch.zeros(16, 256)
-        weight, wide = quantized(values, kind), nn.Parameter(values.clone())
+        weight, wide = stored_weight(values, kind), nn.Parameter(values.clone())
         defaults = LionHyperparameters(0.02, weight_decay=decay, exp_avg_codec="fp32")
-        optimizer, reference = LowBitLion([weight.codes], defaults, quantized=[weight]), LowBitLion([wide], defaults)
+        optimizer, reference = LowBitLion([weight], defaults), LowBitLion([wide], defaults)
         for seed in range(12):
-            for parameter, stepped in ((weight.codes, optimizer), (wide, reference)):
+            for parameter, stepped in ((weight, optimizer), (wide, reference)):
                 step_through(parameter, stepped, [gaussian(16, 256, seed=seed) + 0.02])
             largest = float(wide.detach().abs().amax())
-            assert weight.amax is not None
             assert float(weight.amax) == pytest.approx(largest, rel=1e-2)
             assert largest / float(weight.dequant_scale) <= (65504 if kind == "fp16" else 448), f"step {seed} saturated"
-        torch.testing.assert_close(best_values(weight, optimizer), wide.detach(), rtol=5e-3, atol=1e-3)
-
-
-def best_values(weight: QuantizedWeight, optimizer: LowBitLion) -> Tensor:
-    """The values that training knows of: the master's where there is one."""
-    master = optimizer.state[weight.codes].get("master_weights")
-    if master is None:
-        return weight.values()
-    return kernels.dequantize(master["codes"], master["dequant_scale"]).view_as(weight.codes)
+        torch.testing.assert_close(weight.dequantize(), wide.detach(), rtol=5e-3, atol=1e-3)
 
 
 def small_model() -> nn.Sequential:

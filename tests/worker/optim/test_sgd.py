@@ -10,8 +10,9 @@ from octet.api_schemas.levels import LEVELS
 from octet.worker import initialize, memory_report
 from octet.worker.optim import LowBitSGD, SGDHyperparameters
 from octet.worker.optim.rules.sgd import SGD
+from tests.kit.stored_weights import KINDS, stored_weight
 from tests.numerics.measure import relative_error
-from tests.worker.optim.test_lion import best_values, gaussian, quantized, small_model, train
+from tests.worker.optim.test_lion import gaussian, small_model, train
 
 
 def step_through(parameter: Tensor, optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> None:
@@ -53,19 +54,19 @@ def test_every_codec_follows_fp32(codec: str) -> None:
     assert relative_error(stored.detach(), wide.detach()) < 0.03
 
 
-@pytest.mark.parametrize("kind", ["fp16", "split", "master"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stored_weight_keeps_a_drift_and_never_saturates(kind: str) -> None:
     """The largest gradient in every element, so that each step is as large as the bound allows."""
     values = gaussian(64, 256)
-    weight = quantized(values, kind)
-    wide = nn.Parameter(values.clone() if kind == "master" else weight.values().clone())
+    weight = stored_weight(values, kind)
+    wide = nn.Parameter(weight.dequantize())
     defaults = SGDHyperparameters(1e-3, max_gradient=0.5, exp_avg_codec="fp32")
-    stored, reference = LowBitSGD([weight.codes], defaults, quantized=[weight]), LowBitSGD([wide], defaults)
+    stored, reference = LowBitSGD([weight], defaults), LowBitSGD([wide], defaults)
     for _ in range(30):
-        step_through(weight.codes, stored, [torch.full_like(values, -0.5)])
+        step_through(weight, stored, [torch.full_like(values, -0.5)])
         step_through(wide, reference, [torch.full_like(values, -0.5)])
         assert float(weight.dequant_scale) * (65504 if kind == "fp16" else 448) >= float(wide.detach().abs().amax())
-    torch.testing.assert_close(best_values(weight, stored), wide.detach(), rtol=5e-3, atol=1e-3)
+    torch.testing.assert_close(weight.dequantize(), wide.detach(), rtol=5e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("level", ["fp32", "O2", "O3-split-8bit"])

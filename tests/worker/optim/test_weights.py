@@ -1,8 +1,8 @@
 """Weights in few bits under the optimizer: FP16 with a scale, E4M3 with a residual or a master, plain 16 bits, shards."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from octet.worker import kernels
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
-from octet.worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight
+from octet.worker.fp8.weight import Float8Weight
+from octet.worker.optim import Hyperparameters, LowBitAdamW
 from octet.worker.optim.rules.adam import Adam
+from tests.kit.stored_weights import KINDS, parts_of, stored_weight, values_of_codes
 from tests.numerics.measure import peak_bytes, relative_error
 
 E4M3 = torch.float8_e4m3fn
@@ -20,120 +22,100 @@ FP32_STATES = {"exp_avg_codec": "fp32", "exp_avg_sq_codec": "fp32"}
 GPT_LAYER = ((384, 128), (128, 128), (512, 128), (128, 512))
 
 
-def fp16(values: Tensor) -> QuantizedWeight:
-    codes, dequant_scale = kernels.quantize(values, torch.float16)
-    return QuantizedWeight.of(parameter(codes), dequant_scale)
-
-
-def split(values: Tensor) -> QuantizedWeight:
-    codes, dequant_scale = kernels.quantize(values, E4M3)
-    numbers = kernels.random_bits(0, 0, 0, range(values.numel()), values.device).view_as(values)
-    codes, residual = kernels.split_encode(values / dequant_scale, numbers)
-    return QuantizedWeight.of(parameter(codes), dequant_scale, residual=residual)
-
-
-def mastered(values: Tensor) -> QuantizedWeight:
-    codes, dequant_scale = kernels.quantize(values, E4M3)
-    return QuantizedWeight.of(parameter(codes), dequant_scale, initial_values=values)
-
-
-def parameter(codes: Tensor) -> nn.Parameter:
-    result = nn.Parameter(codes)
-    result.grad_dtype = torch.float32
-    return result
-
-
-KINDS: dict[str, Callable[[Tensor], QuantizedWeight]] = {"fp16": fp16, "split": split, "master": mastered}
-kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
-def best_values(weight: QuantizedWeight, optimizer: LowBitAdamW) -> Tensor:
-    """Return the weight's most precise values, which are the master's if it has one."""
-    master = optimizer.state[weight.codes].get("master_weights")
-    if master is None:
-        return weight.values()
-    return kernels.dequantize(master["codes"], master["dequant_scale"]).view_as(weight.codes)
-
-
 @kinds
-class TestQuantizedWeight:
-    def test_follows_an_fp32_weight(self, make: Callable[[Tensor], QuantizedWeight]) -> None:
+class TestStoredWeight:
+    def test_follows_an_fp32_weight(self, kind: str) -> None:
         values = gaussian(100, 70)
-        weight, wide = make(values), nn.Parameter(values.clone())
-        optimizer = LowBitAdamW([weight.codes], Hyperparameters(**FP32_STATES), quantized=[weight])
+        weight, wide = stored_weight(values, kind), nn.Parameter(values.clone())
+        optimizer = LowBitAdamW([weight], Hyperparameters(**FP32_STATES))
         reference = torch.optim.AdamW([wide])
         for step in range(10):
-            weight.codes.grad = wide.grad = gaussian(100, 70, seed=step)
+            weight.grad = wide.grad = gaussian(100, 70, seed=step)
             optimizer.step()
             reference.step()
-        assert relative_error(best_values(weight, optimizer) - values, wide.detach() - values) < 5e-3
+        assert relative_error(weight.dequantize() - values, wide.detach() - values) < 5e-3
 
-    def test_keeps_a_steady_drift(self, make: Callable[[Tensor], QuantizedWeight]) -> None:
+    def test_keeps_a_steady_drift(self, kind: str) -> None:
         """A relative update of 1e-5 per step is a hundredth of FP16's step between numbers; on average none of it is lost."""
         values = gaussian(128, 256)
         lr = 1e-5 * float(values.square().mean().sqrt())
-        weight = make(values)
+        weight = stored_weight(values, kind)
         defaults = Hyperparameters(lr=lr, weight_decay=0.0, eps=1e-20, **FP32_STATES)
-        optimizer = LowBitAdamW([weight.codes], defaults, quantized=[weight])
-        start = best_values(weight, optimizer).double().mean()
+        optimizer = LowBitAdamW([weight], defaults)
+        start = weight.dequantize().double().mean()
         for _ in range(100):
-            weight.codes.grad = -torch.ones_like(values)
+            weight.grad = -torch.ones_like(values)
             optimizer.step()
-        kept = float(best_values(weight, optimizer).double().mean() - start) / (100 * lr)
+        kept = float(weight.dequantize().double().mean() - start) / (100 * lr)
         assert 0.95 <= kept <= 1.05, f"kept {kept:.3f} of the drift"
 
-    def test_scale_follows_the_values(self, make: Callable[[Tensor], QuantizedWeight]) -> None:
-        weight = make(gaussian(64, 128))
+    def test_keeps_what_is_written_between_steps(self, kind: str) -> None:
+        """Decay by hand, a tenth of half a code a step; rounded to nearest, all of it is lost."""
+        weight = stored_weight(gaussian(128, 256), kind)
+        optimizer = LowBitAdamW([weight], Hyperparameters(lr=0.0, weight_decay=0.0))
+        start = weight.dequantize()
+        for _ in range(100):
+            weight.data = weight.data * (1 - 2e-5)
+            weight.grad = torch.zeros(128, 256)
+            optimizer.step()
+            assert weight.state.wide is None
+        kept = 1 - float((weight.dequantize() * start).sum() / start.square().sum())
+        assert kept == pytest.approx(100 * 2e-5, rel=0.05)
+
+    def test_scale_follows_the_values(self, kind: str) -> None:
+        weight = stored_weight(gaussian(64, 128), kind)
         before, same_tensor = float(weight.dequant_scale), weight.dequant_scale
-        optimizer = LowBitAdamW([weight.codes], Hyperparameters(lr=1.0), quantized=[weight])
-        weight.codes.grad = -torch.ones(64, 128)
+        optimizer = LowBitAdamW([weight], Hyperparameters(lr=1.0))
+        weight.grad = -torch.ones(64, 128)
         optimizer.step()
         assert weight.dequant_scale is same_tensor
         assert float(weight.dequant_scale) >= 8 * before
-        torch.testing.assert_close(weight.values(), torch.ones(64, 128), rtol=0.07, atol=0.07)
+        torch.testing.assert_close(values_of_codes(weight), torch.ones(64, 128), rtol=0.07, atol=0.07)
 
-    def test_resume_is_bit_equal(self, make: Callable[[Tensor], QuantizedWeight]) -> None:
-        def step(weight: QuantizedWeight, optimizer: LowBitAdamW, seed: int) -> None:
-            weight.codes.grad = gaussian(64, 128, seed=seed)
+    def test_resume_is_bit_equal(self, kind: str) -> None:
+        def step(weight: Float8Weight, optimizer: LowBitAdamW, seed: int) -> None:
+            weight.grad = gaussian(64, 128, seed=seed)
             optimizer.step()
 
-        weight = make(gaussian(64, 128))
-        optimizer = LowBitAdamW([weight.codes], quantized=[weight], seed=3)
+        weight = stored_weight(gaussian(64, 128), kind)
+        optimizer = LowBitAdamW([weight], seed=3)
         step(weight, optimizer, seed=1)
-        saved = copy.deepcopy((weight.codes.data, weight.dequant_scale, weight.residual, optimizer.state_dict()))
+        saved = copy.deepcopy((parts_of(weight), optimizer.state_dict()))
         step(weight, optimizer, seed=2)
-        resumed_weight = QuantizedWeight.of(parameter(saved[0]), saved[1], saved[2])
-        resumed = LowBitAdamW([resumed_weight.codes], quantized=[resumed_weight])
-        resumed.load_state_dict(saved[3])
+        resumed_weight: Any = nn.Parameter(Float8Weight(*saved[0]))
+        resumed = LowBitAdamW([resumed_weight])
+        resumed.load_state_dict(saved[1])
         step(resumed_weight, resumed, seed=2)
-        assert torch.equal(resumed_weight.values(), weight.values())
-        assert torch.equal(best_values(resumed_weight, resumed), best_values(weight, optimizer))
+        assert torch.equal(values_of_codes(resumed_weight), values_of_codes(weight))
+        assert torch.equal(resumed_weight.dequantize(), weight.dequantize())
 
 
 @kinds
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.5), (0.95, 0.9)])
 @pytest.mark.parametrize("zero", [False, True], ids=["gaussian", "from-zero"])
-def test_one_pass_never_saturates(make: Callable[[Tensor], QuantizedWeight], betas: tuple[float, float], zero: bool) -> None:
+def test_one_pass_never_saturates(kind: str, betas: tuple[float, float], zero: bool) -> None:
     """The scale is chosen before the values are known, from a bound on them; gradients that grow 40-fold in a step test it."""
     values = gaussian(16, 256) * (0 if zero else 1)
-    weight, wide = make(values), nn.Parameter(values.clone())
+    weight, wide = stored_weight(values, kind), nn.Parameter(values.clone())
     defaults = Hyperparameters(lr=0.02, betas=betas, **FP32_STATES)
-    optimizer = LowBitAdamW([weight.codes], defaults, quantized=[weight])
+    optimizer = LowBitAdamW([weight], defaults)
     reference = LowBitAdamW([wide], defaults)
     for step in range(12):
         gradient = gaussian(16, 256, seed=step) * 40.0 ** (step % 5)
-        weight.codes.grad, wide.grad = gradient, gradient.clone()
+        weight.grad, wide.grad = gradient, gradient.clone()
         optimizer.step()
         reference.step()
-        assert weight.amax is not None
         assert torch.isclose(weight.amax, wide.detach().abs().amax(), rtol=1e-2)
         limit = float(wide.detach().abs().amax()) / float(weight.dequant_scale)
         assert limit <= (448 if weight.codes.dtype == E4M3 else 65504), f"step {step} saturated"
-    torch.testing.assert_close(best_values(weight, optimizer), wide.detach(), rtol=5e-3, atol=1e-3)
+    torch.testing.assert_close(weight.dequantize(), wide.detach(), rtol=5e-3, atol=1e-3)
 
 
 def test_bound_is_reached_by_the_worst_gradients() -> None:
@@ -165,20 +147,20 @@ def test_round_to_nearest_loses_the_drift() -> None:
 class TestMaster:
     def test_starts_from_the_values_before_rounding_and_releases_them(self) -> None:
         values = gaussian(64, 128)
-        weight = mastered(values)
-        optimizer = LowBitAdamW([weight.codes], quantized=[weight])
-        assert relative_error(best_values(weight, optimizer), values) < 3e-4
-        assert weight.holder.initial_values is None
+        weight = stored_weight(values, "master")
+        LowBitAdamW([weight])
+        assert relative_error(weight.dequantize(), values) < 3e-4
+        assert weight.state.wide is None
 
     def test_weight_is_the_nearest_rounding_of_the_master(self) -> None:
-        weight = mastered(gaussian(130, 100))
-        optimizer = LowBitAdamW([weight.codes], Hyperparameters(lr=0.01), quantized=[weight])
+        weight = stored_weight(gaussian(130, 100), "master")
+        optimizer = LowBitAdamW([weight], Hyperparameters(lr=0.01))
         for step in range(3):
-            weight.codes.grad = gaussian(130, 100, seed=step)
+            weight.grad = gaussian(130, 100, seed=step)
             optimizer.step()
-        master = best_values(weight, optimizer)
+        master = weight.dequantize()
         codes = kernels.encode(master, weight.dequant_scale, E4M3)
-        assert torch.equal(weight.codes.detach().view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(weight.codes.view(torch.uint8), codes.view(torch.uint8))
         smallest_scale = kernels.quantize(master, E4M3)[1]
         assert weight.dequant_scale in (smallest_scale, 2 * smallest_scale)
 
@@ -223,18 +205,18 @@ def test_shards_have_the_bits_of_the_whole(exp_avg_codec: str, exp_avg_sq_codec:
 class StoredLayers:
     """The weights of a four-layer GPT in the formats of a level, with FP8 gradients and an optimizer that has stepped."""
 
-    weights: list[QuantizedWeight]
+    weights: list[Float8Weight]
     optimizer: LowBitAdamW
     num_parameters: int
 
     @classmethod
-    def make(cls, make: Callable[[Tensor], QuantizedWeight], exp_avg_codec: str, exp_avg_sq_codec: str) -> "StoredLayers":
-        weights = [make(gaussian(*shape)) for _ in range(4) for shape in GPT_LAYER]
+    def make(cls, kind: str, exp_avg_codec: str, exp_avg_sq_codec: str) -> "StoredLayers":
+        weights = [stored_weight(gaussian(*shape), kind) for _ in range(4) for shape in GPT_LAYER]
         for weight in weights:
             codes, dequant_scale = kernels.quantize(gaussian(*weight.codes.shape), E4M3)
-            weight.codes.grad = Float8Gradient(codes, dequant_scale, RoundingPosition(0, 0))
+            weight.grad = Float8Gradient(codes, dequant_scale, RoundingPosition(0, 0))
         defaults = Hyperparameters(exp_avg_codec=exp_avg_codec, exp_avg_sq_codec=exp_avg_sq_codec)
-        optimizer = LowBitAdamW([weight.codes for weight in weights], defaults, quantized=weights)
+        optimizer = LowBitAdamW(weights, defaults)
         optimizer.step()
         return cls(weights, optimizer, sum(weight.codes.numel() for weight in weights))
 
@@ -242,10 +224,9 @@ class StoredLayers:
         """Live storage, scales and gradients included."""
         tensors = [tensor for state in self.optimizer.state.values() for part in state.values() for tensor in tensors_of(part)]
         for weight in self.weights:
-            gradient = weight.codes.grad
+            gradient = weight.grad
             assert isinstance(gradient, Float8Gradient)
-            tensors += [weight.codes, weight.dequant_scale, gradient.codes, gradient.dequant_scale]
-            tensors += [] if weight.residual is None else [weight.residual]
+            tensors += [*parts_of(weight), gradient.codes, gradient.dequant_scale]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())
 
@@ -255,20 +236,18 @@ def tensors_of(part: object) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("make", "exp_avg_codec", "exp_avg_sq_codec", "max_bytes_per_parameter"),
+    ("kind", "exp_avg_codec", "exp_avg_sq_codec", "max_bytes_per_parameter"),
     [
-        pytest.param(fp16, "fp32", "fp32", 11.1, id="O1"),
-        pytest.param(mastered, "fp8-dre", "fp16-block", 7.2, id="O3"),
-        pytest.param(split, "int8-companded", "uint8-companded", 5.2, id="O3-split-8bit"),
+        pytest.param("fp16", "fp32", "fp32", 11.1, id="O1"),
+        pytest.param("master", "fp8-dre", "fp16-block", 7.2, id="O3"),
+        pytest.param("split", "int8-companded", "uint8-companded", 5.2, id="O3-split-8bit"),
     ],
 )
-def test_memory(
-    make: Callable[[Tensor], QuantizedWeight], exp_avg_codec: str, exp_avg_sq_codec: str, max_bytes_per_parameter: float
-) -> None:
+def test_memory(kind: str, exp_avg_codec: str, exp_avg_sq_codec: str, max_bytes_per_parameter: float) -> None:
     """Every kind of weight and codec of the levels: bytes per parameter, and a step whose peak is at most two of four layers.
 
     tests/worker/metrics/test_memory.py counts the bytes of every level.
     """
-    layers = StoredLayers.make(make, exp_avg_codec, exp_avg_sq_codec)
+    layers = StoredLayers.make(kind, exp_avg_codec, exp_avg_sq_codec)
     assert layers.num_bytes() / layers.num_parameters <= max_bytes_per_parameter
     assert peak_bytes(layers.optimizer.step) <= layers.num_bytes() / 2

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from octet.worker import kernels
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.kernels.cuda import language
-from octet.worker.optim import OPTIMIZERS, Hyperparameters, LowBitAdamW, QuantizedWeight
+from octet.worker.optim import OPTIMIZERS, Hyperparameters, LowBitAdamW
+from tests.kit.stored_weights import parts_of, stored_weight, values_of_codes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
 DEVICE = "cpu" if language.INTERPRETED.value else "cuda"
@@ -62,25 +63,17 @@ class Model:
     def __init__(
         self, held: str, *, fused: bool, rule: str = "adam", shapes: Iterable[tuple[int, ...]] = SHAPES, **options: object
     ) -> None:
-        self.held, self.parameters, self.quantized = held, [], []
+        self.held, self.parameters = held, []
         for number, shape in enumerate(shapes):
             self.parameters.append(self.make(uneven(*shape, seed=number)))
         made = BY_RULE[rule]
-        self.optimizer = made(
-            self.parameters, made.rule.defaults(**options), quantized=self.quantized, seed=2**40 + 5, fused=fused
-        )
+        self.optimizer = made(self.parameters, made.rule.defaults(**options), seed=2**40 + 5, fused=fused)
 
     def make(self, values: Tensor) -> nn.Parameter:
         plain = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         if self.held in plain:
             return nn.Parameter(values.to(plain[self.held]))
-        codes, dequant_scale = kernels.quantize(values, torch.float16 if self.held == "fp16-scaled" else E4M3)
-        residual = torch.zeros_like(values, dtype=torch.int8) if self.held == "split" else None
-        parameter = nn.Parameter(codes)
-        parameter.grad_dtype = torch.float32
-        initial = values if self.held == "master" else None
-        self.quantized.append(QuantizedWeight.of(parameter, dequant_scale, residual, initial_values=initial))
-        return parameter
+        return stored_weight(values, self.held.removesuffix("-scaled"))
 
     def step(self, arrives: str, seed: int, bad: float | None = None) -> None:
         for number, parameter in enumerate(self.parameters):
@@ -92,9 +85,7 @@ class Model:
         self.optimizer.step()
 
     def tensors(self) -> list[Tensor]:
-        found = list(self.parameters)
-        for weight in self.quantized:
-            found += [part for part in (weight.dequant_scale, weight.amax, weight.residual) if part is not None]
+        found = [part for held in self.parameters for part in (parts_of(held) if type(held) is Float8Weight else [held])]
         for parameter in self.parameters:
             state = self.optimizer.state[parameter]
             found += [torch.as_tensor(state["step"], device=DEVICE)]
@@ -181,9 +172,9 @@ def test_a_weight_that_is_not_finite_has_a_scale_that_says_so(held: str, rule: s
     model.optimizer.state[model.parameters[0]]["exp_avg"]["codes"][70] = float(bad)
     for seed in (2, 3):
         model.step("fp32", seed=seed)
-        assert [bool(weight.dequant_scale.isnan()) for weight in model.quantized] == [True, False]
-        assert not model.quantized[0].values().isfinite().any()
-        assert model.quantized[1].values().isfinite().all()
+        assert [bool(weight.dequant_scale.isnan()) for weight in model.parameters] == [True, False]
+        assert not values_of_codes(model.parameters[0]).isfinite().any()
+        assert values_of_codes(model.parameters[1]).isfinite().all()
 
 
 def test_groups_learning_rates_and_resume() -> None:
@@ -191,10 +182,10 @@ def test_groups_learning_rates_and_resume() -> None:
     ends = []
     for order in ((True, False), (False, True)):
         model = Model("fp16-scaled", fused=order[0], shapes=SMALL_SHAPES)
-        parameters, quantized = model.parameters, model.quantized
+        parameters = model.parameters
         for part, fused in enumerate(order):
             groups = [{"params": parameters[:1], "lr": torch.tensor(0.03, device=DEVICE)}, {"params": parameters[1:]}]
-            optimizer = LowBitAdamW(groups, Hyperparameters(lr=1e-3), quantized=quantized, fused=fused)
+            optimizer = LowBitAdamW(groups, Hyperparameters(lr=1e-3), fused=fused)
             if part:
                 optimizer.load_state_dict(copy.deepcopy(model.optimizer.state_dict()))
             model.optimizer = optimizer
