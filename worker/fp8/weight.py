@@ -303,7 +303,9 @@ class Float8Weight(Tensor):
         return {name: part for name, part in refinements.items() if part is not None}
 
     def _refine(self, refinements: dict[str, Any]) -> None:
-        self.state.wide, self.state.master = refinements.get("wide"), refinements.get("master")
+        state = self.state
+        state.wide, state.master = refinements.get("wide"), refinements.get("master")
+        state.has_master = state.master is not None  # else a write that assigns would leave the old master to be read
 
     def _like_this(self, other: "Float8Weight") -> "Float8Weight":
         """Let another weight require a gradient, and be a parameter, as this one does."""
