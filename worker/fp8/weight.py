@@ -68,8 +68,8 @@ class WeightState:
         if self.wide is not None:
             return self.wide
         if self.master is not None and self.elements is None:
-            return _of_master(self.master, self.codes)
-        return _decoded(self.codes, dequant_scale, self.residual)
+            return _with_strides(_of_master(self.master, self.codes), self.codes)
+        return _with_strides(_decoded(self.codes, dequant_scale, self.residual), self.codes)
 
     def values_to_change(self, dequant_scale: Tensor) -> Tensor:
         """Return values that a write may change in place, refined where ranks divide what refines them."""
@@ -273,32 +273,38 @@ class Float8Weight(Tensor):
     def __copy__(self) -> "Float8Weight":
         return self._like_this(Float8Weight(self.codes, self.dequant_scale, self.amax, self.residual, self.state))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Weight":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
-            known: Float8Weight = memo[id(self)]
+            known: Tensor = memo[id(self)]
             return known
         copied = self._copied(lambda part: deepcopy(part.detach(), memo))
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self._is_all:
+            return self.dequantize().__reduce_ex__(protocol)
         parts = self._parts()
         parts["codes"] = parts["codes"].contiguous().view(torch.uint8)  # pickle knows no float8
         kept = {name: part for name, part in parts.items() if part is not None}
         return rebuild, (kept, self.codes.dtype, self._refinements(), self.requires_grad, is_parameter(self))
 
-    def _copied(self, copy: Callable[[Tensor], Tensor]) -> "Float8Weight":
+    @property
+    def _is_all(self) -> bool:
+        """True for a weight and its aliases, False for a view. A copy of a view is a plain tensor: the scale is the whole's."""
+        return self.codes is self.state.codes
+
+    def _copied(self, copy: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a weight of its own with copies of the parts, and of what refines them."""
-        parts = {name: None if part is None else copy(part) for name, part in self._parts().items()}
-        copied = Float8Weight(**parts)  # type: ignore[arg-type]
+        if not self._is_all:
+            return copy(self.dequantize())
+        copied = Float8Weight(**{name: None if part is None else copy(part) for name, part in self._parts().items()})  # type: ignore[arg-type]
         copied._refine(tree_map_only(Tensor, copy, self._refinements()))
         return self._like_this(copied)
 
     def _refinements(self) -> dict[str, Any]:
-        """Return what the values are finer by than the codes; nothing for a view, whose parts are its own."""
+        """Return what the values are finer by than the codes."""
         state = self.state
-        if self.codes is not state.codes:
-            return {}
         refinements = {"wide": state.wide, "master": state.master if state.elements is None else None}
         return {name: part for name, part in refinements.items() if part is not None}
 
@@ -520,6 +526,14 @@ def _decoded(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None) -> T
     )
 
 
+def _with_strides(values: Tensor, codes: Tensor) -> Tensor:
+    """Lay contiguous values out as their codes are, so that a view of codes is found in them by its strides."""
+    if codes.is_contiguous():
+        return values
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(codes.shape, codes.stride(), strict=True))
+    return values.new_zeros(extent).as_strided(codes.shape, codes.stride()).copy_(values)
+
+
 def _of_master(master: dict[str, Tensor], like: Tensor) -> Tensor:
     """Return a master weight's fp32 values in a shape. It may lie in host memory."""
     codes, scale = master["codes"], master["dequant_scale"]
@@ -608,7 +622,8 @@ def _alias(func: Any, weight: Float8Weight) -> Float8Weight:
 
 def _clone(_func: Any, weight: Float8Weight, *, memory_format: Any = None) -> Tensor:
     """Return a snapshot as a plain tensor, exact and in no need of encoding."""
-    return weight.dequantize()
+    values = weight.dequantize()
+    return values if memory_format in (None, torch.preserve_format) else values.contiguous(memory_format=memory_format)
 
 
 def _copy_(_func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
@@ -642,6 +657,8 @@ def _to_copy(_func: Any, weight: Float8Weight, **options: Any) -> Any:
     """Copy a weight to another device, its parts with it; in another dtype it is a plain tensor."""
     if options.get("dtype") not in (None, torch.float32) or options.get("layout") not in (None, torch.strided):
         return NotImplemented
+    if not weight._is_all:
+        return NotImplemented
     device = options.get("device") or weight.device
     non_blocking = bool(options.get("non_blocking"))
 
@@ -654,7 +671,7 @@ def _to_copy(_func: Any, weight: Float8Weight, **options: Any) -> Any:
     return moved
 
 
-def _pin(_func: Any, weight: Float8Weight, *args: Any) -> Float8Weight:
+def _pin(_func: Any, weight: Float8Weight, *args: Any) -> Tensor:
     return weight._copied(lambda part: part.pin_memory())
 
 

@@ -101,7 +101,7 @@ VIEWS: dict[str, View] = {
     "unbind": lambda w: w.unbind()[-1],
     "unsqueeze": lambda w: w.unsqueeze(0)[0],
     "narrow": lambda w: w.narrow(-1, 2, 3),
-    "permute": lambda w: w.permute(*reversed(range(w.dim()))),
+    "permute": lambda w: w.permute((*range(1, w.dim()), 0)),
     "as_strided": lambda w: w.as_strided((2, 3), (7, 2), 3),
     "row of t": lambda w: w.transpose(0, 1)[2],
     "unfold": lambda w: w.unfold(-1, 2, 2),
@@ -155,7 +155,7 @@ READS: dict[str, Read] = {
     "double": lambda w: w.double(),
     "bfloat16": lambda w: w.bfloat16(),
     "sum": lambda w: w.sum(),
-    "std": lambda w: w.std(),
+    "std": lambda w: w.std(correction=0),
     "abs max": lambda w: w.abs().max(),
     "clone": lambda w: w.clone(),
     "contiguous": lambda w: w.contiguous(),
@@ -169,9 +169,10 @@ READS: dict[str, Read] = {
     "tolist": lambda w: torch.tensor(w.tolist()),
     "numpy": lambda w: torch.from_numpy(w.numpy()),
     "deepcopy": lambda w: copy.deepcopy(w) + 0,
+    "row of a deepcopy": lambda w: copy.deepcopy(w.detach())[:1] + 0 if w.dim() else w + 0,
     "like": lambda w: torch.zeros_like(w),
     "new": lambda w: w.new_full((2,), 3.0),
-    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]) if w.is_contiguous() else w + 0,
 }
 
 
