@@ -27,6 +27,7 @@ from octet.worker.kernels.torch_private import (
     is_parameter,
     make_wrapper_subclass,
     mark_as_parameter,
+    raise_for_raw_pointers,
     restore_hooks,
     schema_of,
     tree_leaves,
@@ -129,6 +130,7 @@ class Float8Weight(Tensor):
             raise ValueError(f"a residual refines float8_e4m3fn codes by int8; got {codes.dtype} and {residual.dtype}.")
         self.codes, self.dequant_scale, self.amax, self.residual = codes, dequant_scale, amax, residual
         self.state = WeightState(codes, residual) if state is None else state
+        raise_for_raw_pointers(self)
 
     @classmethod
     def encode(cls, values: Tensor, dtype: torch.dtype, *, has_residual: bool = False) -> "Float8Weight":
@@ -158,7 +160,8 @@ class Float8Weight(Tensor):
         dequant_scale, amax: fp32 (), of the weight that the values were read from. Its codes return bit for bit, unless the
         values were changed so much since that the scale does not fit them.
         """
-        values = values.detach().to(self.device, torch.float32).expand(self.shape)
+        values = values.dequantize() if type(values) is Float8Weight else values.detach()
+        values = values.to(self.device, torch.float32).expand(self.shape)
         if dequant_scale is None or amax is None or self.dequant_scale.dim() or self.state.reduce_amax is not None:
             encoded = _encoded(self, values)
         else:
@@ -248,6 +251,9 @@ class Float8Weight(Tensor):
         if self.requires_grad and not force:
             raise RuntimeError("can't call numpy() on a weight that requires grad; use weight.detach().numpy()")
         return self.dequantize().numpy(force=force)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else format(repr(self), spec)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.dequantize().__array__(*args, **kwargs)
@@ -547,6 +553,11 @@ def _of_master(master: dict[str, Tensor], like: Tensor) -> Tensor:
 def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> None:
     """Hold other values of the whole weight, of which `weight` is an alias or a view."""
     state, is_whole = weight.state, _is_whole(weight)
+    if values.shape != state.codes.shape:
+        raise ValueError(
+            f"a weight of shape {tuple(state.codes.shape)} held as codes would become {tuple(values.shape)}; allowed: values of "
+            "its shape, since its codes keep their memory. Assign a new parameter to the layer instead."
+        )
     keeps = state.has_master or not is_finished or (state.wide is not None and not is_whole)
     is_assigned = is_finished and (state.wide is None or state.is_assigned or is_whole)
     _hold(weight, _encoded(weight, values), values if keeps else None, is_assigned=is_assigned)
@@ -675,17 +686,6 @@ def _pin(_func: Any, weight: Float8Weight, *args: Any) -> Tensor:
     return weight._copied(lambda part: part.pin_memory())
 
 
-def _zeros(func: Any, weight: Float8Weight, size: Sequence[int], **options: Any) -> Any:
-    """Return zeros, or memory, as FSDP2 pads a cut: a weight with the same scale."""
-    if options.get("dtype") not in (None, torch.float32):
-        return NotImplemented
-    codes = func(weight.codes, size, **(options | {"dtype": None}))
-    residual = None if weight.residual is None else func(weight.residual, size, **(options | {"dtype": None}))
-    device = options.get("device")
-    numbers = [number if device is None else number.to(device) for number in (weight.dequant_scale, weight.amax)]
-    return Float8Weight(codes, *numbers, residual)
-
-
 def _like(func: Any, weight: Float8Weight, *args: Any, **options: Any) -> Tensor:
     """Run an op that reads the shape alone."""
     options.setdefault("device", weight.device)
@@ -703,6 +703,7 @@ _OF_BITS = {aten.view.dtype, aten.view_as_complex.default, aten.view_as_real.def
 _LIKE = (
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
     aten.rand_like.default, aten.randn_like.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_zeros.default, aten.new_empty.default,
 )  # fmt: skip
 _ON_PARTS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
@@ -711,8 +712,6 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten._to_copy.default: _to_copy,
     aten._pin_memory.default: _pin,
-    aten.new_zeros.default: _zeros,
-    aten.new_empty.default: _zeros,
     aten.is_same_size.default: _is_same_size,
     **dict.fromkeys(_LIKE, _like),
 }
