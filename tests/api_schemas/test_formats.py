@@ -22,9 +22,10 @@ from octet.worker import initialize, memory_report
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.weight import Float8Weight, stored
 from octet.worker.fp8.weights import encode_weight
 from octet.worker.kernels import formats
-from octet.worker.optim import Hyperparameters, LowBitAdamW, QuantizedWeight, build_optimizer
+from octet.worker.optim import Hyperparameters, LowBitAdamW, build_optimizer
 from octet.worker.optim.codecs import CODECS, zeros
 
 CPU = torch.device("cpu")
@@ -59,22 +60,22 @@ def test_a_weight_and_its_gradient_of_any_size(level: str) -> None:
     row = LEVELS[level]
     for num_elements in SIZES:
         values = torch.ones(num_elements)
-        parameter, quantized = nn.Parameter(values), []
+        parameter = nn.Parameter(values)
         encoded = encode_weight(values, row)
         live = dict.fromkeys(converted_weight_bytes(row, 1), 0)
         if encoded is not None:
-            initial = values if row.master_weight == "fp16+scale" else None
-            parameter.data = encoded.codes
-            quantized = [QuantizedWeight.of(parameter, encoded.dequant_scale, encoded.residual, encoded.amax, initial)]
+            weight = Float8Weight(*encoded)
+            weight.state.wide = values if row.master_weight == "fp16+scale" else None
+            parameter = nn.Parameter(weight)
             live["scales"] += num_bytes(encoded.dequant_scale)
             live["other"] += num_bytes(encoded.amax)
             live["master_weights"] += num_bytes(encoded.residual)
-        live["weights"] += num_bytes(parameter)
+        live["weights"] += num_bytes(stored(parameter))
         gradient = Float8Gradient.quantize(values, RoundingPosition(0, 0)) if row.weight_gradient == "fp8" else values
         live["gradients"] += num_bytes(gradient.codes if isinstance(gradient, Float8Gradient) else gradient)
         live["scales"] += num_bytes(gradient.dequant_scale) if isinstance(gradient, Float8Gradient) else 0
         defaults = Hyperparameters(exp_avg_codec=row.exp_avg, exp_avg_sq_codec=row.exp_avg_sq)
-        states = LowBitAdamW([parameter], defaults, quantized=quantized).state[parameter]
+        states = LowBitAdamW([parameter], defaults).state[parameter]
         for kind in ("exp_avg", "exp_avg_sq", "master_weights"):
             for name, part in states.get(kind, {}).items():
                 live["scales" if name == "dequant_scale" else kind] += num_bytes(part)

@@ -41,7 +41,7 @@ from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.plan import PLANNED_BY, HeldAs, LinearPlan, plan_of
 from octet.worker.fp8.recipe import E4M3, Recipe
 from octet.worker.fp8.rounding_position import RoundingPosition
-from octet.worker.fp8.stored import read_weight, save_layer
+from octet.worker.fp8.stored import is_exact, read_weight, save_layer
 from octet.worker.fp8.weight import Float8Weight, hold_encoded
 from octet.worker.fp8.weights import EncodedWeight
 from octet.worker.kernels import LinearFormats, Operand, ScaledCodes, ScaleKind
@@ -103,7 +103,7 @@ class Float8Linear(KeepsDtypes):
     def forward(self, input: Tensor, *, takes_over_activation: bool = False) -> Tensor:
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
         plan: LinearPlan = self.plan
-        if plan.held_as is not HeldAs.VALUES and type(self.weight) is not Float8Weight:
+        if plan.holds_codes and type(self.weight) is not Float8Weight:
             plan = self.values_plan
         if not plan.high_precision:
             return self._multiplied(input, plan, takes_over_activation=takes_over_activation)
@@ -123,6 +123,8 @@ class Float8Linear(KeepsDtypes):
         weight: Tensor = self.weight
         formats = plan.after_activation if takes_over_activation else plan.formats
         is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and type(weight) is Float8Weight and weight.state.entries:
+            weight.state.take_back()
         if is_compiling and plan is self.plan and weight.requires_grad and self._gradient_port is not None:
             weight = self._gradient_port
         grad_output = grad_before = None
@@ -313,7 +315,7 @@ class Float8Linear(KeepsDtypes):
                 yield from (parameter, parameter.grad)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        with nullcontext() if self.whole_residual is None else self.whole_residual():
+        with nullcontext() if self.whole_residual is None or not is_exact() else self.whole_residual():
             save_layer(self, super()._save_to_state_dict, destination, prefix, keep_vars=keep_vars)
 
     def _load_from_state_dict(

@@ -33,8 +33,8 @@ class LinearPlan:
 
     formats: of the operands; after_activation: the same where the layer also computes the
     activation before it. high_precision: the products that are computed in bf16. is_half: all
-    products are, and the weight is held as values, as in a layer of bf16-amp. multiplies_codes: the
-    products take the weight's codes as they are held. An operand is
+    products are, and the weight is held as values, as in a layer of bf16-amp. holds_codes: the weight
+    is a `Float8Weight`. multiplies_codes: the products take the weight's codes as they are held. An operand is
     quantized by the op of its product, unless something else has to see its codes or its amax:
     quantizes_input_first and quantizes_grad_first are True if it is quantized before.
     adds_bias_after: the autograd function leaves out the bias, since selective checkpointing
@@ -46,6 +46,7 @@ class LinearPlan:
     after_activation: LinearFormats
     high_precision: frozenset[GemmName]
     held_as: HeldAs
+    holds_codes: bool
     multiplies_codes: bool
     is_half: bool
     is_sampled: bool
@@ -79,6 +80,7 @@ def plan_of(
         after_activation=LinearFormats(*operands, activation, is_transposed),
         high_precision=high_precision,
         held_as=held_as,
+        holds_codes=held_as not in (HeldAs.VALUES, HeldAs.GATHERED),
         multiplies_codes=held_as in (HeldAs.CODES, HeldAs.GATHERED),
         is_half=high_precision == ALL_GEMMS and held_as is HeldAs.VALUES,
         is_sampled=is_sampled,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from octet.worker import kernels
@@ -46,6 +47,11 @@ def exact_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:
     with exact_names():
         state: dict[str, Any] = model.state_dict(**options)
         return state
+
+
+def is_exact() -> bool:
+    """Return True inside of `exact_names`."""
+    return _is_exact.get()
 
 
 @contextmanager
@@ -95,8 +101,8 @@ def save_layer(layer: Layer, save: Callable[..., None], destination: dict[str, A
     elif _is_exact.get():
         _name_parts(destination, prefix, weight, keep_vars=keep_vars)
     else:
-        destination[prefix + "weight"] = weight if keep_vars else weight.dequantize()
-        note_in_metadata(destination, prefix, {"dequant_scale": weight.dequant_scale, "amax": weight.amax})
+        destination[prefix + "weight"] = weight if keep_vars else weight.entry()
+        note_in_metadata(destination, prefix, {_numbers(weight): torch.stack([weight.dequant_scale, weight.amax])})
         keep_in_metadata(destination, prefix, (_EXTRA_STATE,))
 
 
@@ -148,7 +154,12 @@ def _load_weight(weight: Float8Weight, own: dict[str, Tensor], kept: dict[str, T
             weight.state.wide, weight.state.is_assigned = own[WIDE].to(weight.device, copy=True), False
     else:
         values = own["weight"] if "weight" in own else decode(own)
-        weight.assign(values, kept.get("dequant_scale"), kept.get("amax"))
+        weight.assign(values, *kept.get(_numbers(weight), ()))
+
+
+def _numbers(weight: Float8Weight) -> str:
+    """The name in metadata of a weight's scale and amax, which serve weights of the same storage alone."""
+    return f"scale and amax of {weight.codes.dtype}"
 
 
 def take_weight(state: dict[str, Any], prefix: str) -> dict[str, Tensor]:

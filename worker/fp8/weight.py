@@ -9,9 +9,11 @@ average) also keeps its fp32 result, `state.wide`, until our optimizer's next st
 lose most of them. Readers see `wide` while it is there; `settle` drops it.
 """
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +35,7 @@ from octet.worker.kernels.torch_private import (
     tree_leaves,
     tree_map,
     tree_map_only,
+    version_of,
 )
 
 aten = torch.ops.aten
@@ -50,6 +53,8 @@ class WeightState:
     for E4M3 codes. elements: those that `master`, or a residual of its own, refines, where ranks divide it. has_master: values
     that are assigned wait in `wide` for the optimizer. has_new_codes: codes were loaded since the optimizer's last step.
     is_replaced: a layer holds another parameter now. reduce_amax: makes an amax that of all ranks that hold shards.
+    read_whole: returns the finest values of a weight that ranks divide; all call it together. after_write: is called after
+    each change.
     """
 
     codes: Tensor
@@ -63,6 +68,14 @@ class WeightState:
     has_new_codes: bool = False
     is_replaced: bool = False
     reduce_amax: Callable[[Tensor], Tensor] | None = None
+    read_whole: Callable[["Float8Weight"], Tensor] | None = None
+    entries: list["Entry"] = field(default_factory=list)
+    after_write: Callable[[], None] | None = None
+
+    def take_back(self) -> None:
+        """Take over what was written into entries of state dicts."""
+        for entry in tuple(self.entries):
+            entry.take_back(self)
 
     def values(self, dequant_scale: Tensor) -> Tensor:
         """Return the fp32 values of the whole weight, as precisely as this process holds them all; maybe `wide` itself."""
@@ -84,6 +97,43 @@ class WeightState:
             codes = self.codes.view(-1)[self.elements.start : self.elements.stop]
             own.copy_(kernels.split_dequantize(codes, self.own_residual, dequant_scale))
         return values
+
+
+class Entry:
+    """The values of a weight in somebody's state dict, which torch's users may write: timm's averages do.
+
+    A write is found by the tensor's version: when the weight is read or written, when its layer multiplies, and when the entry
+    is released.
+    """
+
+    def __init__(self, weight: "Float8Weight", values: Tensor) -> None:
+        self.values, self.numbers = values.detach(), (weight.dequant_scale, weight.amax)
+        self.versions = version_of(self.values), version_of(weight.state.codes)
+        owner = weakref.ref(weight.state)
+        self.reference = weakref.ref(values, lambda _: self._release(owner()))
+
+    def take_back(self, state: WeightState) -> None:
+        """Write into the weight what was written into the entry."""
+        seen, seen_codes = self.versions
+        self.versions = version_of(self.values), version_of(state.codes)
+        if seen == self.versions[0]:
+            self.versions = seen, seen_codes
+        elif seen_codes != self.versions[1]:
+            warnings.warn(
+                f"an entry of shape {tuple(self.values.shape)} of a state dict was written after its weight had changed, so the "
+                "weight does not change; write into the entries of a new model.state_dict(), or into the parameters.",
+                stacklevel=2,
+            )
+        else:
+            weight = Float8Weight(state.codes, *self.numbers, state.residual, state)
+            with torch.no_grad():
+                _encode_base(weight, self.values.clone(), is_finished=False)
+            self.versions = self.versions[0], version_of(state.codes)
+
+    def _release(self, state: WeightState | None) -> None:
+        if state is not None and self in state.entries:
+            state.entries.remove(self)
+            self.take_back(state)
 
 
 class Float8Weight(Tensor):
@@ -148,8 +198,20 @@ class Float8Weight(Tensor):
         state = self.state
         return self.codes.dtype == E4M3.dtype and state.residual is None and state.own_residual is None
 
+    def whole_values(self) -> Tensor:
+        """Return the fp32 values as precisely as the ranks that divide the weight hold them; they call it together."""
+        return self.dequantize() if self.state.read_whole is None else self.state.read_whole(self)
+
+    def entry(self) -> Tensor:
+        """Return the values for a state dict. What is written into them is written into the weight, as in a plain model."""
+        values = self.whole_values()
+        if self.state.read_whole is None and not values.is_inference():
+            self.state.entries.append(Entry(self, values))
+        return values
+
     def dequantize(self) -> Tensor:
         """Return the fp32 values, in memory of their own."""
+        self.state.take_back()
         values = _values(self)
         return values.clone() if values is self.state.wide or values._base is not None else values
 
@@ -160,12 +222,14 @@ class Float8Weight(Tensor):
         dequant_scale, amax: fp32 (), of the weight that the values were read from. Its codes return bit for bit, unless the
         values were changed so much since that the scale does not fit them.
         """
+        self.state.take_back()
         values = values.dequantize() if type(values) is Float8Weight else values.detach()
         values = values.to(self.device, torch.float32).expand(self.shape)
-        if dequant_scale is None or amax is None or self.dequant_scale.dim() or self.state.reduce_amax is not None:
+        if dequant_scale is None or amax is None or dequant_scale.shape != self.dequant_scale.shape or self.dequant_scale.dim():
             encoded = _encoded(self, values)
         else:
             scale, known, own = (number.to(self.device) for number in (dequant_scale, amax, amax_of(values)))
+            own = own if self.state.reduce_amax is None else self.state.reduce_amax(own)
             fits = (own - known).abs() <= known * 2.0**-self.format.mantissa_bits
             is_known = bool(fits & (own <= scale * self.format.max))
             own_residual = self.state.residual is not None
@@ -195,7 +259,8 @@ class Float8Weight(Tensor):
             return False
         gradient = self.grad
         moved = Float8Weight(**parts)  # type: ignore[arg-type]
-        moved.state = replace(self.state, codes=moved.codes, residual=moved.residual)
+        self.state.take_back()
+        moved.state = replace(self.state, codes=moved.codes, residual=moved.residual, entries=[])
         if moved.state.wide is not None:
             moved.state.wide = change(moved.state.wide)
         self.grad = None
@@ -390,6 +455,9 @@ def tensors_in_memory(model: nn.Module) -> Iterator[Tensor]:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op of torch with a weight among its arguments."""
+    for weight in _weights_in((args, kwargs)):
+        if weight.state.entries:
+            weight.state.take_back()
     if func in _ON_PARTS:
         result = _ON_PARTS[func](func, *args, **kwargs)
         if result is not NotImplemented:
@@ -600,6 +668,8 @@ def _note_write(state: WeightState) -> None:
     """Count a change, by which autograd finds that a saved weight is not what it was; nothing is counted below it."""
     parts = [part for part in (state.codes, state.residual) if part is not None and not part.is_inference()]
     torch.autograd.graph.increment_version(parts)
+    if state.after_write is not None:
+        state.after_write()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -112,6 +112,11 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def unseen_by_autograd(tensor: Tensor) -> Any:
+    """Return a context in which writes into a tensor are not counted: what was saved is there again afterwards."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place, by which autograd knows that a saved one is still what it was."""
     return tensor._version

@@ -5,13 +5,15 @@ one for example, see the values again in the backward pass.
 """
 
 from collections.abc import Mapping
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from octet.worker.common.deferred import is_deferred
-from octet.worker.fp8.weight import hold, stored
-from octet.worker.kernels.torch_private import key_of_storage
+from octet.worker.fp8.weight import Float8Weight, hold, stored
+from octet.worker.kernels.torch_private import key_of_storage, unseen_by_autograd
 from octet.worker.mesh import Axis, Pending
 from octet.worker.optim import QuantizedWeight
 from octet.worker.parallel.buckets import Bucket
@@ -41,8 +43,10 @@ class GatheredBucket:
             whole.copy_(stored(parameter).detach())
         self.share_S = self._whole_RS[axis.rank].clone() if has_values else first.detach().new_zeros(shape[1])
         assert bucket.pieces is not None
-        for parameter in bucket.parameters:
+        for index, parameter in enumerate(bucket.parameters):
             bucket.pieces[parameter].data = self.share_S[:0]
+            if type(parameter) is Float8Weight:
+                parameter.state.after_write = partial(_keep, ref(self), index)
         for piece in bucket.own:
             bucket.pieces[bucket.parameters[piece.index]].data = self.share_S[piece.in_share]
         pieces = [bucket.pieces[parameter] for parameter in bucket.parameters]
@@ -65,7 +69,8 @@ class GatheredBucket:
             return
         self._whole_RS.untyped_storage().resize_(self._num_bytes)
         if self._sent_dtype == self.share_S.dtype:
-            self._pending = self.axis.start_gather(self.share_S, self._whole_RS)
+            with unseen_by_autograd(self._whole_RS):  # the codes that it has saved are gathered again
+                self._pending = self.axis.start_gather(self.share_S, self._whole_RS)
         else:
             self._pending = self.axis.start_gather(self.share_S.to(self._sent_dtype))
 
@@ -73,9 +78,10 @@ class GatheredBucket:
         """Wait for what was started, and let the parameters be the whole."""
         if self._pending is None:
             return
-        gathered_RS, self._pending = self._pending.wait(), None
-        if gathered_RS is not self._whole_RS:
-            self._whole_RS.copy_(gathered_RS)
+        with unseen_by_autograd(self._whole_RS):
+            gathered_RS, self._pending = self._pending.wait(), None
+            if gathered_RS is not self._whole_RS:
+                self._whole_RS.copy_(gathered_RS)
         self._is_bound = True
         for parameter, whole in zip(self.bucket.parameters, self._bound, strict=True):
             hold(parameter, whole)
@@ -100,6 +106,14 @@ class GatheredBucket:
         """Return True if a tensor lies in the memory of the whole."""
         return key_of_storage(tensor.untyped_storage()) == key_of_storage(self._whole_RS.untyped_storage())
 
+    def keep_written(self, index: int) -> None:
+        """Keep the own elements of a parameter that was written while the whole was there."""
+        if self._is_bound:
+            whole_S = self._whole_RS[self.axis.rank]
+            for piece in self.bucket.own:
+                if piece.index == index:
+                    self.share_S[piece.in_share] = whole_S[piece.in_share]
+
     def check(self) -> None:
         """Raise ValueError if a parameter has other memory than it was released to."""
         for parameter, released in zip(self.bucket.parameters, self._released, strict=True):
@@ -108,6 +122,13 @@ class GatheredBucket:
                     f"a parameter of shape {tuple(parameter.shape)} has other memory than when the model was made parallel; "
                     "a move to another device, or load_state_dict(assign=True), does that. Make the model parallel after it."
                 )
+
+
+def _keep(bucket: "ref[GatheredBucket]", index: int) -> None:
+    """Call `keep_written` of a bucket that is still there."""
+    held = bucket()
+    if held is not None:
+        held.keep_written(index)
 
 
 def _placeholder(parameter: Tensor) -> Tensor:

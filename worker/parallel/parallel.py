@@ -26,6 +26,7 @@ from octet.worker.parallel.pipeline.parallel import PipelinedModel
 from octet.worker.parallel.sharded_blocks import parameters_of_blocks
 from octet.worker.parallel.strategy import DividedModel
 from octet.worker.parallel.tensor import TensorShards
+from octet.worker.parallel.values import read_over_ranks
 from octet.worker.parallel.zero import ShardedStates, check_zero
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Parallel:
                 self._sharded.shard_blocks(blocks, of_blocks, wide_dtype)
         elif parts and isinstance(optimizer, LowBitOptimizer):
             optimizer.all_ranks_finite = partial(agree_on_finite, owners.axis)
+        read_over_ranks(model, self._sharded, self.shards)
         self._clip = self._clipping(owners)
 
     def no_sync(self, is_on: bool = True) -> AbstractContextManager[None]:

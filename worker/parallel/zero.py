@@ -12,13 +12,15 @@ same, saved at any number of ranks. For checkpoints, `state_dicts_in_pieces` put
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.stored import exact_state_dict
-from octet.worker.fp8.weight import stored
+from octet.worker.fp8.weight import Float8Weight, stored
+from octet.worker.fp8.weights import decode_values
 from octet.worker.kernels.formats import BLOCK
 from octet.worker.mesh import Axis, Pending, TensorInPieces
 from octet.worker.models.blocks import repeated_blocks
@@ -31,6 +33,7 @@ from octet.worker.parallel.data_parallel import GradientBuckets, in_turn
 from octet.worker.parallel.norm import clip_together
 from octet.worker.parallel.sharded_blocks import ShardedBlocks
 from octet.worker.parallel.sharded_residual import ShardedResidual
+from octet.worker.prepare.export_state_dict import OwnParameters
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -101,6 +104,13 @@ class ShardedStates:
             for index, parameter in enumerate(bucket.parameters)
             if self._pieces[parameter] in optimizer.quantized
         ]
+        self._places = {
+            parameter: (bucket, index) for bucket in gradients.buckets for index, parameter in enumerate(bucket.parameters)
+        }
+        read = _Read(self)
+        for parameter in elements:
+            if type(parameter) is Float8Weight:
+                parameter.state.read_whole = read
         self._is_owned: Tensor | None = None  # of each quantized weight; made once, since making it waits for the device
         self._keeps_pieces = False
         self.blocks: ShardedBlocks | None = None
@@ -120,6 +130,40 @@ class ShardedStates:
     def piece_of(self, parameter: Tensor) -> tuple[nn.Parameter, range] | None:
         """Return what this rank steps of a parameter, 1-D, and which elements these are; None for a frozen parameter."""
         return (self._pieces[parameter], self._elements[parameter]) if parameter in self._pieces else None
+
+    @torch.no_grad()
+    def values(self, parameter: Tensor) -> Tensor:
+        """Return all values of a parameter, as precisely as the ranks hold them. All ranks call it together."""
+        if parameter not in self._pieces or (type(parameter) is Float8Weight and parameter.state.wide is not None):
+            return OwnParameters().values(parameter)
+        piece, is_gathered = self._pieces[parameter], self._is_whole(parameter)
+        weight = self.optimizer.quantized.get(piece)
+        if weight is not None and (weight.needs_master or weight.weight.state.own_residual is not None):
+            master = self.optimizer.state.get(piece, {}).get("master_weights") if weight.needs_master else None
+            own = (
+                weight.values()
+                if master is None
+                else decode_values(master["codes"], master["dequant_scale"], None, torch.float32)
+            )
+            return self._joined(parameter, own)
+        if is_gathered:
+            return OwnParameters().values(parameter)
+        joined = self._joined(parameter, piece.detach())
+        if type(parameter) is not Float8Weight:
+            return joined
+        return decode_values(joined, parameter.dequant_scale, parameter.residual, torch.float32)
+
+    def codes(self, weight: Float8Weight) -> Tensor:
+        """Return all codes of a weight. All ranks call it together."""
+        return weight.codes.detach() if self._is_whole(weight) else self._joined(weight, self._pieces[weight].detach())
+
+    def _is_whole(self, parameter: Tensor) -> bool:
+        """Return True if every rank has the whole parameter between passes."""
+        return self.blocks is None or parameter not in self.blocks.parameters
+
+    def _joined(self, parameter: Tensor, own: Tensor) -> Tensor:
+        bucket, index = self._places[parameter]
+        return bucket.join_pieces(index, own.reshape(-1), 1).view(parameter.shape)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -275,6 +319,17 @@ class ShardedStates:
         """Return the number, which is not negative, that all owners of a parameter have; infinity for NaN."""
         own = number.to(self.axis.device, copy=True)
         return self.axis.max_(own if owns_some else torch.zeros_like(own))
+
+
+class _Read:
+    """`ShardedStates.values`, which a weight can hold without keeping the ranks' machinery alive."""
+
+    def __init__(self, sharded: ShardedStates) -> None:
+        self._sharded = ref(sharded)
+
+    def __call__(self, weight: Float8Weight) -> Tensor:
+        sharded = self._sharded()
+        return weight.dequantize() if sharded is None else sharded.values(weight)
 
 
 def _start_gather(bucket: Bucket, whole: Sequence[Tensor | None]) -> Pending:

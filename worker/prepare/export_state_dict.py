@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,6 @@ from octet.worker.fp8.loss_scaling import STATE_BUFFER
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.stored import make_plain
 from octet.worker.fp8.weight import Float8Weight
-
-READER = "octet_read"
-"""The attribute of a model that ranks divide, with its `Reader`."""
 
 
 def plain_state_dict(
@@ -74,10 +72,17 @@ class OwnParameters:
         return weight.codes.detach()
 
 
+_READERS: WeakKeyDictionary[nn.Module, Reader] = WeakKeyDictionary()
+
+
 def reader_of(model: nn.Module) -> Reader:
     """Return what reads a model's parameters: over ranks, where `parallelize` has divided it."""
-    reader: Reader = getattr(model, READER, None) or OwnParameters()
-    return reader
+    return _READERS.get(model) or OwnParameters()
+
+
+def set_reader(model: nn.Module, reader: Reader) -> None:
+    """Let `plain_state_dict` and `export` read a model through ranks. A copy of the model does not inherit it."""
+    _READERS[model] = reader
 
 
 def as_plain(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

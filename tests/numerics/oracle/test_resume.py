@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octet.api_schemas.levels import LEVELS
 from octet.worker import initialize
+from octet.worker.fp8.stored import exact_state_dict
 from tests.kit.ranks import run_ranks
 
 NUM_STEPS_BEFORE, NUM_STEPS_AFTER = 5, 3
@@ -44,7 +45,7 @@ def tensors(value: Any) -> list[Tensor]:
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return a hash of every byte that model and optimizer hold."""
     found = hashlib.sha256()
-    for tensor in tensors([model.state_dict(), optimizer.state_dict()]):
+    for tensor in tensors([exact_state_dict(model), optimizer.state_dict()]):
         found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -68,7 +69,7 @@ def test_a_new_process_continues_to_the_bit(levels: tuple[str, ...], tmp_path: P
     for level in levels:
         model, optimizer = build(level)
         train(model, optimizer, range(NUM_STEPS_BEFORE))
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{level}.pt")
+        torch.save({"model": exact_state_dict(model), "optimizer": optimizer.state_dict()}, tmp_path / f"{level}.pt")
         before = digest(model, optimizer)
         train(model, optimizer, range(NUM_STEPS_BEFORE, NUM_STEPS_BEFORE + NUM_STEPS_AFTER))
         expected[level] = digest(model, optimizer)

@@ -13,6 +13,8 @@ from octet.api_schemas.levels import LEVELS
 from octet.worker import plain_state_dict
 from octet.worker.checkpoint.resume import resume
 from octet.worker.common.errors import Cancelled
+from octet.worker.fp8.stored import exact_state_dict
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.optim.codecs import CODECS
 from tests.kit.small_model import Small, make
 from tests.kit.training import Recorder, train, with_training
@@ -60,7 +62,7 @@ def test_everything_comes_along(source: str, target: str) -> None:
     for seed in range(4):
         step(model, optimizer, seed)
     before, held = plain_state_dict(model, optimizer), moments(optimizer, model.inner[0].weight)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    saved = copy.deepcopy((exact_state_dict(model), optimizer.state_dict()))
     other, other_optimizer = make(target, lr=1e-3, seed=1)
     resume(other, other_optimizer, *saved)
     after = plain_state_dict(other, other_optimizer)
@@ -73,7 +75,7 @@ def test_everything_comes_along(source: str, target: str) -> None:
         near = MOMENT_ERROR[getattr(row, name)]
         torch.testing.assert_close(values, expected, rtol=near, atol=near * 1e-2 * float(expected.abs().max()))
     assert int(other_optimizer.state[other.inner[0].weight]["step"]) == 4
-    assert all(getattr(layer, "initial_values", None) is None for layer in other.modules())
+    assert all(weight.state.wide is None for weight in other.parameters() if isinstance(weight, Float8Weight))
     losses = [step(other, other_optimizer, seed) for seed in range(4, 8)]
     assert losses == pytest.approx([step(model, optimizer, seed) for seed in range(4, 8)], rel=0.05)
 
@@ -84,7 +86,7 @@ def test_the_same_level_is_loaded_bit_for_bit(level: str) -> None:
     for seed in range(3):
         step(model, optimizer, seed)
     other, other_optimizer = make(level, seed=1)
-    resume(other, other_optimizer, *copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    resume(other, other_optimizer, *copy.deepcopy((exact_state_dict(model), optimizer.state_dict())))
     for seed in range(3, 6):
         assert step(other, other_optimizer, seed) == step(model, optimizer, seed)
 
@@ -98,7 +100,7 @@ def test_a_skipped_step_of_before_does_not_halve_the_loss_scale() -> None:
     assert optimizer.num_skipped_steps == 1
     other, other_optimizer = make("fp16-amp", seed=1)
     before = float(other.octet_loss_scaling_state[0])
-    resume(other, other_optimizer, model.state_dict(), optimizer.state_dict())
+    resume(other, other_optimizer, exact_state_dict(model), optimizer.state_dict())
     step(other, other_optimizer, 1)
     assert float(other.octet_loss_scaling_state[0]) == before
 

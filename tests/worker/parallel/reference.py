@@ -10,6 +10,7 @@ from octet.api_schemas.levels import LEVELS
 from octet.worker import initialize, kernels
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Axis
 from octet.worker.mesh.axes import Axes
 from octet.worker.parallel import Parallel
@@ -108,7 +109,7 @@ def step_on_ranks(parallel: Parallel, step: int) -> float:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    return digest({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    return digest({"model": exact_state_dict(model), "optimizer": optimizer.state_dict()})
 
 
 def parallel_on(axis: Axis, level: str, stage: int, net_class: NetClass = Net) -> Parallel:

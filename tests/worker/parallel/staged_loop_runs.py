@@ -15,6 +15,7 @@ from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models.llama import LlamaSizes
 from octet.worker import checkpoint, fuse_loss, initialize, offload_optimizer, parallelize
 from octet.worker.checkpoint.resume import resume
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Axis
 from octet.worker.models.gpt import GPT
 from octet.worker.models.llama import Llama
@@ -169,7 +170,7 @@ def train_plainly(kind: str, level: str) -> Result:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model's state dict as bytes."""
-    return {name: held.detach().contiguous().reshape(-1).view(torch.uint8) for name, held in model.state_dict().items()}
+    return {name: held.detach().contiguous().reshape(-1).view(torch.uint8) for name, held in exact_state_dict(model).items()}
 
 
 def resumed(world: Axis, folder: Path) -> Result:
@@ -180,7 +181,7 @@ def resumed(world: Axis, folder: Path) -> Result:
     parallel.step(*_arguments(0, 0))
     optimizer.step()
     optimizer.zero_grad()
-    of_rank = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    of_rank = copy.deepcopy({"model": exact_state_dict(model), "optimizer": optimizer.state_dict()})
     whole_model, whole_optimizer = parallel.state_dicts()
     checkpoint.save(folder, 1, {"model": whole_model, "optimizer": whole_optimizer}, world)
     world.sum(0.0)  # until the first rank has written the manifest

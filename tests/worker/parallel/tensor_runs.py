@@ -16,6 +16,8 @@ from octet.worker.checkpoint.resume import resume
 from octet.worker.common.config import RankEnv
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.stored import exact_state_dict
+from octet.worker.fp8.weight import stored
 from octet.worker.mesh import Axes, Axis, Mesh
 from octet.worker.models.gpt import GPT
 from octet.worker.models.llama import Llama
@@ -117,7 +119,7 @@ def trained(axes: Axes, family: str, level: str, stage: int, *, sequence: bool =
         numbers.append(step_on_ranks(parallel, step))
         parallel.optimizer.zero_grad()
     layers = {name: layer for name, layer in parallel.model.named_modules() if isinstance(layer, Float8Linear)}
-    scales = {name: layer.weight_dequant_scale for name, layer in layers.items() if layer.weight_dequant_scale is not None}
+    scales = {name: layer.encoded.dequant_scale for name, layer in layers.items() if layer.encoded is not None}
     whole = {name: value for name, value in parallel.model.state_dict().items() if "norm" in name}
     return {"losses": [loss for loss, _ in numbers], "norms": [norm for _, norm in numbers], "scales": scales, "whole": whole}
 
@@ -146,12 +148,14 @@ def converted(axes: Axes, family: str, level: str) -> dict[str, bool]:
             continue
         layer = parallel.model.get_submodule(name)
         cut = parallel.shards.cuts[layer.weight]
-        codes = cut.join(list(axes.tensor.start_gather(layer.weight.detach()).wait()))
-        equal[name] = torch.equal(codes.view(torch.uint8), whole.weight.detach().view(torch.uint8))
-        equal[f"{name} scale"] = torch.equal(layer.weight_dequant_scale, whole.weight_dequant_scale)
-        if layer.weight_residual is not None:
-            residual = cut.join(list(axes.tensor.start_gather(layer.weight_residual).wait()))
-            equal[f"{name} residual"] = torch.equal(residual, whole.weight_residual)
+        own, expected = stored(layer.weight), stored(whole.weight)
+        codes = cut.join(list(axes.tensor.start_gather(own.detach()).wait()))
+        equal[name] = torch.equal(codes.view(torch.uint8), expected.detach().view(torch.uint8))
+        if layer.encoded is not None:
+            equal[f"{name} scale"] = torch.equal(layer.encoded.dequant_scale, whole.encoded.dequant_scale)
+            if layer.encoded.residual is not None:
+                residual = cut.join(list(axes.tensor.start_gather(layer.encoded.residual).wait()))
+                equal[f"{name} residual"] = torch.equal(residual, whole.encoded.residual)
         if "master_weights" in parallel.optimizer.state[layer.weight]:
             master, of_whole = (
                 held.state[of]["master_weights"] for held, of in ((parallel.optimizer, layer.weight), (optimizer, whole.weight))
@@ -240,7 +244,7 @@ def resumed(axes: Axes, world: Axis, level: str, stage: int, folder: Path) -> Re
     state = checkpoint.load(folder, ref)
     resume(from_whole.model, from_whole.optimizer, *from_whole.own_part(state["model"], state["optimizer"]))
     states = [digest_of(run) for run in (parallel, again)]
-    codes = [digest({"model": run.model.state_dict()}) for run in (parallel, from_whole)]
+    codes = [digest({"model": exact_state_dict(run.model)}) for run in (parallel, from_whole)]
     losses = []
     for run in (parallel, again, from_whole):
         losses.append([])
@@ -251,7 +255,7 @@ def resumed(axes: Axes, world: Axis, level: str, stage: int, folder: Path) -> Re
 
 
 def digest_of(parallel: Parallel) -> str:
-    return digest({"model": parallel.model.state_dict(), "optimizer": parallel.optimizer.state_dict()})
+    return digest({"model": exact_state_dict(parallel.model), "optimizer": parallel.optimizer.state_dict()})
 
 
 def work_of_two(rank: int, ports: list[int], folder: str, _cases: list[Case]) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octet.api_schemas import PrecisionSpec
 from octet.api_schemas.levels import LEVELS
 from octet.worker import initialize, parallelize
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Axis
 from octet.worker.parallel import GradientBuckets
 from octet.worker.parallel.buckets import CodesBucket, WideBucket
@@ -43,7 +44,7 @@ def train(rank: int, level: str, zero_stage: int, max_norm: float | None) -> Res
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    states = {"model": exact_state_dict(model), "optimizer": optimizer.state_dict()}
     sent = {dtype for collective, dtype in parallel.data.sent_bytes if collective == "exchange"}
     return {"state": digest(states), "losses": losses, "norms": norms, "sent": sent}
 

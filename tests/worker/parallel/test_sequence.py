@@ -13,6 +13,7 @@ from octet.api_schemas import Layout
 from octet.worker import parallelize
 from octet.worker.common.config import RankEnv
 from octet.worker.fp8.operand import OperandScaling
+from octet.worker.fp8.weight import tensors_in_memory
 from octet.worker.mesh import Mesh
 from octet.worker.mesh.axes import Axes
 from octet.worker.models.llama import rotation
@@ -67,7 +68,7 @@ def codes_of(model: nn.Module) -> dict[str, Tensor]:
 def kept_bytes(axes: Axes, *, sequence: bool) -> int:
     """Bytes of activations that a block keeps for the backward pass."""
     model = parallel_on(axes, "llama", "O2", 0, sequence=sequence).model
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors_in_memory(model)}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from octet.worker import checkpoint, memory_report
 from octet.worker.checkpoint.resume import resume
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Axis, Mesh
 from octet.worker.train.loop import Trainer
 from tests.golden.record import digest
@@ -74,7 +75,7 @@ def resumed(first: Axis, second: Axis, level: str) -> Result:
     for step in range(STEPS // 2):
         step_on_ranks(begun, step)
         begun.optimizer.zero_grad()
-    saved = {"model": begun.model.state_dict(), "optimizer": begun.optimizer.state_dict()}
+    saved = {"model": exact_state_dict(begun.model), "optimizer": begun.optimizer.state_dict()}
     same, other = parallel_on(first, level, 1), parallel_on(second, level, 1)
     for parallel in (same, other):
         parallel.model.load_state_dict(saved["model"])
@@ -107,11 +108,11 @@ def demoted(axis: Axis) -> Result:
     x, outputs, held = torch.ones(4, 32), [], []
     for parallel in (sharded, plain):
         layer = parallel.model.inner[0]
-        held.append(0 if layer.weight_residual is None else layer.weight_residual.numel())
+        held.append(0 if layer.weight.residual is None else layer.weight.residual.numel())
         layer.fallback = Fallback.DEMOTED
         parallel.publish()
         outputs.append(parallel.model(x).detach())
-    residual = sharded.model.inner[0].weight_residual
+    residual = sharded.model.inner[0].weight.residual
     return {"held before": held[0], "held after": residual.numel(), "output is the same": torch.equal(*outputs)}
 
 
@@ -132,7 +133,7 @@ def at_another_level(axis: Axis, source: str, target: str) -> Result:
     loss_of(model, 0, 0, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    saved = {"model": exact_state_dict(model), "optimizer": optimizer.state_dict()}
     found = {}
     for stage in (0, 1):
         parallel = parallel_on(axis, target, stage)

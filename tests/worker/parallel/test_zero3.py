@@ -14,6 +14,7 @@ from octet.api_schemas.levels import LEVELS
 from octet.worker import checkpoint, initialize, memory_report
 from octet.worker.checkpoint.resume import resume
 from octet.worker.common.config import RankEnv, resolve
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Axis, Mesh
 from octet.worker.mesh.axes import Axes
 from octet.worker.parallel import Parallel
@@ -169,7 +170,7 @@ def codes_alone(axis: Axis) -> list[str]:
     """States after codes were loaded without an optimizer's states, so that masters are made of them: at stages 3 and 0."""
     torch.manual_seed(7)
     other, _ = initialize(DeepNet(), opt_level="O3", convert_heads=True, statistics_every=0)
-    saved, states = other.state_dict(), []
+    saved, states = exact_state_dict(other), []
     for stage in (3, 0):
         again = parallel_on(axis, "O3", stage, DeepNet)
         again.model.load_state_dict(copy.deepcopy(saved))

@@ -1,14 +1,20 @@
 """State dicts between plain and converted models and between levels: what is held has a name, and is read or refused."""
 
 import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octet.api_schemas.levels import LEVELS
 from octet.worker import initialize
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.stored import exact_state_dict
 from tests.kit.small_model import FP8_LEVELS, LEVELS_OF_CODES, SPREAD, Small, make, spread, values_of_weights
 
 LEVEL_PAIRS = [
@@ -44,12 +50,39 @@ def assert_close(model: Small, expected: dict[str, Tensor], error: float) -> Non
 
 
 @pytest.mark.parametrize("level", spread(LEVELS_OF_CODES))
-def test_codes_are_not_called_weight(level: str) -> None:
+def test_a_state_dict_has_the_names_and_values_of_a_plain_model(level: str) -> None:
+    model, optimizer = make(level)
+    step(model, optimizer)
+    state = model.state_dict()
+    assert list(state) == list(Small().state_dict())
+    assert {type(tensor) for tensor in state.values()} == {Tensor}
+    plain = Small()
+    plain.load_state_dict(state)
+    for name, values in values_of_weights(model).items():
+        assert torch.equal(plain.get_submodule(name).weight, values)
+
+
+@pytest.mark.parametrize("level", spread(LEVELS_OF_CODES))
+def test_a_file_of_a_state_dict_is_loaded_by_a_plain_model(level: str, tmp_path: Path) -> None:
+    """By torch alone, in the way that is safe for files of others; scales and counts in its metadata do no harm."""
     model, _ = make(level)
-    names = [name for name in model.state_dict() if name.startswith("first.weight")]
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    code = (
+        "import sys, torch; from torch import nn; assert 'octet' not in sys.modules; "
+        "state = torch.load(sys.argv[1], weights_only=True); layer = nn.Linear(32, 64); "
+        "layer.load_state_dict({name: state['first.' + name] for name in ('weight', 'bias')}); print(layer.weight.sum().item())"
+    )
+    shown = subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], capture_output=True, text=True, check=True)
+    assert float(shown.stdout) == model.first.weight.sum().item()
+
+
+@pytest.mark.parametrize("level", spread(LEVELS_OF_CODES))
+def test_exact_names_say_what_is_held(level: str) -> None:
+    model, _ = make(level)
+    names = [name for name in exact_state_dict(model) if name.startswith("first.weight")]
     assert names[0] == "first.weight_codes"
     assert "first.weight" not in names
-    assert "norm.weight" in model.state_dict()
+    assert "norm.weight" in exact_state_dict(model)
 
 
 @pytest.mark.parametrize("level", spread(LEVELS_OF_CODES))
@@ -59,8 +92,8 @@ def test_a_plain_model_refuses_codes(level: str) -> None:
     plain = Small()
     before = plain.first.weight.detach().clone()
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first\.weight"'):
-        plain.load_state_dict(model.state_dict())
-    result = plain.load_state_dict(model.state_dict(), strict=False)
+        plain.load_state_dict(exact_state_dict(model))
+    result = plain.load_state_dict(exact_state_dict(model), strict=False)
     assert "first.weight" in result.missing_keys
     assert torch.equal(plain.first.weight, before)
 
@@ -92,26 +125,27 @@ def test_training_continues_from_loaded_values(level: str) -> None:
         master = optimizer.state[model.inner[0].weight]["master_weights"]
         exact = (master["codes"].float() * master["dequant_scale"]).view(64, 64)
         assert (exact - expected).abs().max() < 2e-3, "the master starts from the loaded values, not from their E4M3 codes"
-        assert model.inner[0].initial_values is None
+        assert model.inner[0].weight.state.wide is None
 
 
 def test_a_master_weight_starts_from_codes_that_were_loaded_alone() -> None:
     source, _ = make("O3", seed=7)
     model, optimizer = make("O3", lr=1e-4)
     step(model, optimizer)
-    model.load_state_dict(source.state_dict())
+    model.load_state_dict(exact_state_dict(source))
     step(model, optimizer)
     expected = values_of_weights(source)["inner.0"]
     assert (values_of_weights(model)["inner.0"] - expected).abs().max() < 2e-2
 
 
+@pytest.mark.parametrize("state_of", [nn.Module.state_dict, exact_state_dict], ids=["values", "exact"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
-@pytest.mark.parametrize("level", ["O2", "O3", "O3-split"])
-def test_resume_is_bit_equal_in_either_order(level: str, first: str) -> None:
+@pytest.mark.parametrize("level", ["te", "O2", "O3", "O3-split"])
+def test_resume_is_bit_equal_in_either_order(level: str, first: str, state_of: Callable[[nn.Module], dict[str, Any]]) -> None:
     model, optimizer = make(level)
     for seed in range(3):
         step(model, optimizer, seed)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    saved = copy.deepcopy((state_of(model), optimizer.state_dict()))
     resumed, resumed_optimizer = make(level, seed=1)
     step(resumed, resumed_optimizer, 9)
     for part in ["model", "optimizer"] if first == "model" else ["optimizer", "model"]:
@@ -119,22 +153,25 @@ def test_resume_is_bit_equal_in_either_order(level: str, first: str) -> None:
     for each in ((model, optimizer), (resumed, resumed_optimizer)):
         for seed in range(3, 6):
             step(*each, seed)
-    for (name, one), other in zip(model.state_dict().items(), resumed.state_dict().values(), strict=True):
+    for (name, one), other in zip(exact_state_dict(model).items(), exact_state_dict(resumed).values(), strict=True):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(("source", "target"), LEVEL_PAIRS)
 def test_a_level_reads_another_level(source: str, target: str) -> None:
-    """Except `fp32`, which has no layers of ours: there torch refuses."""
+    """Exact parts, too, except `fp32`, which has no layers of ours: there torch refuses those."""
     model, optimizer = make(source)
     step(model, optimizer)
-    saved, values = model.state_dict(), values_of_weights(model)
+    saved, values = exact_state_dict(model), values_of_weights(model)
     other, other_optimizer = make(target, seed=1)
     if target == "fp32":
         with pytest.raises(RuntimeError, match="Unexpected key"):
             other.load_state_dict(saved)
         return
-    other.load_state_dict(saved)
+    if LEVELS[source].master_weight == "fp16+scale":  # the optimizer's states bring the master
+        other.load_state_dict(model.state_dict())
+    else:
+        other.load_state_dict(saved)
     error = 2.0**-11 if LEVELS[target].master_weight == "int8-residual" else CODE_ERROR[LEVELS[target].weight]
     assert_close(other, {f"{name}.weight": value for name, value in values.items()}, error)
     step(other, other_optimizer)
@@ -142,7 +179,7 @@ def test_a_level_reads_another_level(source: str, target: str) -> None:
 
 def test_codes_without_their_scale_are_refused() -> None:
     model, _ = make("O2")
-    saved = model.state_dict()
+    saved = exact_state_dict(model)
     del saved["first.weight_dequant_scale"]
     with pytest.raises(ValueError, match=r"first\.weight_codes came without first\.weight_dequant_scale"):
         model.load_state_dict(saved)
@@ -150,7 +187,7 @@ def test_codes_without_their_scale_are_refused() -> None:
 
 def test_a_state_dict_from_before_codes_had_a_name_is_read() -> None:
     model, _ = make("O2")
-    saved = {name.replace("weight_codes", "weight"): value for name, value in model.state_dict().items()}
+    saved = {name.replace("weight_codes", "weight"): value for name, value in exact_state_dict(model).items()}
     other, _ = make("O2", seed=1)
     other.load_state_dict(saved)
     assert torch.equal(other.first.weight, model.first.weight)
@@ -168,13 +205,13 @@ def test_another_shape_is_named() -> None:
     model, _ = make("O3")
     with pytest.raises(RuntimeError, match=r"size mismatch for first\.weight"):
         model.load_state_dict(plain_values() | {"first.weight": torch.zeros(3, 3)})
-    assert model.first.initial_values is None
+    assert model.first.weight.state.wide is None
 
 
 def test_a_history_with_a_part_missing_is_refused() -> None:
     """A plain state dict has none of it, and another recipe all of it; a part is damage."""
     model, _ = make("te")
-    saved = model.state_dict()
+    saved = exact_state_dict(model)
     del saved["first.input_scaling.window_amax"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first\.input_scaling\.window_amax"'):
         model.load_state_dict(saved)
@@ -182,6 +219,6 @@ def test_a_history_with_a_part_missing_is_refused() -> None:
 
 def test_a_model_without_an_optimizer_keeps_no_wide_values() -> None:
     model, _ = initialize(Small(), None, "O3", convert_heads=True)
-    assert all(layer.initial_values is None for layer in model.modules() if isinstance(layer, Float8Linear))
+    assert all(layer.weight.state.wide is None for layer in model.modules() if isinstance(layer, Float8Linear))
     model.load_state_dict(plain_values())
-    assert all(layer.initial_values is None for layer in model.modules() if isinstance(layer, Float8Linear))
+    assert all(layer.weight.state.wide is None for layer in model.modules() if isinstance(layer, Float8Linear))

@@ -159,7 +159,7 @@ def test_weights_are_read_as_the_level_converts_them(base: Path, document: dict[
     assert len(read) == len(set(read)) == len(list(plain.parameters()))
     for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         layer = model.get_submodule(name.rpartition(".")[0])
-        is_coded = isinstance(layer, Float8Linear) and layer.weight_dequant_scale is not None
+        is_coded = isinstance(layer, Float8Linear) and layer.encoded is not None
         values = layer.weight_values() if is_coded else parameter
         torch.testing.assert_close(values.float(), expected, rtol=0.07 if is_coded else 0, atol=1e-3 if is_coded else 0)
 

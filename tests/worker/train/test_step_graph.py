@@ -28,6 +28,7 @@ from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.kernels.cuda import gradient_norms
 from octet.worker.kernels.held import holding
 from octet.worker.mesh import Mesh
@@ -84,7 +85,7 @@ def trained(
                 forget_addresses(trainer.optimizer)
         trainer.batches.close()
         steps = list(trainer.log.flush().steps)
-        saved = (trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.job.average.state_dict())
+        saved = (exact_state_dict(trainer.model), trainer.optimizer.state_dict(), trainer.job.average.state_dict())
     return steps, tree_flatten(saved)[0], trainer
 
 
