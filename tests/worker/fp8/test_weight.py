@@ -2,7 +2,6 @@
 
 import copy
 import io
-import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from octet.worker import initialize
-from octet.worker.fp8.weight import Float8Weight, hold_encoded
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.fp8.weights import decode_values, encode_values
 from tests.kit.live_storages import LiveStorages
 
@@ -70,7 +69,12 @@ def weight_of(storage: str, shape: tuple[int, ...] = SHAPE) -> Float8Weight:
     codes, scales, amaxes, residuals = zip(*each, strict=True)
     residual = None if residuals[0] is None else torch.stack(residuals)
     scale, amax = torch.stack(scales).view(-1, 1, 1), torch.stack(amaxes).view(-1, 1, 1)
-    return Float8Weight(torch.stack([one.view(torch.uint8) for one in codes]).view(dtype) if dtype != torch.float16 else torch.stack(codes), scale, amax, residual)
+    return Float8Weight(
+        torch.stack([one.view(torch.uint8) for one in codes]).view(dtype) if dtype != torch.float16 else torch.stack(codes),
+        scale,
+        amax,
+        residual,
+    )
 
 
 def train(model: nn.Module, optimizer: Any, num_steps: int = 1) -> None:
@@ -221,9 +225,9 @@ class Twins:
             assert view.stride() == plain.stride()
             assert torch.equal(view + 0, plain)
         if self.storage != "e4m3+master" or self.is_wide:  # products see the nearest codes at once
-            decoded = torch.stack(
-                [decode_values(*parts, torch.float32) for parts in parts_of_each(self.weight)]
-            ).view(self.plain.shape)
+            decoded = torch.stack([decode_values(*parts, torch.float32) for parts in parts_of_each(self.weight)]).view(
+                self.plain.shape
+            )
             assert torch.equal(decoded, rounded(self.plain, self.storage))
 
 
@@ -273,7 +277,10 @@ def test_each_write_through_each_view_arrives(storage: str, shape: tuple[int, ..
     ("storage", "shape", "is_written"),
     [
         *[("fp16", SHAPE, True), ("e4m3+int8", STACK, False), ("e4m3+master", SHAPE, False), ("e4m3", STACK, True)],
-        *[pytest.param("e4m3", SHAPE, False, marks=pytest.mark.matrix), pytest.param("fp16", STACK, False, marks=pytest.mark.matrix)],
+        *[
+            pytest.param("e4m3", SHAPE, False, marks=pytest.mark.matrix),
+            pytest.param("fp16", STACK, False, marks=pytest.mark.matrix),
+        ],
     ],
 )
 def test_each_read_of_each_view_has_the_values(storage: str, shape: tuple[int, ...], is_written: bool) -> None:
@@ -365,3 +372,175 @@ def test_a_copy_holds_what_it_is_assigned(storage: str, copied: Callable[[Any], 
     other.mul_(0.5)
     assert torch.equal(other + 0, kept * 0.5)
     assert torch.equal(weight + 0, before)
+
+
+# What torch asks without an op ---------------------------------------------------------------------------------------------
+
+
+def test_data_takes_the_values_of_another_weight() -> None:
+    weight, other = weight_of("fp16"), weight_of("e4m3").mul_(2)
+    weight.data = other
+    assert torch.equal(weight + 0, rounded(other + 0, "fp16"))
+    with pytest.raises(ValueError, match="Assign a new parameter"):
+        weight.data = torch.zeros(3)
+
+
+@pytest.mark.parametrize("change", [lambda w: w.resize_(4, 4), lambda w: w.t_(), lambda w: w.unsqueeze_(0)])
+def test_a_change_of_shape_in_place_is_refused(change: Callable[[Tensor], Any]) -> None:
+    weight = weight_of("fp16")
+    before = weight.dequantize()
+    with pytest.raises(ValueError, match="codes keep their memory"):
+        change(weight)
+    assert torch.equal(weight + 0, before)
+
+
+def test_new_tensors_are_plain() -> None:
+    """One that shared the weight's scale would change the weight when it is filled."""
+    weight = weight_of("fp16")
+    before = weight.dequantize()
+    for made in (weight.new_zeros(2, 3), weight.new_empty(2, 3), torch.empty_like(weight), weight.new_tensor([1.0])):
+        assert type(made) is Tensor
+        made.fill_(1000.0)
+    assert torch.equal(weight + 0, before)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda w: w.data_ptr(), lambda w: torch.utils.dlpack.to_dlpack(w), lambda w: w.view(torch.int32)]
+)
+def test_raw_memory_is_refused(read: Callable[[Tensor], Any]) -> None:
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=r"allowed|Cannot access data pointer"):
+        read(weight_of("fp16"))
+
+
+def test_values_leave_torch() -> None:
+    weight = weight_of("fp16")
+    plain = weight.dequantize()
+    assert torch.equal(torch.from_dlpack(weight), plain)
+    assert (weight.numpy() == plain.numpy()).all()
+    assert weight.tolist() == plain.tolist()
+    assert f"{weight[0, 0]:.3f}" == f"{plain[0, 0]:.3f}"
+
+
+def test_a_parameter_is_saved_and_loaded() -> None:
+    parameter, buffer = nn.Parameter(weight_of("e4m3+int8")), io.BytesIO()
+    torch.save({"parameter": parameter, "row": parameter[1].detach()}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert type(loaded["parameter"]) is Float8Weight
+    assert isinstance(loaded["parameter"], nn.Parameter)
+    assert loaded["parameter"].requires_grad
+    assert torch.equal(loaded["parameter"] + 0, parameter + 0)
+    assert torch.equal(loaded["row"], parameter[1] + 0)
+    same = copy.copy(parameter)
+    assert same.codes is parameter.codes
+
+
+SHARED = """
+import torch
+from octet.worker.fp8.weight import Float8Weight
+
+weight = Float8Weight.encode(torch.ones(16, 32), torch.float16)
+weight.share_memory_()
+assert weight.is_shared()
+process = torch.multiprocessing.get_context("fork").Process(target=weight.fill_, args=(2.0,))
+process.start()
+process.join()
+assert process.exitcode == 0
+assert float(weight.mean()) == 2.0
+"""
+
+
+def test_shared_memory_is_written_by_another_process() -> None:
+    """In a process of its own, which a fault would end."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SHARED], check=True, timeout=300)
+
+
+def test_a_weight_that_changes_before_its_backward_pass_is_noticed() -> None:
+    model, _ = layer_and_optimizer("fp16")
+    for change in (lambda w: w.mul_(2), lambda w: w.view(-1)[3:4].zero_(), lambda w: w.copy_(torch.ones(SHAPE))):
+        output = model(random(4, SHAPE[1]).requires_grad_())
+        with torch.no_grad():
+            change(model[0].weight)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_hooks_stay_with_a_weight_that_moves() -> None:
+    model, _ = layer_and_optimizer("fp16")
+    seen: list[str] = []
+    weight = model[0].weight
+    weight.register_hook(lambda _: seen.append("gradient"))
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
+    model._apply(lambda tensor: tensor.clone())
+    assert model[0].weight is weight
+    model(random(4, SHAPE[1])).sum().backward()
+    assert seen == ["gradient", "after"]
+
+
+def test_a_foreach_write_decodes_one_weight_at_a_time() -> None:
+    weights = [Float8Weight.encode(torch.ones(256, 256), torch.float16) for _ in range(8)]
+    with LiveStorages() as live:
+        torch._foreach_copy_(weights, [torch.zeros(())] * 8)
+    assert live.peak_bytes < 4 * weights[0].numel() * 4
+    assert not any(weight.any() for weight in weights)
+
+
+@pytest.mark.parametrize("storage", LEVEL_OF)
+def test_writes_into_a_state_dict_arrive(storage: str) -> None:
+    """As in a plain model, whose entries are its parameters: timm's averages and others' are made by this."""
+    model, optimizer = layer_and_optimizer(storage)
+    train(model, optimizer)
+    weight = model[0].weight
+    before = weight.dequantize()
+    for values in model.state_dict().values():
+        if values.shape == SHAPE:
+            values.mul_(0.5)
+    del values
+    assert torch.equal(weight + 0, before * 0.5)
+    assert not weight.state.entries
+    state = model.state_dict()
+    state["0.weight"].zero_()
+    with torch.no_grad():
+        assert not model.eval()(random(4, SHAPE[1])).any()
+    model.train()
+    state["0.weight"].copy_(before)
+    train(model, optimizer)
+    assert (weight - before).norm() < 0.5 * before.norm()
+    state["0.weight"].zero_()
+    with pytest.warns(UserWarning, match="after its weight had changed"):
+        weight.sum()
+    assert weight.any()
+
+
+# Graphs --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", ["fp16", pytest.param("e4m3+int8", marks=pytest.mark.matrix)])
+def test_a_graph_reads_and_writes_values_and_is_made_once(storage: str) -> None:
+    made: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        made.append(graph)
+        return aot_eager(graph, inputs)
+
+    def use(weight: Tensor, x: Tensor) -> Tensor:
+        weight.mul_(0.5)
+        return x @ weight.t() + weight.pow(2).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(use, backend=backend, fullgraph=True)
+    x = random(4, SHAPE[1])
+    for scale in (1.0, 8.0):
+        values = random(*SHAPE) * scale
+        one, other = (
+            Float8Weight.encode(
+                values, torch.float16 if storage == "fp16" else torch.float8_e4m3fn, has_residual=storage != "fp16"
+            )
+            for _ in range(2)
+        )
+        assert torch.equal(compiled(one, x), use(other, x))
+        assert torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
+        assert torch.equal(one + 0, other + 0)
+    assert len(made) == 1
