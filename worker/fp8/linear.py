@@ -125,6 +125,8 @@ class Float8Linear(nn.Module):
         weight: Tensor = self.weight
         formats = plan.after_activation if takes_over_activation else plan.formats
         is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and type(weight) is Float8Weight and weight.state.entries:
+            weight.state.take_back()
         if is_compiling and plan is self.plan and weight.requires_grad and self._gradient_port is not None:
             weight = self._gradient_port
         grad_output = grad_before = None

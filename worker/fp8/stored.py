@@ -101,7 +101,7 @@ def save_layer(layer: Layer, save: Callable[..., None], destination: dict[str, A
     elif _is_exact.get():
         _name_parts(destination, prefix, weight, keep_vars=keep_vars)
     else:
-        destination[prefix + "weight"] = weight if keep_vars else weight.whole_values()
+        destination[prefix + "weight"] = weight if keep_vars else weight.entry()
         note_in_metadata(destination, prefix, {_numbers(weight): torch.stack([weight.dequant_scale, weight.amax])})
         keep_in_metadata(destination, prefix, (_EXTRA_STATE,))
 

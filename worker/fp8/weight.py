@@ -9,9 +9,11 @@ optimizer's next step rounds it stochastically: to nearest, small changes are lo
 `mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there; `settle` drops it.
 """
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -27,11 +29,13 @@ from octet.worker.kernels.torch_private import (
     is_parameter,
     make_wrapper_subclass,
     mark_as_parameter,
+    raise_for_raw_pointers,
     restore_hooks,
     schema_of,
     tree_leaves,
     tree_map,
     tree_map_only,
+    version_of,
 )
 
 aten = torch.ops.aten
@@ -65,15 +69,21 @@ class WeightState:
     is_replaced: bool = False
     reduce_amax: Callable[[Tensor], Tensor] | None = None
     read_whole: Callable[["Float8Weight"], Tensor] | None = None
+    entries: list["Entry"] = field(default_factory=list)
     after_write: Callable[[], None] | None = None
+
+    def take_back(self) -> None:
+        """Take over what was written into entries of state dicts."""
+        for entry in tuple(self.entries):
+            entry.take_back(self)
 
     def values(self, dequant_scale: Tensor) -> Tensor:
         """Return the fp32 values of the whole weight, as precisely as this process holds them all; maybe `wide` itself."""
         if self.wide is not None:
             return self.wide
         if self.master is not None and self.elements is None:
-            return _of_master(self.master, self.codes)
-        return _decoded(self.codes, dequant_scale, self.residual)
+            return _with_strides(_of_master(self.master, self.codes), self.codes)
+        return _with_strides(_decoded(self.codes, dequant_scale, self.residual), self.codes)
 
     def values_to_change(self, dequant_scale: Tensor) -> Tensor:
         """Return values that a write may change in place, refined where ranks divide what refines them."""
@@ -87,6 +97,43 @@ class WeightState:
             codes = self.codes.view(-1)[self.elements.start : self.elements.stop]
             own.copy_(kernels.split_dequantize(codes, self.own_residual, dequant_scale))
         return values
+
+
+class Entry:
+    """The values of a weight in somebody's state dict, which torch's users may write: timm's averages do.
+
+    A write is found by the tensor's version: when the weight is read or written, when its layer multiplies, and when the entry
+    is released.
+    """
+
+    def __init__(self, weight: "Float8Weight", values: Tensor) -> None:
+        self.values, self.numbers = values.detach(), (weight.dequant_scale, weight.amax)
+        self.versions = version_of(self.values), version_of(weight.state.codes)
+        owner = weakref.ref(weight.state)
+        self.reference = weakref.ref(values, lambda _: self._release(owner()))
+
+    def take_back(self, state: WeightState) -> None:
+        """Write into the weight what was written into the entry."""
+        seen, seen_codes = self.versions
+        self.versions = version_of(self.values), version_of(state.codes)
+        if seen == self.versions[0]:
+            self.versions = seen, seen_codes
+        elif seen_codes != self.versions[1]:
+            warnings.warn(
+                f"an entry of shape {tuple(self.values.shape)} of a state dict was written after its weight had changed, so the "
+                "weight does not change; write into the entries of a new model.state_dict(), or into the parameters.",
+                stacklevel=2,
+            )
+        else:
+            weight = Float8Weight(state.codes, *self.numbers, state.residual, state)
+            with torch.no_grad():
+                _encode_base(weight, self.values.clone(), is_finished=False)
+            self.versions = self.versions[0], version_of(state.codes)
+
+    def _release(self, state: WeightState | None) -> None:
+        if state is not None and self in state.entries:
+            state.entries.remove(self)
+            self.take_back(state)
 
 
 class Float8Weight(Tensor):
@@ -133,6 +180,7 @@ class Float8Weight(Tensor):
             raise ValueError(f"a residual refines float8_e4m3fn codes by int8; got {codes.dtype} and {residual.dtype}.")
         self.codes, self.dequant_scale, self.amax, self.residual = codes, dequant_scale, amax, residual
         self.state = WeightState(codes, residual) if state is None else state
+        raise_for_raw_pointers(self)
 
     @classmethod
     def encode(cls, values: Tensor, dtype: torch.dtype, *, has_residual: bool = False) -> "Float8Weight":
@@ -154,8 +202,16 @@ class Float8Weight(Tensor):
         """Return the fp32 values as precisely as the ranks that divide the weight hold them; they call it together."""
         return self.dequantize() if self.state.read_whole is None else self.state.read_whole(self)
 
+    def entry(self) -> Tensor:
+        """Return the values for a state dict. What is written into them is written into the weight, as in a plain model."""
+        values = self.whole_values()
+        if self.state.read_whole is None and not values.is_inference():
+            self.state.entries.append(Entry(self, values))
+        return values
+
     def dequantize(self) -> Tensor:
         """Return the fp32 values, in memory of their own."""
+        self.state.take_back()
         values = _values(self)
         return values.clone() if values is self.state.wide or values._base is not None else values
 
@@ -166,7 +222,9 @@ class Float8Weight(Tensor):
         dequant_scale, amax: fp32 (), of the weight that the values were read from. Its codes return bit for bit, unless the
         values were changed so much since that the scale does not fit them.
         """
-        values = values.detach().to(self.device, torch.float32).expand(self.shape)
+        self.state.take_back()
+        values = values.dequantize() if type(values) is Float8Weight else values.detach()
+        values = values.to(self.device, torch.float32).expand(self.shape)
         if dequant_scale is None or amax is None or dequant_scale.shape != self.dequant_scale.shape or self.dequant_scale.dim():
             encoded = _encoded(self, values)
         else:
@@ -209,7 +267,8 @@ class Float8Weight(Tensor):
             return False
         gradient = self.grad
         moved = Float8Weight(**parts)  # type: ignore[arg-type]
-        moved.state = replace(self.state, codes=moved.codes, residual=moved.residual)
+        self.state.take_back()
+        moved.state = replace(self.state, codes=moved.codes, residual=moved.residual, entries=[])
         if moved.state.wide is not None:
             moved.state.wide = change(moved.state.wide)
         self.grad = None
@@ -266,6 +325,9 @@ class Float8Weight(Tensor):
             raise RuntimeError("can't call numpy() on a weight that requires grad; use weight.detach().numpy()")
         return self.dequantize().numpy(force=force)
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else format(repr(self), spec)
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.dequantize().__array__(*args, **kwargs)
 
@@ -290,32 +352,38 @@ class Float8Weight(Tensor):
     def __copy__(self) -> "Float8Weight":
         return self._like_this(Float8Weight(self.codes, self.dequant_scale, self.amax, self.residual, self.state))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Weight":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
-            known: Float8Weight = memo[id(self)]
+            known: Tensor = memo[id(self)]
             return known
         copied = self._copied(lambda part: deepcopy(part.detach(), memo))
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self._is_all:
+            return self.dequantize().__reduce_ex__(protocol)
         parts = self._parts()
         parts["codes"] = parts["codes"].contiguous().view(torch.uint8)  # pickle knows no float8
         kept = {name: part for name, part in parts.items() if part is not None}
         return rebuild, (kept, self.codes.dtype, self._refinements(), self.requires_grad, is_parameter(self))
 
-    def _copied(self, copy: Callable[[Tensor], Tensor]) -> "Float8Weight":
+    @property
+    def _is_all(self) -> bool:
+        """True for a weight and its aliases, False for a view. A copy of a view is a plain tensor: the scale is the whole's."""
+        return self.codes is self.state.codes
+
+    def _copied(self, copy: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a weight of its own with copies of the parts, and of what refines them."""
-        parts = {name: None if part is None else copy(part) for name, part in self._parts().items()}
-        copied = Float8Weight(**parts)  # type: ignore[arg-type]
+        if not self._is_all:
+            return copy(self.dequantize())
+        copied = Float8Weight(**{name: None if part is None else copy(part) for name, part in self._parts().items()})  # type: ignore[arg-type]
         copied._refine(tree_map_only(Tensor, copy, self._refinements()))
         return self._like_this(copied)
 
     def _refinements(self) -> dict[str, Any]:
-        """Return what the values are finer by than the codes; nothing for a view, whose parts are its own."""
+        """Return what the values are finer by than the codes."""
         state = self.state
-        if self.codes is not state.codes:
-            return {}
         master = state.master if state.elements is None else None
         refinements = {"wide": state.wide, "is_assigned": state.is_assigned or None, "master": master}
         return {name: part for name, part in refinements.items() if part is not None}
@@ -396,6 +464,9 @@ def tensors_in_memory(model: nn.Module) -> Iterator[Tensor]:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op of torch with a weight among its arguments."""
+    for weight in _weights_in((args, kwargs)):
+        if weight.state.entries:
+            weight.state.take_back()
     if func in _ON_PARTS:
         result = _ON_PARTS[func](func, *args, **kwargs)
         if result is not NotImplemented:
@@ -538,6 +609,14 @@ def _decoded(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None) -> T
     )
 
 
+def _with_strides(values: Tensor, codes: Tensor) -> Tensor:
+    """Lay contiguous values out as their codes are, so that a view of codes is found in them by its strides."""
+    if codes.is_contiguous():
+        return values
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(codes.shape, codes.stride(), strict=True))
+    return values.new_zeros(extent).as_strided(codes.shape, codes.stride()).copy_(values)
+
+
 def _of_master(master: dict[str, Tensor], like: Tensor) -> Tensor:
     """Return a master weight's fp32 values in a shape. It may lie in host memory."""
     codes, scale = master["codes"], master["dequant_scale"]
@@ -551,6 +630,11 @@ def _of_master(master: dict[str, Tensor], like: Tensor) -> Tensor:
 def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> None:
     """Hold other values of the whole weight that `weight` shows, or shows a part of."""
     state, is_whole = weight.state, _is_whole(weight)
+    if values.shape != state.codes.shape:
+        raise ValueError(
+            f"a weight of shape {tuple(state.codes.shape)} held as codes would become {tuple(values.shape)}; allowed: values of "
+            "its shape, since its codes keep their memory. Assign a new parameter to the layer instead."
+        )
     keeps = state.has_master or not is_finished or (state.wide is not None and not is_whole)
     is_assigned = is_finished and (state.wide is None or state.is_assigned or is_whole)
     _hold(weight, _encoded(weight, values), values if keeps else None, is_assigned=is_assigned)
@@ -634,7 +718,8 @@ def _alias(func: Any, weight: Float8Weight) -> Float8Weight:
 
 def _clone(_func: Any, weight: Float8Weight, *, memory_format: Any = None) -> Tensor:
     """Return a snapshot as a plain tensor, exact and in no need of encoding."""
-    return weight.dequantize()
+    values = weight.dequantize()
+    return values if memory_format in (None, torch.preserve_format) else values.contiguous(memory_format=memory_format)
 
 
 def _copy_(_func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
@@ -668,6 +753,8 @@ def _to_device(_func: Any, weight: Float8Weight, **options: Any) -> Any:
     """Copy a weight to another device, its parts with it; in another dtype it is a plain tensor."""
     if options.get("dtype") not in (None, torch.float32) or options.get("layout") not in (None, torch.strided):
         return NotImplemented
+    if not weight._is_all:
+        return NotImplemented
     device = options.get("device") or weight.device
     non_blocking = bool(options.get("non_blocking"))
 
@@ -680,19 +767,8 @@ def _to_device(_func: Any, weight: Float8Weight, **options: Any) -> Any:
     return moved
 
 
-def _pin(_func: Any, weight: Float8Weight, *args: Any) -> Float8Weight:
+def _pin(_func: Any, weight: Float8Weight, *args: Any) -> Tensor:
     return weight._copied(lambda part: part.pin_memory())
-
-
-def _zeros(func: Any, weight: Float8Weight, size: Sequence[int], **options: Any) -> Any:
-    """Return zeros, or memory, as FSDP2 pads a cut: a weight with the same scale."""
-    if options.get("dtype") not in (None, torch.float32):
-        return NotImplemented
-    codes = func(weight.codes, size, **(options | {"dtype": None}))
-    residual = None if weight.residual is None else func(weight.residual, size, **(options | {"dtype": None}))
-    device = options.get("device")
-    numbers = [number if device is None else number.to(device) for number in (weight.dequant_scale, weight.amax)]
-    return Float8Weight(codes, *numbers, residual)
 
 
 def _like(func: Any, weight: Float8Weight, *args: Any, **options: Any) -> Tensor:
@@ -711,6 +787,7 @@ _OF_BITS = {aten.view.dtype, aten.view_as_complex.default, aten.view_as_real.def
 _LIKE = (
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
     aten.rand_like.default, aten.randn_like.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_zeros.default, aten.new_empty.default,
 )  # fmt: skip
 _ON_PARTS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
@@ -719,8 +796,6 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten._to_copy.default: _to_device,
     aten._pin_memory.default: _pin,
-    aten.new_zeros.default: _zeros,
-    aten.new_empty.default: _zeros,
     aten.is_same_size.default: _is_same_size,
     **dict.fromkeys(_LIKE, _like),
 }
