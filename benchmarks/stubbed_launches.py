@@ -31,7 +31,7 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return -1  # which is a CPU tensor's
 
     def get_current_stream(self, _device: int) -> int:
         return 0
@@ -95,7 +95,10 @@ def stubbed_launches() -> Iterator[None]:
 def counted_launches() -> Iterator[Launches]:
     """Inside, and inside of `stubbed_launches`, count what is launched."""
     launches = Launches()
-    with mock.patch.object(_Compiled, "run", lambda *arguments: launches.run(*arguments)):
+    with (
+        mock.patch.object(_Compiled, "run", lambda *arguments: launches.run(*arguments)),
+        mock.patch.dict(launching.COMPILED, clear=True),  # its entries hold the method that is replaced
+    ):
         yield launches
 
 

@@ -104,5 +104,5 @@ def _plan(
     return PreparedLaunch(
         _launch, language.cdiv(num_rows, rows), stride, num_rows, num_columns,
         struct.unpack("<i", struct.pack("<f", eps))[0], is_layer_norm, weight is not None, bias is not None,
-        None if codes is None else FORMAT_NAMES[codes], margin, rows, columns, num_given=5,
+        None if codes is None else FORMAT_NAMES[codes], margin, rows, columns, num_given=3,
     )  # fmt: skip

@@ -77,14 +77,14 @@ def _plan(
         encode = PreparedLaunch(
             launch_flat, language.cdiv(num_elements, FLAT_BLOCK),
             num_elements, name, activation, margin, is_stored, marks_nonfinite, tracks_amax, FLAT_BLOCK,
-            num_given=6 if tracks_amax else 3,
+            num_given=1,
         )  # fmt: skip
         return _Plan(find_amax, encode, sides, *layouts)
     (num_rows, num_columns), (tile_m, tile_n) = shape, SHARED_SCALE_TILE
     encode = PreparedLaunch(
         launch_tile, language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
         num_columns, num_rows, num_columns, 0, 0, 0, 0, ScaleKind.TENSOR.value, name, activation, margin,
-        sides == "both", True, is_stored, tracks_amax, tile_m, tile_n, num_given=5 if tracks_amax else 4,
+        sides == "both", True, is_stored, tracks_amax, tile_m, tile_n, num_given=1,
     )  # fmt: skip
     return _Plan(find_amax, encode, sides, *layouts)
 
