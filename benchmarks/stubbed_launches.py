@@ -7,6 +7,7 @@ a Hopper GPU, down to Triton's launcher, which finds a compiled kernel that does
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -86,7 +87,7 @@ def stubbed_launches() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(mock.patch.object(driver, "_active", _Driver()))
         stack.enter_context(mock.patch.dict(launching.COMPILED, clear=True))
-        stack.enter_context(mock.patch.object(library, "DIRECT_DEVICES", {"cpu"}))
+        stack.enter_context(mock.patch.object(library, "runs_directly", attrgetter("is_cpu")))
         stack.enter_context(cpu_as_accelerator())
         yield
 

@@ -174,7 +174,7 @@ def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation:
 
 
 def normalize(
-    x_MN: Tensor,
+    x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -182,14 +182,13 @@ def normalize(
     dtype: torch.dtype,
     *known_scale: Any,
 ) -> list[Tensor]:
-    """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (M, 1); the amax of the output; codes."""
-    wide = norm_dtype(x_MN, weight, dtype)
-    x, weight, bias = (None if part is None else part.to(wide) for part in (x_MN, weight, bias))
-    assert x is not None
+    """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (..., 1); the amax of the output; codes."""
+    wide = norm_dtype(x, weight, dtype)
+    x, weight, bias = x.to(wide), *(None if part is None else part.to(wide) for part in (weight, bias))
     if is_layer_norm:
-        output, *statistics = torch.native_layer_norm(x, [x.shape[1]], weight, bias, eps)
+        output, *statistics = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
     else:
-        output = F.rms_norm(x, (x.shape[1],), weight, eps)
+        output = F.rms_norm(x, x.shape[-1:], weight, eps)
         statistics = [torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)]
     output = output.to(dtype)
     found = [output, *(part.float() for part in statistics), compute_amax(output, ScaleKind.TENSOR)]

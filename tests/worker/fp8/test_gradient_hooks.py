@@ -13,7 +13,7 @@ from octet.worker.fp8.gradient_hooks import has_new_gradient
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_each_pass_brings_a_parameter_one_new_gradient(is_compiled: bool) -> None:
-    """Autograd calls the hooks of a graph's weights once more, before or after the delivery; the second pass finds a gradient."""
+    """Autograd calls the hooks of a graph's weights again, before or after the delivery."""
     layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model, _ = initialize(layers, opt_level="O2", auto_filter=False)
     if is_compiled:

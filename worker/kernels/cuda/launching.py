@@ -7,6 +7,7 @@ describes: a float, a tensor of another class, an unaligned one, or any launch w
 hook.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import itemgetter
@@ -30,6 +31,15 @@ _ALIGNMENT = 16  # bytes; what Triton specializes on
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _VALUES = frozenset((int, bool, str, type(None)))
 _FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides of a tensor."""
+
+
+def contiguous_layout(shape: tuple[int, ...]) -> Layout:
+    """Return the sizes and strides of a contiguous tensor."""
+    return shape, tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class _Places:
@@ -108,13 +118,14 @@ class PreparedLaunch:
 
     def __call__(self, *tensors: Any) -> None:
         """Launch on the present stream of the tensors' device. tensors: the kernel's first arguments."""
-        runtime, device = triton.knobs.runtime, tensors[0].get_device()
+        runtime, first = triton.knobs.runtime, tensors[0]
         on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
+        device, addresses = first.get_device(), first.data_ptr()
+        if self.num_given > 1:
+            for tensor in tensors[1 : self.num_given]:
+                if tensor is not None:
+                    addresses |= tensor.data_ptr()
         compiled = COMPILED.get((self, device))
-        addresses = 0
-        for tensor in tensors[: self.num_given]:
-            if tensor is not None:
-                addresses |= tensor.data_ptr()
         is_seen = on_enter.calls or on_exit.calls
         if compiled is None or addresses % _ALIGNMENT or is_seen or compiled[-1].get_current_device() != device:
             self._launch_and_prepare(tensors, device)
