@@ -58,7 +58,7 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtyp
 
 def activation_dtype(input: Tensor) -> torch.dtype:
     """The dtype that an FP8 layer returns: autocast's; else the input's, with at most 16 bits on an accelerator."""
-    device_type = input.device.type  # torch writes the string anew each time
+    device_type = input.device.type  # torch formats the string at each read
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return torch.bfloat16 if is_accelerator(input.device) and input.dtype != torch.float16 else input.dtype

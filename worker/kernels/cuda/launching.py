@@ -20,9 +20,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-"""What launches a kernel that Triton compiled, by launcher, device, and dtypes and values of the arguments.
+"""The launch, function and metadata of a kernel that Triton compiled, and Triton's driver.
 
-The kernel's launch, function and metadata, and Triton's driver.
+The key is made of the launcher, the device, and the dtypes and values of the arguments.
 """
 MOST_KNOWN = 4096
 """Kernels to remember; shapes that change in each step would fill the memory."""
